@@ -107,11 +107,11 @@ def test_times_and_tokens(url: str) -> None:
 
 
 def test_closed_load_keeps_so_many_in_flight(url: str) -> None:
-    seen: list[int] = []
-    outcomes, duration = send(url, [body()] * 9, parse_load("closed:3"), done=seen.append)
+    counts: list[int] = []
+    outcomes, duration = send(url, [body()] * 9, parse_load("closed:3"), done=counts.append)
     assert [outcome.error for outcome in outcomes] == [""] * 9
     assert Clockwork.most == 3
-    assert seen == list(range(1, 10))
+    assert counts == list(range(1, 10))
     assert duration == pytest.approx(3 * (FIRST + 2 * GAP), abs=0.3)
 
 

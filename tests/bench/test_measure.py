@@ -33,9 +33,9 @@ def test_serve_run() -> None:
     assert run.ttft_ms == [100, 300]
     assert run.tpot_ms == [20, 20]
     assert run.itl_ms == [10, 30, 20, 20]
-    found = figures(run)
-    assert (found["request_throughput"], found["output_throughput"]) == (1, 3)
-    assert (found["ttft_p50_ms"], found["ttft_p90_ms"]) == (200, pytest.approx(280))
+    by_name = figures(run)
+    assert (by_name["request_throughput"], by_name["output_throughput"]) == (1, 3)
+    assert (by_name["ttft_p50_ms"], by_name["ttft_p90_ms"]) == (200, pytest.approx(280))
     assert serve_run(outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={}, counters=SEEN).goodput is None
 
 
@@ -60,30 +60,30 @@ def test_ratios_are_of_neighbours() -> None:
     runs = [
         run(side, r, (1 + r) * (2 if side == "baseline" else 1)) for side in ("baseline", "candidate") for r in range(3)
     ]
-    found = summarise([*runs, run("baseline", 0, 4, "warm"), run("candidate", 0, 1, "warm")])["serve"]
-    speed = found["cold"]["request_throughput"]
+    summary = summarise([*runs, run("baseline", 0, 4, "warm"), run("candidate", 0, 1, "warm")])["serve"]
+    speed = summary["cold"]["request_throughput"]
     assert (speed.ratio, speed.low, speed.high) == (2, 2, 2)
     assert (speed.baseline, speed.candidate) == (2.5, 5)
     assert speed.higher_is_better and speed.unit == "requests/s"
-    first = found["cold"]["ttft_p50_ms"]
+    first = summary["cold"]["ttft_p50_ms"]
     assert (first.ratio, first.higher_is_better, first.unit) == (0.5, False, "ms")
-    assert found["warm"]["request_throughput"].ratio == 4
-    assert "itl_p50_ms" not in found["cold"]
+    assert summary["warm"]["request_throughput"].ratio == 4
+    assert "itl_p50_ms" not in summary["cold"]
 
 
 def test_no_ratio_to_nothing() -> None:
     assert ratio("goodput", [({"goodput": 0.0}, {"goodput": 1.0})]) is None
-    found = ratio("goodput", [({"goodput": 2.0}, {"goodput": 0.0}), ({"goodput": 2.0}, {"goodput": 1.0})])
-    assert found is not None and (found.ratio, found.low, found.high) == (0.25, 0, 0.5)
+    goodput = ratio("goodput", [({"goodput": 2.0}, {"goodput": 0.0}), ({"goodput": 2.0}, {"goodput": 1.0})])
+    assert goodput is not None and (goodput.ratio, goodput.low, goodput.high) == (0.25, 0, 0.5)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 11, 40])
 def test_interval_holds_the_ratio_as_often_as_it_says(n: int) -> None:
     """Oracle: simulated repeats of two equal sides; 95% of the intervals hold 1, and one repeat has none."""
     draws = np.random.default_rng(n).lognormal(0.0, 0.1, (4_000, n))
-    found = [interval(row) for row in draws.tolist()]
-    held = sum(1 for ends in found if ends and ends[0] <= 1 <= ends[1])
-    assert 0.938 < held / len(found) < 0.962, "four standard errors of 4,000 draws"
+    intervals = [interval(row) for row in draws.tolist()]
+    held = sum(1 for ends in intervals if ends and ends[0] <= 1 <= ends[1])
+    assert 0.938 < held / len(intervals) < 0.962, "four standard errors of 4,000 draws"
     assert interval([3.02]) is None and interval([0.0, 1.0]) is None
 
 
@@ -107,10 +107,10 @@ def test_kv_bytes() -> None:
 
 
 def test_memory() -> None:
-    found = memory(10**6, 2048, 126.5, {"block_size": "128", "kv_cache_size_tokens": "524288"})
-    assert found.kv_bytes_per_request == 128 * 2048
-    assert found.kv_cache_bytes == 2**30
-    assert found.max_concurrency == 4096
+    side = memory(10**6, 2048, 126.5, {"block_size": "128", "kv_cache_size_tokens": "524288"})
+    assert side.kv_bytes_per_request == 128 * 2048
+    assert side.kv_cache_bytes == 2**30
+    assert side.max_concurrency == 4096
     assert memory(1, 2048, 128.5, {"block_size": "128", "kv_cache_size_tokens": "524288"}).max_concurrency == 2048
 
 

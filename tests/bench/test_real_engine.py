@@ -58,8 +58,11 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         again, _ = serving.burst(plan, running, 0, "", lambda *_: None, 0)
         warm = counters.counters(running)
         assert warm.media_hits - fresh.media_hits == 6
-        seen = warm.since(fresh)
-        assert 0 <= seen.accepted <= seen.drafted <= NGRAM["num_speculative_tokens"] * seen.drafts and seen.drafts
+        counted = warm.since(fresh)
+        assert (
+            0 <= counted.accepted <= counted.drafted <= NGRAM["num_speculative_tokens"] * counted.drafts
+            and counted.drafts
+        )
         with pytest.raises(UserError, match="a cold run of demo-llava took .* and 6 images from a cache"):
             serving.check(plan, "cold", running, again, 0, 6)
         with pytest.raises(UserError, match="a warm run of demo-llava found no image"):
@@ -70,9 +73,9 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         (with_image,) = plan.prompts.burst(9, 1)
         text = [{"role": "user", "content": [part for part in with_image[0]["content"] if part["type"] == "text"]}]
         bodies = [client.encode(running.name, messages, 5) for messages in (with_image, text)]
-        seen, twin = client.send(running.url, bodies, parse_load("closed:1"))[0]
+        counted, twin = client.send(running.url, bodies, parse_load("closed:1"))[0]
         assert twin.visual_tokens == 0
-        assert TOKENS <= seen.prompt_tokens - twin.prompt_tokens <= TOKENS + 2  # line breaks around the image
+        assert TOKENS <= counted.prompt_tokens - twin.prompt_tokens <= TOKENS + 2  # line breaks around the image
         with pytest.raises(UserError, match="counts no visual tokens"):
             serving.check(plan, "warm", running, [twin], 0, 0)
 
@@ -95,9 +98,17 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    more = {"speculative": {"candidate": json.dumps(NGRAM)}}
+    speculation = {"speculative": {"candidate": json.dumps(NGRAM)}}
     return run(
-        MODEL, MODEL, load="closed:3", requests=6, out_tokens=5, repeats=1, slo={"e2e": 60_000}, sizes=["96x64"], **more
+        MODEL,
+        MODEL,
+        load="closed:3",
+        requests=6,
+        out_tokens=5,
+        repeats=1,
+        slo={"e2e": 60_000},
+        sizes=["96x64"],
+        **speculation,
     )
 
 

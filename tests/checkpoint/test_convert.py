@@ -45,11 +45,11 @@ def ours(sources, tmp_path_factory):
     """A function: family, scheme -> our checkpoint in compressed-tensors."""
     made: dict[tuple, Path] = {}
 
-    def get(family: str, scheme: str, **more) -> Path:
-        key = (family, scheme, *sorted(more))
+    def get(family: str, scheme: str, **keys) -> Path:
+        key = (family, scheme, *sorted(keys))
         if key not in made:
             made[key] = tmp_path_factory.mktemp(family) / "ct"
-            rtn.write(sources[family], made[key], rtn.SCHEMES[scheme], **more)
+            rtn.write(sources[family], made[key], rtn.SCHEMES[scheme], **keys)
         return made[key]
 
     return get
@@ -61,10 +61,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def edited(folder: Path, change) -> None:
     """Rewrite a folder's weights as `change` leaves them, and its config without our traces."""
-    found = tensors(folder)
+    weights = tensors(folder)
     config = json.loads((folder / "config.json").read_text())
-    change(found, config)
-    save_file(found, folder / "model.safetensors")
+    change(weights, config)
+    save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     for name in (manifest.MANIFEST, "quantize_config.json"):
         (folder / name).unlink(missing_ok=True)
@@ -108,19 +108,19 @@ def test_fp8_in_blocks_becomes_compressed_tensors_and_16_bits(sources, tmp_path)
     shutil.copytree(sources["qwen2-5-vl"], folder)
     expected = {}
 
-    def blocks(found, config):
-        for name in [name for name in found if ".layers." in name and name.endswith("_proj.weight")]:
-            weight = found[name].float()
+    def blocks(weights, config):
+        for name in [name for name in weights if ".layers." in name and name.endswith("_proj.weight")]:
+            weight = weights[name].float()
             scale = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
             for i in range(scale.shape[0]):
                 for j in range(scale.shape[1]):
                     part = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
                     scale[i, j] = weight[part].abs().max() / 448
                     codes = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
-                    found[name] = found[name] if (i, j) != (0, 0) else torch.empty_like(weight).to(codes.dtype)
-                    found[name][part] = codes
+                    weights[name] = weights[name] if (i, j) != (0, 0) else torch.empty_like(weight).to(codes.dtype)
+                    weights[name][part] = codes
                     expected.setdefault(name, torch.empty_like(weight))[part] = codes.float() * scale[i, j]
-            found[f"{name}_scale_inv"] = scale
+            weights[f"{name}_scale_inv"] = scale
         block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
         config["quantization_config"] = block | {"modules_to_not_convert": ["visual", "lm_head"]}
 
@@ -145,9 +145,9 @@ def test_weights_are_equal_across_formats_and_in_16_bits(ours, tmp_path):
     expected = {name: weight.dequantize(torch.float32) for name, (weight, _, _) in Stored.of(start).items()}
     for name in ("awq", "gptq", "gptq-v2"):
         convert(start, tmp_path / name, name)
-        found = Stored.of(tmp_path / name)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key][0].dequantize(torch.float32), expected[key]) for key in expected)
+        read_back = Stored.of(tmp_path / name)
+        assert read_back.keys() == expected.keys()
+        assert all(torch.equal(read_back[key][0].dequantize(torch.float32), expected[key]) for key in expected)
     convert(tmp_path / "awq", tmp_path / "bf16", "bf16")
     assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
     plain, names = tensors(tmp_path / "bf16"), Stored.of(start).names
@@ -172,7 +172,7 @@ def test_another_tools_awq(ours, tmp_path):
     """As AutoAWQ left them: numbers under older names, no manifest, no `sym`. Oracle: auto-round's unpacking."""
     convert(ours("qwen2-5-vl", "w4-asymmetric"), tmp_path / "awq", "awq")
 
-    def foreign(found, config):
+    def foreign(weights, config):
         block = {"quant_method": "awq", "version": "GEMM", "w_bit": 4, "q_group_size": 32, "zero_point": True}
         config["quantization_config"] = block | {"modules_to_not_convert": ["visual"]}
 
@@ -192,7 +192,7 @@ def test_another_tools_compressed_tensors_becomes_ours(ours, tmp_path):
     """As llm-compressor leaves them: layers ignored in one naming only, keys that say nothing. The weights stay as they are."""
     shutil.copytree(ours("llava", "w4-symmetric"), tmp_path / "theirs")
 
-    def foreign(found, config):
+    def foreign(weights, config):
         block = config["quantization_config"]
         block["ignore"] = ["re:.*vision_tower.*", "re:.*multi_modal_projector.*", "lm_head"]
         group = block["config_groups"]["group_0"]
@@ -210,9 +210,9 @@ def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path
     """Scales that BF16 does not hold stay 16-bit floats; nothing is rounded."""
     convert(ours("llava", "w4-symmetric"), tmp_path / "gptq", "gptq")
 
-    def finer(found, config):
-        for name in [name for name in found if name.endswith(".scales")]:
-            found[name] = (found[name].float() * 1.001).half()
+    def finer(weights, config):
+        for name in [name for name in weights if name.endswith(".scales")]:
+            weights[name] = (weights[name].float() * 1.001).half()
 
     edited(tmp_path / "gptq", finer)
     convert(tmp_path / "gptq", tmp_path / "out", "compressed-tensors")
@@ -223,7 +223,7 @@ def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("scheme", "more", "format", "message"),
+    ("scheme", "keys", "format", "message"),
     [
         ("w8a16", {}, "awq", "4-bit integer weights"),
         ("w4-asymmetric", {}, "gptq", "symmetric weights only"),
@@ -233,36 +233,36 @@ def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path
         ("fp8", {}, "awk", "unknown format 'awk'; did you mean 'awq'"),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused(ours, tmp_path, scheme, more, format, message):
+def test_what_a_format_cannot_hold_is_refused(ours, tmp_path, scheme, keys, format, message):
     with pytest.raises(UserError, match=message):
-        convert(ours("llava", scheme, **more), tmp_path / "out", format)
+        convert(ours("llava", scheme, **keys), tmp_path / "out", format)
     assert not list(tmp_path.iterdir())
 
 
 def drop(suffix):
-    def change(found, config):
-        del found[next(name for name in found if name.endswith(suffix))]
+    def change(weights, config):
+        del weights[next(name for name in weights if name.endswith(suffix))]
 
     return change
 
 
-def cut(found, config):
-    name = next(name for name in found if name.endswith("qweight"))
-    found[name] = found[name][:-8].contiguous()
+def cut(weights, config):
+    name = next(name for name in weights if name.endswith("qweight"))
+    weights[name] = weights[name][:-8].contiguous()
 
 
-def shuffled(found, config):
-    name = next(name for name in found if name.endswith("g_idx"))
-    found[name] = found[name].flip(0).contiguous()
+def shuffled(weights, config):
+    name = next(name for name in weights if name.endswith("g_idx"))
+    weights[name] = weights[name].flip(0).contiguous()
 
 
-def endless(found, config):
-    name = next(name for name in found if name.endswith("scales"))
-    found[name] = torch.full_like(found[name], torch.inf)
+def endless(weights, config):
+    name = next(name for name in weights if name.endswith("scales"))
+    weights[name] = torch.full_like(weights[name], torch.inf)
 
 
 def block(**values):
-    def change(found, config):
+    def change(weights, config):
         config["quantization_config"] |= values
 
     return change
@@ -312,8 +312,8 @@ def test_pickles_truncated_files_and_plain_models_are_refused(sources, ours, tmp
 def test_a_checkpoint_of_ours_that_was_changed_is_refused(ours, tmp_path):
     """Its manifest would vouch for other weights."""
     shutil.copytree(ours("llava", "w4-symmetric"), tmp_path / "ct")
-    found = tensors(tmp_path / "ct")
-    name = next(name for name in found if name.endswith("norm.weight"))
-    save_file(found | {name: found[name] + 1}, tmp_path / "ct" / "model.safetensors")
+    weights = tensors(tmp_path / "ct")
+    name = next(name for name in weights if name.endswith("norm.weight"))
+    save_file(weights | {name: weights[name] + 1}, tmp_path / "ct" / "model.safetensors")
     with pytest.raises(UserError, match="is not what was written"):
         convert(tmp_path / "ct", tmp_path / "out", "awq")

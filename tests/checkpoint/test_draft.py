@@ -39,27 +39,27 @@ def written(source, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("written")
     for scheme in set(SCHEMES.values()):
         rtn.write(source, folder / scheme, rtn.SCHEMES[scheme])
-    found = {name: folder / name for name in (*SCHEMES, "bf16")}
-    for name, path in found.items():
+    folders = {name: folder / name for name in (*SCHEMES, "bf16")}
+    for name, path in folders.items():
         convert(folder / SCHEMES.get(name, "fp8"), path, name)
-    return found | {"compressed-tensors": folder / "w4-symmetric"}
+    return folders | {"compressed-tensors": folder / "w4-symmetric"}
 
 
 def head(folder: Path) -> dict[str, torch.Tensor]:
-    found = load_file(folder / "model.safetensors")
-    return {name: tensor for name, tensor in found.items() if name.startswith("mtp.")}
+    weights = load_file(folder / "model.safetensors")
+    return {name: tensor for name, tensor in weights.items() if name.startswith("mtp.")}
 
 
 def test_every_format_has_the_same_bytes(source, written):
     expected = head(source)
     assert len(expected) == 15  # as in published dense checkpoints
     for folder in written.values():
-        found = head(folder)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        stored = head(folder)
+        assert stored.keys() == expected.keys()
+        assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
         assert all(check.ok for check in diagnose(folder))
-        (seen,) = (check.detail for check in diagnose(folder) if check.name == "draft")
-        assert "15 tensors" in seen
+        (detail,) = (check.detail for check in diagnose(folder) if check.name == "draft")
+        assert "15 tensors" in detail
     ignore = json.loads((written["compressed-tensors"] / "config.json").read_text())["quantization_config"]["ignore"]
     assert {"re:^mtp.*", "re:.*mtp.*"} <= set(ignore)
 
@@ -87,7 +87,7 @@ def test_vllm_takes_it_for_unquantized(written, name):
             bare[key] = [entry for entry in bare[key] if "mtp" not in entry]
         elif key in bare:
             bare[key] = {entry: value for entry, value in bare[key].items() if "mtp" not in entry}
-    ours, control = asked("naming", [{"block": one, "names": names} for one in (block, bare)])
+    ours, control = asked("naming", [{"block": layers, "names": names} for layers in (block, bare)])
     assert ours["quantized"] == [False, False, False, True]
     assert control["quantized"] == [True] * 4
 
@@ -128,9 +128,9 @@ def test_a_head_that_is_not_what_the_config_says(source, written, change, messag
     with pytest.raises(UserError, match=message):
         quantize(recipe)
     assert not (tmp_path / "out").exists()
-    assert [one.ok for one in findings(recipe) if "drafts tokens" in one.detail] == [False]
+    assert [finding.ok for finding in findings(recipe) if "drafts tokens" in finding.detail] == [False]
     bad = edited(written["compressed-tensors"], tmp_path / "compressed", change)
-    assert {one.ok for one in diagnose(bad) if one.name == "draft"} == {False}
+    assert {finding.ok for finding in diagnose(bad) if finding.name == "draft"} == {False}
     with pytest.raises(UserError, match=message):
         convert(bad, tmp_path / "out", "gptq")
 
@@ -140,15 +140,15 @@ def test_a_head_that_was_lost(source, tmp_path):
     lost = build("qwen3-5", tmp_path / "lost", hub_names=False)
     assert head(lost) == {}
     recipe = resolve({"model": str(lost), "out": str(tmp_path / "out"), "scheme": "rtn"}).recipe
-    assert [one.ok for one in findings(recipe) if KEY in one.detail] == [True]
+    assert [finding.ok for finding in findings(recipe) if KEY in finding.detail] == [True]
     done = quantize(recipe)
     (warning,) = done.manifest["warnings"]
     assert warning.startswith(f"config.json says {KEY} 1, but there is no tensor mtp.*: the head")
     assert json.loads((tmp_path / "out/config.json").read_text())["text_config"][KEY] == 0
     assert all(check.ok for check in diagnose(tmp_path / "out"))
     broken = edited(tmp_path / "out", tmp_path / "broken", lambda tensors, text: text.update({KEY: 1}))
-    (seen,) = (check for check in diagnose(broken) if check.name == "draft")
-    assert not seen.ok and "there is no tensor mtp.*" in seen.detail
+    (draft,) = (check for check in diagnose(broken) if check.name == "draft")
+    assert not draft.ok and "there is no tensor mtp.*" in draft.detail
 
 
 def test_doctor_misses_the_entries(written, tmp_path):
@@ -159,8 +159,8 @@ def test_doctor_misses_the_entries(written, tmp_path):
     for left, message in (([], "8 layers of the head .* first 'mtp.fc'"), (["re:.*mtp.*"], "lacks 're:")):
         block["ignore"] = [entry for entry in block["ignore"] if "mtp" not in entry] + left
         (folder / "config.json").write_text(json.dumps(config))
-        (seen,) = (check for check in diagnose(folder) if check.name == "draft")
-        assert not seen.ok and re.search(message, seen.detail)
+        (draft,) = (check for check in diagnose(folder) if check.name == "draft")
+        assert not draft.ok and re.search(message, draft.detail)
 
 
 def test_families_without_a_head_say_nothing(tmp_path):

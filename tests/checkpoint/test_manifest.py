@@ -25,15 +25,15 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("made")
     source = build("llava", folder / "llava")
     (source / "README.md").write_text("---\nlicense: 'mit'\ntags:\n- x\n---\n# original\n")
-    given = rtn.parts(source, rtn.SCHEMES["w4-symmetric"], rtn.SCHEMES["fp8"], kv_cache=True)
-    given["manifest"] = manifest.build(
+    parts = rtn.parts(source, rtn.SCHEMES["w4-symmetric"], rtn.SCHEMES["fp8"], kv_cache=True)
+    parts["manifest"] = manifest.build(
         source,
         family="llava",
         recipe={"model": str(source), "out": Path("/home/me/out"), "scheme": "rtn", "seed": 3, "options": {"bits": 4}},
         calibration={"source": "/home/me/images", "samples": 8, "tokens": {"text": 10, "vision": 90}, "share": 0.9},
         errors=ERRORS,
     )
-    checkpoint.write(out=folder / "out", **given)
+    checkpoint.write(out=folder / "out", **parts)
     return source, folder / "out"
 
 

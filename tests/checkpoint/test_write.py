@@ -48,11 +48,11 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_every_tensor_is_copied_or_replaced(source, out):
     """Oracle: the official reader. Untouched tensors are equal under their old names, the others are the exporter's."""
-    given = rtn.parts(source, W4)
-    checkpoint.write(out=out, **given)
+    parts = rtn.parts(source, W4)
+    checkpoint.write(out=out, **parts)
     expected = load(source)
-    for module, values in given["quantized"].items():
-        prefix = given["names"][f"{module}.weight"].removesuffix("weight")
+    for module, values in parts["quantized"].items():
+        prefix = parts["names"][f"{module}.weight"].removesuffix("weight")
         del expected[f"{prefix}weight"]
         expected |= {prefix + name: tensor for name, tensor in compressed_tensors.tensors(*values).items()}
     got = load(out)
@@ -61,12 +61,12 @@ def test_every_tensor_is_copied_or_replaced(source, out):
 
 
 def test_changed_parameters_and_kv_scales(source, out):
-    given = rtn.parts(source, W4, kv_cache=True)
+    parts = rtn.parts(source, W4, kv_cache=True)
     norm = "model.language_model.layers.0.input_layernorm.weight"
-    value = load(source)[given["names"][norm]] * 2
-    checkpoint.write(out=out, changed={norm: value.to(torch.float64)}, **given)  # stored as the original is
+    value = load(source)[parts["names"][norm]] * 2
+    checkpoint.write(out=out, changed={norm: value.to(torch.float64)}, **parts)  # stored as the original is
     got = load(out)
-    assert got[given["names"][norm]].dtype == value.dtype and torch.equal(got[given["names"][norm]], value)
+    assert got[parts["names"][norm]].dtype == value.dtype and torch.equal(got[parts["names"][norm]], value)
     assert got["language_model.model.layers.1.self_attn.k_scale"].tolist() == pytest.approx([0.02], rel=2**-8)
     assert got["language_model.model.layers.1.self_attn.v_scale"].tolist() == pytest.approx([0.03], rel=2**-8)
 
@@ -157,22 +157,22 @@ def test_an_odd_dtype_survives(source, tmp_path):
 
 
 def test_progress_ends_at_the_total(source, out):
-    seen = []
-    rtn.write(source, out, W4, progress=lambda done, total: seen.append((done, total)))
-    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] == seen[0][1]
+    calls = []
+    rtn.write(source, out, W4, progress=lambda done, total: calls.append((done, total)))
+    assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] == calls[0][1]
 
 
 def test_quantized_source_is_refused(source, out):
-    given = rtn.parts(source, W4)
-    checkpoint.write(out=out, **given)
+    parts = rtn.parts(source, W4)
+    checkpoint.write(out=out, **parts)
     with pytest.raises(UserError, match="quantized already"):
-        checkpoint.write(out=out.with_name("again"), **(given | {"source": out}))
+        checkpoint.write(out=out.with_name("again"), **(parts | {"source": out}))
     assert os.listdir(out.parent) == ["out"]
 
 
 def broken(tmp_path, source, monkeypatch, kind: str) -> dict:
     """Arguments for `write` and a world in which it must fail."""
-    given = rtn.parts(source, W4)
+    parts = rtn.parts(source, W4)
     if kind == "full":
         real = os.pwrite
 
@@ -188,14 +188,14 @@ def broken(tmp_path, source, monkeypatch, kind: str) -> dict:
     elif kind == "source vanishes":
         copy = tmp_path / "copy"
         shutil.copytree(source, copy)
-        given |= {"source": copy, "progress": lambda done, total: (copy / "model.safetensors").unlink(missing_ok=True)}
+        parts |= {"source": copy, "progress": lambda done, total: (copy / "model.safetensors").unlink(missing_ok=True)}
     elif kind == "source shrinks":
         copy = tmp_path / "copy"
         shutil.copytree(source, copy)
-        given |= {"source": copy, "progress": lambda done, total: os.truncate(copy / "model.safetensors", 100)}
+        parts |= {"source": copy, "progress": lambda done, total: os.truncate(copy / "model.safetensors", 100)}
     elif kind == "bad size":
-        given["shard_size"] = "5 elephants"
-    return given
+        parts["shard_size"] = "5 elephants"
+    return parts
 
 
 @pytest.mark.parametrize(
@@ -212,19 +212,19 @@ def test_a_failure_leaves_nothing(source, tmp_path, monkeypatch, kind, message):
     work = tmp_path / "work"
     rtn.write(source, work / "out", None)
     before = manifest.hash_files(work)
-    given = broken(tmp_path, source, monkeypatch, kind)
+    parts = broken(tmp_path, source, monkeypatch, kind)
     for overwrite, out in ((True, work / "out"), (False, work / "new")):
         if kind.startswith("source"):
             shutil.rmtree(tmp_path / "copy")
             shutil.copytree(source, tmp_path / "copy")
         with pytest.raises(UserError, match=message):
-            checkpoint.write(out=out, overwrite=overwrite, **given)
+            checkpoint.write(out=out, overwrite=overwrite, **parts)
     assert manifest.hash_files(work) == before and os.listdir(work) == ["out"]
 
 
 def test_a_wrong_shape_is_a_defect(source, out):
-    given = rtn.parts(source, W4)
+    parts = rtn.parts(source, W4)
     norm = "model.language_model.norm.weight"
     with pytest.raises(ValueError, match="norm.weight"):
-        checkpoint.write(out=out, changed={norm: torch.zeros(3)}, **given)
+        checkpoint.write(out=out, changed={norm: torch.zeros(3)}, **parts)
     assert not out.exists()

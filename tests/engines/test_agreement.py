@@ -35,7 +35,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], Path]:
+def questions(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], Path]:
     """A question of each of eight families, with one image, two or none, and the folder of their images."""
     media = tmp_path_factory.mktemp("media")
     samples = load_samples(DEMOS / "data" / "llava" / "test.parquet", samples=None, seed=0)
@@ -54,15 +54,15 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], Path
 
 
 @pytest.fixture(scope="module")
-def transformers(asked, quick_engines) -> Run:
-    requests, media = asked
+def transformers(questions, quick_engines) -> Run:
+    requests, media = questions
     return get("hf").answer(MODEL, requests, media=media, settings=SETTINGS)
 
 
-def agree(one: Run, other: Run) -> None:
+def agree(run: Run, other: Run) -> None:
     """At least 7 of 8 texts are equal; prompts and their lengths are; first tokens are about as likely."""
-    assert list(sorted(one.answers)) == sorted(other.answers) and len(one.answers) == 8
-    pairs = [(found, other.answers[name]) for name, found in one.answers.items()]
+    assert list(sorted(run.answers)) == sorted(other.answers) and len(run.answers) == 8
+    pairs = [(answer, other.answers[name]) for name, answer in run.answers.items()]
     assert sum(a.text.strip() == b.text.strip() for a, b in pairs) >= 7
     assert [a.prompt_tokens for a, _ in pairs] == [b.prompt_tokens for _, b in pairs]
     assert sum((a.finish, a.output_tokens) == (b.finish, b.output_tokens) for a, b in pairs) >= 7
@@ -75,35 +75,35 @@ def agree(one: Run, other: Run) -> None:
 def test_transformers(transformers: Run) -> None:
     """Cut answers are said to be; the probabilities are those of a distribution."""
     assert transformers.engine["name"] == "hf" and transformers.engine["restarts"] == 0
-    for found in transformers.answers.values():
-        assert found.finish == "stop" and 0 < found.output_tokens < 8 and found.first is not None
-        assert len(found.first) <= 5 and sum(map(math.exp, found.first.values())) <= 1.0001
+    for answer in transformers.answers.values():
+        assert answer.finish == "stop" and 0 < answer.output_tokens < 8 and answer.first is not None
+        assert len(answer.first) <= 5 and sum(map(math.exp, answer.first.values())) <= 1.0001
 
 
 WORDS = "what is this " * 2000
 
 
-def answers_before_a_refusal(engine: str, model: Path, asked, settings: Settings) -> Run:
+def answers_before_a_refusal(engine: str, model: Path, questions, settings: Settings) -> Run:
     """What an engine answers when the last request is too long: that one is named, and those before it are answered first."""
-    parts = [part for request in asked[0] for part in request.messages[0]["content"]]
+    parts = [part for request in questions[0] for part in request.messages[0]["content"]]
     image = next(part for part in parts if part["type"] == "image_url")
     # With more images than any other, so that transformers, which takes prompts with equally many together, takes it last.
     long = Request("long", [{"role": "user", "content": [image, image, image, {"type": "text", "text": WORDS}]}])
-    found: dict[str, Answer] = {}
+    answers: dict[str, Answer] = {}
     with pytest.raises(UserError, match="sample 'long' can't be answered.*maximum context length is 2048"):
         get(engine).answer(
             model,
-            [*asked[0], long],
-            media=asked[1],
+            [*questions[0], long],
+            media=questions[1],
             settings=settings,
-            on_answer=lambda one: found.update({one.id: one}),
+            on_answer=lambda answer: answers.update({answer.id: answer}),
         )
-    return Run(found, {}, 0.0)
+    return Run(answers, {}, 0.0)
 
 
 @pytest.mark.slow
-def test_vllm_answers_as_transformers_does(asked, transformers: Run) -> None:
-    agree(answers_before_a_refusal("vllm", MODEL, asked, SETTINGS), transformers)
+def test_vllm_answers_as_transformers_does(questions, transformers: Run) -> None:
+    agree(answers_before_a_refusal("vllm", MODEL, questions, SETTINGS), transformers)
 
 
 @pytest.fixture(scope="module")
@@ -113,21 +113,21 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_transformers_reads_compressed_checkpoints(asked, transformers: Run, compressed: Path) -> None:
+def test_transformers_reads_compressed_checkpoints(questions, transformers: Run, compressed: Path) -> None:
     """INT8 weights and activations answer as BF16 does, one request at a time and each with a limit of its own."""
-    run = answers_before_a_refusal("hf", compressed, asked, Settings(max_tokens=8, max_num_seqs=1))
-    same = [found.text == transformers.answers[name].text for name, found in run.answers.items()]
+    run = answers_before_a_refusal("hf", compressed, questions, Settings(max_tokens=8, max_num_seqs=1))
+    same = [answer.text == transformers.answers[name].text for name, answer in run.answers.items()]
     assert len(same) == 8 and sum(same) >= 7
-    assert all(found.first is None for found in run.answers.values())
+    assert all(answer.first is None for answer in run.answers.values())
 
 
-def test_transformers_refuses_to_guess_weights(asked, compressed: Path) -> None:
+def test_transformers_refuses_to_guess_weights(questions, compressed: Path) -> None:
     file = compressed / "model.safetensors"
     tensors = load_file(file)
     del tensors[next(name for name in sorted(tensors) if name.endswith("q_proj.weight_scale"))]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match="transformers could not load .*lacks 1 tensors .*q_proj.weight_scale"):
-        get("hf").answer(compressed, asked[0], media=asked[1])
+        get("hf").answer(compressed, questions[0], media=questions[1])
 
 
 HOLD = """
@@ -142,9 +142,9 @@ with server(sys.argv[1], flags=["--max-num-seqs", "8"]) as running:
 @pytest.fixture(scope="module")
 def held() -> Iterator[tuple[subprocess.Popen, str, str, int]]:
     """A real server, held by a process of its own."""
-    own = {name: value for name, value in os.environ.items() if name != PYTHON_VARIABLE}
+    variables = {name: value for name, value in os.environ.items() if name != PYTHON_VARIABLE}
     command = [forks.python(*forks.OURS), "-c", HOLD, str(MODEL)]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own)
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
     assert holder.stdout is not None
     try:
         url, name, pid = holder.stdout.readline().split()
@@ -155,10 +155,10 @@ def held() -> Iterator[tuple[subprocess.Popen, str, str, int]]:
 
 
 @pytest.mark.slow
-def test_a_served_model_answers_as_transformers_does(asked, transformers: Run, held) -> None:
+def test_a_served_model_answers_as_transformers_does(questions, transformers: Run, held) -> None:
     """Then the holder of the server is killed with `kill -9`, and nothing of the server is left."""
     holder, url, name, pid = held
-    requests, media = asked
+    requests, media = questions
     assert name == "demo-llava" and len(session_members(pid)) > 1
     run = get(f"openai:{url}").answer(name, requests, media=media, settings=SETTINGS)
     agree(run, transformers)
@@ -170,13 +170,13 @@ def test_a_served_model_answers_as_transformers_does(asked, transformers: Run, h
 
 
 @pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_a_killed_engine_goes_on(asked, transformers: Run, name: str) -> None:
+def test_a_killed_engine_goes_on(questions, transformers: Run, name: str) -> None:
     """`kill -9` after the first answer: a second process answers the rest, and nothing is asked twice."""
-    requests, media = asked
+    requests, media = questions
     arrived: list[str] = []
 
-    def kill_once(found) -> None:
-        arrived.append(found.id)
+    def kill_once(answer) -> None:
+        arrived.append(answer.id)
         if len(arrived) == 1:
             os.kill(worker(), signal.SIGKILL)
 
@@ -189,7 +189,7 @@ def test_a_killed_engine_goes_on(asked, transformers: Run, name: str) -> None:
 
 def worker() -> int:
     """The process id of this process's only living worker."""
-    found = []
+    workers = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
@@ -197,25 +197,23 @@ def worker() -> int:
         except OSError:
             continue
         if int(parent) == os.getpid() and state != "Z" and b"engines/worker.py" in command:
-            found.append(int(stat.parent.name))
-    assert len(found) == 1
-    return found[0]
+            workers.append(int(stat.parent.name))
+    assert len(workers) == 1
+    return workers[0]
 
 
-def test_reduced_answers_count_the_tokens_that_are_left(asked, transformers, tmp_path) -> None:
+def test_reduced_answers_count_the_tokens_that_are_left(questions, transformers, tmp_path) -> None:
     """A reducer that is attached by name, and the same one carried by the checkpoint: equal answers and counts."""
-    attached = replace(HF, reduce="uniform:0.5").answer(MODEL, asked[0], media=asked[1], settings=SETTINGS)
+    attached = replace(HF, reduce="uniform:0.5").answer(MODEL, questions[0], media=questions[1], settings=SETTINGS)
     shutil.copytree(MODEL, tmp_path / "reduced")
     config = tmp_path / "reduced" / "config.json"
     config.write_text(json.dumps(reducer_block.write(json.loads(config.read_text()), parse("uniform:0.5"))))
-    found = get("hf").answer(tmp_path / "reduced", asked[0], media=asked[1], settings=SETTINGS)
-    assert (
-        found.engine["reduce"] == attached.engine["reduce"] == "uniform:0.5" and transformers.engine["reduce"] is None
-    )
-    assert {name: one.text for name, one in found.answers.items()} == {
-        n: one.text for n, one in attached.answers.items()
+    run = get("hf").answer(tmp_path / "reduced", questions[0], media=questions[1], settings=SETTINGS)
+    assert run.engine["reduce"] == attached.engine["reduce"] == "uniform:0.5" and transformers.engine["reduce"] is None
+    assert {name: answer.text for name, answer in run.answers.items()} == {
+        n: answer.text for n, answer in attached.answers.items()
     }
-    for request in asked[0]:
-        full, less = transformers.answers[request.id], found.answers[request.id]
+    for request in questions[0]:
+        full, less = transformers.answers[request.id], run.answers[request.id]
         assert full.visual_tokens == 81 * request.images() and less.visual_tokens == 41 * request.images()
         assert full.prompt_tokens - less.prompt_tokens == 40 * request.images()

@@ -34,7 +34,7 @@ def test_get_refuses(spec: str, message: str) -> None:
 
 
 def test_first_tokens_with_one_text_count_as_one() -> None:
-    found = first_tokens([("a", math.log(0.2)), ("b", math.log(0.3)), ("a", math.log(0.25)), ("c", -math.inf)])
-    assert list(found) == ["a", "b", "c"]
-    assert found["a"] == pytest.approx(math.log(0.45)) and found["c"] == -math.inf
+    logprobs = first_tokens([("a", math.log(0.2)), ("b", math.log(0.3)), ("a", math.log(0.25)), ("c", -math.inf)])
+    assert list(logprobs) == ["a", "b", "c"]
+    assert logprobs["a"] == pytest.approx(math.log(0.45)) and logprobs["c"] == -math.inf
     assert first_tokens([("a", -800.0), ("a", -800.0)])["a"] == pytest.approx(-800 + math.log(2))

@@ -85,7 +85,7 @@ def test_positions_may_begin_behind_a_cached_prefix(cached, tokens):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, quick_engines) -> Answers:
+def answers(tmp_path_factory, quick_engines) -> Answers:
     """What vLLM and transformers say about a reduced demo model."""
     pytest.importorskip("vllm")
     folder = cases.reduced(DEMOS / "demo-qwen", tmp_path_factory.mktemp("reduced") / "demo-qwen", "dart:0.5")
@@ -93,22 +93,22 @@ def found(tmp_path_factory, quick_engines) -> Answers:
 
 
 @engine
-def test_a_reduced_checkpoint_passes(found):
-    assert [(check.name, check.detail) for check in conformance.judge(found) if not check.ok] == []
+def test_a_reduced_checkpoint_passes(answers):
+    assert [(check.name, check.detail) for check in conformance.judge(answers) if not check.ok] == []
 
 
-def records(found: Answers, engine: str, name: str) -> list[dict]:
+def records(answers: Answers, engine: str, name: str) -> list[dict]:
     """Of all requests of a round."""
-    return [record for request, record in found.engines[engine]["rounds"][name].items() if request]
+    return [record for request, record in answers.engines[engine]["rounds"][name].items() if request]
 
 
 def rounded(rows: list[list[int]]) -> list[list[int]]:
     return torch.tensor(rows).bfloat16().long().tolist()
 
 
-def uncached(found: Answers) -> None:
+def uncached(answers: Answers) -> None:
     for name in ("again", "long again"):
-        for record in records(found, "caches", name):
+        for record in records(answers, "caches", name):
             record["cached"] = 0
 
 
@@ -143,19 +143,19 @@ SPOILED = {
 
 @engine
 @pytest.mark.parametrize("name", CHECKS)
-def test_each_check_sees_what_it_is_there_for(found, name):
+def test_each_check_sees_what_it_is_there_for(answers, name):
     """An answer, a position, a count of its own is made wrong."""
-    spoiled = copy.deepcopy(found)
+    spoiled = copy.deepcopy(answers)
     SPOILED[name](spoiled)
     (check,) = (check for check in conformance.judge(spoiled) if check.name == name)
     assert not check.ok, check.detail
 
 
 @engine
-def test_other_tokens_kept_are_no_difference_where_types_have_rounding_errors(found):
+def test_other_tokens_kept_are_no_difference_where_types_have_rounding_errors(answers):
     """What is answered from them is left to the rate of agreement; what is answered from the same ones is not."""
     for dtype, positions, ok in (("bfloat16", 1, True), ("bfloat16", 0, False), ("float32", 1, False)):
-        spoiled = copy.deepcopy(found)
+        spoiled = copy.deepcopy(answers)
         plain = spoiled.engines["plain"]
         plain["about"]["dtype"] = dtype
         name = next(question.id for question in spoiled.questions.plain if spoiled.exact[question.id].kept)
@@ -169,9 +169,9 @@ def test_other_tokens_kept_are_no_difference_where_types_have_rounding_errors(fo
 
 
 @engine
-def test_an_engine_without_a_prefix_cache_is_said_to_have_none(found):
+def test_an_engine_without_a_prefix_cache_is_said_to_have_none(answers):
     """vLLM's CPU build with recurrent states: no hit is due; answers must be equal nevertheless."""
-    spoiled = copy.deepcopy(found)
+    spoiled = copy.deepcopy(answers)
     spoiled.engines["caches"]["about"]["prefix_caching"] = False
     uncached(spoiled)
     said = CHECKS["prefix cache"](spoiled)
@@ -182,8 +182,8 @@ def test_an_engine_without_a_prefix_cache_is_said_to_have_none(found):
 
 
 @engine
-def test_an_engine_that_fails_fails_what_needs_it(found):
-    spoiled = copy.deepcopy(found)
+def test_an_engine_that_fails_fails_what_needs_it(answers):
+    spoiled = copy.deepcopy(answers)
     spoiled.engines["caches"] = {"error": "ValueError: out of luck"}
     failed = {check.name: check.detail for check in conformance.judge(spoiled) if not check.ok}
     assert failed.keys() == {"prefix cache", "encoder cache", "second turn"}
@@ -227,7 +227,7 @@ SLOW = {
 
 @engine
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "reducer"), [(model, each) for model, found in SLOW.items() for each in found])
+@pytest.mark.parametrize(("model", "reducer"), [(model, each) for model, reducers in SLOW.items() for each in reducers])
 def test_two_hundred_prompts(tmp_path, model, reducer):
     folder = cases.reduced(DEMOS / model, tmp_path / model, reducer)
     data = DEMOS / "data" / model.removeprefix("demo-") / "validation.parquet"

@@ -16,7 +16,7 @@ from tests.kit.cluster import two_nodes
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, engines
 from vlmcompress.common import workers
-from vlmcompress.engines import Answer, Request, Settings, spread
+from vlmcompress.engines import Answer, Request, Settings, data_parallel
 from vlmcompress.engines.data_parallel import DataParallel
 from vlmcompress.errors import UserError
 
@@ -31,14 +31,14 @@ def request(name: str, *images: Path | str) -> Request:
 @given(st.lists(st.lists(st.sampled_from("abc"), max_size=2), max_size=40), st.integers(1, 6))
 def test_questions_about_the_same_images_stay_together(pictures: list[list[str]], count: int) -> None:
     requests = [request(str(number), *names) for number, names in enumerate(pictures)]
-    parts = spread.divide(requests, 0, count)
-    assert sorted(int(one.id) for part in parts for one in part) == list(range(len(requests)))
+    parts = data_parallel.divide(requests, 0, count)
+    assert sorted(int(question.id) for part in parts for question in part) == list(range(len(requests)))
     assert len(parts) <= count and all(parts)
     homes: dict[tuple[str, ...], set[int]] = {}
     for home, part in enumerate(parts):
-        for one in part:
-            homes.setdefault(tuple(pictures[int(one.id)]), set()).add(home)
-    assert all(len(found) == 1 for names, found in homes.items() if names)
+        for question in part:
+            homes.setdefault(tuple(pictures[int(question.id)]), set()).add(home)
+    assert all(len(indices) == 1 for names, indices in homes.items() if names)
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 5), st.integers(1, 6))
@@ -46,22 +46,22 @@ def test_batches_are_those_of_one_worker(images: list[int], batch: int, count: i
     """The batches that the `hf` engine makes, written out: in order, of requests with equally many images."""
 
     def batches(requests: list[Request]) -> list[list[str]]:
-        found = []
-        for number in dict.fromkeys(one.images() for one in requests):
-            ids = [one.id for one in requests if one.images() == number]
-            found += [ids[at : at + batch] for at in range(0, len(ids), batch)]
-        return found
+        divided = []
+        for number in dict.fromkeys(question.images() for question in requests):
+            ids = [question.id for question in requests if question.images() == number]
+            divided += [ids[at : at + batch] for at in range(0, len(ids), batch)]
+        return divided
 
     requests = [request(str(number), *"ab"[:many]) for number, many in enumerate(images)]
-    parts = spread.divide(requests, batch, count)
+    parts = data_parallel.divide(requests, batch, count)
     assert len(parts) <= count
-    assert sorted(one for part in parts for one in batches(part)) == sorted(batches(requests))
+    assert sorted(ids for part in parts for ids in batches(part)) == sorted(batches(requests))
 
 
 def test_parts_are_even() -> None:
     requests = [request(str(number), f"{number}.png") for number in range(100)]
-    assert [len(part) for part in spread.divide(requests, 0, 4)] == [25] * 4
-    assert [len(part) for part in spread.divide(requests, 8, 4)] == [32, 24, 24, 20]
+    assert [len(part) for part in data_parallel.divide(requests, 0, 4)] == [25] * 4
+    assert [len(part) for part in data_parallel.divide(requests, 8, 4)] == [32, 24, 24, 20]
 
 
 @pytest.fixture
@@ -81,23 +81,23 @@ def test_in_turn_is_the_engine_itself(media: Path, quick_engines: None) -> None:
         *(request(f"two-{number}", pictures[number], pictures[2]) for number in range(2)),
     ]
     engine, settings = engines.get("hf"), Settings(max_tokens=4, logprobs=3)
-    seen: list[Answer] = []
-    told: list[tuple[int, int]] = []
+    arrived: list[Answer] = []
+    counts: list[tuple[int, int]] = []
     plain = engine.answer(DEMO_LLAVA, requests, media=media, settings=settings)
     run = DataParallel(engine, workers.of(None)).answer(
         DEMO_LLAVA,
         requests,
         media=media,
         settings=settings,
-        on_answer=seen.append,
-        progress=lambda _, done, total: told.append((done, total)),
+        on_answer=arrived.append,
+        progress=lambda _, done, total: counts.append((done, total)),
     )
-    assert run.answers == plain.answers == {answer.id: answer for answer in seen}
+    assert run.answers == plain.answers == {answer.id: answer for answer in arrived}
     assert run.engine["workers"] == 1 and run.engine["restarts"] == 0
     assert {name: run.engine[name] for name in ("name", "version", "dtype")} == {
         name: plain.engine[name] for name in ("name", "version", "dtype")
     }
-    assert told == [(0, 6), (4, 6), (6, 6)] and run.seconds > 0
+    assert counts == [(0, 6), (4, 6), (6, 6)] and run.seconds > 0
 
 
 def test_images_elsewhere_are_refused(media: Path, tmp_path: Path) -> None:
@@ -114,14 +114,14 @@ def test_another_model_on_a_node_is_refused(tmp_path: Path) -> None:
     """On one machine: what a worker finds differs from what the run was started with."""
     model = tmp_path / "model"
     shutil.copytree(DEMO_LLAVA, model)
-    part = spread.Part(engines.get("hf"), str(model), None, spread.fingerprint(model), Settings())
+    part = data_parallel.Part(engines.get("hf"), str(model), None, data_parallel.fingerprint(model), Settings())
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)
     with pytest.raises(UserError, match="has other files than where the run was started; copy it there again$"):
-        spread.answer_part(part)
+        data_parallel.answer_part(part)
     with pytest.raises(UserError, match="is not there on node .*; put the model at the same path on every node$"):
-        spread.answer_part(dataclasses.replace(part, model=str(tmp_path / "none")))
+        data_parallel.answer_part(dataclasses.replace(part, model=str(tmp_path / "none")))
 
 
 def test_a_part_that_fails_is_told(media: Path, tmp_path: Path, quick_engines: None) -> None:
@@ -142,16 +142,16 @@ def test_two_nodes_answer_as_one_process_does(
 ) -> None:
     """12 questions are two batches, so each node has one. A journal spares asking the same model twice."""
     monkeypatch.setenv("RAY_ADDRESS", two_nodes().address)  # what `auto` looks at first
-    found = {
+    runs = {
         where: vlmcompress.evaluate(
             DEMO_LLAVA, DEMO_LLAVA, engine="hf", limit=12, ray=where, journal=tmp_path / str(where)
         )
         for where in (None, "auto")
     }
-    plain, two = found[None], found["auto"]
+    plain, two = runs[None], runs["auto"]
     assert two.samples == plain.samples and len(two.samples) == 12
     assert two.suites == plain.suites and two.pictures == plain.pictures
     assert two.candidate.engine["workers"] == 2 and "workers" not in plain.candidate.engine
-    journals = [(tmp_path / str(where)).read_text().splitlines() for where in found]
+    journals = [(tmp_path / str(where)).read_text().splitlines() for where in runs]
     answers = [sorted(line for line in lines if '"text"' in line) for lines in journals]
     assert answers[0] == answers[1], "keys and probabilities"

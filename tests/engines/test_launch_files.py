@@ -41,31 +41,31 @@ def test_vllm_reads_every_line(tmp_path: Path) -> None:
     lines, settings = [], []
     cases = {"fp8": "a100", "int8": "b200", "bf16": None}
     for form, machine in cases.items():
-        known = launching.facts(form, machine=machine, weights=10**9, name="demo")
-        serving = launching.written(tmp_path / form, known)
+        checkpoint = launching.facts(form, machine=machine, weights=10**9, name="demo")
+        serving = launching.written(tmp_path / form, checkpoint)
         lines += [launching.called(serving / name)[1][1:] for name in ("vllm.sh", "vllm-speculative.sh")]
         roles = ("encode", "prefill-decode", "prefill", "decode")
         lines += [launching.called(serving / "vllm-split.sh", role, STORE=str(tmp_path))[1][1:] for role in roles]
-        lines.append([str(tmp_path), *compose.arguments(known)[3:]])
+        lines.append([str(tmp_path), *compose.arguments(checkpoint)[3:]])
         settings.append(json.loads((serving / "triton/demo/1/model.json").read_text()) | {"model": str(DEMO_LLAVA)})
     lines = [[str(DEMO_LLAVA), *flags[1:]] for flags in lines]
     whole = [len(lines) - 7, len(lines) - 6, len(lines) + 2]  # of the last case: script, with speculation, Triton
     job = {"lines": lines, "settings": settings, "fields": FIELDS, "whole": whole}
-    (found,) = asked("flags", [job])
-    assert "error" not in found, found
+    (parsed,) = asked("flags", [job])
+    assert "error" not in parsed, parsed
     per_case = len(lines) // len(cases)
-    for number, one in enumerate(found["parsed"]):
+    for number, namespace in enumerate(parsed["parsed"]):
         triton = number >= len(lines)
         kind, form = (7, list(cases)[number - len(lines)]) if triton else (number % 7, list(cases)[number // per_case])
         encoding = kind == 2
-        assert one["served_model_name"] in ("'demo'", "['demo']") and one["max_model_len"] == "-1"
-        assert one["limit_mm_per_prompt"] == "{'image': 4, 'video': 0}"
-        assert one["enable_prefix_caching"] == str(not encoding) and one["mm_encoder_only"] == str(encoding)
-        assert one["kv_cache_dtype"] == ("'fp8'" if form == "fp8" and not encoding else "'auto'")
-        assert ("ngram" in one["speculative_config"]) is (kind == 1)
+        assert namespace["served_model_name"] in ("'demo'", "['demo']") and namespace["max_model_len"] == "-1"
+        assert namespace["limit_mm_per_prompt"] == "{'image': 4, 'video': 0}"
+        assert namespace["enable_prefix_caching"] == str(not encoding) and namespace["mm_encoder_only"] == str(encoding)
+        assert namespace["kv_cache_dtype"] == ("'fp8'" if form == "fp8" and not encoding else "'auto'")
+        assert ("ngram" in namespace["speculative_config"]) is (kind == 1)
         step = {"fp8": "2048", "int8": "16384", "bf16": "None"}[form]
-        assert one["max_num_batched_tokens"] == ("114688" if encoding else step)
-        assert ("FLASHINFER" in one["attention_backend"]) is (form == "fp8" and not encoding)
+        assert namespace["max_num_batched_tokens"] == ("114688" if encoding else step)
+        assert ("FLASHINFER" in namespace["attention_backend"]) is (form == "fp8" and not encoding)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def running(checkpoint: Path, script: str, *arguments: str, **more: str) -> Iterator[str]:
+def running(checkpoint: Path, script: str, *arguments: str, **variables: str) -> Iterator[str]:
     """The address of a server that a launch file starts. `vllm` is a program here that runs vLLM's server, as the CPU build's
     own command line dies of its distribution's name (see `engines.vllm.server`)."""
     programs = checkpoint.parent / "programs"
@@ -93,7 +93,11 @@ def running(checkpoint: Path, script: str, *arguments: str, **more: str) -> Iter
     command = ["sh", str(checkpoint / "serve" / script), *arguments]
     with log.open("wb") as sink:
         child = subprocess.Popen(
-            command, env=environment(PORT=str(port), **more) | path, stdout=sink, stderr=sink, start_new_session=True
+            command,
+            env=environment(PORT=str(port), **variables) | path,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
         )
     address, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
     try:
@@ -134,12 +138,12 @@ def answer(reply: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def pictures() -> tuple[str, list[Image.Image]]:
     """A question of the demo's world, and pictures with different answers to it."""
-    found: dict[str, dict[str, Image.Image]] = {}
+    by_question: dict[str, dict[str, Image.Image]] = {}
     for sample in load_samples(DEMOS / "data" / "llava" / "test.parquet", samples=None, seed=0):
         if len(sample.images) == 1:
-            found.setdefault(sample.question, {}).setdefault(sample.answer, sample.images[0])
-    question = max(found, key=lambda one: len(found[one]))
-    return question, list(found[question].values())[:6]
+            by_question.setdefault(sample.question, {}).setdefault(sample.answer, sample.images[0])
+    question = max(by_question, key=lambda question_id: len(by_question[question_id]))
+    return question, list(by_question[question].values())[:6]
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +179,9 @@ def test_stages_apart_answer_as_one(checkpoint: Path, pictures, alone: list[str]
     ):
         folders = []
         for number in (first, other):
-            known = set(store.rglob("*.safetensors"))
+            encoded = set(store.rglob("*.safetensors"))
             ask(encoder, images[number], question, tokens=1)
-            (new,) = set(store.rglob("*.safetensors")) - known
+            (new,) = set(store.rglob("*.safetensors")) - encoded
             folders.append(new)
         assert answer(ask(decoder, images[other], question)) == alone[other]
         folders[0].write_bytes(folders[1].read_bytes())

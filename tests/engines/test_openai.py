@@ -91,12 +91,12 @@ def test_answer(server: Server, tmp_path: Path) -> None:
     logprobs = {"content": [{"token": "red", "logprob": -0.1, "top_logprobs": first}]}
     server.reply = lambda _: (200, json.dumps(GOOD | {"choices": [GOOD["choices"][0] | {"logprobs": logprobs}]}))
     request = Request("q", [{"role": "user", "content": [picture, {"type": "text", "text": "what"}]}], max_tokens=5)
-    seen: list[str] = []
+    arrived: list[str] = []
     run = server.engine.answer("small", [request], media=tmp_path, settings=Settings(logprobs=2),
-                               on_answer=lambda found: seen.append(found.id))  # fmt: skip
-    found = run.answers["q"]
-    assert (found.text, found.finish, found.prompt_tokens, found.output_tokens) == ("red", "stop", 7, 2)
-    assert found.first == {"red": -0.1, "blue": -3.0} and seen == ["q"]
+                               on_answer=lambda answer: arrived.append(answer.id))  # fmt: skip
+    answer = run.answers["q"]
+    assert (answer.text, answer.finish, answer.prompt_tokens, answer.output_tokens) == ("red", "stop", 7, 2)
+    assert answer.first == {"red": -0.1, "blue": -3.0} and arrived == ["q"]
     (body,) = server.asked
     assert (body["model"], body["max_tokens"], body["temperature"], body["top_logprobs"]) == ("small", 5, 0.0, 2)
     sent, text = body["messages"][0]["content"]

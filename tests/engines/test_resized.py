@@ -52,9 +52,9 @@ def visual(vlm: models.VLM, prompt: list[int]) -> int:
     return prompt.count(getattr(vlm.model.config, vlm.spec.image_token))
 
 
-def check(folder: Path, found: dict) -> None:
+def check(folder: Path, record: dict) -> None:
     """Against transformers on the same folder, whose prompts are shorter than the original's."""
-    assert "error" not in found, found["error"]
+    assert "error" not in record, record["error"]
     original = json.loads((folder.parent / "source" / "config.json").read_text())
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == original["architectures"] and "vlmcompress" not in config
@@ -62,7 +62,7 @@ def check(folder: Path, found: dict) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
     smaller = models.VLM(model, models.load_processor(folder), spec, folder)
     full = models.VLM(model, models.load_processor(folder.parent / "source"), spec, folder)
-    batch, got = encode(smaller, 1), found["answers"][0]
+    batch, got = encode(smaller, 1), record["answers"][0]
     assert got["prompt"] == batch["input_ids"][0].tolist()
     assert visual(smaller, got["prompt"]) < visual(full, encode(full, 1)["input_ids"][0].tolist())
     assert vllm_answers.gap(model, batch, got["answer"]) < 0.05
@@ -76,8 +76,8 @@ def test_answers_like_transformers(family, folders, served):
 @pytest.mark.slow
 def test_other_families(tmp_path):
     folders = resized(MORE, tmp_path)
-    for family, found in answered(folders).items():
-        check(folders[family], found)
+    for family, record in answered(folders).items():
+        check(folders[family], record)
 
 
 def test_a_reducer_acts_on_what_the_smaller_image_has(folders, served):

@@ -54,19 +54,19 @@ def test_killed_engine_is_started_again_for_what_it_owes(tmp_path: Path, broken)
     reply = (
         """{"event": "answer", "id": "%s", "text": "hi", "finish": "stop", "prompt_tokens": 3, "output_tokens": 1}"""
     )
-    asked = tmp_path / "asked"
+    requests_file = tmp_path / "asked"
     broken(
-        f"""r=$(dirname $3)/requests.jsonl; cat $r > {asked}; echo '{{"event": "ready", "engine": {{"name": "x"}}}}'
+        f"""r=$(dirname $3)/requests.jsonl; cat $r > {requests_file}; echo '{{"event": "ready", "engine": {{"name": "x"}}}}'
         if grep -q one $r; then echo '{reply % "one"}'; kill -9 $$; fi
         echo '{reply % "two"}'; echo '{{"event": "done"}}'"""
     )
     said: list[str] = []
     arrived: list[str] = []
     requests = [Request(name, ASK[0].messages) for name in ("one", "two")]
-    run = ENGINE.answer("some/model", requests, media=tmp_path, on_answer=lambda found: arrived.append(found.id),
+    run = ENGINE.answer("some/model", requests, media=tmp_path, on_answer=lambda answer: arrived.append(answer.id),
                  progress=lambda text, *_: said.append(text))  # fmt: skip
     assert list(run.answers) == arrived == ["one", "two"]
-    assert [json.loads(line)["id"] for line in asked.read_text().splitlines()] == ["two"]
+    assert [json.loads(line)["id"] for line in requests_file.read_text().splitlines()] == ["two"]
     assert run.engine == {"name": "x", "restarts": 1}
     assert [text for text in said if "SIGKILL" in text] == [
         "answering: vLLM died (signal SIGKILL) with some/model; 1 still to answer"
@@ -141,8 +141,8 @@ ENGINE.answer("some/model", [Request("a", [{"role": "user", "content": "x"}])], 
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, how: signal.Signals) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, sent: signal.Signals) -> None:
     """Ctrl-C, kill and kill -9 of the parent, while the worker's lifeline (its real code) is waiting."""
     pid, up = tmp_path / "pid", tmp_path / "up"
     code = (
@@ -157,7 +157,7 @@ def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, how: signal.Sign
         time.sleep(0.05)
     time.sleep(0.2)
     assert parent.poll() is None and alive(int(pid.read_text()))
-    parent.send_signal(how)
+    parent.send_signal(sent)
     parent.wait(20)
     assert wait_until_gone(int(pid.read_text()))
 
@@ -189,24 +189,24 @@ def test_real_engine(qwen: Path, tmp_path: Path, quick_engines) -> None:
     requests += [request("between", a, text, b), Request("plain", [{"role": "user", "content": "what"}])]
     requests += [request(f"again {i}", a, text) for i in range(3)]
     requests += [replace(requests[0], id="short", max_tokens=1)]
-    seen: list[tuple] = []
+    calls: list[tuple] = []
     run = ENGINE.answer(qwen, requests, media=tmp_path, settings=Settings(max_tokens=4, max_num_seqs=2, logprobs=5),
-                 label="tiny", progress=lambda *at: seen.append(at))  # fmt: skip
-    length = {name: found.prompt_tokens for name, found in run.answers.items()}
+                 label="tiny", progress=lambda *at: calls.append(at))  # fmt: skip
+    length = {name: answer.prompt_tokens for name, answer in run.answers.items()}
     assert sorted(run.answers) == sorted(r.id for r in requests)
     assert length["text"] == length["plain"]
     assert (length["a"], length["ab"]) == (length["text"] + 8, length["text"] + 8 + 10)
     assert length["ba"] == length["ab"] == length["between"]
     assert run.answers["again 0"].text == run.answers["again 2"].text
-    assert all(0 < found.output_tokens <= 4 for found in run.answers.values())
+    assert all(0 < answer.output_tokens <= 4 for answer in run.answers.values())
     assert (run.answers["short"].output_tokens, run.answers["short"].finish) == (1, "length")
-    for found in run.answers.values():
-        assert found.first and sum(map(math.exp, found.first.values())) <= 1.0001
-        assert list(found.first.values()) == sorted(found.first.values(), reverse=True)
-        assert found.text.startswith(next(iter(found.first))) or "\ufffd" in found.text
+    for answer in run.answers.values():
+        assert answer.first and sum(map(math.exp, answer.first.values())) <= 1.0001
+        assert list(answer.first.values()) == sorted(answer.first.values(), reverse=True)
+        assert answer.text.startswith(next(iter(answer.first))) or "\ufffd" in answer.text
     assert run.engine["device"] in ("cpu", "cuda") and run.engine["max_model_len"] == 2048
-    assert seen[0] == ("tiny: starting vLLM", 0, 10) and seen[-1] == ("tiny", 10, 10)
-    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert calls[0] == ("tiny: starting vLLM", 0, 10) and calls[-1] == ("tiny", 10, 10)
+    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
 
 
 @pytest.mark.engine

@@ -28,14 +28,14 @@ from vlmcompress.recipe.reducer import parse
 
 
 def test_flags(checkpoint: Path) -> None:
-    found = arguments_of(checkpoint, port=1234, max_model_len=512, extra=["--seed", "3"])
-    assert found[0] == str(checkpoint)
-    pairs = dict(zip(found[1::2], found[2::2], strict=True))
+    arguments = arguments_of(checkpoint, port=1234, max_model_len=512, extra=["--seed", "3"])
+    assert arguments[0] == str(checkpoint)
+    pairs = dict(zip(arguments[1::2], arguments[2::2], strict=True))
     assert pairs["--served-model-name"] == "tiny-vlm"
     assert (pairs["--port"], pairs["--max-model-len"]) == ("1234", "512")
     assert json.loads(pairs["--limit-mm-per-prompt"]) == {"image": 4, "video": 0}
     assert "--kv-cache-dtype" not in pairs
-    assert found[-2:] == ["--seed", "3"]
+    assert arguments[-2:] == ["--seed", "3"]
 
 
 def test_a_context_is_at_most_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +58,9 @@ def test_a_context_is_at_most_the_models(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
     assert [line for line in remarks(arguments_of(checkpoint)) if "Requests can have no videos; --videos N" in line]
-    found = arguments_of(checkpoint, videos=2)
-    assert json.loads(found[found.index("--limit-mm-per-prompt") + 1])["video"] == 2
-    assert remarks(found) == []
+    arguments = arguments_of(checkpoint, videos=2)
+    assert json.loads(arguments[arguments.index("--limit-mm-per-prompt") + 1])["video"] == 2
+    assert remarks(arguments) == []
     assert remarks(arguments_of(checkpoint, extra=['--limit-mm-per-prompt={"video": 1}'])) == []
     with pytest.raises(UserError, match="--videos-per-request is -1, it should be at least 0"):
         arguments_of(checkpoint, videos=-1)
@@ -73,9 +73,11 @@ def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
 def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, asks: bool, tmp_path: Path) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(reducer_block.write(plain, parse(reducer))))
-    found = arguments_of(tmp_path, videos=1)
-    assert ("--trust-request-mm-kwargs" in found) is asks
-    assert any("vLLM takes the latter only with --trust-request-mm-kwargs" in line for line in remarks(found)) is asks
+    arguments = arguments_of(tmp_path, videos=1)
+    assert ("--trust-request-mm-kwargs" in arguments) is asks
+    assert (
+        any("vLLM takes the latter only with --trust-request-mm-kwargs" in line for line in remarks(arguments)) is asks
+    )
     refused = arguments_of(tmp_path, videos=1, extra=["--no-trust-request-mm-kwargs"])
     assert refused[-1] == "--no-trust-request-mm-kwargs" and remarks(refused) == []
 
@@ -83,8 +85,8 @@ def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, asks
 def test_kv_scales_ask_for_an_fp8_cache(checkpoint: Path) -> None:
     config = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    found = arguments_of(checkpoint)
-    assert found[found.index("--kv-cache-dtype") + 1] == "fp8"
+    arguments = arguments_of(checkpoint)
+    assert arguments[arguments.index("--kv-cache-dtype") + 1] == "fp8"
 
 
 def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:
@@ -172,16 +174,16 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     text = {"type": "text", "text": "what"}
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=5)
 
-    def ask(*parts: dict, **more: Any):
+    def ask(*parts: dict, **extra_body: Any):
         messages = [{"role": "user", "content": list(parts)}]
-        settings = {"max_tokens": 4, "temperature": 0, "extra_body": more}
+        settings = {"max_tokens": 4, "temperature": 0, "extra_body": extra_body}
         return client.chat.completions.create(model="tiny-llava", messages=messages, **settings)
 
     with_image, without = ask(image, text), ask(text)
     assert with_image.usage.prompt_tokens == without.usage.prompt_tokens + 8  # half of a 4 x 4 grid
     assert 0 < with_image.usage.completion_tokens <= 4
-    asked = ask(image, text, mm_processor_kwargs={"query": "where"})
-    assert asked.usage.prompt_tokens == with_image.usage.prompt_tokens
+    about_where = ask(image, text, mm_processor_kwargs={"query": "where"})
+    assert about_where.usage.prompt_tokens == with_image.usage.prompt_tokens
     assert "only with --trust-request-mm-kwargs" in log.read_text()
 
     request = Request("plain", [{"role": "user", "content": [text]}])

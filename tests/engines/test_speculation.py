@@ -62,15 +62,15 @@ def cpu(monkeypatch) -> None:
     ],
 )
 def test_what_can_not_be_is_refused_in_one_line(plain, cpu, text, message):
-    for given in ({"speculative": text}, {"extra": ["--speculative-config", text]}, {"extra": [f"-sc={text}"]}):
+    for arguments in ({"speculative": text}, {"extra": ["--speculative-config", text]}, {"extra": [f"-sc={text}"]}):
         with pytest.raises(UserError, match=message) as raised:
-            serve.arguments_of(plain, **given)
+            serve.arguments_of(plain, **arguments)
         assert "\n" not in str(raised.value)
 
 
 def test_what_goes_on_to_vllm(plain, cpu):
-    found = serve.arguments_of(plain, speculative=json.dumps(NGRAM))
-    assert found[-2] == "--speculative-config" and json.loads(found[-1]) == NGRAM
+    arguments = serve.arguments_of(plain, speculative=json.dumps(NGRAM))
+    assert arguments[-2] == "--speculative-config" and json.loads(arguments[-1]) == NGRAM
     draft = {"model": str(plain.parent / "." / plain.name), "num_speculative_tokens": 2}
     assert json.loads(serve.arguments_of(plain, speculative=json.dumps(draft))[-1])["model"] == str(plain.resolve())
     both = serve.arguments_of(plain, speculative=json.dumps(NGRAM), extra=["--speculative-config", json.dumps(draft)])
@@ -93,15 +93,15 @@ def test_the_engine_is_asked_what_it_has():
 @pytest.mark.parametrize("kind", [pytest.param("quantized", marks=pytest.mark.slow), "reduced"])
 def test_greedy_answers_stay_the_same(plain, kind, tmp_path):
     """Token by token in float32, with drafts of which some are accepted and some are not."""
-    given = {"quantized": {"scheme": "fp8"}, "reduced": {"scheme": "none", "reduce": "uniform:0.5"}}[kind]
-    quantize(resolve({"model": str(plain), "out": str(tmp_path / "out"), **given}).recipe)
+    recipe = {"quantized": {"scheme": "fp8"}, "reduced": {"scheme": "none", "reduce": "uniform:0.5"}}[kind]
+    quantize(resolve({"model": str(plain), "out": str(tmp_path / "out"), **recipe}).recipe)
     job = {"folder": str(tmp_path / "out"), "dtype": "float32", "max_tokens": 24}
     methods = [NGRAM, SUFFIX] if HAS_SUFFIX else [NGRAM]
-    expected, *found = asked("speculation", [job | {"speculative": one} for one in (None, *methods)])
+    expected, *speculated = asked("speculation", [job | {"speculative": setting} for setting in (None, *methods)])
     assert expected["counted"] == {} and len({len(answer) for answer in expected["answers"]}) == 1
-    for one in found:
-        assert one["prompts"] == expected["prompts"] and one["answers"] == expected["answers"]
-        counted = {name.rpartition("spec_decode_num_")[2]: value for name, value in one["counted"].items()}
+    for setting in speculated:
+        assert setting["prompts"] == expected["prompts"] and setting["answers"] == expected["answers"]
+        counted = {name.rpartition("spec_decode_num_")[2]: value for name, value in setting["counted"].items()}
         assert 0 < counted["accepted_tokens"] < counted["draft_tokens"]
         assert counted["drafts"] <= counted["draft_tokens"] <= 4 * counted["drafts"]
 

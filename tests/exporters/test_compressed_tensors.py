@@ -21,9 +21,9 @@ MORE = {
 
 
 def weight() -> torch.Tensor:
-    found = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    found[5] = 0
-    return found
+    weights = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weights[5] = 0
+    return weights
 
 
 @pytest.fixture(params=sorted(SCHEMES | MORE))

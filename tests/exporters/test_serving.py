@@ -30,12 +30,12 @@ CASES = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """Family -> its compressed checkpoint."""
-    found = {}
+    by_family = {}
     for family, (scheme, vision, kv_cache) in CASES.items():
         base = tmp_path_factory.mktemp(family)
-        source, found[family] = build(family, base / "source"), base / "out"
-        rtn.write(source, found[family], rtn.SCHEMES[scheme], rtn.SCHEMES.get(vision), kv_cache=kv_cache)
-    return found
+        source, by_family[family] = build(family, base / "source"), base / "out"
+        rtn.write(source, by_family[family], rtn.SCHEMES[scheme], rtn.SCHEMES.get(vision), kv_cache=kv_cache)
+    return by_family
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +47,19 @@ def served(folders) -> dict[str, dict]:
 @pytest.mark.parametrize("family", CASES)
 def test_answers_like_transformers(family, folders, served):
     """Oracle: transformers on the same checkpoint. Each token of the engine is its best one (BF16 leaves near-ties)."""
-    folder, found = folders[family], served[family]
-    if "FP8 KV cache on CPU requires" in found.get("error", ""):
+    folder, answers = folders[family], served[family]
+    if "FP8 KV cache on CPU requires" in answers.get("error", ""):
         pytest.skip("vLLM's CPU build has FP8 caches on processors with AVX-512 alone")
-    assert "error" not in found, found["error"]
+    assert "error" not in answers, answers["error"]
     model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
     spec = models.spec_for(models.read_config(folder))
     vlm = models.VLM(model, AutoProcessor.from_pretrained(folder), spec, folder)
-    batch, got = encode(vlm, 1), found["answers"][0]
+    batch, got = encode(vlm, 1), answers["answers"][0]
     assert got["prompt"] == batch["input_ids"][0].tolist()
     assert vllm_answers.gap(model, batch, got["answer"]) < 0.05
     if CASES[family][2]:
-        scales = found["kv_scales"]
+        scales = answers["kv_scales"]
         assert scales and all(pair == pytest.approx([0.02, 0.03], rel=2**-8) for pair in scales)
 
 
@@ -69,20 +69,20 @@ SAME = {"awq": ("llava", "w4-asymmetric"), "gptq": ("qwen2-5-vl", "w4-symmetric"
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     """Format -> a checkpoint in compressed-tensors, and the same in that format."""
-    found = {}
+    by_format = {}
     for name, (family, scheme) in SAME.items():
         base = tmp_path_factory.mktemp(name)
         rtn.write(build(family, base / "source"), base / "ct", rtn.SCHEMES[scheme])
         convert(base / "ct", base / name, name)
-        found[name] = base / "ct", base / name
-    return found
+        by_format[name] = base / "ct", base / name
+    return by_format
 
 
 @pytest.fixture(scope="module")
 def answers(converted) -> dict[str, list[dict]]:
     folders = [folder for pair in converted.values() for folder in pair]
-    found = asked("answers", vllm_answers.jobs(folders, max_tokens=6))
-    return {name: found[2 * i : 2 * i + 2] for i, name in enumerate(converted)}
+    records = asked("answers", vllm_answers.jobs(folders, max_tokens=6))
+    return {name: records[2 * i : 2 * i + 2] for i, name in enumerate(converted)}
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -101,7 +101,7 @@ def test_vllm_takes_the_layers_for_quantized_that_are(converted):
         spec, module = models.spec_for(config), FORMATS.get(name)
         block = config["quantization_config"]
         names = [spec.engine_name(linear) for linear in models.linear_names(models.build_meta_model(folder))]
-        (found,) = asked("naming", [{"block": block, "names": names}])
-        assert "error" not in found, found["error"]
-        assert found["quantized"] == [module.takes(block, linear) for linear in names]
-        assert True in found["quantized"] and False in found["quantized"]
+        (naming,) = asked("naming", [{"block": block, "names": names}])
+        assert "error" not in naming, naming["error"]
+        assert naming["quantized"] == [module.takes(block, linear) for linear in names]
+        assert True in naming["quantized"] and False in naming["quantized"]

@@ -34,37 +34,37 @@ KNOWN: dict[str, Facts] = {
 @pytest.mark.parametrize("case", KNOWN)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_entry_keeps_the_contract(name: str, case: str) -> None:
-    launcher, known = REGISTRY.get(name), KNOWN[case]
+    launcher, checkpoint = REGISTRY.get(name), KNOWN[case]
     assert launcher.TITLE and launcher.CHECKED and "\n" not in launcher.TITLE + launcher.CHECKED
-    reason = launcher.refusal(known)
+    reason = launcher.refusal(checkpoint)
     if reason is not None:
         assert reason and reason[0].islower() and "\n" not in reason and not reason.endswith(".")
         return
-    found = launcher.files(known)
-    for place, text in found.items():
+    texts = launcher.files(checkpoint)
+    for place, text in texts.items():
         path = Path(place)
         assert not path.is_absolute() and ".." not in path.parts and text.endswith("\n") and text.isascii(), place
-    command = launcher.command(known)
+    command = launcher.command(checkpoint)
     named = re.findall(r"serve/[\w./-]+", command)
     assert named and "\n" not in command and "`" not in command
-    assert all(any(f"serve/{place}".startswith(one) for place in found) for one in named)
+    assert all(any(f"serve/{place}".startswith(mention) for place in texts) for mention in named)
 
 
 @pytest.mark.parametrize("case", KNOWN)
 def test_files_of_all(case: str) -> None:
     """No two entries write the same file, the page names each of them and the reasons for the rest, and all is small."""
-    known = KNOWN[case]
-    found = launch.files(known)
-    loads = [one for one in map(REGISTRY.get, REGISTRY) if one.refusal(known) is None]
-    parts = [place for one in loads for place in one.files(known)]
+    checkpoint = KNOWN[case]
+    texts = launch.files(checkpoint)
+    loads = [launcher for launcher in map(REGISTRY.get, REGISTRY) if launcher.refusal(checkpoint) is None]
+    parts = [place for launcher in loads for place in launcher.files(checkpoint)]
     assert len(parts) == len(set(parts))
-    assert set(found) - set(parts) == {"README.md"} | ({"grafana.json"} if vllm in loads else set())
-    page = found["README.md"]
+    assert set(texts) - set(parts) == {"README.md"} | ({"grafana.json"} if vllm in loads else set())
+    page = texts["README.md"]
     assert all(f"`{place}`" in page for place in parts)
-    for one in map(REGISTRY.get, REGISTRY):
-        assert (f"- {one.TITLE}: {one.refusal(known)}." in page) is (one not in loads)
-    assert sum(map(len, found.values())) < 60_000
-    assert [title for title, _ in launch.commands(known)][:1] == ([vllm.TITLE] if vllm in loads else [])
+    for launcher in map(REGISTRY.get, REGISTRY):
+        assert (f"- {launcher.TITLE}: {launcher.refusal(checkpoint)}." in page) is (launcher not in loads)
+    assert sum(map(len, texts.values())) < 60_000
+    assert [title for title, _ in launch.commands(checkpoint)][:1] == ([vllm.TITLE] if vllm in loads else [])
 
 
 # engine -> formats that it loads, by its own source; read by hand, see the docstrings of the entries
@@ -108,13 +108,13 @@ def test_a_script_starts_its_engine(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "a b'c"
     serving = written(folder, facts("bf16", machine="h100", weights=100 * 10**9, auto_map={"AutoModel": "x.Y"}))
     program, start, port = SCRIPTS[name]
-    seen, flags, _ = called(serving / name, "--log-level", "two words", PORT="9")
-    assert seen == program and flags[: len(start)] == start and flags[len(start)] == str(folder)
+    called_program, flags, _ = called(serving / name, "--log-level", "two words", PORT="9")
+    assert called_program == program and flags[: len(start)] == start and flags[len(start)] == str(folder)
     assert flags[-2:] == ["--log-level", "two words"]
     assert flags[flags.index(port) + 1] == "9"
     assert {"--trust-remote-code", "--trust_remote_code"} & set(flags)
     assert any(flag.startswith(("--tensor-parallel", "--tp")) for flag in flags)
-    seen, flags, _ = called(serving / name, MODEL="elsewhere", HOST="0.0.0.0")
+    called_program, flags, _ = called(serving / name, MODEL="elsewhere", HOST="0.0.0.0")
     assert flags[len(start)] == "elsewhere" and "0.0.0.0" in flags
 
 
@@ -134,9 +134,9 @@ def test_flags_are_those_of_serve(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     _, flags, _ = called(written(folder, facts("fp8")) / "vllm.sh")
-    wanted, (first, *rest) = pairs(serve.arguments_of(folder)[1:]), flags[1:]
-    assert first == str(folder) and wanted.items() <= pairs(rest).items()
-    assert pairs(rest).keys() - wanted.keys() == {
+    of_serve, (first, *rest) = pairs(serve.arguments_of(folder)[1:]), flags[1:]
+    assert first == str(folder) and of_serve.items() <= pairs(rest).items()
+    assert pairs(rest).keys() - of_serve.keys() == {
         "--enable-prefix-caching",
         "--enable-chunked-prefill",
         "--structured-outputs-config",
@@ -145,13 +145,13 @@ def test_flags_are_those_of_serve(tmp_path: Path) -> None:
 
 def pairs(flags: list[str]) -> dict[str, str]:
     """Flag -> value; empty for a flag without one."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for flag in flags:
         if flag.startswith("--"):
-            found[flag] = ""
+            values[flag] = ""
         else:
-            found[list(found)[-1]] = flag
-    return found
+            values[list(values)[-1]] = flag
+    return values
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def pairs(flags: list[str]) -> dict[str, str]:
 )
 def test_flags_for_the_machine(form: str, machine: str, flags: dict, variables: dict, tmp_path: Path) -> None:
     script = written(tmp_path, facts(form, machine=machine)) / "vllm.sh"
-    _, found, environment = called(script)
-    assert flags.items() <= pairs(found[2:]).items()
+    _, arguments, environment = called(script)
+    assert flags.items() <= pairs(arguments[2:]).items()
     assert {key: value for key, value in environment.items() if key.startswith("VLLM_")} == variables
-    assert ("--attention-backend" in found) is ("--attention-backend" in flags)
-    assert ("--max-num-batched-tokens" in found) is (machine != "cpu")
+    assert ("--attention-backend" in arguments) is ("--attention-backend" in flags)
+    assert ("--max-num-batched-tokens" in arguments) is (machine != "cpu")
 
 
 def test_a_reducer_keeps_the_plugin(tmp_path: Path) -> None:
@@ -195,23 +195,23 @@ def test_roles(role: str, tmp_path: Path) -> None:
     store = tmp_path / "store of 1"
     script = written(tmp_path, facts("fp8", machine="h100")) / "vllm-split.sh"
     _, flags, _ = called(script, role, STORE=str(store))
-    found = pairs(flags[2:])
-    encoder = json.loads(found.get("--ec-transfer-config", "{}"))
-    keys = json.loads(found.get("--kv-transfer-config", "{}"))
+    values = pairs(flags[2:])
+    encoder = json.loads(values.get("--ec-transfer-config", "{}"))
+    keys = json.loads(values.get("--kv-transfer-config", "{}"))
     assert encoder.get("ec_role") == {"encode": "ec_producer", "decode": None}.get(role, "ec_consumer")
     assert not encoder or encoder["ec_connector_extra_config"] == {"shared_storage_path": str(store)}
     assert keys.get("kv_role") == {"prefill": "kv_producer", "decode": "kv_consumer"}.get(role)
-    assert ("--mm-encoder-only" in found) is ("--kv-cache-dtype" not in found) is (role == "encode")
+    assert ("--mm-encoder-only" in values) is ("--kv-cache-dtype" not in values) is (role == "encode")
     done = subprocess.run(["sh", script, "nonsense"], env={"STORE": str(store)}, capture_output=True, text=True)
     assert done.returncode == 2 and "no role nonsense" in done.stderr
 
 
 def test_containers(tmp_path: Path) -> None:
     """Compose and Kubernetes give vLLM the script's flags, a GPU each that it wants, and ask /health."""
-    known = facts("int8", machine="b200", weights=300 * 10**9, heads=64, name="My_Model.v1")
-    serving = written(tmp_path, known)
+    checkpoint = facts("int8", machine="b200", weights=300 * 10**9, heads=64, name="My_Model.v1")
+    serving = written(tmp_path, checkpoint)
     flags = called(serving / "vllm.sh")[1][2:]
-    wanted = {key: value for key, value in pairs(flags).items() if key not in ("--host", "--port")}
+    expected = {key: value for key, value in pairs(flags).items() if key not in ("--host", "--port")}
     text = (serving / "compose.yaml").read_text() + (serving / "kubernetes.yaml").read_text()
     assert "&id" not in text
     ((name, service),) = yaml.safe_load((serving / "compose.yaml").read_text())["services"].items()
@@ -220,16 +220,16 @@ def test_containers(tmp_path: Path) -> None:
     (container,) = pod["spec"]["containers"]
     for command in (service["entrypoint"] + service["command"], container["command"]):
         assert command[:3] == ["vllm", "serve", "/model"] and all(isinstance(part, str) for part in command)
-        assert wanted.items() <= pairs(command[3:]).items() and pairs(command[3:])["--port"] == "8000"
-    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == known.gpus == 4
+        assert expected.items() <= pairs(command[3:]).items() and pairs(command[3:])["--port"] == "8000"
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == checkpoint.gpus == 4
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    variables = vllm.environment(known)
+    variables = vllm.environment(checkpoint)
     assert service["environment"] == variables
-    assert {one["name"]: one["value"] for one in container["env"]} == variables
+    assert {variable["name"]: variable["value"] for variable in container["env"]} == variables
     assert service["healthcheck"]["test"][0] == "CMD" and ":8000/health" in service["healthcheck"]["test"][-1]
     check_kubernetes(deployment, balancer, pod, container)
-    for one in (name, deployment["metadata"]["name"], balancer["metadata"]["name"]):
-        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", one)  # RFC 1123
+    for variable in (name, deployment["metadata"]["name"], balancer["metadata"]["name"]):
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", variable)  # RFC 1123
 
 
 def check_kubernetes(deployment: dict, balancer: dict, pod: dict, container: dict) -> None:
@@ -245,16 +245,20 @@ def check_kubernetes(deployment: dict, balancer: dict, pod: dict, container: dic
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] == "/health" and container[probe]["httpGet"]["port"] in ports
     assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 1200
-    assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["spec"]["volumes"]
+    }
 
 
 def test_a_reducer_comes_with_its_image(tmp_path: Path) -> None:
-    known = facts(reducer="blind")
-    serving = written(tmp_path, known)
+    checkpoint = facts(reducer="blind")
+    serving = written(tmp_path, checkpoint)
     ((_, service),) = yaml.safe_load((serving / "compose.yaml").read_text())["services"].items()
     assert service["build"] == {"context": ".", "dockerfile": "Dockerfile"} and (serving / "Dockerfile").is_file()
     deployment = next(yaml.safe_load_all((serving / "kubernetes.yaml").read_text()))
-    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == compose.image(known) != compose.IMAGE
+    assert (
+        deployment["spec"]["template"]["spec"]["containers"][0]["image"] == compose.image(checkpoint) != compose.IMAGE
+    )
     assert "build" not in yaml.safe_load(launch.files(facts())["compose.yaml"])["services"]["my-model"]
 
 
@@ -303,8 +307,8 @@ def test_tensorrt_llm_hands_its_options_over(tmp_path: Path) -> None:
 
 def test_dashboard() -> None:
     """Panels do not lie over each other, and every query is one of balanced brackets about the chosen model."""
-    found = json.loads(launch.files(facts())["grafana.json"])
-    panels = found["panels"]
+    dashboard = json.loads(launch.files(facts())["grafana.json"])
+    panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 10
     cells = [
         (x, y)
@@ -316,7 +320,7 @@ def test_dashboard() -> None:
     for query in (target["expr"] for panel in panels for target in panel["targets"]):
         assert all(query.count(a) == query.count(b) for a, b in ("()", "{}", "[]"))
         assert query.count('{model_name="$model"}') == query.count("vllm:") > 0
-    assert found["templating"]["list"][1]["current"]["value"] == "my-model"
+    assert dashboard["templating"]["list"][1]["current"]["value"] == "my-model"
 
 
 HOSTILE = "x\n$(touch pwned); `id` 'a' \"b\" | ../..: {} # é"
@@ -324,12 +328,14 @@ HOSTILE = "x\n$(touch pwned); `id` 'a' \"b\" | ../..: {} # é"
 
 def test_hostile_names(tmp_path: Path) -> None:
     """A name and an architecture of any characters are words without meaning to a shell, YAML, JSON or Markdown."""
-    known = facts("fp8", name=HOSTILE, architecture=HOSTILE)
-    assert re.fullmatch(r"[\w.-]+", known.name, re.ASCII) and re.fullmatch(r"[\w.-]+", known.architecture, re.ASCII)
-    serving = written(tmp_path, known)
+    checkpoint = facts("fp8", name=HOSTILE, architecture=HOSTILE)
+    assert re.fullmatch(r"[\w.-]+", checkpoint.name, re.ASCII) and re.fullmatch(
+        r"[\w.-]+", checkpoint.architecture, re.ASCII
+    )
+    serving = written(tmp_path, checkpoint)
     _, flags, _ = called(serving / "vllm.sh")
-    assert pairs(flags[2:])["--served-model-name"] == known.name and not list(tmp_path.rglob("pwned"))
-    assert all("$(touch" not in text and "`id`" not in text for text in launch.files(known).values())
+    assert pairs(flags[2:])["--served-model-name"] == checkpoint.name and not list(tmp_path.rglob("pwned"))
+    assert all("$(touch" not in text and "`id`" not in text for text in launch.files(checkpoint).values())
 
 
 @pytest.mark.parametrize(
@@ -353,6 +359,6 @@ def test_number_of_gpus(weights: float, heads: int, machine: str | None, gpus: i
     ],
 )
 def test_odd_configs_count_as_unknown(config: dict) -> None:
-    known = launch.read(config, "m")
-    assert known.max_len is None and known.heads is None
-    assert "README.md" in launch.files(known)
+    checkpoint = launch.read(config, "m")
+    assert checkpoint.max_len is None and checkpoint.heads is None
+    assert "README.md" in launch.files(checkpoint)
