@@ -22,6 +22,7 @@ from vlmcompress import engines, models
 from vlmcompress.common import hub, workers
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.engines import Engine
+from vlmcompress.engines.data_parallel import DataParallel
 from vlmcompress.engines.hf import ENGINE as TRANSFORMERS
 from vlmcompress.engines.local import Local
 from vlmcompress.engines.vllm import speculation
@@ -141,7 +142,9 @@ def evaluate(
     if ray is None:
         return accuracy.evaluate(candidate, baseline, suites, data_path, options)
     with closing(workers.of(ray)) as cluster:
-        options = dataclasses.replace(options, engine=DataParallel(tested, cluster), baseline_engine=DataParallel(before, cluster))
+        options = dataclasses.replace(
+            options, engine=DataParallel(tested, cluster), baseline_engine=DataParallel(before, cluster)
+        )
         return accuracy.evaluate(candidate, baseline, suites, data_path, options)
 
 

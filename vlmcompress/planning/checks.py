@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from vlmcompress import exporters, models, targets
 from vlmcompress.common.registry import FAMILIES
-from vlmcompress.errors import UserError
 from vlmcompress.planning import reducer, statistics_match
 from vlmcompress.planning.shape_checks import shape_problems
 from vlmcompress.planning.survey import VISION_MULTIPLE, Survey, rotation_problems, skipped, vision_candidates
