@@ -34,11 +34,7 @@ _CENTRE = 8  # what is added to signed codes and zero points
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of the storage format of a scheme.
-
-    Raises:
-        UserError: the format cannot hold it.
-    """
+    """The name of the storage format of a scheme. Raises UserError where the format cannot hold it."""
     weights = scheme.weights
     if scheme.activations is not None or weights.kind != "int" or weights.bits != 4:
         raise UserError(

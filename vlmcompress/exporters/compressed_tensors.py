@@ -40,11 +40,7 @@ _OBSERVER = {"observer": "static_minmax"}  # as in compressed-tensors' preset
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of the storage format of a scheme.
-
-    Raises:
-        UserError: a combination that the format (or every engine that reads it) lacks.
-    """
+    """The name of the storage format of a scheme. Raises UserError for one that the format, or every engine, lacks."""
     weights, activations = scheme.weights, scheme.activations
     if weights.nvfp4:
         if activations is not None and not activations.nvfp4:

@@ -24,11 +24,7 @@ configs = partial(_gptq.configs, version="gptq")
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of the storage format of a scheme.
-
-    Raises:
-        UserError: the format cannot hold it.
-    """
+    """The name of the storage format of a scheme. Raises UserError where the format cannot hold it."""
     weights = scheme.weights
     if scheme.activations is not None or weights.kind != "int" or weights.bits not in (4, 8) or weights.group == 0:
         raise UserError(

@@ -45,11 +45,7 @@ _LEFT_BY_VLLM = ("vision_tower", "vision_model")  # vLLM leaves what has these i
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of ModelOpt's algorithm for a scheme.
-
-    Raises:
-        UserError: the format cannot hold it.
-    """
+    """The name of ModelOpt's algorithm for a scheme. Raises UserError where it has none."""
     if scheme not in _NAMES:
         raise UserError(
             "ModelOpt files hold FP8 with a scale per row (scheme fp8) or fixed scales per matrix (scheme fp8-static), and "
