@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.bench import measure, memory
-from vlmcompress.bench.prompts import parse_size
+from vlmcompress.bench import measure
 from vlmcompress.bench.client import parse as parse_load
-from vlmcompress.bench.offline import run_offline
-from vlmcompress.bench.prompts import open_prompts
-from vlmcompress.bench.schedule import SideName, abba
-from vlmcompress.bench.serving import About, Plan, serve
+from vlmcompress.bench.prompts import open_prompts, parse_size
+from vlmcompress.bench.serving import About, Plan, SideName, abba, run_offline, serve
 from vlmcompress.checkpoint import sides
 from vlmcompress.common import hub, json_files
 from vlmcompress.common.progress import Progress
