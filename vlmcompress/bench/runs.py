@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.bench import measure
-from vlmcompress.bench.client import parse as parse_load
+from vlmcompress.bench.client import parse_load
 from vlmcompress.bench.prompts import open_prompts, parse_size
 from vlmcompress.bench.serving import About, Plan, SideName, abba, run_offline, serve
 from vlmcompress.checkpoint import sides
