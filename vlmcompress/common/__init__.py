@@ -1,1 +1,1 @@
-"""Tools that every part of the package may use: files, folders, hashes, registries, progress, text. Nothing about models."""
+"""Tools for every part of the package: files, folders, locks, hashes, registries, workers, progress, text."""

@@ -1,8 +1,8 @@
-"""Files that keep the finished decoder blocks of a run that may be interrupted: one safetensors file for each.
+"""The finished decoder blocks of a run that may be interrupted, one safetensors file for each, so that it can be resumed.
 
-The folder is a hidden sibling of OUT. It belongs to one *fingerprint* (source weights, recipe, calibration data,
-versions, threads); with another fingerprint its contents are worthless and are removed. Files appear whole (written
-aside, fsynced, renamed), so that a run killed at any moment leaves only finished blocks.
+The folder is a hidden sibling of OUT. It belongs to one *fingerprint*, a hash of all that its contents depend on (source
+weights, recipe, calibration data, versions, threads); a run with another fingerprint removes them. A file is written under
+another name, fsynced and renamed, so that a run killed at any moment leaves only finished blocks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RUN = "run"
 class BlockFiles:
     """A folder with a safetensors file for each finished decoder block, and notes in JSON.
 
-    One run at a time has it (`folders.claimed`). As not every file system has locks, each file names the fingerprint of its
-    run, too: a file that another run put here is refused when it is read.
+    One run at a time uses it (`folders.claimed`). As not every file system has locks, each file also holds the fingerprint of
+    its run: a file that another run put here is refused when it is read.
 
     Args:
         folder: where the files are kept; it is created.
@@ -53,7 +53,7 @@ class BlockFiles:
 
     @cached_property
     def run(self) -> str:
-        """The fingerprint: the first worker's, by which the others go once they have waited for it."""
+        """The fingerprint. The first worker writes it to the folder; the others read it there, after a barrier."""
         return self._marked()
 
     def path(self, layer: int) -> Path:
@@ -69,22 +69,18 @@ class BlockFiles:
         return sum(1 for _ in self.folder.glob("layer-*.safetensors"))
 
     def write(self, path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-        """Write a safetensors file that appears whole, in the place of an older one; it is on disk when this returns.
+        """Write a safetensors file atomically, replacing an older one; it is on disk when this returns.
 
         Raises:
             UserError: it cannot be written, or another run has taken the folder.
         """
-        self._refuse_others(self._marked(), self._mark)
-        aside = path.with_suffix(".part")
-        with folders.user_errors(path):
+        with self._replaced(path) as part:
             try:
-                save_file(tensors, aside, (metadata or {}) | {RUN: self.run})
+                save_file(tensors, part, (metadata or {}) | {RUN: self.run})
             except SafetensorError as error:  # carries an OSError only as text
                 if number := re.search(r"os error (\d+)", str(error)):
                     raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
                 raise
-            folders.sync_file(aside)
-            aside.rename(path)
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[Any]:
@@ -95,13 +91,18 @@ class BlockFiles:
 
     def note(self, name: str, data: Any) -> None:
         """Write small JSON data under a name; they are on disk when this returns."""
+        with self._replaced(self.folder / f"{name}.json") as part:
+            part.write_text(json.dumps({RUN: self.run, "data": data}))
+
+    @contextlib.contextmanager
+    def _replaced(self, path: Path) -> Iterator[Path]:
+        """A path to write to in the context; then that file is synced and takes the place of `path`."""
         self._refuse_others(self._marked(), self._mark)
-        path = self.folder / f"{name}.json"
-        aside = path.with_suffix(".part")
+        part = path.with_suffix(".part")
         with folders.user_errors(path):
-            aside.write_text(json.dumps({RUN: self.run, "data": data}))
-            folders.sync_file(aside)
-            aside.rename(path)
+            yield part
+            folders.sync_file(part)
+            part.rename(path)
 
     def noted(self, name: str) -> Any:
         """The JSON data that `note` wrote under a name; None where there are none. UserError: they are another run's."""
@@ -118,7 +119,7 @@ class BlockFiles:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _marked(self) -> str:
-        """The fingerprint that the folder is of; "" where there is none."""
+        """The fingerprint in the folder; "" where there is none."""
         try:
             return self._mark.read_text()
         except OSError:

@@ -33,13 +33,13 @@ class WriteError(UserError):
 def claimed(out: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Keep OUT and the hidden files beside it to this run within the context.
 
-    Of several workers the first one holds the lock, for all; where another run has it, all learn so in
+    Of several workers the first one takes the lock for all; where another run has it, all raise so in
     `distributed.process_group`.
 
     Args:
         out: folder or file that the run writes.
-        check: refuses an OUT that must not be written. Called before the lock and, as another run may have been at work until
-            then, once more behind it.
+        check: raises `UserError` for an OUT that must not be written. Called before the lock is taken and, as another run may
+            have been at work until then, again under the lock.
 
     Raises:
         UserError: another run holds OUT, or `check` refuses it. A `WriteError` from within says where finished work is kept.
@@ -63,13 +63,13 @@ def claimed(out: Path, check: Callable[[], object] = lambda: None) -> Iterator[N
 
 
 def beside(out: Path, kind: str) -> Path:
-    """The hidden file or folder of a kind that a run keeps beside OUT until OUT is whole."""
+    """Path of a hidden file or folder (`.NAME.KIND`) that a run keeps beside OUT until OUT is whole."""
     return out.with_name(f".{out.name}.{kind}")
 
 
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
-    """Hold OUT's lock; folders that are made for its file and stay empty are removed again."""
+    """Hold OUT's lock; parent folders made for the lock file are removed again if they stay empty."""
     with user_errors(out):
         made = _make_parents(out.absolute().parent)
     try:
@@ -92,11 +92,11 @@ def _busy(out: Path, owner: str, lock: Path) -> UserError:
 
 
 def check(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
-    """Refuse an OUT that could not or must not be written, and clean up after killed runs. Cheap; call it first.
+    """Raise for an OUT that could not or must not be written, and clean up after killed runs. Cheap; call it first.
 
     Args:
-        mark: the file by which a folder is known as ours to replace.
-        look: leave what killed runs left as it is, as nothing is to be written now.
+        mark: name of a file that only our folders have; only such a folder is replaced.
+        look: nothing will be written now, so leave what killed runs left behind.
 
     Raises:
         UserError: OUT exists, is the source or lies inside it (or around it), is being written, or cannot be written.
@@ -106,28 +106,24 @@ def check(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = F
         if not look and distributed.is_main():
             _recover(out)
         if os.path.lexists(out):
-            _check_replaceable(out, overwrite, mark)
+            if not overwrite:
+                raise UserError(f"output {out} exists; choose another folder or pass --overwrite")
+            if not out.is_dir():
+                raise UserError(f"output {out} exists and is not a folder; choose another one")
+            if any(out.iterdir()) and not (out / mark).is_file():
+                raise UserError(f"output {out} has no {mark}, so it is not ours to overwrite; choose another folder")
         parent = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(f"cannot write {out}: {parent} is not a folder you can write to; choose another output")
 
 
 def check_apart(source: Path, out: Path, what: str) -> None:
-    """Refuse an OUT that is `source`, lies inside it or around it; `what` names `source` in the message."""
+    """Raise `UserError` for an OUT that is `source`, lies inside it or contains it; `what` names `source` in the message."""
     inner, outer = out.resolve(), source.resolve()
     if inner == outer or inner.is_relative_to(outer):
         raise UserError(f"output {out} is inside the {what} {source}; choose a folder outside it")
     if outer.is_relative_to(inner):
         raise UserError(f"output {out} contains the {what} {source}; choose another folder")
-
-
-def _check_replaceable(out: Path, overwrite: bool, mark: str) -> None:
-    if not overwrite:
-        raise UserError(f"output {out} exists; choose another folder or pass --overwrite")
-    if not out.is_dir():
-        raise UserError(f"output {out} exists and is not a folder; choose another one")
-    if any(out.iterdir()) and not (out / mark).is_file():
-        raise UserError(f"output {out} has no {mark}, so it is not ours to overwrite; choose another folder")
 
 
 @contextlib.contextmanager
@@ -146,7 +142,11 @@ def new_folder(out: Path) -> Iterator[Path]:
                     tree.mkdir()
                     yield tree
                     _sync_tree(tree)
-                    _swap(stage, out)
+                    if os.path.lexists(out):
+                        os.rename(out, stage / "old")
+                        sync_folder(stage)
+                    os.rename(tree, out)
+                    sync_folder(out.absolute().parent)
                 finally:
                     _put_back(stage, out)
                     shutil.rmtree(stage, ignore_errors=True)
@@ -162,7 +162,7 @@ def dump(data: object) -> str:
 
 
 def save(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]]) -> dict[str, Path]:
-    """Write files, given as kind -> (name, content), and return kind -> path. Older files stay until all new ones are there."""
+    """Write files, given as kind -> (name, content), and return kind -> path. Older ones are replaced once all are written."""
     folder = Path(folder)
     with user_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def save(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]]) -> di
 
 @contextlib.contextmanager
 def user_errors(out: Path) -> Iterator[None]:
-    """Turn a failing file operation into a `WriteError` about `out`."""
+    """Turn an `OSError` within the context into a `WriteError` about `out`."""
     try:
         yield
     except OSError as error:
@@ -194,7 +194,7 @@ def user_errors(out: Path) -> Iterator[None]:
 
 
 def check_space(out: Path, needed: int, remedy: str = "free some or choose another output") -> None:
-    """Refuse an OUT whose file system has less than `needed` bytes free; `remedy` ends the message."""
+    """Raise `UserError` where OUT's file system has less than `needed` bytes free; `remedy` ends the message."""
     folder = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -233,7 +233,7 @@ def _make_parents(folder: Path) -> list[Path]:
 
 
 def _remove_empty(made: list[Path]) -> None:
-    """Remove those folders that are empty, of some that lie in one another, outermost first."""
+    """Remove nested folders, given outermost first, as far as they are empty."""
     for folder in reversed(made):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -247,17 +247,8 @@ def _sync_tree(tree: Path) -> None:
     sync_folder(tree.parent)
 
 
-def _swap(stage: Path, out: Path) -> None:
-    """Put `tree` in the place of `out`."""
-    if os.path.lexists(out):
-        os.rename(out, stage / "old")
-        sync_folder(stage)
-    os.rename(stage / "tree", out)
-    sync_folder(out.absolute().parent)
-
-
 def _put_back(stage: Path, out: Path) -> None:
-    """Undo a swap that stopped between its two renames."""
+    """Move OUT's old folder back, where a replacement stopped between its two renames."""
     if os.path.lexists(stage / "old") and not os.path.lexists(out):
         os.rename(stage / "old", out)
 

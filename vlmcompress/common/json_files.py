@@ -1,8 +1,8 @@
-"""Read files and JSON that a stranger may have written, within bounds.
+"""Read untrusted files and JSON, within bounds.
 
-A path may name a device that never ends, a pipe that never answers or a file of a terabyte; a JSON text may be nested until
-Python's stack ends, give a key twice (readers differ in which value they take) or hold a NaN. All of these are `Unreadable`, a
-`ValueError` whose text says what is wrong in a few words, so that whoever reads says where and what to do.
+A path may name an endless device, a pipe that never answers or a file of a terabyte; a JSON text may be nested until Python's
+stack overflows, give a key twice (readers differ in which value they take) or hold a NaN. All of these raise `Unreadable`, a
+`ValueError` whose short text says what is wrong; the caller adds which file it is and what to do.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 DEPTH = 100
 """The most lists and objects that may be nested within each other."""
 LARGEST = 2 << 30
-"""The most bytes in a file that is read whole: data sets as JSON lines, and reports with pictures, may be large."""
+"""The most bytes of a file that is read at once: data sets as JSON lines, and reports with pictures, may be large."""
 LARGEST_CONFIG = 64 << 20
-"""The most bytes in a file that describes something else; the largest seen are indices of 2 MB."""
+"""The most bytes of a config or index; the largest seen are indices of 2 MB."""
 
 
 class Unreadable(ValueError):

@@ -1,4 +1,4 @@
-"""What becomes of a model's linear layers, and what they are called: what every format's config block says in its own way."""
+"""Which linear layers of a checkpoint are quantized and how, and their names: the content of every format's config block."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Kept:
     """A part of the model that stays in 16 bits.
 
     Attributes:
-        names: what it is called.
-        whole: it is a module with everything below it, not one linear layer.
-        draft: it is a head that drafts tokens, of which readers look for entries in a form of their own.
+        names: its names in memory, on disk and in vLLM.
+        whole: it is a module with all its submodules, not one linear layer.
+        draft: it is a head that drafts tokens, for which readers expect entries in another form.
     """
 
     names: Names
@@ -33,7 +33,7 @@ class Layers:
     Attributes:
         groups: schemes with the targets of compressed-tensors that stand for their layers.
         kept: what stays as it is.
-        quantized: each quantized layer's names -> its scheme.
+        quantized: names of a quantized layer -> its scheme.
         kv_cache: whether there are scales of an FP8 KV cache.
     """
 

@@ -1,9 +1,8 @@
-"""A file that one process at a time holds locked, with the number of that process in it.
+"""A lock file that one process at a time holds, with the id of that process in it.
 
-The lock is the kernel's (flock), so it goes away with its process, however that ends; NFS, and Lustre mounted with `flock`,
-show it to all machines. On a file system without locks the note in the file is the lock: it holds while its process lives,
-which can be seen on the same machine alone. The file is removed when it is let go of; one that a killed process left is taken
-over.
+The lock is the kernel's (flock), so it ends with its process, however that ends; NFS, and Lustre mounted with `flock`, share it
+between machines. On a file system without locks the process id in the file is the lock: it holds while that process is alive,
+which only processes on the same machine can tell. The file is removed on release; one that a killed process left is taken over.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Held(Exception):
 
 @contextlib.contextmanager
 def held(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of the file `path` within the context.
+    """Hold the lock file `path` within the context.
 
     Args:
         wait: wait until it is free.
@@ -103,7 +102,7 @@ def _write(descriptor: int, note: str) -> None:
 
 
 def _note(path: Path) -> str:
-    """What the file says: the number of a process, its machine, and digits that no other has; "" where it is gone or empty."""
+    """The content of the lock file: process id, host name and a random token; "" where it is gone or empty."""
     try:
         return path.read_text()
     except OSError:
@@ -111,7 +110,7 @@ def _note(path: Path) -> str:
 
 
 def _lives(path: Path) -> bool:
-    """Whether the process of a note may be at work: one of another machine may."""
+    """Whether the process in the lock file may be alive; one of another host always may."""
     pid, host = (*_note(path).split(), "", "")[:2]
     if not pid.isdigit() or host != socket.gethostname():
         return pid.isdigit()
@@ -125,7 +124,7 @@ def _lives(path: Path) -> bool:
 
 
 def _owner(path: Path) -> str:
-    """The process of a note, in words, with its machine where that is another one."""
+    """The process in the lock file, in words, with its host where that is another one."""
     until = time.monotonic() + _NOTE_TAKES
     while not (note := _note(path).split()) and time.monotonic() < until:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Lines for people: notes on stderr, findings of checks, and texts of errors that are short enough for one line."""
+"""Lines for the user: notes on stderr, findings of checks, and texts of errors cut to one line."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _WHY = {
 
 
 def unusable(error: BaseException) -> str | None:
-    """A line for the user about a path that no file can have, from the error of a file operation; None for other errors.
+    """The message for an error about a path that no file can have: too long, a loop of links, a NUL; None for other errors.
 
-    These errors come from wherever a path is first touched, in pathlib as in a library, and mean the same everywhere.
+    Such errors are raised wherever a path is first used, in pathlib or in a library, so they are told apart here and once.
     """
     if isinstance(error, OSError) and error.errno in _WHY:
         return f"cannot use {_shown(error.filename)}: {_WHY[error.errno]}; give another one"
@@ -58,14 +58,14 @@ def _shown(name: object) -> str:
 
 
 def note(line: str) -> None:
-    """Print on stderr a line that is no error but good to know."""
+    """Print a note on stderr; of several workers the first one does."""
     if distributed.is_main():
         print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, whether it is fine, and in `detail` what was found or what is wrong."""
+    """The result of one check, of a plan or of `doctor`: its name, whether it passed, and in `detail` the reason."""
 
     name: str
     ok: bool

@@ -22,7 +22,7 @@ from vlmcompress.errors import UserError, did_you_mean
 
 
 class Registry:
-    """The entries of one plug folder; modules are imported only when asked for. `in` and `for` are about their names.
+    """The entries of one plug folder, whose modules are imported on first use. `in` and `for` go by their names.
 
     Args:
         package: dotted name of the folder, e.g. `vlmcompress.quantizers`; also the entry-point group.

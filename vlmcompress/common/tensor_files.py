@@ -46,7 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
 }
 FLOATS = ("F16", "BF16", "F32")
-"""Types of weights that are not quantized."""
+"""Types of unquantized weights."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RANK = {code: rank for rank, code in enumerate(DTYPES)}
 _MAX_HEADER = 100_000_000  # the official reader's limit
@@ -77,8 +77,8 @@ class Entry:
     """A tensor in a file: `start` and `end` are absolute byte positions.
 
     Attributes:
-        columns: (width, first, end): the bytes are of a matrix `[in, width]`, and the tensor is its columns `first` to `end`,
-            transposed; None: they are the tensor's own.
+        columns: (width, first, end): the bytes hold a matrix `[in, width]`, and the tensor is the transpose of its columns
+            `first` to `end`; None: the bytes are the tensor's own.
     """
 
     file: Path
@@ -138,9 +138,9 @@ def read_tensor(entry: Entry) -> Tensor:
 
 
 def map_tensors(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """Tensors by name, mapped from their files: read as they are used, and in memory alone where they are changed.
+    """Tensors by name, memory-mapped from their files, copy-on-write: read on first use, changes stay in memory.
 
-    One that is stored as columns is a view that is not contiguous.
+    A tensor that is stored as columns of a matrix is a view that is not contiguous.
     """
     files: dict[Path, mmap.mmap] = {}
     for path in {entry.file for entry in entries.values()}:
@@ -215,7 +215,7 @@ def write_at(file: int, data: memoryview | bytes, position: int) -> None:
 
 
 def copy_at(entry: Entry, file: int, position: int) -> None:
-    """Copy a stored tensor's bytes to a position of another open file, `_COPIED` bytes at a time where they are its own."""
+    """Copy a stored tensor to a byte position of another open file, in chunks of `_COPIED` bytes unless it is `columns`."""
     if entry.columns is not None:
         return write_at(file, to_bytes(read_tensor(entry)), position)
     try:

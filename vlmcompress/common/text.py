@@ -1,7 +1,7 @@
-"""Sizes, ratios, durations and tables as text, and sizes read from text: one way to write each, everywhere.
+"""Format sizes, ratios, durations and tables, and parse sizes: every verb and report writes them by these functions.
 
-The size of a model's weights is that of its tensors, without the headers of the files that hold them: `quantize`, `doctor`,
-`eval`, `bench`, reports and model cards show the same figures of the same checkpoint.
+The size of a model's weights is that of its tensors, without the headers of their files, so that `quantize`, `doctor`, `eval`,
+`bench`, reports and model cards show the same figures for the same checkpoint.
 """
 
 from __future__ import annotations

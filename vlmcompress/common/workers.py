@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Failed:
-    """What stands in place of a job's result: the line of the `UserError` that it raised, or how its workers were lost."""
+    """The outcome of a job without a result: the message of its `UserError`, or how its workers were lost."""
 
     reason: str
 
@@ -70,7 +70,7 @@ class Workers(Protocol):
         ...
 
     def close(self) -> None:
-        """Let the workers go."""
+        """Release the workers."""
         ...
 
 
@@ -87,7 +87,7 @@ class InTurn:
             yield index, attempt(function, jobs[index])
 
     def close(self) -> None:
-        """Do nothing: there is nobody else."""
+        """Do nothing: no other process was started."""
 
 
 def of(address: str | None) -> Workers:
@@ -192,7 +192,7 @@ class OnRay:
 
 
 def shares(nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], int]:
-    """What one job asks for, and how many there can be at once, from the nodes' resources as Ray counts them.
+    """The resources of one job and the number of jobs at once, from the nodes' resources as Ray counts them.
 
     With GPUs a job takes one, and its share of the CPUs of the node where that is least. Without, it takes all CPUs of the
     smallest node, and there are as many jobs as nodes. Nodes without CPUs (a head that only manages) don't count.
@@ -212,7 +212,7 @@ def passed_on() -> dict[str, str]:
 
 
 def _connect(address: str) -> tuple[Any, Callable[[], None]]:
-    """The package ray, connected, and what ends that again.
+    """The connected package ray, and a function that disconnects.
 
     Raises:
         UserError: ray is not installed, or can't connect.

@@ -1,7 +1,7 @@
 """YAML for people: duplicate keys are errors, `1e-4` is a number, and messages name file and line.
 
-What a stranger may have written is bounded: anchors may be repeated, but not hold themselves, and a document may not unfold to
-more than `NODES` values or be nested more than `DEPTH` deep, as whoever walks through it would not come to an end.
+Untrusted documents are bounded: an anchor must not contain itself, and a document must not unfold to more than `NODES` values
+or be nested more than `DEPTH` deep, as a reader that walks through it would not end.
 """
 
 from __future__ import annotations
