@@ -29,5 +29,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What the package has, the names that are imported on first use among it."""
+    """The names of the package, with those that are imported on first use."""
     return sorted({*globals(), *__all__})

@@ -171,14 +171,14 @@ def _engine(engine: str | Engine) -> Engine:
 
 
 def _check_spread(ray: str | None, *sides: Engine) -> None:
-    """Raise UserError where a cluster is to share questions to a server, which is one for all."""
+    """Raise UserError for a Ray cluster beside an engine that is a running server, which no node can start."""
     served = [engine.name for engine in sides if not engine.local]
     if ray is not None and served:
         raise UserError(f"--ray starts engines on the nodes of a cluster, and {served[0]} runs already; leave one out")
 
 
 def _speculating(engine: Engine, speculative: str, model: str | Path) -> Engine:
-    """The engine with speculative decoding. Raises UserError where engine or model can't do it."""
+    """The engine with speculative decoding. UserError: engine or model does not support it."""
     if engine.name != "vllm" or not isinstance(engine, Local):
         raise UserError(f"--speculative-config is for vLLM, not for {engine.name}; leave one of the two out")
     config = speculation.checked(Path(hub.local(model)), speculative)
@@ -187,7 +187,7 @@ def _speculating(engine: Engine, speculative: str, model: str | Path) -> Engine:
 
 
 def _reducing(engine: str | Engine, reduce: str, model: str | Path) -> Engine:
-    """The engine, its model behind a reducer if one is named. Raises UserError where the two do not go together."""
+    """The engine `hf` with a reducer attached to its model. UserError: another engine, or a family without that reducer."""
     chosen = parse(reduce)
     if engine != "hf":
         name = engine if isinstance(engine, str) else engine.name

@@ -1,4 +1,4 @@
-"""The door: parse a call, run its verb, print what that returns, exit with its code.
+"""The command line: parse a call, run its verb, print the result, return the exit code.
 
 The verbs are `vlmcompress.commands`. While one runs, stdout leads to stderr; then either its text or, with `--json`, its data
 as one JSON object goes to stdout. Every error is one line on stderr.
@@ -39,10 +39,10 @@ _EXTRAS = {
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The arguments of one call; `verb` names its verb, `extra` has what stands behind `--` for another program.
+    """Parse one call: `verb` is its verb, `extra` the arguments behind `--` for another program.
 
     Raises:
-        UserError: the call is not one that the command line understands.
+        UserError: an unknown verb or flag, or a bad value.
     """
     verb = next((word for word in arguments if not word.startswith("-")), None)
     extra: list[str] = []
@@ -60,7 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _parser(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
-    """The grammar with the flags of the chosen verb, or a line for each without one; also the parser of each verb."""
+    """The parser with the flags of the chosen verb, or with a line for each verb if none is chosen; and all verbs' parsers."""
     about = "Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost."
     parser = Parser(
         prog="vlmcompress",
@@ -83,7 +83,7 @@ def _parser(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
 
 
 def _verbs_text() -> str:
-    """A line for each verb, under the headings of their groups."""
+    """The list of verbs for `--help`: one line each, grouped by headings."""
     places = {name: VERBS.constant(name, "PLACE") for name in VERBS}
     groups: dict[str, list[str]] = {}
     for name in sorted(places, key=lambda name: float("inf") if places[name] is None else places[name]):
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
-    """What ends the line about a run that was stopped; "" where nothing of it is kept."""
+    """The end of the message about a stopped run: how to resume it; "" where nothing is kept."""
     if getattr(args, "dry_run", False):
         return ""
     if "resume" in args:
@@ -147,7 +147,7 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
 
 
 def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
-    """An error that nobody planned: some are the machine's or the installation's, the rest are defects."""
+    """Report any other exception: a missing package, no memory, a bad path, or else a defect, with its traceback in a file."""
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _EXTRAS:
         remedy = f"pip install '.[{_EXTRAS[package]}]' in the checkout of vlmcompress"
         return _fail(f"{package} is not installed; {remedy}", BAD_INPUT, as_json)
@@ -161,7 +161,7 @@ def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:
-    """Say what went wrong, in one line on stderr and with `--json` also as an object."""
+    """Print an error as one line on stderr, with `--json` also as an object on stdout, and return the exit code."""
     line = shortened(" ".join(message.split()))
     if not distributed.is_main():
         line = f"worker {distributed.rank()}: {line}"
@@ -173,7 +173,7 @@ def _fail(message: str, code: int, as_json: bool) -> int:
 
 
 def _save_traceback() -> str:
-    """Keep the traceback of the current error in a file of its own."""
+    """Write the traceback of the current exception to a temporary file and return its path."""
     with tempfile.NamedTemporaryFile("w", prefix="vlmcompress-error-", suffix=".txt", delete=False) as file:
         traceback.print_exc(file=file)
     return file.name

@@ -1,4 +1,4 @@
-"""What becomes of results: joined with an earlier report's other half, judged by a gate, written, summed up."""
+"""The end of `eval` and `bench`: join results with an earlier report's other half, judge them by a gate, write a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT: dict[Verdict, int] = {"pass": OK, "fail": GATE, "inconclusive": UNDECIDED}
 
 
 def check_folder(folder: str | Path | None, sides: Callable[[], tuple[Side, Side]], *, overwrite: bool) -> None:
-    """Refuse a report folder that can't or must not be written, before hours of measuring.
+    """Raise for a report folder that can't or must not be written, before hours of measuring.
 
     Args:
         folder: where a report is to be written; None: nowhere.
@@ -40,11 +40,11 @@ def check_folder(folder: str | Path | None, sides: Callable[[], tuple[Side, Side
 def conclude(
     results: Results, gate: gates.GateFile | None, folder: str | Path | None, *, overwrite: bool = True
 ) -> Outcome:
-    """Judge, join and write results.
+    """Join, judge and write results; returns the verb's outcome.
 
     Args:
-        gate: what to judge by; None: nothing is judged and the code is 0.
-        folder: where to write a report. If it has one of the same checkpoints, what that knows and `results` doesn't is kept:
+        gate: rules to judge by; None: nothing is judged and the exit code is 0.
+        folder: where to write a report. The accuracy or speed in an earlier report of the same checkpoints is kept, so that
             `eval` and `bench` fill one report.
         overwrite: an earlier report may be one that can't be read.
     """

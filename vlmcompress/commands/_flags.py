@@ -12,7 +12,7 @@ from vlmcompress.errors import UserError, closest, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UserError` instead of printing usage and leaving."""
+    """An argparse parser that raises `UserError` with the closest right word instead of printing usage and exiting."""
 
     def __init__(self, **settings: Any):
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -25,8 +25,8 @@ class Parser(argparse.ArgumentParser):
         """Add a flag as argparse does.
 
         Args:
-            aliases: other spellings that are taken and not shown: those of other tools, and those that the flag had before.
-            mistaken_for: flags of other tools for which messages name this one.
+            aliases: hidden other spellings: those of other tools, and earlier names of the flag.
+            mistaken_for: flags of other tools; errors about them suggest this one.
         """
         action = super().add_argument(*names, **settings)
         for alias in aliases:
@@ -48,11 +48,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message if message.endswith("?") else f"{message}; see {self.prog} --help")
 
     def refuse(self, unknown: str, takers: Sequence[str] = (), other: str | None = None) -> NoReturn:
-        """Raise `UserError` for an argument that the parser does not know, with what was probably meant.
+        """Raise `UserError` for an unknown argument, with what was probably meant.
 
         Args:
             takers: other verbs that have this flag.
-            other: the program that flags behind `--` go to; None: there is none.
+            other: the program that gets the flags behind `--`; None: none.
         """
         flag = unknown.partition("=")[0]
         flags = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
@@ -138,7 +138,7 @@ def common(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe(parser: Parser) -> None:
-    """The flags that stand for recipe keys; absent ones leave no trace."""
+    """The flags that stand for recipe keys. Flags that are not given are omitted from the parsed arguments."""
     none = argparse.SUPPRESS
     parser.add_argument("model", metavar="MODEL", nargs="?", default=none, help=MODEL)
     parser.add_argument("-o", "--out", default=none, help="folder to write")
@@ -236,7 +236,7 @@ def speculation(parser: argparse.ArgumentParser, about: str, baseline: bool = Fa
 
 
 def judging(parser: argparse.ArgumentParser) -> None:
-    """Flags of what becomes of results: a report, a gate."""
+    """The flags of a report and of a gate."""
     parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
     parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
     parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")

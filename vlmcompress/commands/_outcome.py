@@ -58,7 +58,7 @@ def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, r
 
 
 def evaluation_command(candidate: str | Path, baseline: str | Path, flags: str = "") -> str:
-    """`vlmcompress eval` of a candidate against its baseline; with `--data FILE` unless one is a demo model with questions.
+    """The command that evaluates a candidate against its baseline; with `--data FILE` unless a demo model brings questions.
 
     Args:
         flags: further flags, quoted; empty, or beginning with a space.
@@ -70,11 +70,11 @@ def evaluation_command(candidate: str | Path, baseline: str | Path, flags: str =
 
 
 def calibration_flag(model: str | Path, used: str | Path | None, bundled_with: str | Path) -> str:
-    """The flag that gives a further `quantize` of a model its data; empty where it needs none, else begins with a space.
+    """The `--calib` flag, with a space before it, of a next `quantize` of a model; empty where bundled data are found.
 
     Args:
-        used: data that the user gave this run; they are named again.
-        bundled_with: the model whose bundled data this run used if none were given.
+        used: the data of this run, if the user gave some; the flag names them again.
+        bundled_with: the model whose bundled data this run used otherwise.
     """
     from vlmcompress.data.sources import bundled
 

@@ -18,7 +18,7 @@ from vlmcompress.errors import UserError
 
 @contextlib.contextmanager
 def stdout_kept_clean() -> Iterator[None]:
-    """Within the block everything that anybody prints, child processes and C libraries included, goes to stderr."""
+    """Within the context all that is printed to stdout goes to stderr, also by child processes and C libraries."""
     kept = sys.stdout
     kept.flush()
     descriptor = os.dup(1)
@@ -51,7 +51,7 @@ def show(text: str) -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence what the libraries log, warn and draw. Variables that the user has set stay; call before importing any."""
+    """Silence logs, warnings and progress bars of libraries; call it before importing them. Variables set by the user stay."""
     for name, value in {
         "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
         "LOGURU_LEVEL": "ERROR",
@@ -81,8 +81,8 @@ class Stopped(KeyboardInterrupt):
 def stopping_signals() -> Iterator[None]:
     """Within the context `SIGNALS` raise `Stopped`; a second one of a kind ends the process at once.
 
-    A signal that whoever started the process ignores stays ignored, as under `nohup`; Python treats SIGINT so by itself. One
-    that has a handler keeps it. Workers other than the first have nothing to say, and end at once.
+    A signal that is ignored stays ignored, as under `nohup` (Python treats SIGINT so), and one with a handler keeps it. Workers
+    other than the first print nothing, and end at once.
     """
     main = threading.current_thread() is threading.main_thread()
     taken = [
@@ -103,9 +103,9 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def import_transformers() -> None:
-    """Import transformers' models without scikit-learn, which it would import, where that is installed, for assisted decoding.
+    """Import transformers' models without scikit-learn, which transformers imports for assisted decoding if it is installed.
 
-    With scikit-learn come scipy and pandas. Only transformers is kept from it, and only if neither has been imported before.
+    That, with scipy and pandas, takes a quarter of a quick verb's time. Other importers of scikit-learn still get it.
     """
     if "transformers" in sys.modules or "sklearn" in sys.modules:
         return

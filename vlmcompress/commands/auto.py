@@ -43,7 +43,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Make questions of images, and search on them."""
+    """Ask the original about the images, and search with its answers as the reference."""
     if not 0 < args.min_agreement < 1:
         raise UserError(f"--min-agreement {args.min_agreement:g} is no share between 0 and 1; e.g. 0.9")
     if args.most < 1:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _prompts(file: str | None) -> tuple[str, ...]:
-    """The prompts of a file, a line each."""
+    """Read prompts from a text file, one a line; None: the bundled ones."""
     from vlmcompress.search.own_answers import PROMPTS
 
     if file is None:

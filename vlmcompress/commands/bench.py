@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
-    """Baseline and candidate, as a report describes them."""
+    """Describe baseline and candidate as a report does."""
     from vlmcompress.checkpoint import sides
     from vlmcompress.common import hub
 
@@ -77,7 +77,7 @@ def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
 
 
 def measure(args: argparse.Namespace) -> Results:
-    """What the flags ask for. `args.extra` are further flags of `vllm serve`."""
+    """Run the benchmark as the flags say. `args.extra` are further flags of `vllm serve`."""
     from vlmcompress.bench import runs
     from vlmcompress.bench.measure import parse_slo
 

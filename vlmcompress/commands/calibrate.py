@@ -54,7 +54,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Collect the statistics and say what they are of."""
+    """Collect the statistics and describe them."""
     from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _needs(text: str) -> frozenset[str]:
-    """The statistics that `--needs` names."""
+    """Parse and check `--needs`."""
     names = text.split(",")
     for name in names:
         if name not in STATISTICS:
@@ -84,7 +84,7 @@ def _needs(text: str) -> frozenset[str]:
 
 
 def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """What was collected, as data for `--json`.
+    """Describe the statistics as data for `--json`.
 
     Args:
         facts: the manifest of the statistics.
@@ -110,7 +110,7 @@ def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> d
 
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
-    """What was collected, in words. `done`: what `result` returns; `verbose`: with the time that each phase took."""
+    """Describe the statistics as text. `done`: from `result`; `verbose`: add the time of each phase."""
     data = done["calibration"]
     tokens = ", ".join(f"{name} {count:,}" for name, count in data["tokens"].items())
     words = data.get("text")
@@ -128,7 +128,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
 
 
 def _stages(calibration: Mapping[str, Any]) -> list[str]:
-    """What the statistics are behind, each as `--reduce` takes it: images made smaller, a reducer, both or neither."""
+    """What reduced the visual tokens during calibration, as `--reduce` takes it: a resize, a reducer, or both."""
     from vlmcompress.recipe.reducer import read
     from vlmcompress.recipe.resize import Resize
 

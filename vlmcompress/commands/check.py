@@ -25,7 +25,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Look at everything that speaks for or against the recipe. 2 when something is against it."""
+    """Check the recipe against model, target and engine. Exit code 2 if a check fails."""
     from vlmcompress.recipe import resolve
 
     recipe = resolve(_flags.recipe_values(args), args.recipe, refuse=False, weights="headers").recipe
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _devices(recipe: Recipe, tp: int) -> Finding:
-    """Whether the model can be split over devices in the recipe's format, as vLLM does it."""
+    """Check whether vLLM can split the model in the recipe's format over `tp` devices."""
     from vlmcompress import models
     from vlmcompress.common.messages import Finding
     from vlmcompress.errors import UserError

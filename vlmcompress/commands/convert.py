@@ -21,7 +21,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Write the checkpoint in the format that is asked for."""
+    """Write the checkpoint in the chosen format."""
     from vlmcompress.common import hub
 
     return carry_out(hub.local(args.model), args)

@@ -40,7 +40,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Examine the files or ask the engine. 2 when the folder is broken, 1 when what an engine answers is wrong."""
+    """Examine the files or ask the engine. Exit code 2 for broken files, 1 for wrong answers of the engine."""
     if args.engine is None:
         for name in ("prompts", "data"):
             if getattr(args, name) is not None:
@@ -50,14 +50,14 @@ def run(args: argparse.Namespace) -> Outcome:
 
         checks = diagnose(Path(args.out), hub.local(args.source, weights="headers") if args.source else None)
     else:
-        checks = _asked(args)
+        checks = _conformance(args)
     fine = all(check.ok for check in checks)
     data = {"ok": fine, "out": args.out, "engine": args.engine, "checks": [vars(check) for check in checks]}
     return OK if fine else BAD_INPUT if args.engine is None else GATE, data, findings_text(args.out, checks)
 
 
-def _asked(args: argparse.Namespace) -> list[Any]:
-    """What the engine answered to questions about the checkpoint."""
+def _conformance(args: argparse.Namespace) -> list[Any]:
+    """Run the conformance checks in the engine."""
     from vlmcompress.engines.vllm import conformance
 
     if args.source is not None:

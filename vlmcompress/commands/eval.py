@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
-    """Baseline and candidate, as a report describes them."""
+    """Describe baseline and candidate as a report does."""
     from vlmcompress import engines
     from vlmcompress.evaluation import accuracy
 
@@ -94,7 +94,7 @@ def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
 
 
 def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
-    """What the flags ask for."""
+    """Run the evaluation as the flags say."""
     from vlmcompress.api import evaluate
     from vlmcompress.report.files import JOURNAL
 
@@ -118,5 +118,5 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
 
 
 def _suites(names: Sequence[str]) -> list[str]:
-    """Suites as `--suite` names them, each by a flag of its own or, as lm-eval has it, several behind one, with commas."""
+    """The suites of all `--suite` flags, each of which may name several with commas, as in lm-eval."""
     return [suite for text in names for suite in ([text] if Path(text).exists() else text.split(","))]

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
-    """Write `source` as the flags of `converting` ask for it."""
+    """Write `source` in another format; `args` are those of `converting`."""
     _process.import_transformers()
     from vlmcompress.checkpoint.convert import convert
 
@@ -60,7 +60,7 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
 
 
 def converting(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """The flags of verbs that bring a checkpoint into another format; `default`: the format, None: it has to be given."""
+    """The flags of export and convert; `default`: the format, None: it has to be given."""
     about = "see vlmcompress list formats" + (f"; default: {default}" if default else "")
     parser.add_argument("--format", metavar="FORMAT", required=default is None, default=default, help=about)
     parser.add_argument("-o", "--out", metavar="NEW", required=True, help="folder to write")

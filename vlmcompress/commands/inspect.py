@@ -26,7 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Write the picture and say what became of the tokens of each image."""
+    """Draw which tokens of each image are kept, merged and dropped, and count them."""
     _process.import_transformers()
     from vlmcompress.common.folders import save
     from vlmcompress.data.encode import encode_prompt

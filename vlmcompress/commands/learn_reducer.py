@@ -49,7 +49,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Train the network, and say what came of it."""
+    """Train the network and report its held-out divergence."""
     from vlmcompress.common import yaml_files
     from vlmcompress.recipe import resolve
     from vlmcompress.recipe.reducer import choose
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _refuse_foreign(values: Mapping[str, Any]) -> None:
-    """Raise `UserError` for recipe keys that mean nothing to this training."""
+    """Raise `UserError` for recipe keys that this training does not use."""
     for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
         if key in values.get("calibrate", {}):
             raise UserError(f"{flag} is for calibration; a scorer is trained on images with questions, leave it out")
@@ -84,7 +84,7 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
 def result(
     out: Path, model: str, facts: Mapping[str, Any], seconds: float, calib: str | Path | None = None
 ) -> dict[str, Any]:
-    """What was learnt, as data for `--json`. `calib`: the data that the user gave."""
+    """Describe the trained network as data for `--json`. `calib`: the data that the user gave."""
     data = calibration_flag(model, calib, model)
     reduce = "--reduce " + shlex.quote(f"learned:{facts['keep']:g},scorer={out}")
     return {
@@ -100,7 +100,7 @@ def result(
 
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
-    """What was learnt, in words. `done`: what `result` returns; `verbose`: with the time that each phase took."""
+    """Describe the trained network as text. `done`: from `result`; `verbose`: add the time of each phase."""
     kl, samples = done["held_out_kl"], done["samples"]
     beside = ", ".join(f"{name} {kl[name]:.4f}" for name in ("uniform", "coverage", "untrained"))
     written = samples["answers_of_the_teacher"]

@@ -33,7 +33,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """List everything, or the kind of things that is asked for."""
+    """List all names, or those of one kind."""
     entries = {kind: find() for kind, find in KINDS.items() if args.what in (None, kind)}
     return OK, entries, _text(entries)
 
@@ -101,12 +101,12 @@ KINDS: dict[str, Callable[[], Entries]] = {
 
 
 def _text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
-    """A table for each kind of things."""
+    """One table a kind."""
     return "\n\n".join(f"{what}\n{table([_row(entry) for entry in rows])}" for what, rows in entries.items())
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """The line of one thing; reducers say more about themselves than the others."""
+    """The table row of one name; those of reducers have more columns."""
     if "stage" not in entry:
         return entry["name"], entry["about"]
     families = entry["vllm"]

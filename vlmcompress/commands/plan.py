@@ -67,7 +67,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Work out the plan. 2 when nothing fits."""
+    """Plan the memory and throughput of serving. Exit code 2 if no format fits."""
     fields = _request_fields(args)
     sizes = [_flags.parse_size(text.strip(), "--sizes", most=7) for text in (args.sizes or SIZES).split(",")]
     if args.plot and Path(args.plot).suffix != ".svg":
@@ -137,7 +137,7 @@ def _video(text: str | None) -> tuple[int, int, int] | None:
 
 
 def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:
-    """A row for each image size: what a request takes, and how many the recommended format serves at once."""
+    """A row for each image size: cache of one request, and how many requests the recommended format serves at once."""
     from vlmcompress.planning.capacity import plan_capacity
     from vlmcompress.planning.visual_count import Pictures
 
@@ -184,7 +184,7 @@ def _draw(file: Path, rows: list[dict[str, Any]], capacity: Capacity) -> None:
 
 
 def plan_text(capacity: Capacity) -> str:
-    """The request, the memory, the formats, and what to do."""
+    """The plan as text: the request, the memory, the formats, and the commands to run."""
     from vlmcompress.planning import advice
     from vlmcompress.planning.capacity import verdict
 
@@ -246,7 +246,7 @@ def _memory_text(capacity: Capacity) -> str:
 
 
 def _formats_text(capacity: Capacity) -> str:
-    """The table of formats; columns of bounds only where the machine's rates are known."""
+    """The table of formats; with bounds of time where the target's rates are known."""
     names = list(capacity.loads)
     bounds = any(served.prefill or served.step for row in capacity.rows for served in row.served.values())
     head = ["format", "", "weights of a device" if capacity.request.tp > 1 else "weights", "for the cache"]
@@ -300,7 +300,7 @@ def sizes_text(rows: list[dict[str, Any]], capacity: Capacity) -> str:
 
 
 def as_data(capacity: Capacity) -> dict[str, Any]:
-    """Everything, as JSON data; bytes and seconds."""
+    """The plan as data for `--json`; in bytes and seconds."""
     from vlmcompress.planning import advice
     from vlmcompress.planning.capacity import verdict
     from vlmcompress.planning.findings import MEMORY_SHARE

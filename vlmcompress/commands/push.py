@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _check_whole(out: Path) -> None:
-    """Refuse a checkpoint that `doctor` finds something wrong with."""
+    """Raise `UserError` for a checkpoint that `doctor` finds damaged."""
     from vlmcompress.diagnosis.files import diagnose
 
     for check in diagnose(out):
@@ -61,7 +61,7 @@ def _check_whole(out: Path) -> None:
 
 
 def _measured(out: Path, folder: str) -> str:
-    """The card's section about results, which have to be of this checkpoint."""
+    """The card's section about results. UserError: they are of another checkpoint."""
     from vlmcompress.checkpoint import manifest
     from vlmcompress.report.findings import Findings
     from vlmcompress.report.text import card_section
@@ -77,7 +77,7 @@ def _measured(out: Path, folder: str) -> str:
 
 
 def _shown(upload: Upload, private: bool) -> str:
-    """What would be uploaded: files, sizes, the beginning of the card."""
+    """The text of `--dry-run`: files, sizes, the beginning of the card."""
     from vlmcompress.common.text import size, table
 
     rows = [(path, size(count)) for path, count in upload.sizes.items()]
@@ -91,7 +91,7 @@ def _shown(upload: Upload, private: bool) -> str:
 
 
 def _advice(upload: Upload) -> str:
-    """What is missing in the card."""
+    """A line about an original that the card does not name; empty if it does."""
     if upload.base_model:
         return ""
     return "\nThe card names no original, as only a folder is known; say --base-model ORG/NAME."

@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, overwrite: bool) -> Outcome:
-    """What would be done, widths of groups included where statistics say them.
+    """The outcome of `--dry-run`, with the bit widths of groups where statistics decide them.
 
     Args:
-        resolved: the recipe, of a model of which only headers may be at hand.
-        given, file: what it was resolved from.
+        resolved: the recipe; of its model only headers may have been fetched.
+        values, file: recipe values of flags and the recipe file, to resolve it again with the weights.
         overwrite: whether OUT may be there, if it is ours.
     """
     _process.import_transformers()
@@ -89,7 +89,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, ov
 
 
 def plan_text(plan: Plan, resolved: Resolved, samples: int | None) -> str:
-    """A plan in words: settings with their origins, layers, sizes. `samples`: of the calibration data; None: not known."""
+    """A plan as text: settings with their origins, layers, sizes. `samples`: number of calibration samples; None: not known."""
     flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
     settings = [
         (key, value if isinstance(value, str) else json.dumps(value), resolved.origin(key))
@@ -141,7 +141,7 @@ def plan_text(plan: Plan, resolved: Resolved, samples: int | None) -> str:
 
 
 def allocation_text(allocation: Mapping[str, Any]) -> str:
-    """Which groups got which width, and what is predicted of that and of one width for all."""
+    """The bit width of each group, and the predicted error of this allocation and of one width for all."""
     names = list(dict.fromkeys(entry["group"] for entry in allocation["groups"]))
     widths = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
     blocks = sorted({block for block, _ in widths})
@@ -155,7 +155,7 @@ def allocation_text(allocation: Mapping[str, Any]) -> str:
 
 
 def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """What was written, as data for `--json`."""
+    """Describe the written checkpoint as data for `--json`."""
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     served = recipe.get("engine", "vllm") == "vllm"
@@ -187,7 +187,7 @@ def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> l
 
 
 def kv_cache(ranges: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Of an FP8 cache: the largest share of values that scales calibrated on one kind of token would clip of the other."""
+    """For an FP8 cache: the largest share of visual (text) values clipped by scales calibrated on the other kind alone."""
     if not ranges:
         return None
     clipped = {
@@ -202,7 +202,7 @@ def kv_cache(ranges: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
-    """What was written, in words. `done`: what `result` returns; `verbose`: with the time that each phase took."""
+    """Describe the written checkpoint as text. `done`: from `result`; `verbose`: add the time of each phase."""
     before, after = done["weights_before"], done["weights_after"]
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
     lines = [f"  weights   {f'{size(after)}, as they were' if before == after else changed}"]

@@ -63,7 +63,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Train the model, and say what came of it."""
+    """Train the model and report its held-out divergence."""
     names = args.train.split(",")
     for name in names:
         if name not in PARTS:
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _teacher(name: str | None, parts: Sequence[str], values: Mapping[str, Any]) -> Path | None:
-    """The folder of the teacher of a quantized model; None: the model is its own."""
+    """The folder of the teacher of a quantized model; None: the model is its own teacher."""
     if "scales" not in parts:
         if name is not None:
             raise UserError("--teacher goes with --train scales; without, the model is its own teacher: leave it out")
@@ -106,7 +106,7 @@ def _teacher(name: str | None, parts: Sequence[str], values: Mapping[str, Any]) 
 
 
 def _refuse_foreign(values: Mapping[str, Any]) -> None:
-    """Raise `UserError` for recipe keys that mean nothing to a recovery."""
+    """Raise `UserError` for recipe keys that a recovery does not use."""
     for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
         if key in values.get("calibrate", {}):
             raise UserError(f"{flag} is for calibration; recover trains on images with questions alone, leave it out")
@@ -116,7 +116,7 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
 def result(
     out: Path, model: str, manifest: Mapping[str, Any], seconds: float, calib: str | Path | None = None
 ) -> dict[str, Any]:
-    """What was trained and written, as data for `--json`. `model`: the one that was the teacher; `calib`: the user's data."""
+    """Describe the trained checkpoint as data for `--json`. `model`: the teacher; `calib`: the data that the user gave."""
     recovery, recipe = manifest["recovery"], manifest["recipe"]
     folder, data = shlex.quote(str(out)), calibration_flag(out, calib, model)
     flags = "".join(f" --reduce {shlex.quote(reducer)}" for reducer in _reducers(recipe))
@@ -150,7 +150,7 @@ def _reducers(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
-    """What came of it, in words. `done`: what `result` returns; `verbose`: with the time that each phase took."""
+    """Describe the trained checkpoint as text. `done`: from `result`; `verbose`: add the time of each phase."""
     recovery, data = done["recovery"], done["calibration"]
     samples, kl = recovery["samples"], recovery["held_out_kl"]
     parts = ", ".join(f"{name} {count:,}" for name, count in recovery["parameters"].items())

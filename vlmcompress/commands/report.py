@@ -19,7 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Write the page. It reports and doesn't judge: a failed gate is for `eval` to exit with."""
+    """Write the page. The exit code is 0 also for a failed gate, which `eval` exits with."""
     from vlmcompress.report import comparison
 
     files = comparison.write(args.runs, args.out, overwrite=args.overwrite)

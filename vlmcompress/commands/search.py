@@ -52,7 +52,7 @@ def options(parser: Parser) -> None:
 
 
 def objective_flags(parser: Parser) -> None:
-    """Add the flags of the objective, and of how the search is run, which `auto` has, too."""
+    """The flags of the objective and of the search, shared with `auto`."""
     _flags.target(parser)
     parser.add_argument(
         "--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost; default: throughput"
@@ -84,7 +84,7 @@ def objective_flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Search, confirm, write what was found."""
+    """Search, confirm the winner, write page and recipe."""
     if not args.data and not args.suite:
         raise UserError("vlmcompress search: missing --data; give questions with answers that candidates are asked")
     if args.limit is not None and args.limit < 1:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def request(args: argparse.Namespace) -> Request:
-    """What the flags ask for."""
+    """The search request that the flags describe."""
     from vlmcompress.search.speed import Load
     from vlmcompress.search.whole import Request
 
@@ -123,7 +123,7 @@ def request(args: argparse.Namespace) -> Request:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `UserError` for a flag whose value is not right."""
+    """Raise `UserError` for a flag with a bad value."""
     if args.optimize not in GOALS:
         raise UserError(f"--optimize {args.optimize}: no such objective{did_you_mean(args.optimize, GOALS)}")
     if args.speed not in ("", "measured", "modelled"):
@@ -150,7 +150,7 @@ def seconds(text: str) -> float:
 
 
 def search_outcome(search_request: Request, args: argparse.Namespace, reference: str = "the data's answers") -> Outcome:
-    """Run a search, confirm its winner, and write what was found. `reference`: what answers are held to."""
+    """Run a search, confirm its winner and write the page. `reference`: what answers are compared with, in words."""
     from vlmcompress.report import search as report
     from vlmcompress.search.whole import WORK, find
 
@@ -181,7 +181,7 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
 
 
 def _confirmed(search_request: Request, winner: Path, progress: ProgressBar) -> tuple[int, dict[str, Any]]:
-    """Ask the winner and the original the questions that the search never saw, and judge."""
+    """Compare winner and original on questions that the search did not use; returns exit code and data."""
     from vlmcompress.api import evaluate
     from vlmcompress.commands._conclude import EXIT, conclude
     from vlmcompress.evaluation import gate as gates

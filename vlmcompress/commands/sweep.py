@@ -49,7 +49,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Score the settings, choose one, write what is asked for."""
+    """Predict the error of each setting, choose one, write recipe and plot."""
     _check(args)
     from vlmcompress.recipe import resolve
     from vlmcompress.runs import sweep
@@ -103,7 +103,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _text(scored: Sweep, chosen: Point) -> str:
-    """A line for each setting."""
+    """The settings as a table."""
     rows: list[tuple] = [("setting", "bits", "weights", "predicted", "")]
     for point in scored.points:
         mark = "chosen" if point is chosen else "best of its size" if point.best else ""

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _text(costs: Planned, sizes: list[str]) -> str:
-    """Images, then costs."""
+    """The tables of images and of costs."""
     images = [("image", "visual tokens", "rows x columns")]
     for size, layout in zip(sizes, costs.layouts, strict=True):
         grids = [f"{piece.rows}x{piece.columns}" for piece in layout.pieces]
