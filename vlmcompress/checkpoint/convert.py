@@ -64,7 +64,7 @@ def convert(
         raise UserError(fault)
     layers = _layers(stored, written)
     check(stored, layers, writer)
-    config = models.found_draft(stored.spec, stored.spec.completed(stored.config), specs)
+    config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]

@@ -30,12 +30,12 @@ from vlmcompress.errors import UserError
 from vlmcompress.exporters import Format, Writer
 from vlmcompress.models import (
     CONFIG_FILES,
-    found_draft,
     left_out,
     refuse_quantized,
     spec_for,
     stored_bytes,
     stored_tensors,
+    without_lost_draft,
 )
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe.reducer import ReducerChoice
@@ -132,7 +132,7 @@ def write(
     spec = spec_for(config)
     entries = list(stored_tensors(source).values())
     tensors = plan_tensors(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
-    config = found_draft(spec, spec.completed(config), [entry.name for entry in entries])
+    config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in entries])
     config |= dict(settings or {})
     if reducer:
         config = reducer_block.write(config, reducer, counter)

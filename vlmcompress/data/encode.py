@@ -126,7 +126,7 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
 def _process(
     sample: Sample, turns: list[Turn], images: list[Image.Image], processor: Any, *, generation: bool
 ) -> Inputs:
-    """Chat template and processor for some of a sample's turns, with its images in the order of the turns."""
+    """Model inputs of some of a sample's turns: chat template and processor, with the images in the order of the turns."""
     _render(sample, turns, processor, generation=generation)
     rest = iter(images)
     content = [
@@ -220,15 +220,15 @@ def _image_token_id(vlm: VLM) -> int:
 
 
 MOST = 2 << 30
-"""Bytes of encoded samples that are kept; those behind are encoded whenever they are asked for."""
+"""Bytes of encoded samples that are kept; others are encoded on each access."""
 
 
 class Encoded(Sequence[Inputs]):
-    """The inputs of samples as `encode` makes them, one sample each.
+    """The inputs of samples, as `encode` makes them, encoded on access, as those of a long run do not all fit into memory.
 
     Args:
-        max_length: as of `encode`, which refuses longer samples.
-        most: bytes of them that are kept in memory.
+        max_length: see `encode`.
+        most: bytes of inputs that are kept in memory.
     """
 
     def __init__(self, samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None, most: int = MOST) -> None:

@@ -67,7 +67,7 @@ def provenance(
 
 
 def notes(facts: dict[str, Any]) -> list[str]:
-    """Remarks for people about the data that `provenance` described, a line each."""
+    """Notes for the user about the data that `provenance` described, a line each."""
     lines = []
     if "asked" in facts:
         lines.append(f"{facts['source']} has {facts['samples']} samples, {facts['asked']} were asked for; all are used")
@@ -80,7 +80,7 @@ def notes(facts: dict[str, Any]) -> list[str]:
 
 
 def unseen(facts: Mapping[str, Any]) -> list[str]:
-    """A remark for people about data in which no sample shows an image; none where one does."""
+    """The note about data without any image; empty for data with one."""
     if facts["images"]:
         return []
     return [f"no sample of {facts['source']} shows an image, so the model is calibrated on text alone; name images"]

@@ -43,7 +43,7 @@ _PILLOW_LIMIT = threading.Lock()
 
 
 class LazyImages(Sequence[Image.Image]):
-    """Images that are decoded each time they are asked for, so that a list of samples stays as small as their files.
+    """Images that are decoded on each access, so that a list of samples takes no more memory than their files.
 
     Args:
         sources: encoded bytes or a path, per image.
@@ -102,7 +102,7 @@ def open_image(source: bytes | Path, origin: str, max_pixels: int = MAX_PIXELS) 
 
 
 def from_reference(text: str, folder: Path, origin: str) -> bytes | Path:
-    """Read what an image column or `image_url` names: a path (relative to `folder`, or absolute), `data:` or `file:` URI."""
+    """Resolve a value of an image column or `image_url`: a path (relative to `folder`, or absolute), `data:` or `file:` URI."""
     scheme = text.partition(":")[0].lower() if ":" in text[:8] else ""
     if scheme in ("http", "https"):
         raise UserError(f"{origin}: image is a web address ({text[:80]}), and nothing is downloaded; save it to a file")
@@ -343,7 +343,7 @@ def _source(value: Any, folder: Path, origin: str) -> bytes | Path:
 
 
 def _bind(turns: list[dict[str, Any]], column: list[bytes | Path], origin: str) -> None:
-    """Give the images of the row's column to the parts that wait for one; make such parts if there are none."""
+    """Assign the images of the row's column to the image parts without a source; add such parts if there are none."""
     waiting = [p for turn in turns for p in turn["content"] if p["type"] == "image" and p["source"] is None]
     if column and not waiting:
         waiting = _make_places(turns, len(column))

@@ -47,7 +47,7 @@ _LIKE_IMAGE = re.compile(r"(img|image|pic|photo|video|frame|file_?name)", re.IGN
 
 @dataclass(frozen=True)
 class _Table:
-    """A table whose rows are read only when they are chosen."""
+    """A table of samples, of which only the chosen rows are read."""
 
     name: str
     folder: Path
@@ -89,11 +89,11 @@ def load_samples(
 
 @dataclass(frozen=True)
 class Preview:
-    """What `load_samples` would give.
+    """The number of samples that `load_samples` would give, and the first of them.
 
     Attributes:
-        count: how many samples.
-        samples: the first of them; all where rows are at hand without reading images.
+        count: number of samples.
+        samples: the first of them; all where rows can be read without images.
     """
 
     count: int
@@ -101,7 +101,7 @@ class Preview:
 
     @property
     def whole(self) -> bool:
-        """Whether all samples were looked at."""
+        """Whether `samples` are all that `load_samples` would give."""
         return len(self.samples) == self.count
 
 
@@ -125,7 +125,7 @@ def preview(source: str | Path, *, samples: int, seed: int, text: bool = False) 
 
 
 def _chosen(path: Path, samples: int | None, seed: int, text: bool) -> tuple[_Table, list[int]]:
-    """The table in a path, and the numbers of its chosen rows, in the order in which they are used."""
+    """The table in a path, and the numbers of its chosen rows, in their order."""
     if samples is not None and samples < 1:
         raise UserError(f"samples is {samples}; take at least 1")
     table = _open(path, text)
@@ -173,7 +173,7 @@ def bundled(model_path: str | Path, split: str) -> Path | None:
 
 
 def _choose(identities: list[str], samples: int | None, seed: int) -> list[int]:
-    """Row numbers, in the order in which they are used."""
+    """Choose rows by the smallest hashes of `seed:id`; returns row numbers in that order. `samples` None: all in order."""
     if samples is None:
         return list(range(len(identities)))
     order = sorted((hashlib.sha256(f"{seed}:{name}".encode()).digest(), i) for i, name in enumerate(identities))
@@ -355,7 +355,7 @@ def _saved_dataset(path: Path) -> _Table:
 
 
 def _undecoded(feature: Any, datasets: Any) -> Any:
-    """Change a `datasets` feature to give an image's file instead of its pixels, as `images.open_image` decodes it."""
+    """A `datasets` feature that gives an image's file instead of its pixels, as `open_image` decodes it."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, datasets.List):

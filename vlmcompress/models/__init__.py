@@ -30,7 +30,6 @@ from vlmcompress.models._modules import (
     draft_lost,
     draft_modules,
     draft_tensors,
-    found_draft,
     kept_draft,
     kept_modules,
     keys_are_values,
@@ -40,6 +39,7 @@ from vlmcompress.models._modules import (
     routers,
     values_name,
     vision_linears,
+    without_lost_draft,
 )
 from vlmcompress.models._names import (
     disk_names,

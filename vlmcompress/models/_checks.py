@@ -29,7 +29,7 @@ from vlmcompress.models._spec import ModelSpec
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ANY = 10**11
-"""The largest value of an integer whose key has no bound of its own."""
+"""Bound of integers whose key has no bound in `_BOUNDS`."""
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
 _BOUNDS: dict[int, tuple[str, ...]] = {
@@ -59,7 +59,7 @@ LARGEST = {key: bound for bound, keys in _BOUNDS.items() for key in keys}
 
 
 def check_sizes(content: Mapping[str, Any], file: Path) -> None:
-    """Refuse, with a `UserError`, a size above its bound anywhere in the JSON object that `file` holds."""
+    """Raise `UserError` for a size above its bound anywhere in `content`, the JSON object of `file`."""
     for where, key, value in _numbers(content):
         bound = LARGEST.get(key, ANY if isinstance(value, int) else math.inf)
         if abs(value) > bound or math.isnan(value):
@@ -72,7 +72,7 @@ def check_sizes(content: Mapping[str, Any], file: Path) -> None:
 
 
 def check_claims(config: Mapping[str, Any], tensors: int, file: Path) -> None:
-    """Refuse a config.json that asks for more layers than the weight files have tensors."""
+    """Raise `UserError` for a config.json with more layers than the weight files have tensors."""
     for where, key, value in _numbers(config):
         if key in _LAYERS and value > tensors:
             raise UserError(
@@ -82,9 +82,10 @@ def check_claims(config: Mapping[str, Any], tensors: int, file: Path) -> None:
 
 
 def check_total(weights: int, headers: Iterable[Mapping[str, Any]], quantized: bool, file: Path) -> None:
-    """Refuse a model of `asked` weights where the tensors in the files cannot be as many, by far.
+    """Raise `UserError` for a config of far more weights than the tensors in the files hold.
 
     Args:
+        weights: number of weights by config.json.
         headers: `{"dtype", "shape"}` of each tensor.
         quantized: whether several weights may share a stored number, as 16 weights of 2 bits share one of 32.
     """
@@ -97,7 +98,7 @@ def check_total(weights: int, headers: Iterable[Mapping[str, Any]], quantized: b
 
 
 def check_processor(folder: Path) -> None:
-    """Refuse sizes above their bounds in the files that say how images are cut and resized."""
+    """Raise `UserError` for sizes above their bounds in the image processor's files."""
     for file in (folder / name for name in PROCESSOR_FILES):
         if not file.exists():
             continue
@@ -110,7 +111,7 @@ def check_processor(folder: Path) -> None:
 
 
 def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, str, int | float]]:
-    """Yield dotted path, key and value of every number; one in a list or under `height` and the like has the key above."""
+    """Yield (dotted path, key, value) of every number. In a list, or below a key without a bound, the outer key counts."""
     if isinstance(value, Mapping):
         for inner, item in value.items():
             inner_key = inner if inner in LARGEST or not isinstance(item, int | float) or key not in LARGEST else key
@@ -144,7 +145,7 @@ def unknown(config: Mapping[str, Any], model_types: Collection[str]) -> UserErro
 
     Args:
         config: the content of config.json, whose `model_type` is a text.
-        known: the model types of all families.
+        model_types: those of all families.
     """
     model_type = config["model_type"]
     if model_type in UNSUPPORTED:
@@ -182,7 +183,7 @@ def check_architecture(config: Mapping[str, Any]) -> None:
 
 
 def check_experts(config: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Raise `UserError` for a mixture of experts in a family whose data says nothing of experts, such as large Gemma 4."""
+    """Raise `UserError` for a mixture of experts in a family whose spec has no experts, such as large Gemma 4."""
     text = config.get("text_config")
     mixed = isinstance(text, Mapping) and any((text.get(key) or 0) > 1 for key in _EXPERTS)
     if mixed and spec.experts is None:
@@ -197,7 +198,7 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 @cache
 def engine_architectures() -> frozenset[str]:
-    """The architectures that the installed vLLM lists, read from its source; none where it is not installed here."""
+    """The architectures in the installed vLLM's registry, read from its source; empty where vLLM is not installed here."""
     package = importlib.util.find_spec("vllm")
     for folder in (package.submodule_search_locations or []) if package else []:
         registry = Path(folder) / "model_executor" / "models" / "registry.py"

@@ -27,7 +27,7 @@ class Expert(nn.Module):
     """One expert: `down(act(gate(x)) * up(x))`.
 
     Attributes:
-        rows: while it runs, which of the block's tokens `[tokens]` it was given; else None.
+        rows: while it runs, indices `[n]` of its tokens among the block's; else None.
     """
 
     def __init__(self, width: int, inner: int, act: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None):
@@ -47,8 +47,8 @@ class Experts(nn.ModuleList):
     """The experts of one block, `experts.0`, `experts.1` and so on.
 
     Attributes:
-        all_tokens: every expert is given all tokens, so that calibration sees enough of them. What the router left out does not
-            enter the output.
+        all_tokens: every expert runs on all tokens, so that calibration sees enough of them. Only tokens that the router sent
+            count in the output.
     """
 
     all_tokens = False
@@ -86,16 +86,16 @@ class Experts(nn.ModuleList):
 
 
 def split(model: nn.Module, spec: ModelSpec) -> None:
-    """Put `Experts` into the place of each block's fused experts, shapes only."""
+    """Replace each block's fused experts by `Experts` on the meta device."""
     for path, fused in _fused(model, spec):
         experts, inner, width = fused.down_proj.shape[0], fused.down_proj.shape[2], fused.down_proj.shape[1]
         model.set_submodule(path, Experts(_bare(experts, width, inner, fused.act_fn, fused.down_proj.dtype)))
 
 
 def without_experts(kind: type[PreTrainedModel], spec: ModelSpec) -> type[PreTrainedModel]:
-    """The class of a model whose blocks have no experts yet, so that `from_pretrained` reads everything else.
+    """A subclass of a model class whose blocks have no experts, so that `from_pretrained` reads everything else.
 
-    What it makes is given its own class back, and its experts, by `put_in`.
+    `put_in` gives an instance its experts and its original class.
     """
 
     def init(self: Any, config: Any, *args: Any, **options: Any) -> None:
@@ -107,10 +107,10 @@ def without_experts(kind: type[PreTrainedModel], spec: ModelSpec) -> type[PreTra
 
 
 def put_in(model: PreTrainedModel, meta_model: PreTrainedModel, stored: Mapping[str, Entry]) -> None:
-    """Give a model of `without_experts` its experts, mapped from the files: they take memory as they are used.
+    """Give a model of `without_experts` its experts, memory-mapped from the files: they are read on first use.
 
     Args:
-        model: the model; it becomes one of its own class again.
+        model: the model, changed in place.
         meta_model: the model on the meta device, whose experts it gets; those may have the tensors of quantized layers.
         stored: memory name of each tensor of an expert -> where it is.
     """
@@ -129,7 +129,7 @@ def put_in(model: PreTrainedModel, meta_model: PreTrainedModel, stored: Mapping[
 
 
 def one_by_one(entries: list[Entry], spec: ModelSpec) -> list[Entry]:
-    """Name each expert's part of the fused tensors in a list of stored tensors, in the place of those.
+    """Replace the fused tensors in a list of stored tensors by one entry for each expert's part.
 
     transformers saves `gate_up_proj [experts, 2 * width, in]` and `down_proj [experts, in, width]`; published checkpoints
     of Qwen3-VL have both transposed. The two shapes of a block tell which it is, also where one of them is square.
@@ -150,7 +150,7 @@ def one_by_one(entries: list[Entry], spec: ModelSpec) -> list[Entry]:
 
 
 def _transposed(gate_up: Entry, down: Entry) -> bool:
-    """Whether fused experts are stored as `[experts, in, out]`. UserError for shapes that don't belong together."""
+    """Whether fused experts are stored as `[experts, in, out]`. UserError: the two shapes do not fit."""
     (n, a, b), (m, c, d) = gate_up.spec.shape, down.spec.shape
     if n == m and min(a, b, c, d) > 0:
         if (a, b) == (2 * d, c):

@@ -149,7 +149,7 @@ def native(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def filmed(processor: Any, width: int, height: int, images: int) -> Layout:
-    """Layout of GLM-V: one grid in the image's own shape, whose limits count an image as a film of some frames."""
+    """Layout of GLM-V: one grid in the image's own shape, whose limits count an image as a video of some frames."""
     from transformers.models.glm4v.image_processing_glm4v import smart_resize
 
     images_of = processor.image_processor
@@ -256,7 +256,7 @@ def _tiles(n: int, across: int, down: int, width: int, height: int) -> Layout:
 
 
 def _cut(box: Box, size: tuple[float, float], start: tuple[float, float], part: dict) -> Box:
-    """The box of a part of `box` when `box` is drawn `size` (width, height) large; the part starts at `start` (x, y)."""
+    """The crop of `box` that begins at `start` (x, y) and is as large as `part`, both in pixels of `box` drawn in `size`."""
     x, y = (box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1]
     left, top = box[0] + start[0] * x, box[1] + start[1] * y
     return left, top, left + part["width"] * x, top + part["height"] * y
@@ -267,9 +267,9 @@ class ImageSetting:
     """A setting of a processor.
 
     Attributes:
-        tokens: the most visual tokens that an image of an ordinary shape has with it.
+        tokens: the most visual tokens of an image of an ordinary shape.
         image_processor: settings of the image processor that differ from those it has.
-        config: entries of config.json that have to say the same.
+        config: entries of config.json that have to agree.
     """
 
     tokens: int
@@ -329,7 +329,7 @@ def budgets(processor: Any) -> list[ImageSetting]:
 
 
 def tiles(processor: Any) -> list[ImageSetting]:
-    """Settings of InternVL: the most tiles that an image is cut into; there is the whole image besides, where there are two."""
+    """Settings of InternVL: the most tiles of an image; from two on the whole image is added."""
     images_of, each = processor.image_processor, processor.image_seq_length
     settings = [
         ImageSetting(each * (count + (count > 1)), {"max_patches": count})

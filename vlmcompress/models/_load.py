@@ -1,4 +1,4 @@
-"""Open a model folder: as config and headers (`Source`), as a model without weights, or whole, with its processor."""
+"""Open a model folder: its config and headers (`Source`), the model without weights, or model and processor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
 from vlmcompress.models import _experts
 from vlmcompress.models._checks import check_architecture, check_experts, check_processor, check_total, unknown
-from vlmcompress.models._modules import asked_draft, decoder_blocks
+from vlmcompress.models._modules import decoder_blocks, draft_specs
 from vlmcompress.models._names import disk_names, tied_names, unfound, written_names
 from vlmcompress.models._read import all_specs, mixture, read_config, refuse_quantized, stored_tensors, tensor_headers
 from vlmcompress.models._spec import Group, ModelSpec
@@ -61,8 +61,8 @@ def build_meta_model(path: str | Path, weights: bool = True, ours_only: bool = T
     """Build the model of `path` on the meta device: names and shapes, no weights read.
 
     Args:
-        weights: False: the folder need not have any.
-        ours_only: False: the family need not be one of ours.
+        weights: False: the folder may lack weight files.
+        ours_only: False: any model type that transformers has.
     """
     content, file = read_config(path, weights), Path(path) / "config.json"
     spec = spec_for(content) if ours_only else None
@@ -125,14 +125,14 @@ def load(
 def open_model(
     path: str | Path, meta_model: PreTrainedModel | None = None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """What `from_pretrained` of transformers gives with `output_loading_info`, and experts in it one by one.
+    """`from_pretrained` of transformers with `output_loading_info`, but with the experts of a mixture one by one.
 
     transformers 5.17 builds the experts of a mixture fused, which compressed-tensors cannot quantize, and reads no
     checkpoint of Qwen3-VL that has them one by one. So it opens the model without them, and they are put in.
 
     Args:
         path: folder of a checkpoint, plain or in compressed-tensors.
-        meta_model: the model on the meta device, which the model may take parts of; None: it is made where it is needed.
+        meta_model: the model on the meta device, whose parts may be used in the result; None: it is made if needed.
         options: further arguments of `from_pretrained`.
     """
     config = read_config(path)
@@ -193,7 +193,7 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def check_template(processor: Any, path: str | Path) -> None:
-    """Refuse, with a UserError, a chat template that a short conversation keeps busy without bounds."""
+    """Raise `UserError` for a chat template that exceeds its bounds on a short conversation (`_template.endless`)."""
     for owner in (processor, getattr(processor, "tokenizer", None)):
         templates = getattr(owner, "chat_template", None)
         for template in templates.values() if isinstance(templates, dict) else [templates]:
@@ -202,7 +202,7 @@ def check_template(processor: Any, path: str | Path) -> None:
 
 
 def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str]) -> None:
-    """Compare shapes on disk with the model's, so that a wrong file is named before any weight is read."""
+    """Raise `UserError` where a tensor's shape on disk is not the model's; no weight is read."""
     headers = tensor_headers(path)
     state = meta_model.state_dict(keep_vars=True)
     for memory, disk in names.items():
@@ -215,7 +215,7 @@ def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str])
 
 
 def _check_finite(model: PreTrainedModel, path: Path) -> None:
-    """Refuse NaN and infinity. One sum per tensor: it is not finite exactly when an entry is not (or it overflows)."""
+    """Raise `UserError` for NaN and infinity. The sum of a tensor is not finite if an entry is not (or if it overflows)."""
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point() or torch.isfinite(tensor.sum(dtype=torch.float32)):
             continue
@@ -225,7 +225,7 @@ def _check_finite(model: PreTrainedModel, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint before a weight is read. Make one with `Source.of`, once, and hand it on.
+    """A checkpoint by its config.json and the headers of its weight files. Made once, with `Source.of`, and passed on.
 
     Attributes:
         path: the checkpoint's folder.
@@ -263,7 +263,7 @@ class Source:
         tied = tied_names(model)
         stored = {name: Spec.of(tensor) for name, tensor in model.state_dict().items() if name not in tied}
         names = {name: name for name in stored}
-        return Source(path, config, spec, model, stored | asked_draft(spec, config, model), names, headers=False)
+        return Source(path, config, spec, model, stored | draft_specs(spec, config, model), names, headers=False)
 
     @cached_property
     def blocks(self) -> list[list[Group]]:
@@ -277,12 +277,12 @@ class Source:
 
     @cached_property
     def written(self) -> dict[str, str]:
-        """Memory name of a parameter -> its name in a checkpoint that is made of this one, where every engine finds it."""
+        """Memory name of a parameter -> its name in a checkpoint made from this one, by which every engine finds it."""
         return written_names(self.names, self.spec)
 
     @cached_property
     def unfound(self) -> dict[str, str | None]:
-        """Tensor on disk whose place vLLM does not find -> the name that it gets, None: it is left out."""
+        """Name on disk of a tensor that vLLM does not find -> the name it is written under; None: it is left out."""
         return unfound(self.names, self.spec, self.stored)
 
     @property

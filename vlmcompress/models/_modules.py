@@ -114,7 +114,7 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
 
 
 def _each(templates: Sequence[LinearGroup], linears: Iterable[str]) -> Iterator[tuple[LinearGroup, int | None]]:
-    """The templates of a block with those of experts once for each expert, beside its number."""
+    """Yield (template, expert): templates with `{}` once for each expert, with its number in; others with None."""
     names = list(linears)
     for numbered, some in itertools.groupby(templates, lambda template: "{}" in template.name):
         if not numbered:
@@ -173,7 +173,7 @@ def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], 
 def keys_are_values(path: str, names: Mapping[str, str]) -> bool:
     """Whether a layer is the `k_proj` of a block without `v_proj`, as Gemma 4 has some.
 
-    vLLM loads such a layer twice, into keys and values of its `qkv_proj`, and wants to hear of both.
+    vLLM loads such a layer twice, into keys and values of its `qkv_proj`, and looks for both names.
     """
     return path.endswith(".k_proj") and f"{values_name(path)}.weight" not in names
 
@@ -221,7 +221,7 @@ def routers(model: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def _above(names: Collection[str]) -> set[str]:
-    """Names, and those of everything that they are part of."""
+    """Names of modules, with those of all their parents."""
     parents = set[str]()
     for name in names:
         while name and name not in parents:
@@ -242,30 +242,29 @@ def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:
 
 
 def draft_tensors(spec: ModelSpec, stored: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's tensor names that belong to the head."""
+    """The tensor names of the draft head, of a checkpoint's names."""
     return [name for name in stored if spec.draft and name.startswith(f"{spec.draft.prefix}.")]
 
 
 def draft_modules(spec: ModelSpec, stored: Mapping[str, Spec]) -> list[str]:
-    """Names on disk of the head's modules that have a matrix for a weight."""
+    """Names on disk of the draft head's modules whose weight is a matrix."""
     names = [name for name in draft_tensors(spec, stored) if name.endswith(".weight") and len(stored[name].shape) > 1]
     return [name.removesuffix(".weight") for name in names]
 
 
 def draft_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> int:
-    """How many decoder blocks the head has by config.json; 0: there is none."""
+    """Number of decoder blocks of the draft head by config.json; 0: it has none."""
     value = _text(config).get(spec.draft.blocks) if spec.draft else None
     return value if isinstance(value, int) and value > 0 else 0
 
 
 def kept_draft(spec: ModelSpec, stored: Iterable[str]) -> list[Kept]:
-    """The head as a part that stays in 16 bits; none where the checkpoint has no head."""
+    """The draft head as a part that stays in 16 bits; empty where the checkpoint has none."""
     return [Kept((spec.draft.prefix,), True, draft=True)] if spec.draft and draft_tensors(spec, stored) else []
 
 
 def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Spec]) -> str | None:
-    """Why a checkpoint's head can't be carried: it is not what config.json says, or it is quantized. None: it can, or
-    there is none (see `draft_lost`)."""
+    """Why the draft head can't be copied: it does not match config.json, or is quantized. None: it can, or there is none."""
     names = draft_tensors(spec, stored)
     if not spec.draft or not names:
         return None
@@ -283,7 +282,7 @@ def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str,
 
 
 def draft_lost(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> str | None:
-    """In words that config.json has a head that is not there; None where that is not so."""
+    """A message where config.json has a draft head and the weight files do not; else None."""
     said = draft_blocks(spec, config)
     if not said or not spec.draft or draft_tensors(spec, stored):
         return None
@@ -294,14 +293,14 @@ def draft_lost(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]
 
 
 def draft_dropped(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> list[str]:
-    """The warning about a checkpoint that is made of one whose head is lost; none where that is not so."""
+    """The warning for a checkpoint made from one that lost its draft head; empty for others."""
     lost = draft_lost(spec, config, stored)
     return [f"{lost}; the config written here says 0"] if lost else []
 
 
-def asked_draft(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrainedModel) -> dict[str, Spec]:
-    """The head's tensors that config.json asks for, where no weights are there: blocks like the decoder's with attention, a
-    matrix that joins hidden state and embedding, three norms."""
+def draft_specs(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrainedModel) -> dict[str, Spec]:
+    """The draft head's tensors by config.json alone: blocks like the decoder's with attention, a matrix that joins hidden
+    state and embedding, three norms."""
     count, text = draft_blocks(spec, config), meta_model.config.get_text_config()
     if not spec.draft or not count:
         return {}
@@ -315,8 +314,8 @@ def asked_draft(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrain
     return {f"{spec.draft.prefix}.{name}": value for name, value in tensors.items()}
 
 
-def found_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, Any]:
-    """The content of config.json with no more of a head than there is: 0 blocks where it is lost."""
+def without_lost_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, Any]:
+    """config.json's content, with 0 blocks of a draft head where its tensors are lost."""
     changed: Any = copy.deepcopy(dict(config))
     if spec.draft and draft_lost(spec, config, stored):
         _text(changed)[spec.draft.blocks] = 0

@@ -82,24 +82,24 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def unfound(names: Mapping[str, str], spec: ModelSpec, stored: Iterable[str] = ()) -> dict[str, str | None]:
-    """Tensor on disk whose place vLLM does not find -> the name under which it does, that of the hub; None: it has no place.
+    """Name on disk of a tensor that vLLM does not find -> its name on the hub, by which vLLM does; None: vLLM has none.
 
     Args:
         names: memory name of a tensor -> its name on disk.
-        stored: names of all tensors on disk; those that the model has no place for are looked at only here.
+        stored: names of all tensors on disk, also of those that the model does not have.
     """
     lost = {memory: disk for memory, disk in names.items() if spec.engine_reads(disk) != spec.engine_name(memory)}
     return {disk: spec.hub_name(memory) for memory, disk in lost.items()} | dict.fromkeys(left_out(names, stored))
 
 
 def left_out(names: Mapping[str, str], stored: Iterable[str]) -> list[str]:
-    """Stored tensors that are not written: buffers of old transformers, which today's drops and vLLM has no place for."""
+    """Stored tensors that are not written: `position_ids` of old transformers, which no reader of today has a place for."""
     placed = set(names.values())
     return [disk for disk in stored if disk.endswith(".position_ids") and disk not in placed]
 
 
 def unfound_text(lost: Mapping[str, str | None]) -> str:
-    """For people: how many tensors `unfound` has found, and the first of them."""
+    """A message about the tensors of `unfound`: their number, and the first of them."""
     first, hub_name = min(lost.items())
     should = f"should be '{hub_name}'" if hub_name else "should not be there"
     return f"vLLM does not find {len(lost)} tensors by their names, first '{first}', which {should}"
@@ -108,7 +108,7 @@ def unfound_text(lost: Mapping[str, str | None]) -> str:
 def written_names(names: Mapping[str, str], spec: ModelSpec) -> dict[str, str]:
     """Memory name of each tensor -> the name under which a checkpoint made of this one has it.
 
-    It is the name on disk where vLLM finds every tensor by that; else all get the names of the hub, which every reader knows.
+    These are the names on disk if vLLM finds every tensor by them; else those of the hub, which every reader knows.
     """
     return {memory: spec.hub_name(memory) for memory in names} if unfound(names, spec) else dict(names)
 
@@ -119,6 +119,6 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def _ignored(model: PreTrainedModel, memory: str) -> bool:
-    """Whether transformers drops this tensor knowingly, such as rotary tables in old checkpoints."""
+    """Whether transformers ignores this tensor on purpose, such as rotary tables in old checkpoints."""
     patterns = {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"} | set(model._keys_to_ignore_on_load_unexpected or ())
     return any(re.search(pattern, memory) for pattern in patterns)

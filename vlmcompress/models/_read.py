@@ -63,7 +63,7 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
 
 
 def check_files(path: str | Path) -> None:
-    """Refuse a model folder with what cannot be copied: every visible file has to be a regular one, or a link to one."""
+    """Raise `UserError` for a model folder with visible files that cannot be copied: devices, pipes, broken links."""
     for folder, subfolders, names in os.walk(path):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for file in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
@@ -119,7 +119,7 @@ def tensor_headers(path: str | Path) -> dict[str, dict]:
 
 
 def stored_tensors(path: str | Path) -> dict[str, Entry]:
-    """Name of every tensor -> where its bytes are, in order. Fused experts of our families stand there one by one."""
+    """Name of every tensor -> where its bytes are, in order; fused experts of our families one by one."""
     return _one_by_one(Path(path), [entry for file in shards(path) for entry in read_entries(file)])
 
 

@@ -62,12 +62,12 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """The name without the number of an expert: what groups that are alike have in common."""
+        """The name without the number of an expert."""
         return self.name if self.expert is None else self.name.replace(f".{self.expert}.", ".")
 
     @property
     def unit(self) -> str:
-        """Name of what needs one scheme in a block: the group, or all experts of a mixture."""
+        """The part of a block that needs one scheme: the group, or `experts` for all experts of a mixture."""
         return self.name if self.expert is None else EXPERTS
 
 
@@ -171,7 +171,7 @@ class ModelSpec:
         return self._in_engine(_moved(memory_name, self.engine_prefixes))
 
     def engine_reads(self, disk_name: str) -> str:
-        """The name under which vLLM looks for the place of a tensor that is called `disk_name` on disk."""
+        """The name that vLLM makes of a tensor's name on disk, to find its parameter."""
         return self._in_engine(_moved(disk_name, self.engine_mapper))
 
     def hub_name(self, memory_name: str) -> str:

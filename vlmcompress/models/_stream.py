@@ -1,12 +1,12 @@
-"""Who reads and who writes a decoder's residual stream, found in a model's meta model: what a rotation has to change.
+"""The layers that read and write a decoder's residual stream, found in the meta model: those that a rotation changes.
 
 Embedding, attention's `o`, the MLP's `down` and what turns the tower's output into visual tokens write rows into the stream;
 `qkv`, `gate_up` and the output head read them behind an RMSNorm. If every writer writes `y R` instead of `y` and every reader
 expects that, nothing else changes, as `rms(y R) = rms(y)` for an orthogonal R. A norm's gains have to be in its readers then.
 
-Which is which follows from the family's groups: one with a norm to smooth reads, one that gives rows as wide as the stream
-writes. Every tensor of the checkpoint must have found its part, and each norm is tried out, so that an architecture which adds
-something (a norm on a branch's output, a convolution, a router, a mean that is subtracted) is refused and not broken.
+Which is which follows from the family's groups: a group with a norm to smooth reads, one whose outputs are as wide as the
+stream writes. Every tensor must be of a known kind, and each norm is tested numerically, so that an architecture with more in
+it (a norm on a branch's output, a convolution, a router, a mean that is subtracted) is refused rather than broken.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Stream:
 
     @property
     def norms(self) -> list[str]:
-        """The norms whose gains the readers take in."""
+        """The norms whose gains are merged into the readers."""
         return list(dict.fromkeys(self.readers.values()))
 
 
@@ -79,7 +79,7 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
         stored: tensor names of its checkpoint.
 
     Raises:
-        UserError: a rotation of the stream would not leave this model's answers as they are; why.
+        UserError: a rotation of the stream would change this model's outputs, with the reason.
     """
     _refuse_known(spec, stored)
     config = meta_model.config.get_text_config()
@@ -113,7 +113,7 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
 
 
 def _refuse_known(spec: ModelSpec, stored: Iterable[str]) -> None:
-    """Refuse what a family's data say already."""
+    """Raise `UserError` for families whose spec rules out a rotation."""
     if spec.norm_offset:
         reason = "and its blocks have more that acts on the stream than attention and MLP behind a norm each"
         raise _refused(spec, f"its norms compute x * (1 + weight), {reason}")
@@ -146,7 +146,7 @@ def _values(meta_model: nn.Module, v: str, group: Group, config: object) -> Iter
 
 
 def _projectors(meta_model: nn.Module, spec: ModelSpec) -> Iterator[str]:
-    """The projectors one by one: each of a list is one."""
+    """Names of the projectors; of a `ModuleList` each member."""
     for root in spec.projector:
         module = meta_model.get_submodule(root)
         yield from (f"{root}.{i}" for i in range(len(module))) if isinstance(module, nn.ModuleList) else (root,)
@@ -178,13 +178,13 @@ def _final_norm(meta_model: nn.Module, spec: ModelSpec, embedding: nn.Module) ->
 
 
 def _known(residual: Stream) -> set[str]:
-    """The parameters whose part in the stream is known."""
+    """Names of the parameters of the stream's readers, writers, norms and rows."""
     linears = {f"{name}.{leaf}" for name in (*residual.readers, *residual.writers) for leaf in ("weight", "bias")}
     return {*residual.rows, *linears, *(f"{name}.weight" for name in residual.norms)}
 
 
 def _check_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
-    """Refuse blocks with a parameter that neither reads nor writes the stream nor acts within a branch."""
+    """Raise `UserError` for blocks with parameters besides readers, writers, norms and layers within a branch."""
     parameters = _known(residual)
     for name, _ in meta_model.get_submodule(spec.layers).named_parameters(prefix=spec.layers):
         module = name.rpartition(".")[0]
@@ -196,7 +196,7 @@ def _check_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> N
 
 
 def _check_rest(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
-    """Refuse a model with a parameter beside blocks, tower and projector that has no known part."""
+    """Raise `UserError` for other parameters outside of blocks, tower and projector."""
     parameters, roots = _known(residual), (*spec.vision, *spec.projector, spec.layers)
     for name, _ in meta_model.named_parameters(remove_duplicate=False):
         if name not in parameters and not name.startswith(tuple(f"{root}." for root in roots)):
@@ -204,7 +204,7 @@ def _check_rest(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> Non
 
 
 def _check_norm(module: nn.Module, name: str, spec: ModelSpec) -> None:
-    """Refuse a norm that is not RMSNorm: it must give `g rms(x)`, and rotated rows for rotated ones, as is tried out."""
+    """Raise `UserError` for a norm that is not RMSNorm: tested on random rows for its gain and equivariance to reflections."""
     norm: nn.Module = copy.deepcopy(module).to_empty(device="cpu").float()
     draw, weight = torch.Generator().manual_seed(0), norm.get_parameter("weight")
     width = len(weight)
@@ -227,7 +227,7 @@ def _mirrored(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def untied(config: Mapping[str, object]) -> dict[str, object]:
-    """The content of a config.json whose model has an output head of its own."""
+    """config.json's content with `tie_word_embeddings` off."""
     text = config.get("text_config")
     changed: dict[str, object] = {**config, "tie_word_embeddings": False}
     return changed | ({"text_config": {**text, "tie_word_embeddings": False}} if isinstance(text, Mapping) else {})

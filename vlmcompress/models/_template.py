@@ -28,7 +28,7 @@ _CONVERSATION = [
 
 @functools.lru_cache(maxsize=64)
 def endless(template: str) -> str | None:
-    """The reason why a template does not keep to the bounds, in a few words; None if it does, or refuses the conversation.
+    """Why a template exceeds the bounds, in a few words; None if it does not, or raises an error for the conversation.
 
     Two short conversations are rendered, with and without a system turn: many templates refuse one.
     """
