@@ -127,7 +127,7 @@ def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     from vlmcompress import models, quantizers
     from vlmcompress.calibration.block_store import BlockStore
     from vlmcompress.calibration.solve import QuantMethod
-    from vlmcompress.runs.quantize_blocks import compress
+    from vlmcompress.runs.quantize_blocks import quantize_blocks
 
     module = quantizers.REGISTRY.get(method)
     groups = models.resolve(vlm.model, vlm.spec)
@@ -135,21 +135,21 @@ def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     blocks = [[group for group in groups if group.layer == layer] for layer in range(len(layers))]
     with tempfile.TemporaryDirectory() as folder:
         store = BlockStore(Path(folder) / "store", "bench", resume=False)
-        compress(vlm, blocks, QuantMethod(module, module.Options(**options)), rows, store)
+        quantize_blocks(vlm, blocks, QuantMethod(module, module.Options(**options)), rows, store)
 
 
 def run_forward(vlm, rows: list[dict], kind: str) -> None:
     """Run the plain language model: sample by sample as transformers does, in batches, or in batches and float32."""
     import torch
 
-    from vlmcompress.calibration.batching import batched, together
+    from vlmcompress.calibration.block_inputs import bucket_by_length, collate
     from vlmcompress.calibration.float_products import float_products
 
     alone = [[index] for index in range(len(rows))]
     wide = float_products(vlm.model) if kind == "forward-fast" else contextlib.nullcontext()
     with torch.inference_mode(), wide:
-        for batch in alone if kind == "forward" else batched(rows):
-            inputs = {k: v.to(vlm.model.device) for k, v in together([rows[i] for i in batch]).items()}
+        for batch in alone if kind == "forward" else bucket_by_length(rows):
+            inputs = {k: v.to(vlm.model.device) for k, v in collate([rows[i] for i in batch]).items()}
             inputs.pop("modality")
             vlm.model.model(**inputs)
 

@@ -62,7 +62,7 @@ def outputs(vlm, module, batches) -> list[torch.Tensor]:
 @torch.no_grad()
 def test_blocks_called_on_their_own_do_what_they_did_in_the_model(world, name):
     vlm, modules, batches = loaded(world, name)
-    samples, entropies = block_inputs.record(vlm, batches), block_clip.entropies(vlm, batches)
+    samples, entropies = block_inputs.capture_block_inputs(vlm, batches), block_clip.entropies(vlm, batches)
     xs, found = [sample.hidden for sample in samples], {}
     for block in range(len(modules)):
         xs = block_clip.call(modules, block, xs, samples)

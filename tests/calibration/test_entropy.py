@@ -143,7 +143,7 @@ def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch)
     assert found[0] == {"luq": -1.0, "qvlm": -1.0}
     assert [found[i]["qvlm"] for i in range(1, len(found))] == expected["qvlm"][1:]
     assert [found[i]["luq"] for i in range(1, len(found))] == expected["luq"][1:]
-    monkeypatch.setattr("vlmcompress.calibration.observe.observe", None)
+    monkeypatch.setattr("vlmcompress.calibration.capture.capture_blocks", None)
     collect(
         vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"})
     )  # nothing is left to run

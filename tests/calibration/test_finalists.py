@@ -13,7 +13,7 @@ from tests.kit.pictures import picture
 from tests.kit.spread import uneven
 from vlmcompress import models
 from vlmcompress.calibration import block_search, finalists
-from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.data import Sample, encode
 from vlmcompress.models import decoder_blocks
@@ -44,9 +44,9 @@ def batches(vlm) -> list[dict[str, Tensor]]:
 def chosen(vlm, batches, options) -> dict[tuple[int, str], Tensor | None]:
     """What `choose` finds for every block of the unquantized model."""
     blocks, method, found = decoder_blocks(vlm.model, vlm.spec), QuantMethod(awq, options), {}
-    wanted = Wanted(frozenset({"gram", "absmean"}))
-    for layer, seen in observe(vlm, blocks, batches, wanted, twice=True):
-        scales = finalists.choose(vlm, layer, blocks[layer], seen.batches, seen.stats, method)
+    spec = CaptureSpec(frozenset({"gram", "absmean"}), "blocks")
+    for layer, captured in capture_blocks(vlm, blocks, batches, spec):
+        scales = finalists.choose(vlm, layer, blocks[layer], captured.batches, captured.stats, method)
         found |= {(layer, name): scale for name, scale in scales.items()}
     return found
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kit.batched_samples import samples, wide
-from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.calibration.routed import mixtures, routed_to_all
 from vlmcompress.data import encode
 from vlmcompress.models import decoder_blocks
@@ -33,12 +33,12 @@ def given(vlm, batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return rows, chosen, torch.cat([batch["modality"].flatten() for batch in batches])
 
 
-def observed(vlm, batches, **wanted) -> dict:
+def observed(vlm, batches, **options) -> dict:
     """(expert, kind of its group) -> statistics."""
     blocks = decoder_blocks(vlm.model, vlm.spec)
-    seen = [one for _, one in observe(vlm, blocks, batches, Wanted(NEEDS, **wanted), twice=False)]
+    captures = [captured for _, captured in capture_blocks(vlm, blocks, batches, CaptureSpec(NEEDS, **options))]
     groups = [(block, group) for block, groups in enumerate(blocks) for group in groups if group.expert is not None]
-    return {(group.expert, group.kind): seen[block].stats[group.name] for block, group in groups}
+    return {(group.expert, group.kind): captures[block].stats[group.name] for block, group in groups}
 
 
 def check(vlm, stats: dict, number: int, rows: torch.Tensor, codes: torch.Tensor) -> None:

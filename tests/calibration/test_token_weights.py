@@ -9,7 +9,7 @@ import torch
 
 from tests.kit.pictures import picture
 from vlmcompress import quantizers
-from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.token_weights import token_weights
 from vlmcompress.data import Sample, encode
@@ -139,9 +139,9 @@ def test_the_gram_matrix(float32):
             vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
     for hook in hooks:
         hook.remove()
-    wanted = Wanted(frozenset({"gram"}), weights=weights)
-    for layer, seen in observe(vlm, blocks, batches, wanted, twice=False):
-        grams.update({(layer, name): one.gram() for name, one in seen.stats.items()})
+    spec = CaptureSpec(frozenset({"gram"}), token_weights=weights)
+    for layer, captured in capture_blocks(vlm, blocks, batches, spec):
+        grams.update({(layer, name): stats.gram() for name, stats in captured.stats.items()})
     for name in ("qkv", "gate_up"):
         expected = torch.zeros_like(grams[1, name])
         for x, batch, own in zip(inputs[1, name], batches, weights, strict=True):

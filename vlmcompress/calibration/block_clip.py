@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.calibration.block_inputs import Batch, record
+from vlmcompress.calibration.block_inputs import Batch, capture_block_inputs
+from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.calibration.entropy import PAIRED, conditional_entropy
-from vlmcompress.calibration.observe import Wanted, observe
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
@@ -45,7 +45,7 @@ def search(
     """
     home = vlm.model.device
     modules: list[Any] = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
-    asked, samples = _options(method), record(vlm, batches, progress)
+    asked, samples = _options(method), capture_block_inputs(vlm, batches, progress)
     runs = qvlm.partition(entropies(vlm, batches), asked.depth)
     floats = [batch.hidden for batch in samples]
     quantized = list(floats)
@@ -80,15 +80,15 @@ def _options(method: QuantMethod) -> qvlm.Options:
 
 def entropies(vlm: VLM, batches: Sequence[dict[str, Tensor]]) -> list[float]:
     """The entropy of each block's input given that of the block before, in the float model."""
-    wanted, blocks = Wanted(frozenset(), tokens=PAIRED), models.decoder_blocks(vlm.model, vlm.spec)
-    seen = [one for _, one in observe(vlm, blocks, batches, wanted, twice=False)]
-    rows = [one.tokens for one in seen if one is not None and one.tokens is not None]
+    spec, blocks = CaptureSpec(frozenset(), sampled_rows=PAIRED), models.decoder_blocks(vlm.model, vlm.spec)
+    captures = [captured for _, captured in capture_blocks(vlm, blocks, batches, spec)]
+    rows = [captured.rows for captured in captures if captured is not None and captured.rows is not None]
     return [conditional_entropy(a, b) for a, b in zip([None, *rows[:-1]], rows, strict=True)]
 
 
 def call(modules: Sequence[Any], block: int, xs: Sequence[Tensor], samples: Sequence[Batch]) -> list[Tensor]:
     """Call a block for each batch; return its outputs as the next block gets them."""
-    return [one.through(modules[block], block, x.device, x) for x, one in zip(xs, samples, strict=True)]
+    return [batch.run_block(modules[block], block, x.device, x) for x, batch in zip(xs, samples, strict=True)]
 
 
 class _Weights:

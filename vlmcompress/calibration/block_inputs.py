@@ -1,11 +1,15 @@
-"""What a decoder's blocks are given: recorded in one pass over the samples, in which no block is run.
+"""The inputs of a decoder's blocks, captured in one pass over the samples in which no block is run.
 
 Every block is replaced by a stub that notes its arguments and puts out zeros. So the first one's input comes of the model's own
 embeddings, vision tower and projector; positions and masks are those that the model computes; and what arrives at a later block
 is what the model adds between two of them (Qwen3-VL adds visual features behind the first ones). From there on a block can be
 called by itself, as often as needed, with no more than its own weights in memory.
 
-Samples of like length run together (`calibration.batching`).
+Samples run together that have the same inputs, so that a text and a text with an image never share a batch, and that are of
+like length. Shorter ones are padded on the left, where every token keeps its distance to all others. Its position is that in
+the sample alone all the same: Ministral 3 scales queries by it (`add_positions`; M-RoPE's positions a model derives from the
+attention mask itself). Padding is masked, and its modality is `IGNORED`. A sample without an attention mask goes with others of
+its own length only.
 """
 
 from __future__ import annotations
@@ -18,16 +22,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from vlmcompress import models
-from vlmcompress.calibration.batching import add_positions, batched, together
 from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.float_products import float_products
 from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.models import VLM
+from vlmcompress.data.encode import IGNORED, VISION, Inputs
+from vlmcompress.models import VLM, ModelSpec
 
+TOKENS = 2048  # of a batch with its padding, at most, unless it is a single sample
+PADDING = 1 / 8  # of a batch's tokens, at most
 _ROOM = 0.2  # share of an accelerator's free memory that hidden states between two blocks may take
 
 
@@ -36,12 +43,12 @@ class Batch:
     """Samples that go through the blocks together.
 
     Attributes:
-        samples: which they are.
+        samples: their indices.
         modality: `[samples, tokens]` of each token, on the CPU.
-        home: where hidden states stay between two blocks.
+        home: device of the hidden states between two blocks.
         hidden: input of the next block, `[samples, tokens, width]`.
-        calls: for each block, its arguments besides that.
-        added: for each block, which rows of its output `[samples * tokens, width]` the model adds to, and what; None: none.
+        calls: for each block, its other arguments.
+        added: DeepStack additions after each block, as (rows of `[samples * tokens, width]`, values), or None.
     """
 
     samples: list[int]
@@ -51,24 +58,24 @@ class Batch:
     calls: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
     added: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
 
-    def twin(self) -> Batch:
-        """The same tokens on a way of their own: through blocks with other weights, beside this batch.
+    def reference_copy(self) -> Batch:
+        """Copy of the batch whose hidden states run through the unquantized blocks.
 
-        What blocks hand on to later ones (keys and values, in Gemma 4 by a `UserDict` that they share) is its own, too.
+        What blocks pass to later ones (keys and values, in Gemma 4 by a `UserDict` that they share) is copied, too.
         """
         own: dict[int, Any] = {}
         return replace(
             self, calls=tree_map_only(UserDict, lambda one: own.setdefault(id(one), UserDict(one)), self.calls)
         )
 
-    def take(self, hidden: Tensor) -> None:
-        """Keep the input of the next block."""
+    def set_hidden(self, hidden: Tensor) -> None:
+        """Set the input of the next block."""
         self.hidden = hidden.to(self.home)
 
-    def through(
+    def run_block(
         self, block: Callable[..., Any], layer: int, device: torch.device, hidden: Tensor | None = None
     ) -> Tensor:
-        """What a block on `device` makes of the batch, or of other hidden states for it, as the next one gets it."""
+        """Run a block on `device`, on the batch's hidden states or others for it; returns the input of the next block."""
         args, kwargs = self.calls[layer]
         args, kwargs, hidden = tree_map_only(
             Tensor, lambda one: one.to(device), (args, kwargs, self.hidden if hidden is None else hidden)
@@ -81,7 +88,7 @@ class Batch:
 
 
 @torch.no_grad()
-def record(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = silent) -> list[Batch]:
+def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = silent) -> list[Batch]:
     """Batches with the input of the first block, ready to go through all of them; of several workers, this one's share.
 
     Args:
@@ -90,11 +97,11 @@ def record(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = 
     """
     paths = models.decoder_layers(vlm.model, vlm.spec)
     found: list[Batch] = []
-    with _stubs(vlm.model, paths, lambda *given: _note(found[-1], *given)), accelerated(vlm.model) as device:
-        chosen = distributed.shard(batched(samples))
+    with _stubs(vlm.model, paths, lambda *given: _record(found[-1], *given)), accelerated(vlm.model) as device:
+        chosen = distributed.shard(bucket_by_length(samples))
         home = _home(vlm, samples, device)
         for done, rows in enumerate(chosen, start=1):
-            inputs = together([samples[row] for row in rows])
+            inputs = collate([samples[row] for row in rows])
             found.append(Batch(rows, inputs.pop("modality").cpu(), home))
             add_positions(inputs, vlm.spec)
             inputs = {key: value.to(device) for key, value in inputs.items()}
@@ -115,10 +122,10 @@ def _home(vlm: VLM, samples: Sequence[dict[str, Tensor]], device: torch.device) 
     return device if needed < _ROOM * torch.accelerator.get_memory_info()[0] else torch.device("cpu")
 
 
-def _note(batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+def _record(batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
     batch.calls.append((args, kwargs))
     if layer == 0:
-        batch.take(hidden)
+        batch.set_hidden(hidden)
         return
     rows = hidden.flatten(0, 1)
     index = rows.any(1).nonzero().squeeze(1)
@@ -150,3 +157,85 @@ def _stubs(model: nn.Module, paths: Sequence[str], note: Callable[..., None]) ->
     finally:
         for path, block in blocks.items():
             model.set_submodule(path, block)
+
+
+def bucket_by_length(samples: Sequence[Inputs], tokens: int = TOKENS) -> list[list[int]]:
+    """Indices of the samples of each batch, shortest first.
+
+    Args:
+        samples: from `encode`, one sample each.
+        tokens: of a batch, with padding, at most; a longer sample runs alone.
+    """
+    order = sorted(range(len(samples)), key=lambda index: (repr(_kind(samples[index])), _length(samples[index]), index))
+    found: list[list[int]] = []
+    for index in order:
+        length = _length(samples[index])  # none in this batch is longer
+        if found and _kind(samples[found[-1][0]]) == _kind(samples[index]):
+            all_tokens = (len(found[-1]) + 1) * length
+            own = length + sum(_length(samples[other]) for other in found[-1])
+            if all_tokens <= tokens and all_tokens - own <= PADDING * all_tokens:
+                found[-1].append(index)
+                continue
+        found.append([index])
+    return found
+
+
+def collate(samples: Sequence[Inputs]) -> Inputs:
+    """One batch of samples that `bucket_by_length` puts together, each padded on the left to the longest one's length."""
+    length = max(map(_length, samples))
+    padded = [_padded(sample, length) for sample in samples]
+    return {key: torch.cat([one[key] for one in padded], _rows(key, value)) for key, value in samples[0].items()}
+
+
+def add_positions(inputs: Inputs, spec: ModelSpec) -> None:
+    """Give a batch the position of each token, not counting padding, where its model would count that."""
+    if spec.positions == "1d" and "attention_mask" in inputs and "position_ids" not in inputs:
+        inputs["position_ids"] = inputs["attention_mask"].cumsum(1).sub(1).clamp(min=0)
+
+
+def _length(sample: Inputs) -> int:
+    return sample["modality"].shape[1]
+
+
+def _kind(sample: Inputs) -> list[tuple[object, ...]]:
+    """What samples of a batch have in common: names, types and shapes of inputs, apart from what grows with the sample."""
+    length, masked = _length(sample), "attention_mask" in sample
+    kind: list[tuple[object, ...]] = [("tokens", 0 if masked else length)]
+    for key, value in sorted(sample.items()):
+        shape = list(value.shape)
+        if (axis := _tokens(key, value, length)) is not None:
+            shape[axis] = 0
+        else:
+            shape[_rows(key, value)] = 0
+        kind.append((key, value.dtype, *shape))
+    return kind
+
+
+def _tokens(key: str, value: Tensor, length: int) -> int | None:
+    """The axis of an input that counts the sample's tokens; None where it has none."""
+    if key == "position_ids":
+        return value.ndim - 1
+    return 1 if value.shape[:2] == (1, length) else None
+
+
+def _rows(key: str, value: Tensor) -> int:
+    """The axis along which inputs of several samples stand one behind the other: samples, images, or patches of these."""
+    if key == "position_ids":
+        return value.ndim - 2
+    return 1 if key == "deepstack_visual_embeds" else 0  # [levels, patches, width]
+
+
+def _padded(sample: Inputs, length: int) -> Inputs:
+    own = _length(sample)
+    if own == length:
+        return sample
+    ids, modality = sample["input_ids"], sample["modality"]
+    fill = {"input_ids": int(ids[modality != VISION][0]), "modality": IGNORED}  # the id of no image
+
+    def wide(key: str, value: Tensor) -> Tensor:
+        axis = _tokens(key, value, own)
+        if axis is None:
+            return value
+        return pad(value, (0, 0) * (value.ndim - 1 - axis) + (length - own, 0), value=fill.get(key, 0))
+
+    return {key: wide(key, value) for key, value in sample.items()}

@@ -111,7 +111,7 @@ def _watched(
         for name, seen in calls.items():
             hooks.callback(model.get_submodule(name).register_forward_hook(_keeper(seen), with_kwargs=True).remove)
         for batch in batches:
-            batch.through(run, layer, device)
+            batch.run_block(run, layer, device)
     return calls
 
 

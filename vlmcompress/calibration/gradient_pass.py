@@ -3,7 +3,7 @@
 The loss is the cross entropy of a sample's answer tokens, mean over them, teacher forced. At the output `Y [tokens, out]` of
 every linear layer of the decoder the gradient `dL/dY` is reduced to two numbers per modality: MBQ's mean magnitude (arXiv
 2412.19509) and the mean square, a diagonal of the empirical Fisher information (`statistics.gradients` says what they are
-for). Samples of like length run together (`calibration.batching`), each with its own loss, so that the numbers are those of
+for). Samples of like length run together (`calibration.block_inputs`), each with its own loss, so that the numbers are those of
 samples that run alone. The model is called as a whole, so that it computes its own positions (M-RoPE's too); no parameter gets
 a gradient, and the vision tower no graph. Decoder blocks are checkpointed: what a backward pass keeps is a block's input for
 each of them and the graph of one. Cost: two forward passes and a backward pass that computes no weight gradients, about three
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vlmcompress import models
-from vlmcompress.calibration.batching import add_positions, batched, together
+from vlmcompress.calibration.block_inputs import add_positions, bucket_by_length, collate
 from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.float_products import float_products
 from vlmcompress.common import distributed
@@ -87,9 +87,9 @@ def gradients(
             stack.enter_context(context)
         stack.enter_context(float_products(vlm.model))
         progress("gradients", 0, len(answered))
-        for rows in distributed.shard(batched([batches[index] for index in answered])):
+        for rows in distributed.shard(bucket_by_length([batches[index] for index in answered])):
             own = [answered[row] for row in rows]
-            batch = {key: value.to(device) for key, value in together([batches[index] for index in own]).items()}
+            batch = {key: value.to(device) for key, value in collate([batches[index] for index in own]).items()}
             add_positions(batch, vlm.spec)
             totals.begin(batch["modality"])
             logits, target = _answer_logits(vlm.model, batch)

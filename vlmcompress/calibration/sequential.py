@@ -1,7 +1,7 @@
 """Drive llm-compressor's sequential pipeline, for its own modifiers and those that rest on them.
 
 It cuts the model into one subgraph per decoder block and runs the calibration set through each, sample by sample. Our own
-passes over the blocks (`calibration.observe`) do without it. The modality of each token travels in the field that
+passes over the blocks (`calibration.capture`) do without it. The modality of each token travels in the field that
 llm-compressor calls `loss_mask`.
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.calibration.block_inputs import record
+from vlmcompress.calibration.block_inputs import capture_block_inputs
 from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.errors import UserError
@@ -37,7 +37,7 @@ def scales(vlm: VLM, samples: list[dict[str, Tensor]], progress: Progress = sile
         samples: from `encode`, one sample each; of several workers each looks at its share.
     """
     with _watched(vlm.model, vlm.spec) as largest:
-        record(vlm, samples, progress)
+        capture_block_inputs(vlm, samples, progress)
     found = {}
     for name, own in largest.items():
         pooled = distributed.all_max(own)

@@ -31,9 +31,7 @@ from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, Group, decoder_blocks
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.allocation import RULES
-from vlmcompress.runs import rotated
-from vlmcompress.runs.fit_reducer import settled
-from vlmcompress.runs.inputs import Result, fingerprint, read_inputs
+from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_rotated, read_inputs, remove_rotated
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import CROSS, NEEDS
 
@@ -118,7 +116,7 @@ def _calibrated(
         _need_sklearn()
     vlm = _loaded(recipe, read, progress)
     whole = read_inputs(recipe, vlm, "vlmcompress calibrate", progress)
-    reducer = settled(recipe.reduce, vlm, whole.batches, progress)
+    reducer = fit_reducer(recipe.reduce, vlm, whole.batches, progress)
     recipe = recipe.model_copy(update={"reduce": reducer, "resize": whole.resize})
     inputs = whole.behind(reducer, progress)
     vlm, origin = inputs.vlm, inputs.origin
@@ -160,14 +158,14 @@ def _calibrated(
     if distributed.is_main():
         described = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
         store.remove()
-        rotated.clean(out)
+        remove_rotated(out)
     distributed.barrier()
     return Result(out, described)
 
 
 def _loaded(recipe: Recipe, read: Path | None, progress: Progress) -> VLM:
     """The model of a recipe, rotated where that asks for it, or what lies in `read`; its path is the recipe's."""
-    made = rotated.made(recipe, progress).path if recipe.rotate and not read else None
+    made = make_rotated(recipe, progress).path if recipe.rotate and not read else None
     with phase("loading"):
         vlm = models.load(read or made or recipe.model, trust_remote_code=recipe.trust_remote_code)
         return replace(vlm, path=recipe.model)
@@ -190,25 +188,25 @@ def collect(
     measured = "entropy" not in needs or set(filled) <= store.entropies().keys()
     if measured and all(store.has(layer) for layer in filled):
         return
-    from vlmcompress.calibration.observe import Wanted, observe
+    from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
 
-    tokens = entropy.TOKENS if "entropy" in needs else 0
-    wanted = Wanted(needs & NEEDS, kv_cache=kv_cache, tokens=tokens, seed=seed, all_experts=all_experts)
+    rows = entropy.TOKENS if "entropy" in needs else 0
+    spec = CaptureSpec(needs & NEEDS, kv_cache=kv_cache, sampled_rows=rows, seed=seed, all_experts=all_experts)
     before = None
 
-    def known(layer: int) -> bool:
-        return not tokens and store.has(layer)  # entropies compare a block with the one before
+    def finished(layer: int) -> bool:
+        return not rows and store.has(layer)  # entropies compare a block with the one before
 
-    for layer, seen in observe(vlm, blocks, batches, wanted, twice=False, known=known, progress=progress):
-        if seen is None:
+    for layer, captured in capture_blocks(vlm, blocks, batches, spec, finished=finished, progress=progress):
+        if captured is None:
             continue
         if distributed.is_main() and not store.has(layer):
             with phase("storing"):
-                store.save(layer, seen.stats, seen.kv_ranges)
-        seen.stats.clear()  # they are large, and the next block's are about to come
-        if seen.tokens is not None and distributed.is_main():
+                store.save(layer, captured.stats, captured.kv_ranges)
+        captured.stats.clear()  # they are large, and the next block's are about to come
+        if captured.rows is not None and distributed.is_main():
             with phase("entropy"):
-                before = _measure(store, layer, before, seen.tokens)
+                before = _measure(store, layer, before, captured.rows)
 
 
 def _measure(store: Collected, layer: int, before: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,30 +1,42 @@
-"""The inputs of a run: the model, encoded calibration samples and their origin, as they are or behind a reducer."""
+"""What a run reads and learns before blocks are quantized: the model, samples and their origin, the reducer's numbers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlmcompress import models
+from vlmcompress.calibration import tower_attention
 from vlmcompress.calibration.behind_reducer import decoder, reduced
-from vlmcompress.common import hub, identity
+from vlmcompress.calibration.devices import accelerator
+from vlmcompress.checkpoint import rotate
+from vlmcompress.common import distributed, folders, hub, identity
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress, phase, silent
 from vlmcompress.data import encode, load_mixed, provenance
 from vlmcompress.data.provenance import notes, token_counts
 from vlmcompress.data.samples import Sample
-from vlmcompress.hf_hooks import resizing, scorer_file
-from vlmcompress.models import VLM
-from vlmcompress.planning.calibration_data import check_balance, data_source
+from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import learning, resizing, scorer_file, threshold_file
+from vlmcompress.models import VLM, Source
+from vlmcompress.planning.calibration_data import check_balance, data_source, needing
+from vlmcompress.planning.plan import Plan
+from vlmcompress.planning.reducer import VisualTokens
+from vlmcompress.planning.survey import rotation_problems
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.reducer import ReducerChoice, calibrated
+from vlmcompress.recipe.reducer import ReducerChoice, calibrated, same
 from vlmcompress.recipe.resize import Resize
+from vlmcompress.reducers import TokenCounter
+
+Samples = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
     mixed = hub.local(settings.text, "dataset") if settings.text else None
     with phase("encoding"):
         samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed)
-        resize = settled_resize(recipe.resize, vlm, samples)
+        resize = fit_resize(recipe.resize, vlm, samples)
         vlm = resizing.resized(vlm, resize) if resize else vlm
         batches = encode([*samples, *texts], vlm, max_length=settings.max_length, progress=progress)
     text = (texts, mixed) if mixed else None
@@ -91,12 +103,100 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
     return Inputs(vlm, batches, origin, resize)
 
 
-def settled_resize(asked: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:
+def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
+    """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
+    recipe, tokens = plan.recipe, plan.visual_tokens
+    with phase("loading"):
+        vlm = models.load(plan.source.path, trust_remote_code=recipe.trust_remote_code)
+        vlm = replace(vlm, path=recipe.model)  # a rotated one is of this folder, too
+    if plan.statistics:
+        check_balance(recipe, plan.statistics.origin["tokens"], plan.statistics.folder)
+        resize, samples = plan.statistics.resize, []
+        if recipe.vision_attention or (tokens and tokens.counted):
+            resized = recipe.model_copy(update={"resize": resize})
+            samples = read_inputs(resized, vlm, needing(plan), progress).batches
+        return Inputs(vlm, samples, plan.statistics.origin, resize)
+    if not plan.reads_data:
+        return Inputs(vlm, [], None, recipe.resize)
+    inputs = read_inputs(recipe, vlm, needing(plan), progress)
+    return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": plan.prefix})
+
+
+def fit_resize(resize: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:
     """Work out on the samples' images how many tokens an image may have, where that is asked for as a share."""
-    if asked is None or asked.settled:
-        return asked
+    if resize is None or resize.settled:
+        return resize
     prompts = [tuple(image.size for image in sample.images) for sample in samples]
-    return resizing.settle(vlm.spec, vlm.processor, prompts, asked)
+    return resizing.settle(vlm.spec, vlm.processor, prompts, resize)
+
+
+def fit_reducer(
+    reducer: ReducerChoice | None, vlm: VLM, samples: Samples, progress: Progress, fitted: ReducerChoice | None = None
+) -> ReducerChoice | None:
+    """Return the reducer with all learnt numbers in place, taken from a file that it names or learnt from samples.
+
+    Args:
+        reducer: the reducer as the recipe asks for it; None for none.
+        samples: calibration samples, from `data.encode`; empty: the numbers come from the file that the reducer names.
+        progress: called with (label, done, total).
+        fitted: the reducer that statistics were collected behind, whose learnt numbers are taken over.
+    """
+    if reducer is None:
+        return None
+    reducer = scorer_file.known(vlm.model.config, reducer)
+    if not reducer.options.learns:
+        return reducer
+    if fitted is not None and same(fitted, reducer):
+        thresholds = fitted.options.thresholds
+        return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else fitted
+    return learning.learn(vlm, samples, reducer, progress) if samples else threshold_file.known(vlm, reducer)
+
+
+def fit_counter(
+    tokens: VisualTokens | None, reducer: ReducerChoice | None, vlm: VLM, samples: Samples
+) -> TokenCounter | None:
+    """Fit to calibration samples how many tokens an image keeps, as a function of its pixels; None if nothing needs it.
+
+    Args:
+        tokens: the plan's description of the reducer.
+        reducer: the reducer with all learnt numbers in place.
+    """
+    return learning.counter(vlm, samples, reducer) if reducer and tokens and tokens.counted else None
+
+
+def reducer_warnings(reducer: ReducerChoice | None, origin: Mapping[str, Any] | None) -> list[str]:
+    """Warnings about the reducer. `origin`: the manifest's description of the calibration data, None for none."""
+    if reducer is None or origin is None or calibrated(reducer):
+        return []
+    return [f"calibrated on all visual tokens, as {reducer} drops some only within the language model"]
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What is learnt from the samples before any block is quantized.
+
+    Attributes:
+        recipe: the plan's, with the numbers of the reducer and of `resize`.
+        counter: computes how many tokens an image keeps; None: nothing needs it.
+        attention: scales of the vision tower's attention; None: none are wanted.
+    """
+
+    recipe: Recipe
+    counter: TokenCounter | None
+    attention: dict[str, Any] | None
+
+
+def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learnt:
+    """Learn scales of the tower's attention, and the numbers of the reducer, unless the statistics were behind the same."""
+    recipe, attention = plan.recipe, None
+    with phase("vision attention"):
+        if recipe.vision_attention:
+            attention = tower_attention.scales(inputs.vlm, inputs.batches, progress)
+    with phase("reducer"):
+        fitted = plan.statistics.reducer if plan.statistics else None
+        reducer = fit_reducer(recipe.reduce, inputs.vlm, inputs.batches, progress, fitted)
+        counter = fit_counter(plan.visual_tokens, reducer, inputs.vlm, inputs.batches)
+    return Learnt(recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}), counter, attention)
 
 
 def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
@@ -106,3 +206,32 @@ def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
     parts: list[Any] = [identity.source_identity(source), files, settings, origin, identity.versions()]
     parts.append(torch.get_num_threads())
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def make_rotated(recipe: Recipe, progress: Progress) -> Source:
+    """Write the rotated model of a recipe that asks for one to a hidden folder beside OUT; one that is there is kept.
+
+    Raises:
+        UserError: the model can't be rotated, or there is no room for it beside OUT.
+    """
+    assert recipe.out is not None and recipe.rotate is not None
+    source = Source.of(recipe.model)
+    if problems := rotation_problems(recipe, source):
+        raise UserError(problems[0])
+    folder = folders.beside(recipe.out, "rotated")
+    if distributed.is_main():
+        with phase("rotating"):
+            rotate.write(
+                source,
+                folder,
+                rotate.Rotations(recipe.rotate, recipe.seed),
+                device=accelerator() or "cpu",
+                progress=lambda done, total: progress("rotating", done, total),
+            )
+    distributed.barrier()
+    return Source.of(folder)
+
+
+def remove_rotated(out: Path) -> None:
+    """Remove the rotated model of a run that is done."""
+    shutil.rmtree(folders.beside(out, "rotated"), ignore_errors=True)

@@ -1,8 +1,13 @@
-"""Quantize a decoder block by block: during a forward pass over calibration data, from statistics, or without data."""
+"""Quantize the blocks of a decoder one after the other, and keep the results in a `BlockStore`.
+
+`quantize_blocks` does it in a pass over calibration samples, where each block is captured behind those that are quantized
+already; `solve_blocks` from statistics of the unquantized model or without data, where no block is run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,18 +20,19 @@ from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, phase, silent
 from vlmcompress.models import VLM, Group
+from vlmcompress.statistics.balance import Sensitivity
 from vlmcompress.statistics.inputs import CROSS, NEEDS, GroupStats
 
 if TYPE_CHECKING:
     from vlmcompress.calibration.gradient_pass import Fisher
-    from vlmcompress.calibration.observe import Seen
+    from vlmcompress.calibration.input_recorder import TokenWeights
 
 
-def compress(
+def quantize_blocks(
     vlm: VLM,
     blocks: list[list[Group]],
     method: QuantMethod,
-    batches: list[dict[str, Tensor]],
+    samples: list[dict[str, Tensor]],
     store: BlockStore,
     *,
     kv_cache: bool = False,
@@ -38,98 +44,62 @@ def compress(
 ) -> None:
     """Quantize the decoder's blocks in `vlm.model` and keep the results in `store`.
 
-    With calibration data each block (each group, where the scheme says so) is observed behind what is quantized already.
-
     Args:
+        samples: from `encode`, one sample each; none: blocks are quantized without data.
         all_experts: every expert of a mixture is shown all tokens.
         fisher: what the backward pass propagates, where the method needs one (`calibration.gradient_pass`).
         seed: of its signs.
-        lean: let go of a block's linear weights when it has passed on what it puts out. What is loaded is mapped from files
-            until it is changed, so memory holds the weights of one block, however large the model.
+        lean: free a block's linear weights when its output has been passed on. What is loaded is mapped from files until it is
+            changed, so memory holds the weights of one block, however large the model.
     """
-    if not batches:
+    if not samples:
         return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
+    from vlmcompress.calibration import finalists
+    from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
     from vlmcompress.calibration.gradient_pass import kept_sensitivities
-    from vlmcompress.calibration.observe import Wanted, observe
 
+    sensitivities: Mapping[tuple[int, str], Sensitivity] = {}
     with phase("gradients"):
-        asked = (store, vlm, blocks, batches, progress, fisher, seed)
-        known = kept_sensitivities(*asked) if "gradient" in method.needs.statistics else {}
+        if "gradient" in method.needs.statistics:
+            sensitivities = kept_sensitivities(store, vlm, blocks, samples, progress, fisher, seed)
     with phase("searching"):
-        method, scales, weights = _searched(vlm, blocks, batches, method, known, progress)
-    more = {"weights": weights, "all_experts": all_experts, "stepwise": method.needs.prefix == "groups"}
-    wanted = Wanted(_needs(method), kv_cache=kv_cache, **more)
-    offset = vlm.spec.norm_offset
-    finished: dict[str, Any] = {}
+        found = _search(vlm, blocks, samples, method, sensitivities, progress)
+    method, norm_offset, device = found.method, vlm.spec.norm_offset, vlm.model.device
+    # Beside what the method reads: what errors are reported by, and the rounding of inputs.
+    statistics = method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
+    spec = CaptureSpec(
+        statistics,
+        method.needs.prefix,
+        kv_cache=kv_cache,
+        token_weights=found.token_weights,
+        all_experts=all_experts,
+    )
+    quantized: dict[str, Any] = {}  # linear layers of the block before
     whole = BlockResult()
-    for layer, seen in observe(vlm, blocks, batches, wanted, twice=True, known=store.has, progress=progress):
+    for layer, captured in capture_blocks(vlm, blocks, samples, spec, finished=store.has, progress=progress):
         modules = _modules(vlm.model, blocks[layer])
         linears = {name: modules[name] for group in blocks[layer] for name in group.linears}
-        if lean and linears.keys() != finished.keys():
-            _let_go(finished)
-        finished = linears
-        if seen is None:
-            apply(store.load(layer), modules, offset)
+        if lean and linears.keys() != quantized.keys():
+            _free(quantized)
+        quantized = linears
+        if captured is None:
+            apply(store.load(layer), modules, norm_offset)
             continue
-        for group, one in seen.stats.items():
-            one.sensitivity = known.get((layer, group))
-        groups = [group for group in blocks[layer] if group.name in seen.stats]
-        result = _of_seen(vlm, layer, groups, seen, method, scales)
-        apply(result, modules, offset)
+        for name, stats in captured.stats.items():
+            stats.sensitivity = sensitivities.get((layer, name))
+        groups = [group for group in blocks[layer] if group.name in captured.stats]
+        with phase("searching"):
+            best = finalists.choose(vlm, layer, groups, captured.batches, captured.stats, method)
+        scales = {name: scale.to(device) for (block, name), scale in found.scales.items() if block == layer} | best
+        result = _solve(groups, _modules(vlm.model, groups), captured.stats, method, norm_offset, scales)
+        result.kv_ranges |= captured.kv_ranges
+        apply(result, modules, norm_offset)
         whole.add(result)
-        if groups[-1] is blocks[layer][-1]:
+        if groups[-1] is blocks[layer][-1]:  # with the prefix "groups" a block is captured in parts
             _save(store, layer, whole)
             whole = BlockResult()
     if lean:
-        _let_go(finished)
-
-
-def _searched(
-    vlm: VLM,
-    blocks: list[list[Group]],
-    batches: list[dict[str, Tensor]],
-    method: QuantMethod,
-    known: Mapping[tuple[int, str], Any],
-    progress: Progress,
-) -> tuple[QuantMethod, dict[tuple[int, str], Tensor], Any]:
-    """The method with its clipped ranges, scales by block and group, and weights of tokens, where they come of the model."""
-    scales: dict[tuple[int, str], Tensor] = {}
-    searches = method.needs.searches
-    if "block_scales" in searches:
-        from vlmcompress.calibration.block_search import search_blocks
-
-        scales = search_blocks(vlm, blocks, batches, method, known)
-    if "ranges" in searches:
-        from vlmcompress.calibration import block_clip
-
-        method = block_clip.search(vlm, blocks, batches, method, progress)
-    if "token_weights" not in searches:
-        return method, scales, []
-    from vlmcompress.calibration.token_weights import token_weights
-
-    return method, scales, token_weights(vlm, blocks, method, batches, progress)
-
-
-def _of_seen(
-    vlm: VLM, layer: int, groups: list[Group], seen: Seen, method: QuantMethod, scales: Mapping[tuple[int, str], Tensor]
-) -> BlockResult:
-    """What becomes of the groups of a block that were observed; `scales`: those found beforehand, by block and group."""
-    from vlmcompress.calibration import finalists
-
-    own: dict[str, Any] = {name: s.to(vlm.model.device) for (block, name), s in scales.items() if block == layer}
-    with phase("searching"):
-        chosen = finalists.choose(vlm, layer, groups, seen.batches, seen.stats, method)
-    modules = _modules(vlm.model, groups)
-    result = _solved(groups, modules, seen.stats, method, own | chosen, vlm.spec.norm_offset)
-    result.kv_ranges |= seen.kv_ranges
-    return result
-
-
-def _needs(method: QuantMethod) -> frozenset[str]:
-    """The statistics that are collected for a method: those that it reads, and what errors are reported by."""
-    return frozenset(
-        method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
-    )
+        _free(quantized)
 
 
 def solve_blocks(
@@ -146,8 +116,11 @@ def solve_blocks(
 ) -> None:
     """Quantize the decoder's blocks, each on its own: without data, or from statistics of the unquantized model.
 
-    Norms compute `x * (norm_offset + weight)`. No forward pass. Arithmetic is done on the accelerator where there is one,
-    block by block. `lean`: of the model change norms and biases alone.
+    Arithmetic is done on the accelerator where there is one, block by block.
+
+    Args:
+        norm_offset: norms compute `x * (norm_offset + weight)`.
+        lean: only norms and biases of the model are changed.
     """
     device = str(accelerator() or "cpu")
     for layer, groups in enumerate(blocks):
@@ -157,7 +130,7 @@ def solve_blocks(
         elif groups:
             with phase("reading statistics"):
                 stats, kv_ranges = statistics.load(layer, device) if statistics else ({}, {})
-            result = _solved(groups, modules, stats, method, {}, norm_offset, device)
+            result = _solve(groups, modules, stats, method, norm_offset, {}, device)
             result.kv_ranges |= kv_ranges if kv_cache else {}
             _save(store, layer, result)
             if lean:
@@ -166,22 +139,62 @@ def solve_blocks(
         progress("quantizing", layer + 1, len(blocks))
 
 
+@dataclass(frozen=True)
+class _SearchResult:
+    """What the searches before the first block found.
+
+    Attributes:
+        method: with the clipping ranges that were searched.
+        scales: (block, group) -> smoothing scale `[in]`.
+        token_weights: of each sample's tokens; empty: all count alike.
+    """
+
+    method: QuantMethod
+    scales: Mapping[tuple[int, str], Tensor] = field(default_factory=dict)
+    token_weights: TokenWeights = ()
+
+
+def _search(
+    vlm: VLM,
+    blocks: list[list[Group]],
+    samples: list[dict[str, Tensor]],
+    method: QuantMethod,
+    sensitivities: Mapping[tuple[int, str], Sensitivity],
+    progress: Progress,
+) -> _SearchResult:
+    """Do the searches that the method needs before the first block (`quantizers.Needs`)."""
+    searches, scales, token_weights = method.needs.searches, {}, ()
+    if "block_scales" in searches:
+        from vlmcompress.calibration.block_search import search_blocks
+
+        scales = search_blocks(vlm, blocks, samples, method, sensitivities)
+    if "ranges" in searches:
+        from vlmcompress.calibration import block_clip
+
+        method = block_clip.search(vlm, blocks, samples, method, progress)
+    if "token_weights" in searches:
+        from vlmcompress.calibration import token_weights as vlmq
+
+        token_weights = vlmq.token_weights(vlm, blocks, method, samples, progress)
+    return _SearchResult(method, scales, token_weights)
+
+
 def _modules(model: nn.Module, groups: Sequence[Group]) -> dict[str, Any]:
-    """A block's linear layers, the ops before them and what else reads these, by memory name."""
+    """The groups' linear layers, the ops before them and the layers that read these, too, by memory name."""
     names = {name for group in groups for name in (*group.linears, *group.kept, group.smooth) if name}
     return {name: model.get_submodule(name) for name in names}
 
 
-def _solved(
+def _solve(
     groups: Sequence[Group],
     modules: Mapping[str, Any],
     stats: dict[str, GroupStats],
     method: QuantMethod,
-    scales: Mapping[str, Tensor],
     norm_offset: float,
+    scales: Mapping[str, Tensor | None],
     device: str | None = None,
 ) -> BlockResult:
-    """What a block becomes, computed on `device` or where its weights are."""
+    """Solve groups of a block on `device`, or where its weights are. `scales`: smoothing scales that were searched before."""
     weights = {name: modules[name].weight.detach().to(device) for group in groups for name in group.linears}
     norms = {
         g.smooth: modules[g.smooth].weight.detach().to(device) for g in groups if g.smooth and g.smooth_kind == "norm"
@@ -197,8 +210,8 @@ def _save(store: BlockStore, layer: int, result: BlockResult) -> None:
             store.save(layer, result)
 
 
-def _let_go(linears: Mapping[str, Any]) -> None:
-    """Leave of quantized layers' weights the shape alone."""
+def _free(linears: Mapping[str, Any]) -> None:
+    """Replace the weights of quantized layers by tensors on the meta device."""
     for module in linears.values():
         module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
     trim()

@@ -33,8 +33,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.runs import teacher_cache
-from vlmcompress.runs.fit_reducer import counter, settled
-from vlmcompress.runs.inputs import Result, settled_resize
+from vlmcompress.runs.inputs import Result, fit_counter, fit_reducer, fit_resize
 from vlmcompress.runs.teacher_cache import Data
 from vlmcompress.runs.train_student import Asked, Student, facts, trained
 from vlmcompress.runs.write import write_checkpoint
@@ -146,13 +145,13 @@ def _hash(reducer: ReducerChoice | None) -> str:
 def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Recipe, Encoded, TokenCounter | None]:
     """The student's model with its processor, the recipe and the samples, once reducer and `resize` have learnt from these."""
     recipe = work.recipe
-    resize = settled_resize(recipe.resize, vlm, data.samples)
+    resize = fit_resize(recipe.resize, vlm, data.samples)
     vlm = resizing.resized(vlm, resize) if resize else vlm
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
     learns = work.visual_tokens is not None and work.visual_tokens.learns
     few = batches[:LEARNT_FROM] if learns else []
-    reducer = settled(recipe.reduce, vlm, few, progress)
-    count = counter(work.visual_tokens, reducer, vlm, few)
+    reducer = fit_reducer(recipe.reduce, vlm, few, progress)
+    count = fit_counter(work.visual_tokens, reducer, vlm, few)
     return vlm, recipe.model_copy(update={"reduce": reducer, "resize": resize}), batches, count
 
 

@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.calibration.block_store import BlockStore, StoredWeights
+from vlmcompress.calibration.block_store import BlockStore, StoredWeights, stored_bytes
 from vlmcompress.calibration.solve import BlockResult, solve_block, warnings
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint.write import write
+from vlmcompress.common import folders
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import size
 from vlmcompress.data.provenance import unseen
@@ -24,12 +25,12 @@ from vlmcompress.planning.plan import Plan
 from vlmcompress.planning.reducer import visual_tokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import TokenCounter
-from vlmcompress.runs import fit_reducer
+from vlmcompress.runs.inputs import reducer_warnings
 from vlmcompress.statistics import kv_range
 
 
 def write_checkpoint(
-    work: Plan,
+    plan: Plan,
     recipe: Recipe,
     vlm: VLM,
     store: BlockStore,
@@ -45,7 +46,7 @@ def write_checkpoint(
     """Write the recipe's `out` and return its manifest.
 
     Args:
-        work: the plan that was carried out; `recipe`: its recipe, with all numbers that the reducer and `resize` learnt.
+        plan: what was carried out; `recipe`: its recipe, with all numbers that the reducer and `resize` learnt.
         vlm: the whole model; its norms are divided by their smoothing scales already.
         store: results of the decoder's blocks.
         origin: the manifest's description of the calibration data; None for no calibration.
@@ -54,14 +55,14 @@ def write_checkpoint(
         trained: parameters that were trained (memory name) -> value in the type that the source has; None: none were.
         recovery: the manifest's description of that training; None: there was none.
     """
-    setting, beside = _setting(recipe, work.source), _beside(recipe, attention)
+    setting, beside = _setting(recipe, plan.source), _beside(recipe, attention)
     if recipe.reduce:  # as the checkpoint has it
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})
-    source = work.source
+    source = plan.source
     assert recipe.out is not None
-    results = [store.load(layer, weights=False) for layer, groups in enumerate(work.blocks) if groups]
-    language = StoredWeights(store, work.blocks, work.method)
-    quantized = ChainMap(_quantize_vision(vlm.model, work, progress), language)  # type: ignore[arg-type]  # neither is written to
+    results = [store.load(layer, weights=False) for layer, groups in enumerate(plan.blocks) if groups]
+    language = StoredWeights(store, plan.blocks, plan.method)
+    quantized = ChainMap(_quantize_vision(vlm.model, plan, progress), language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
     return write(
@@ -72,8 +73,8 @@ def write_checkpoint(
         names=source.names,
         written=source.written,
         exporter=recipe.exporter,
-        layers=work.layers,
-        manifest=_manifest(work, recipe, vlm, results, origin, recovery),
+        layers=plan.layers,
+        manifest=_manifest(plan, recipe, vlm, results, origin, recovery),
         changed={**_changed_parameters(vlm.model, smoothed, quantized), **(trained or {})},
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
@@ -84,6 +85,20 @@ def write_checkpoint(
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),
     )
+
+
+def space_needed(plan: Plan, out: Path) -> int:
+    """Bytes that a run needs beside those that an earlier one left there: OUT, the finished blocks, and a rotated model."""
+    stored = (
+        stored_bytes(scheme.weights, plan.source.stored[plan.source.names[f"{linear}.weight"]].shape)
+        for groups in plan.blocks
+        for group in groups
+        if (scheme := plan.method.of(group).scheme)
+        for linear in group.linears
+    )
+    copied = plan.bytes_before if plan.recipe.rotate else 0
+    left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", "rotated"))
+    return plan.bytes_after + sum(stored) + copied - left
 
 
 def _setting(recipe: Recipe, source: Source) -> models.ImageSetting | None:
@@ -102,7 +117,7 @@ def _beside(recipe: Recipe, attention: Mapping[str, Any] | None) -> dict[str, Ma
 
 
 def _manifest(
-    work: Plan,
+    plan: Plan,
     recipe: Recipe,
     vlm: VLM,
     results: Sequence[BlockResult],
@@ -110,9 +125,9 @@ def _manifest(
     recovery: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The manifest without sizes and hashes. `results`: of the decoder's blocks; others as in `write_checkpoint`."""
-    tokens = visual_tokens(recipe, example=True) if recipe.resize else work.visual_tokens
+    tokens = visual_tokens(recipe, example=True) if recipe.resize else plan.visual_tokens
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
-    unseen = [] if recovery else fit_reducer.warnings(recipe.reduce, origin)
+    unreduced = [] if recovery else reducer_warnings(recipe.reduce, origin)
     return manifest.build(
         vlm.path,
         family=vlm.spec.family,
@@ -121,17 +136,17 @@ def _manifest(
         errors={name: error for result in results for name, error in result.errors.items()},
         maxima={name: owners for result in results for name, owners in result.maxima.items()},
         kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-        warnings=[*_of_plan(work, origin), *unseen, *warnings(results)],
-        allocation=work.allocation,
+        warnings=[*_of_plan(plan, origin), *unreduced, *warnings(results)],
+        allocation=plan.allocation,
         visual_tokens=tokens.example if tokens else None,
         recovery=recovery,
     )
 
 
-def _of_plan(work: Plan, origin: Mapping[str, Any] | None) -> list[str]:
+def _of_plan(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     """What the plan's model and recipe are to be warned of, a line each. `origin`: of the data that were read, if any."""
-    data = _unread(work) if origin is None else unseen(origin)
-    return [*_untied(work), *data, *_changed(work.source)]
+    data = _unread(plan) if origin is None else unseen(origin)
+    return [*_untied(plan), *data, *_changed(plan.source)]
 
 
 def _changed(source: Source) -> list[str]:
@@ -140,20 +155,20 @@ def _changed(source: Source) -> list[str]:
     return [*found, *models.draft_dropped(source.spec, source.config, source.stored)]
 
 
-def _untied(work: Plan) -> list[str]:
+def _untied(plan: Plan) -> list[str]:
     """A line about an output head that a rotation made a matrix of its own."""
-    if not work.recipe.rotate:
+    if not plan.recipe.rotate:
         return []
-    now = work.source.stored
-    more = sum(spec.nbytes for spec in now.values()) - models.stored_bytes(work.recipe.model)
+    now = plan.source.stored
+    more = sum(spec.nbytes for spec in now.values()) - models.stored_bytes(plan.recipe.model)
     what = "the output head shared the embedding's weights and is a matrix of its own now"
     return [f"rotate: {what}, {size(more)} more"] if more > 0 else []
 
 
-def _unread(work: Plan) -> list[str]:
+def _unread(plan: Plan) -> list[str]:
     """A line about calibration data that are named and serve nothing."""
-    data = work.recipe.calibrate.data
-    if data is None or work.reads_data or work.statistics:
+    data = plan.recipe.calibrate.data
+    if data is None or plan.reads_data or plan.statistics:
         return []
     why = "no layer of the language model is quantized, and nothing is learnt from them"
     return [f"the calibration data {Path(data).name} were not read: {why}"]
@@ -170,14 +185,14 @@ def _changed_parameters(model: nn.Module, ops: set[str], quantized: Collection[s
     }
 
 
-def _quantize_vision(model: nn.Module, work: Plan, progress: Progress) -> dict[str, tuple]:
+def _quantize_vision(model: nn.Module, plan: Plan, progress: Progress) -> dict[str, tuple]:
     """Round the vision tower's linear layers to nearest; the engine scales their inputs token by token."""
-    if work.vision_method is None:
+    if plan.vision_method is None:
         return {}
     found: dict[str, tuple] = {}
-    for done, group in enumerate(work.vision_groups, start=1):
+    for done, group in enumerate(plan.vision_groups, start=1):
         weights = {name: model.get_parameter(f"{name}.weight") for name in group.linears}
-        result = solve_block([group], weights, {}, work.vision_method, next(iter(weights.values())).dtype)
-        found |= {name: (weight, work.vision_method.scheme, None) for name, weight in result.weights.items()}
-        progress("quantizing the vision tower", done, len(work.vision_groups))
+        result = solve_block([group], weights, {}, plan.vision_method, next(iter(weights.values())).dtype)
+        found |= {name: (weight, plan.vision_method.scheme, None) for name, weight in result.weights.items()}
+        progress("quantizing the vision tower", done, len(plan.vision_groups))
     return found

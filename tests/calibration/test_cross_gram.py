@@ -9,20 +9,20 @@ import torch
 
 from tests.kit.batched_samples import samples, wide
 from vlmcompress.calibration.behind_reducer import decoder, reduced
-from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.data import encode
 from vlmcompress.models import VLM, decoder_blocks
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.statistics.inputs import MODALITIES
 
-WANTED = frozenset({"gram", "cross"})
+STATISTICS = frozenset({"gram", "cross"})
 
 
-def given(vlm: VLM, batches, names: list[str]) -> list[dict[str, torch.Tensor]]:
+def layer_inputs(vlm: VLM, batches, names: list[str]) -> list[dict[str, torch.Tensor]]:
     """The oracle: the whole model runs over one sample after another. For each layer, modality -> its inputs, float64
     `[tokens, in]`."""
-    found, hooks = [[] for _ in names], []
-    for name, rows in zip(names, found, strict=True):
+    recorded, hooks = [[] for _ in names], []
+    for name, rows in zip(names, recorded, strict=True):
         keep = lambda _module, args, rows=rows: rows.append(args[0].flatten(0, -2))  # noqa: E731
         hooks.append(vlm.model.get_submodule(name).register_forward_pre_hook(keep))
     for batch in batches:
@@ -33,21 +33,21 @@ def given(vlm: VLM, batches, names: list[str]) -> list[dict[str, torch.Tensor]]:
     mask = torch.cat([batch["modality"].flatten() for batch in batches])
     return [
         {kind: torch.cat(rows).double()[mask == code] for code, kind in enumerate(MODALITIES, start=1)}
-        for rows in found
+        for rows in recorded
     ]
 
 
 @pytest.mark.parametrize(
-    ("model_name", "stepwise", "reducer"),
+    ("model_name", "prefix", "reducer"),
     [
-        ("llava", True, "uniform:0.5"),
-        ("qwen3_vl", False, None),
-        ("gemma4", False, None),
-        pytest.param("gemma4", True, None, marks=pytest.mark.slow),
+        ("llava", "groups", "uniform:0.5"),
+        ("qwen3_vl", "blocks", None),
+        ("gemma4", "blocks", None),
+        pytest.param("gemma4", "groups", None, marks=pytest.mark.slow),
     ],
 )
-def test_cross_grams_are_those_of_two_whole_models(model_name, stepwise, reducer, loaded):
-    """Padding, several sizes, deepstack features and shared keys and values included; also past a block known already, and
+def test_cross_grams_are_those_of_two_whole_models(model_name, prefix, reducer, loaded):
+    """Padding, several sizes, deepstack features and shared keys and values included; also past a block finished already, and
     behind a reducer."""
     vlm = wide(loaded(model_name))
     batches = encode(samples(), vlm)
@@ -57,32 +57,37 @@ def test_cross_grams_are_those_of_two_whole_models(model_name, stepwise, reducer
     original = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
     changed = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
     first, moved = next(layer for layer, groups in enumerate(blocks) if groups), 0
-    seen_groups: list[str] = []
-    wanted = Wanted(WANTED, stepwise=stepwise)
-    for layer, seen in observe(vlm, blocks, batches, wanted, twice=True, known=lambda layer: layer == first):
-        groups = [group for group in blocks[layer] if seen is None or group.name in seen.stats]
-        names = [] if seen is None else [group.linears[0] for group in groups]
-        seen_groups += names
+    captured_groups: list[str] = []
+    spec = CaptureSpec(STATISTICS, prefix)
+    for layer, captured in capture_blocks(vlm, blocks, batches, spec, finished=lambda layer: layer == first):
+        groups = [group for group in blocks[layer] if captured is None or group.name in captured.stats]
+        names = [] if captured is None else [group.linears[0] for group in groups]
+        captured_groups += names
         both = (
-            zip(groups, *(given(which, batches, names) for which in (changed, original)), strict=True) if names else ()
+            zip(groups, *(layer_inputs(which, batches, names) for which in (changed, original)), strict=True)
+            if names
+            else ()
         )
         for group, xs, ys in both:
             for kind, x in xs.items():
                 expected = x.T @ (ys[kind] - x)
-                found = seen.stats[group.name].cross({kind: 1.0}).double()
+                cross = captured.stats[group.name].cross({kind: 1.0}).double()
                 scale = x.norm() * (ys[kind] - x).norm()
-                assert scale > 0 and (found - expected).norm() <= 1e-4 * scale, (group.linears[0], kind)
+                assert scale > 0 and (cross - expected).norm() <= 1e-4 * scale, (group.linears[0], kind)
                 moved += float(expected.norm() > 0.01 * (x.T @ x).norm())
         for model in (vlm.model, changed.model):
             for group in groups:
                 for name in group.linears:
                     model.get_submodule(name).weight.data.mul_(1.25)
     assert moved
-    assert seen_groups == [group.linears[0] for groups in blocks[first + 1 :] for group in groups]
+    assert captured_groups == [group.linears[0] for groups in blocks[first + 1 :] for group in groups]
 
 
 def test_nothing_changed_nothing_differs(loaded):
     vlm = wide(loaded("qwen2_vl"))
     batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
-    found = [seen.stats for _, seen in observe(vlm, blocks, batches, Wanted(WANTED), twice=True) if seen]
-    assert len(found) == len(blocks) and not any(one.cross().any() for stats in found for one in stats.values())
+    captures = [
+        captured for _, captured in capture_blocks(vlm, blocks, batches, CaptureSpec(STATISTICS, "blocks")) if captured
+    ]
+    assert len(captures) == len(blocks)
+    assert not any(stats.cross().any() for captured in captures for stats in captured.stats.values())

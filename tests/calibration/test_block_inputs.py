@@ -7,8 +7,8 @@ import torch
 
 from tests.kit.batched_samples import samples, wide
 from vlmcompress.calibration import float_products, gradient_pass
-from vlmcompress.calibration.batching import batched, together
 from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.calibration.block_inputs import bucket_by_length, collate
 from vlmcompress.data import encode
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import parse
@@ -21,14 +21,14 @@ def alone(rows) -> list[list[int]]:
 
 
 def same_together_and_alone(vlm: VLM, rows, monkeypatch) -> None:
-    groups = batched(rows)
+    groups = bucket_by_length(rows)
     lengths = [{rows[index]["modality"].shape[1] for index in group} for group in groups]
     assert sorted(sum(groups, [])) == list(range(len(rows)))
     assert len(groups) < len(rows) and any(len(own) > 1 for own in lengths), "the test needs a batch with padding"
     seen: list[tuple] = []
     found = gradient_pass.gradients(vlm, rows, lambda *what: seen.append(what))
     assert seen[0] == ("gradients", 0, len(rows)) and seen[-1] == ("gradients", len(rows), len(rows))
-    monkeypatch.setattr(gradient_pass, "batched", alone)
+    monkeypatch.setattr(gradient_pass, "bucket_by_length", alone)
     expected = gradient_pass.gradients(vlm, rows)
     assert found.loss == pytest.approx(expected.loss, rel=1e-5) and found.samples == expected.samples
     for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
@@ -59,21 +59,28 @@ def sample(length: int, **more) -> dict[str, torch.Tensor]:
 
 def test_what_goes_together():
     """Like lengths up to a number of tokens, equal inputs, and without a mask equal lengths only."""
-    assert batched([sample(n) for n in (40, 10, 41, 39, 15)]) == [[1], [4], [3, 0, 2]]
-    assert batched([sample(n) for n in (40, 41, 42)], tokens=100) == [[0, 1], [2]]
-    assert batched([sample(500)], tokens=100) == [[0]] and batched([]) == []
-    full = {length: [len(batch) for batch in batched([sample(length)] * 5, tokens=100)] for length in (49, 50, 51, 100)}
+    assert bucket_by_length([sample(n) for n in (40, 10, 41, 39, 15)]) == [[1], [4], [3, 0, 2]]
+    assert bucket_by_length([sample(n) for n in (40, 41, 42)], tokens=100) == [[0, 1], [2]]
+    assert bucket_by_length([sample(500)], tokens=100) == [[0]] and bucket_by_length([]) == []
+    full = {
+        length: [len(batch) for batch in bucket_by_length([sample(length)] * 5, tokens=100)]
+        for length in (49, 50, 51, 100)
+    }
     assert full == {49: [2, 2, 1], 50: [2, 2, 1], 51: [1] * 5, 100: [1] * 5}
     pixels = [torch.zeros(n, 3, 8, side) for n, side in ((1, 8), (2, 8), (1, 9))]
-    assert sorted(batched([sample(40), *(sample(40, pixel_values=one) for one in pixels)])) == [[0], [1, 2], [3]]
+    assert sorted(bucket_by_length([sample(40), *(sample(40, pixel_values=one) for one in pixels)])) == [
+        [0],
+        [1, 2],
+        [3],
+    ]
     bare = [{key: value for key, value in sample(n).items() if key != "attention_mask"} for n in (40, 41, 40)]
-    assert batched(bare) == [[0, 2], [1]]
+    assert bucket_by_length(bare) == [[0, 2], [1]]
 
 
 def test_padding_is_on_the_left_and_looks_like_no_image():
     short, long = sample(2), sample(4)
     short["input_ids"], short["modality"] = torch.tensor([[9, 5]]), torch.tensor([[2, 3]], dtype=torch.uint8)
-    batch = together([short, long])
+    batch = collate([short, long])
     assert batch["input_ids"].tolist() == [[5, 5, 9, 5], [1, 1, 1, 1]]
     assert batch["modality"].tolist() == [[0, 0, 2, 3], [1, 1, 1, 1]] and batch["modality"].dtype == torch.uint8
     assert batch["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
