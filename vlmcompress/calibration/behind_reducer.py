@@ -74,8 +74,8 @@ class Decoder(PreTrainedModel):
 
     def _logits(self, inputs: dict[str, Any], deep: dict[str, Any], keep: int | Tensor) -> CausalLMOutputWithPast:
         """Run the language model and the head. Not part of `forward`, whose conditions llm-compressor rewrites when tracing."""
-        given = {name: value for name, value in deep.items() if value is not None}
-        hidden = self.get_submodule(self.text)(**inputs, **given).last_hidden_state
+        present = {name: value for name, value in deep.items() if value is not None}
+        hidden = self.get_submodule(self.text)(**inputs, **present).last_hidden_state
         index = slice(-keep, None) if isinstance(keep, int) else keep
         return CausalLMOutputWithPast(logits=self.get_submodule(self.head)(hidden[:, index]))
 
@@ -96,12 +96,12 @@ def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress
     Returns:
         Inputs of `Decoder`, one sample each, with `modality [1, tokens]` of the tokens that are left. All have the same keys.
     """
-    found = []
+    shortened = []
     with attach(vlm, chosen) as attached:
         for index, batch in enumerate(batches):
-            found.append(_one(vlm, attached, batch))
+            shortened.append(_one(vlm, attached, batch))
             progress("reducing visual tokens", index + 1, len(batches))
-    return _alike(found)
+    return _alike(shortened)
 
 
 def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
@@ -149,16 +149,16 @@ def prompt_length(modality: Tensor) -> int:
     return len(modality) if (modality[first:] == VISION).any() else first + 1
 
 
-def _alike(found: list[Inputs]) -> list[Inputs]:
+def _alike(samples: list[Inputs]) -> list[Inputs]:
     """Give all samples the same keys: one without images gets empty visual features for the first layers."""
-    deep = next((one["deepstack_visual_embeds"] for one in found if "deepstack_visual_embeds" in one), None)
+    deep = next((sample["deepstack_visual_embeds"] for sample in samples if "deepstack_visual_embeds" in sample), None)
     if deep is None:
-        return found
+        return samples
     return [
         {
-            "visual_pos_masks": torch.zeros_like(one["modality"], dtype=torch.bool),
+            "visual_pos_masks": torch.zeros_like(sample["modality"], dtype=torch.bool),
             "deepstack_visual_embeds": deep[:, :0],
         }
-        | one
-        for one in found
+        | sample
+        for sample in samples
     ]

@@ -45,30 +45,30 @@ def search(
     """
     home = vlm.model.device
     modules: list[Any] = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
-    asked, samples = _options(method), capture_block_inputs(vlm, batches, progress)
-    runs = qvlm.partition(entropies(vlm, batches), asked.depth)
+    base_options, samples = _options(method), capture_block_inputs(vlm, batches, progress)
+    runs = qvlm.partition(entropies(vlm, batches), base_options.depth)
     floats = [batch.hidden for batch in samples]
     quantized = list(floats)
     chosen: dict[Key, float] = {}
     for run in runs:
-        wanted = floats
+        outputs = floats
         for block in run:
             modules[block].to(floats[0].device)
-            wanted = call(modules, block, wanted, samples)
+            outputs = call(modules, block, outputs, samples)
         groups = [[group for group in blocks[block] if method.of(group).module is qvlm] for block in run]
-        with _Weights(vlm.model, [group for own in groups for group in own], method) as weights:
-            chosen |= _descend(modules, run, groups, samples, quantized, wanted, weights, asked)
+        with _Weights(vlm.model, [group for members in groups for group in members], method) as weights:
+            chosen |= _descend(modules, run, groups, samples, quantized, outputs, weights, base_options)
             for block in run:
                 quantized = call(modules, block, quantized, samples)
         for block in run:
             modules[block].to(home)
-        floats = wanted
+        floats = outputs
         progress("searching ranges", run[-1] + 1, len(modules))
     others = dict(method.others)
     for key, percentile in chosen.items():
         options = _options(method.others.get(key, method))
-        own = {spec.name: getattr(options, spec.name) for spec in fields(qvlm.Options)}
-        others[key] = QuantMethod(qvlm, qvlm.Ranged(**own, percentile=percentile))
+        members = {spec.name: getattr(options, spec.name) for spec in fields(qvlm.Options)}
+        others[key] = QuantMethod(qvlm, qvlm.Ranged(**members, percentile=percentile))
     return replace(method, others=others)
 
 
@@ -100,7 +100,7 @@ class _Weights:
             (group.layer, group.name): [model.get_parameter(f"{name}.weight") for name in group.linears]
             for group in groups
         }
-        self.float = {key: [weight.detach().clone() for weight in own] for key, own in self.weights.items()}
+        self.float = {key: [weight.detach().clone() for weight in linears] for key, linears in self.weights.items()}
 
     def __enter__(self) -> _Weights:
         for key in self.weights:
@@ -108,8 +108,8 @@ class _Weights:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for key, own in self.weights.items():
-            for weight, original in zip(own, self.float[key], strict=True):
+        for key, linears in self.weights.items():
+            for weight, original in zip(linears, self.float[key], strict=True):
                 weight.copy_(original)
 
     def set(self, key: Key, percentile: float) -> None:
@@ -127,7 +127,7 @@ def _descend(
     groups: Sequence[Sequence[Group]],
     samples: Sequence[Batch],
     inputs: list[Tensor],
-    wanted: Sequence[Tensor],
+    targets: Sequence[Tensor],
     weights: _Weights,
     options: qvlm.Options,
 ) -> dict[Key, float]:
@@ -137,7 +137,7 @@ def _descend(
         """Error of the run's output, from the inputs `xs` of one of its blocks on."""
         for later in range(block, run[-1] + 1):
             xs = call(modules, later, xs, samples)
-        parts = zip(xs, wanted, samples, strict=True)
+        parts = zip(xs, targets, samples, strict=True)
         return sum(
             float((x - y)[s.modality.to(x.device) > 0].float().square().sum(dtype=torch.float64)) for x, y, s in parts
         )
@@ -146,13 +146,13 @@ def _descend(
     least = error(run[0], inputs)
     for _ in range(options.sweeps):
         before, xs = dict(chosen), inputs
-        for block, own in zip(run, groups, strict=True):
-            for key in ((group.layer, group.name) for group in own):
+        for block, members in zip(run, groups, strict=True):
+            for key in ((group.layer, group.name) for group in members):
                 for percentile in qvlm.percentiles(options):
                     if percentile != chosen[key]:
                         weights.set(key, percentile)
-                        if (found := error(block, xs)) < least:
-                            least, chosen[key] = found, percentile
+                        if (loss := error(block, xs)) < least:
+                            least, chosen[key] = loss, percentile
                 weights.set(key, chosen[key])
             xs = call(modules, block, xs, samples)
         if chosen == before:

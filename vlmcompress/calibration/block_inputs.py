@@ -63,9 +63,10 @@ class Batch:
 
         What blocks pass to later ones (keys and values, in Gemma 4 by a `UserDict` that they share) is copied, too.
         """
-        own: dict[int, Any] = {}
+        copies: dict[int, Any] = {}
         return replace(
-            self, calls=tree_map_only(UserDict, lambda one: own.setdefault(id(one), UserDict(one)), self.calls)
+            self,
+            calls=tree_map_only(UserDict, lambda shared: copies.setdefault(id(shared), UserDict(shared)), self.calls),
         )
 
     def set_hidden(self, hidden: Tensor) -> None:
@@ -78,12 +79,12 @@ class Batch:
         """Run a block on `device`, on the batch's hidden states or others for it; returns the input of the next block."""
         args, kwargs = self.calls[layer]
         args, kwargs, hidden = tree_map_only(
-            Tensor, lambda one: one.to(device), (args, kwargs, self.hidden if hidden is None else hidden)
+            Tensor, lambda tensor: tensor.to(device), (args, kwargs, self.hidden if hidden is None else hidden)
         )
         output = block(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
-        if (more := self.added[layer]) is not None:
-            output.flatten(0, 1).index_add_(0, *(one.to(device) for one in more))
+        if (deepstack := self.added[layer]) is not None:
+            output.flatten(0, 1).index_add_(0, *(tensor.to(device) for tensor in deepstack))
         return output
 
 
@@ -96,20 +97,20 @@ def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progres
         progress: called with (label, done, total).
     """
     paths = models.decoder_layers(vlm.model, vlm.spec)
-    found: list[Batch] = []
-    with _stubs(vlm.model, paths, lambda *given: _record(found[-1], *given)), accelerated(vlm.model) as device:
+    batches: list[Batch] = []
+    with _stubs(vlm.model, paths, lambda *call: _record(batches[-1], *call)), accelerated(vlm.model) as device:
         chosen = distributed.shard(bucket_by_length(samples))
         home = _home(vlm, samples, device)
         for done, rows in enumerate(chosen, start=1):
             inputs = collate([samples[row] for row in rows])
-            found.append(Batch(rows, inputs.pop("modality").cpu(), home))
+            batches.append(Batch(rows, inputs.pop("modality").cpu(), home))
             add_positions(inputs, vlm.spec)
             inputs = {key: value.to(device) for key, value in inputs.items()}
             with float_products(vlm.model):
                 vlm.model(**inputs, use_cache=False, logits_to_keep=1)
-            found[-1].added.append(None)  # nothing comes behind the last block
+            batches[-1].added.append(None)  # nothing comes behind the last block
             progress("capturing block inputs", done, len(chosen))
-    return found
+    return batches
 
 
 def _home(vlm: VLM, samples: Sequence[dict[str, Tensor]], device: torch.device) -> torch.device:
@@ -118,7 +119,7 @@ def _home(vlm: VLM, samples: Sequence[dict[str, Tensor]], device: torch.device) 
         return device
     embeddings: Any = vlm.model.get_input_embeddings()
     width = embeddings.weight.shape[1]
-    needed = sum(one["modality"].numel() for one in samples) * width * vlm.model.dtype.itemsize
+    needed = sum(sample["modality"].numel() for sample in samples) * width * vlm.model.dtype.itemsize
     return device if needed < _ROOM * torch.accelerator.get_memory_info()[0] else torch.device("cpu")
 
 
@@ -167,24 +168,24 @@ def bucket_by_length(samples: Sequence[Inputs], tokens: int = TOKENS) -> list[li
         tokens: of a batch, with padding, at most; a longer sample runs alone.
     """
     order = sorted(range(len(samples)), key=lambda index: (repr(_kind(samples[index])), _length(samples[index]), index))
-    found: list[list[int]] = []
+    buckets: list[list[int]] = []
     for index in order:
         length = _length(samples[index])  # none in this batch is longer
-        if found and _kind(samples[found[-1][0]]) == _kind(samples[index]):
-            all_tokens = (len(found[-1]) + 1) * length
-            own = length + sum(_length(samples[other]) for other in found[-1])
-            if all_tokens <= tokens and all_tokens - own <= PADDING * all_tokens:
-                found[-1].append(index)
+        if buckets and _kind(samples[buckets[-1][0]]) == _kind(samples[index]):
+            all_tokens = (len(buckets[-1]) + 1) * length
+            unpadded = length + sum(_length(samples[other]) for other in buckets[-1])
+            if all_tokens <= tokens and all_tokens - unpadded <= PADDING * all_tokens:
+                buckets[-1].append(index)
                 continue
-        found.append([index])
-    return found
+        buckets.append([index])
+    return buckets
 
 
 def collate(samples: Sequence[Inputs]) -> Inputs:
     """One batch of samples that `bucket_by_length` puts together, each padded on the left to the longest one's length."""
     length = max(map(_length, samples))
     padded = [_padded(sample, length) for sample in samples]
-    return {key: torch.cat([one[key] for one in padded], _rows(key, value)) for key, value in samples[0].items()}
+    return {key: torch.cat([row[key] for row in padded], _rows(key, value)) for key, value in samples[0].items()}
 
 
 def add_positions(inputs: Inputs, spec: ModelSpec) -> None:
@@ -226,16 +227,16 @@ def _rows(key: str, value: Tensor) -> int:
 
 
 def _padded(sample: Inputs, length: int) -> Inputs:
-    own = _length(sample)
-    if own == length:
+    own_length = _length(sample)
+    if own_length == length:
         return sample
     ids, modality = sample["input_ids"], sample["modality"]
     fill = {"input_ids": int(ids[modality != VISION][0]), "modality": IGNORED}  # the id of no image
 
     def wide(key: str, value: Tensor) -> Tensor:
-        axis = _tokens(key, value, own)
+        axis = _tokens(key, value, own_length)
         if axis is None:
             return value
-        return pad(value, (0, 0) * (value.ndim - 1 - axis) + (length - own, 0), value=fill.get(key, 0))
+        return pad(value, (0, 0) * (value.ndim - 1 - axis) + (length - own_length, 0), value=fill.get(key, 0))
 
     return {key: wide(key, value) for key, value in sample.items()}

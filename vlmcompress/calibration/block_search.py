@@ -209,9 +209,9 @@ def search_blocks(
         batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # its loss is of tokens 1
     targets = [(method.of(group).scheme, [_exactly(name) for name in group.linears]) for group in groups]
     config = compressed_tensors.quantization_config([(scheme, names) for scheme, names in targets if scheme], ignore=[])
-    own = replace(vlm, model=copy.deepcopy(vlm.model))
+    copied = replace(vlm, model=copy.deepcopy(vlm.model))
     recipe = [search, QuantizationModifier(config_groups=config["config_groups"])]
-    run_oneshot(own, batches, recipe, models.layer_class(vlm.model, vlm.spec))
+    run_oneshot(copied, batches, recipe, models.layer_class(vlm.model, vlm.spec))
     return {
         (group.layer, group.name): search._found[group.smooth] for group in smoothed if group.smooth in search._found
     }

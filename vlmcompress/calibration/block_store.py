@@ -51,8 +51,8 @@ class BlockStore(BlockFiles):
         result = BlockResult()
         with self.opened(self.path(layer)) as file:
             metadata = file.metadata()
-            wanted = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
-            tensors = {key: file.get_tensor(key) for key in wanted}
+            keys = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
+            tensors = {key: file.get_tensor(key) for key in keys}
         result.errors = json.loads(metadata["errors"])
         result.maxima = json.loads(metadata["maxima"])
         result.warnings = [tuple(warning) for warning in json.loads(metadata["warnings"])]

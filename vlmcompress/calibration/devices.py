@@ -56,18 +56,18 @@ def resident(module: nn.Module, device: torch.device) -> Iterator[None]:
     What was not changed meanwhile is put back as it was: weights that are mapped from a file stay so, and take no memory.
     """
     tensors = [*module.parameters(), *module.buffers()]
-    if all(one.device == device for one in tensors):
+    if all(tensor.device == device for tensor in tensors):
         yield
         return
-    homes = [one.data for one in tensors]
-    for one in tensors:
-        one.data = one.data.to(device)
-    before = [(one.data_ptr(), one._version) for one in tensors]
+    homes = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+    before = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
     try:
         yield
     finally:
-        for one, home, known in zip(tensors, homes, before, strict=True):
-            one.data = home if (one.data_ptr(), one._version) == known else one.data.to(home.device)
+        for tensor, home, version in zip(tensors, homes, before, strict=True):
+            tensor.data = home if (tensor.data_ptr(), tensor._version) == version else tensor.data.to(home.device)
 
 
 def trim() -> None:

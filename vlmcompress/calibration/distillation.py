@@ -59,14 +59,14 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
         if count == 1:
             return first.logits[0]
         end = cut - 1 + count
-        more: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
+        kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
         if vlm.spec.positions == "mrope":
             base: Any = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
             ahead = (
                 base.rope_deltas if "pixel_values" in inputs else 0
             )  # without images the model leaves an older one there
-            more["position_ids"] = (torch.arange(cut, end, device=ids.device)[None] + ahead)[None].expand(3, -1, -1)
-        rest = vlm.model(input_ids=ids[:, cut:end], past_key_values=first.past_key_values, use_cache=True, **more)
+            kwargs["position_ids"] = (torch.arange(cut, end, device=ids.device)[None] + ahead)[None].expand(3, -1, -1)
+        rest = vlm.model(input_ids=ids[:, cut:end], past_key_values=first.past_key_values, use_cache=True, **kwargs)
     return torch.cat([first.logits, rest.logits], 1)[0]
 
 

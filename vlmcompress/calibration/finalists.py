@@ -65,17 +65,18 @@ def choose(
         batches: all samples (of several workers this one's), at the input of the block.
         stats: by group.
     """
-    asked = [group for group in groups if _compared(group, method)]
-    if not asked:
+    compared = [group for group in groups if _compared(group, method)]
+    if not compared:
         return {}
     block, chosen = vlm.model.get_submodule(models.decoder_layers(vlm.model, vlm.spec)[layer]), _some(batches)
-    calls = _watched(vlm.model, block, layer, asked, chosen)
-    found: dict[str, Tensor | None] = {}
-    for group in asked:
-        seen, own, one = calls[_around(group)], stats[group.name], method.of(group)
-        if len(seen.outputs) == len(chosen):
-            found[group.name] = _best(vlm.model, group, seen, [_weights(b, own, one) for b in chosen], own, one)
-    return found
+    calls = _watched(vlm.model, block, layer, compared, chosen)
+    best: dict[str, Tensor | None] = {}
+    for group in compared:
+        module_calls, group_stats, group_method = calls[_around(group)], stats[group.name], method.of(group)
+        if len(module_calls.outputs) == len(chosen):
+            weights = [_weights(batch, group_stats, group_method) for batch in chosen]
+            best[group.name] = _best(vlm.model, group, module_calls, weights, group_stats, group_method)
+    return best
 
 
 def _compared(group: Group, method: QuantMethod) -> bool:
@@ -96,8 +97,8 @@ def _around(group: Group) -> str:
 def _some(batches: Sequence[Batch]) -> list[Batch]:
     """Batches evenly spaced from the shortest samples to the longest, with a quarter of the tokens."""
     sizes = [int((batch.modality > 0).sum()) for batch in batches]
-    wanted = min(max(sum(sizes) / 4, LEAST), MOST)
-    count = max(1, min(len(batches), math.ceil(len(batches) * wanted / max(1, sum(sizes)))))
+    tokens = min(max(sum(sizes) / 4, LEAST), MOST)
+    count = max(1, min(len(batches), math.ceil(len(batches) * tokens / max(1, sum(sizes)))))
     return [batches[math.floor((k + 0.5) * len(batches) / count)] for k in range(count if batches else 0)]
 
 
@@ -108,36 +109,38 @@ def _watched(
     calls = {_around(group): _Calls() for group in groups}
     run, device = widened(block), next(block.parameters()).device
     with contextlib.ExitStack() as hooks:
-        for name, seen in calls.items():
-            hooks.callback(model.get_submodule(name).register_forward_hook(_keeper(seen), with_kwargs=True).remove)
+        for name, module_calls in calls.items():
+            hooks.callback(
+                model.get_submodule(name).register_forward_hook(_keeper(module_calls), with_kwargs=True).remove
+            )
         for batch in batches:
             batch.run_block(run, layer, device)
     return calls
 
 
-def _keeper(seen: _Calls) -> Callable:
+def _keeper(calls: _Calls) -> Callable:
     def keep(_module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if not args and "hidden_states" in kwargs:
             args = (kwargs.pop("hidden_states"),)
         if args:
-            seen.given.append((args, kwargs))
-            seen.outputs.append(_first(output))
+            calls.given.append((args, kwargs))
+            calls.outputs.append(_first(output))
 
     return keep
 
 
 def _weights(batch: Batch, stats: GroupStats, method: QuantMethod) -> Tensor:
     """The weight of each token's error, float32 `[samples, tokens]`: 0 of ignored ones."""
-    found = shares(method.options.balance or "off", stats.count, stats.sensitivity)
+    balanced = shares(method.options.balance or "off", stats.count, stats.sensitivity)
     total = sum(stats.count.values())
-    own = [1.0 if found is None else found.get(m, 0.0) * total / max(1, stats.count[m]) for m in MODALITIES]
-    return torch.tensor([0.0, *own])[batch.modality.long()]
+    weights = [1.0 if balanced is None else balanced.get(m, 0.0) * total / max(1, stats.count[m]) for m in MODALITIES]
+    return torch.tensor([0.0, *weights])[batch.modality.long()]
 
 
 def _best(
     model: nn.Module,
     group: Group,
-    seen: _Calls,
+    calls: _Calls,
     tokens: Sequence[Tensor],
     stats: GroupStats,
     method: QuantMethod,
@@ -147,16 +150,16 @@ def _best(
     assert isinstance(options, awq.Options)
     linears: list[Any] = [model.get_submodule(name) for name in group.linears]
     dtype = linears[0].weight.dtype
-    own = [linear.weight.float() for linear in linears]
-    scales, run = awq.finalists(own, stats.balanced(options.balance), options, dtype), widened(module)
-    losses = torch.zeros(1 + len(scales), dtype=torch.float64, device=own[0].device)
+    float_weights = [linear.weight.float() for linear in linears]
+    scales, run = awq.finalists(float_weights, stats.balanced(options.balance), options, dtype), widened(module)
+    losses = torch.zeros(1 + len(scales), dtype=torch.float64, device=float_weights[0].device)
     once = replace(options, clip_sweeps=0)
     for index, scale in enumerate([torch.ones_like(scales[0]), *scales]):
-        solved = quantizers.solve(awq, [weight * scale for weight in own], stats.rescaled(scale), once, dtype)
+        solved = quantizers.solve(awq, [weight * scale for weight in float_weights], stats.rescaled(scale), once, dtype)
         with contextlib.ExitStack() as changes:
             for linear, quantized in zip(linears, solved.weights, strict=True):
                 changes.enter_context(_computing(linear, quantized.dequantize(torch.float32).div_(scale)))
-            for (args, kwargs), output, weights in zip(seen.given, seen.outputs, tokens, strict=True):
+            for (args, kwargs), output, weights in zip(calls.given, calls.outputs, tokens, strict=True):
                 error = (_first(run(*args, **kwargs)) - output).float().square().sum(-1).view_as(weights)
                 losses[index] += (error * weights.to(error.device)).sum(dtype=torch.float64)
     best = int(distributed.all_sum(losses).argmin())

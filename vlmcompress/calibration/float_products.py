@@ -36,11 +36,11 @@ class FloatProducts(TorchFunctionMode):
         self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS or any(one is self.but for one in args if isinstance(one, Tensor)):
+        if func not in _PRODUCTS or any(arg is self.but for arg in args if isinstance(arg, Tensor)):
             return func(*args, **kwargs)
         wide = {key: self._wide(value) for key, value in kwargs.items()}
-        found = func(*map(self._wide, args), **wide)
-        return found.to(args[0].dtype if args else kwargs["query"].dtype)
+        output = func(*map(self._wide, args), **wide)
+        return output.to(args[0].dtype if args else kwargs["query"].dtype)
 
     def _wide(self, value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype == self.dtype else value
@@ -72,8 +72,10 @@ def widened(module: nn.Module) -> Callable[..., Any]:
         return value.float() if value.is_floating_point() else value
 
     def run(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = tree_map_only(Tensor, wide, ((first, *args), kwargs))
-        return tree_map_only(Tensor, lambda one: one.to(first.dtype), functional_call(module, weights, *given))
+        wide_inputs = tree_map_only(Tensor, wide, ((first, *args), kwargs))
+        return tree_map_only(
+            Tensor, lambda tensor: tensor.to(first.dtype), functional_call(module, weights, *wide_inputs)
+        )
 
     return run
 

@@ -88,15 +88,15 @@ def gradients(
         stack.enter_context(float_products(vlm.model))
         progress("gradients", 0, len(answered))
         for rows in distributed.shard(bucket_by_length([batches[index] for index in answered])):
-            own = [answered[row] for row in rows]
-            batch = {key: value.to(device) for key, value in collate([batches[index] for index in own]).items()}
+            indices = [answered[row] for row in rows]
+            batch = {key: value.to(device) for key, value in collate([batches[index] for index in indices]).items()}
             add_positions(batch, vlm.spec)
             totals.begin(batch["modality"])
             logits, target = _answer_logits(vlm.model, batch)
             losses = _losses(logits, target)
-            started = losses.sum() if fisher == "labels" else _signalled(logits, target, own, seed)
+            started = losses.sum() if fisher == "labels" else _signalled(logits, target, indices, seed)
             (started * scale).backward()
-            totals.end(scale, own)
+            totals.end(scale, indices)
             if totals.problem:
                 break
             loss += float(losses.detach().double().sum()) / len(answered)
@@ -104,8 +104,8 @@ def gradients(
             progress("gradients", done, len(answered))
         distributed.raise_any(totals.problem)
     loss = float(distributed.all_sum(torch.tensor(loss, dtype=torch.float64)))
-    found = [{name: totals.mean(name, vlm.model) for name in linears} for linears in blocks]
-    return Gradients(loss, len(answered), found)
+    means = [{name: totals.mean(name, vlm.model) for name in linears} for linears in blocks]
+    return Gradients(loss, len(answered), means)
 
 
 def kept_gradients(
@@ -117,13 +117,13 @@ def kept_gradients(
     seed: int = 0,
 ) -> Gradients:
     """The gradients that `store` keeps; where it has none yet, those of a pass, which it keeps then."""
-    known = store.noted("gradients")
-    if known is not None:
-        return Gradients.from_dict(known)
-    found = gradients(vlm, batches, progress, fisher=fisher, seed=seed)
+    stored = store.noted("gradients")
+    if stored is not None:
+        return Gradients.from_dict(stored)
+    computed = gradients(vlm, batches, progress, fisher=fisher, seed=seed)
     if distributed.is_main():
-        store.note("gradients", found.to_dict())
-    return found
+        store.note("gradients", computed.to_dict())
+    return computed
 
 
 def kept_sensitivities(
@@ -173,8 +173,8 @@ def _signalled(logits: Tensor, target: Tensor, samples: Sequence[int], seed: int
     """A scalar whose gradient at `logits [samples, columns, vocabulary]` is each answer token's signal over their number."""
     signs = torch.zeros(logits.shape, dtype=torch.int8)
     answers = (target != _NO_TARGET).cpu()
-    for own, chosen, sample in zip(signs, answers, samples, strict=True):
-        own[chosen] = _fisher.draw(int(chosen.sum()), logits.shape[-1], seed, sample)
+    for sample_signs, chosen, sample in zip(signs, answers, samples, strict=True):
+        sample_signs[chosen] = _fisher.draw(int(chosen.sum()), logits.shape[-1], seed, sample)
     counts = answers.sum(1).to(logits.device)[:, None, None]
     return (_fisher.signal(logits.detach(), signs.to(logits.device)) / counts * logits).sum()
 
@@ -241,17 +241,17 @@ class _Totals:
         )
 
     def _watch(self, name: str, expert: models.Expert | None) -> Callable:
-        def reduce(grad: Tensor, given: Tensor | None) -> None:
+        def reduce(grad: Tensor, upstream: Tensor | None) -> None:
             rows = grad.detach().reshape(-1, grad.shape[-1]).float()
             codes = self._codes.to(rows.device)
             values = torch.stack([rows.abs().mean(1), rows.square().mean(1), rows.new_ones(len(rows))], 1)
             sums = values.new_zeros(self._rows * _KINDS, 3)
-            self._seen[name] = sums.index_add_(0, codes if given is None else codes[given], values)
+            self._seen[name] = sums.index_add_(0, codes if upstream is None else codes[upstream], values)
 
         def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
             if output.requires_grad:
-                given = expert.rows if expert else None
-                output.register_hook(lambda grad: reduce(grad, given))
+                upstream = expert.rows if expert else None
+                output.register_hook(lambda grad: reduce(grad, upstream))
 
         return hook
 

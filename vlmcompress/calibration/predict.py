@@ -86,12 +86,16 @@ class Predictor:
             sizes = [quadratic(rows, gram).sum().item() for rows in self.rows]
             self.factors = [1 / size if size > 0 else 0.0 for size in sizes]
             return
-        seen: dict[tuple, Tensor | None] = {}
-        for own in squares:
-            key = tuple(sorted(own.items()))
-            if key not in seen:
-                seen[key] = stats.gram({m: own.get(m, 0.0) for m in stats.count}) if any(own.values()) else None
-        self.grams = [seen[tuple(sorted(own.items()))] for own in squares]
+        grams: dict[tuple, Tensor | None] = {}
+        for layer_squares in squares:
+            key = tuple(sorted(layer_squares.items()))
+            if key not in grams:
+                grams[key] = (
+                    stats.gram({m: layer_squares.get(m, 0.0) for m in stats.count})
+                    if any(layer_squares.values())
+                    else None
+                )
+        self.grams = [grams[tuple(sorted(layer_squares.items()))] for layer_squares in squares]
         self.factors = [0.5 * share for share in self.shares]
 
     @torch.no_grad()
@@ -110,15 +114,15 @@ class Predictor:
             scale = quantizers.smooth(module, list(rows), stats, options, self.scale_dtype)
         if scale is not None:
             rows, stats = [row * scale for row in rows], stats.rescaled(scale)
-        found, prepared = 0.0, self._prepared if scale is None else {}
+        total, prepared = 0.0, self._prepared if scale is None else {}
         errors = quantizers.sketch(module, rows, stats, options, self.scale_dtype, prepared)
         for row, dw, gram, factor in zip(rows, errors, self.grams, self.factors, strict=True):
             if gram is None:
                 continue
             noise = input_noise(scheme.activations, gram, scale) @ row.square().sum(0) if scheme.activations else 0.0
             dw = dw if scale is None else dw / scale
-            found += factor * (quadratic(dw, gram).sum().item() + float(noise))
-        return found
+            total += factor * (quadratic(dw, gram).sum().item() + float(noise))
+        return total
 
     def _of(self, module: Quantizer, options: QuantizerOptions) -> GroupStats:
         """The statistics that a method reads; balanced as its options ask where it reads the Gram matrix."""

@@ -32,14 +32,14 @@ def mixtures(model: nn.Module) -> list[Experts]:
 @contextmanager
 def routed_to_all(model: nn.Module) -> Iterator[None]:
     """Every expert is given all tokens within the context."""
-    found = mixtures(model)
+    layers = mixtures(model)
     try:
-        for one in found:
-            one.all_tokens = True
+        for mixture in layers:
+            mixture.all_tokens = True
         yield
     finally:
-        for one in found:
-            one.all_tokens = False
+        for mixture in layers:
+            mixture.all_tokens = False
 
 
 class LayerDraw:
@@ -114,19 +114,19 @@ class Routed:
         """Modalities of the rows that the expert of a group is given now, and which of them a sample keeps."""
         rows = self.owners[index].rows
         assert rows is not None
-        found = split(self._codes[rows])
-        for name, number in found.count.items() if distributed.is_main() else ():
+        routed = split(self._codes[rows])
+        for name, number in routed.count.items() if distributed.is_main() else ():
             sample = self._samples.setdefault((index, name), Reservoir(SAMPLE, self.draw.seed))
             places, chosen = sample.draw(number)
-            own = found.rows[name]
-            found.drawn[name] = places, chosen if own is None else own[chosen]
-        return found.to(self.device)
+            indices = routed.rows[name]
+            routed.drawn[name] = places, chosen if indices is None else indices[chosen]
+        return routed.to(self.device)
 
     def fill(self, collectors: Sequence[Collector]) -> None:
         """Run experts that saw too few tokens on others of the layer. Every worker calls this, behind its last batch."""
-        wanted, seen = min(self.draw.width, self.draw.tokens), self._counted(collectors)
+        least, counts = min(self.draw.width, self.draw.tokens), self._counted(collectors)
         firsts = {id(self.owners[index]): index for index in sorted(self.owners, reverse=True)}
-        missing = {index: wanted - sum(seen[index].values()) for index in sorted(firsts.values())}
+        missing = {index: least - sum(counts[index].values()) for index in sorted(firsts.values())}
         self.borrowed = {index: count for index, count in missing.items() if count > 0}
         if self.borrowed:
             names = list(self.draw.room)
@@ -148,6 +148,6 @@ class Routed:
 
     def _counted(self, collectors: Sequence[Collector]) -> dict[int, dict[str, int]]:
         """What all workers have shown the experts so far."""
-        own = torch.tensor([[collectors[index].count[name] for name in MODALITIES] for index in self.owners])
-        rows = distributed.all_sum(own.to(self.device)).tolist()
+        counts = torch.tensor([[collectors[index].count[name] for name in MODALITIES] for index in self.owners])
+        rows = distributed.all_sum(counts.to(self.device)).tolist()
         return {index: dict(zip(MODALITIES, row, strict=True)) for index, row in zip(self.owners, rows, strict=True)}

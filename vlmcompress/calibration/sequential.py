@@ -30,8 +30,10 @@ def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 
     def extend(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         tail = {**donor, "modality": torch.zeros_like(donor["modality"])}
-        own = {key: torch.cat([value, tail[key]], 1) for key, value in batch.items() if tail[key].shape == (1, length)}
-        return tail | own
+        appended = {
+            key: torch.cat([value, tail[key]], 1) for key, value in batch.items() if tail[key].shape == (1, length)
+        }
+        return tail | appended
 
     return [batch if "pixel_values" in batch else extend(batch) for batch in batches]
 

@@ -96,9 +96,9 @@ class BlockResult:
 
     def add(self, other: BlockResult) -> None:
         """Add the changes of another part of the block."""
-        for one in fields(self):
-            if one.name != "warnings":
-                getattr(self, one.name).update(getattr(other, one.name))
+        for attribute in fields(self):
+            if attribute.name != "warnings":
+                getattr(self, attribute.name).update(getattr(other, attribute.name))
         self.warnings += other.warnings
 
 
@@ -129,14 +129,14 @@ def solve_block(
     result, current = BlockResult(), _Current(weights)
     foldable = [group for group in groups if group.name in stats and _foldable(group, groups)]
     # A group's scale is searched on weights that no other group's has changed, so workers can share the searches.
-    found = distributed.merge_dicts(
+    searched = distributed.merge_dicts(
         {
             group.name: _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
             for group in distributed.shard(foldable)
         }
     )
     for group in foldable:
-        scale = found[group.name]
+        scale = searched[group.name]
         if scale is None:
             continue
         assert group.smooth is not None
@@ -153,8 +153,8 @@ def solve_block(
     for group in groups:
         group_stats = stats.pop(group.name, None)
         if group.name in mine:
-            own = [current[name] for name in group.linears]
-            solved[group.name] = _solve_group(group, own, group_stats, method.of(group), scale_dtype)
+            group_weights = [current[name] for name in group.linears]
+            solved[group.name] = _solve_group(group, group_weights, group_stats, method.of(group), scale_dtype)
     solved = distributed.merge_dicts(solved)
     for group in groups:
         result.add(solved[group.name])
@@ -200,9 +200,9 @@ def _smoothing(
     chosen = method.of(group)
     if "block_scales" in chosen.needs.searches or group.name in scales:
         return scales.get(group.name)
-    own = [current[name] for name in group.linears]
+    weights = [current[name] for name in group.linears]
     with _naming(group):
-        return quantizers.smooth(chosen.module, own, stats, chosen.options, scale_dtype)
+        return quantizers.smooth(chosen.module, weights, stats, chosen.options, scale_dtype)
 
 
 @contextmanager
@@ -217,8 +217,8 @@ def _naming(group: Group) -> Iterator[None]:
 def _as_stored(scale: Tensor, norm: Tensor, offset: float) -> Tensor:
     """The `s [channels]` by which a norm of weight `norm` is divided in effect, once the quotient is rounded for storage."""
     exact, old = scale.to(norm.device), norm.float() + offset
-    found = old / (_divided(norm, exact, offset).float() + offset)
-    return torch.where(found.isfinite() & (found > 0), found, exact).to(scale.device)
+    stored = old / (_divided(norm, exact, offset).float() + offset)
+    return torch.where(stored.isfinite() & (stored > 0), stored, exact).to(scale.device)
 
 
 def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
@@ -268,9 +268,9 @@ def _errors(
         return {"weight": _weight_error(weight, quantized)}
     step = math.ceil(len(weight) / _ROWS)
     weight, q = weight[::step], _rows(quantized, slice(None, None, step)).dequantize(torch.float32)
-    found = stats.error(q - weight, weight)
+    errors = stats.error(q - weight, weight)
     added = {} if act is None else stats.rounding_error(q, weight, lambda x: round_activations(x, act, input_scale))
-    return {modality: error + added.get(modality, 0.0) for modality, error in found.items()}
+    return {modality: error + added.get(modality, 0.0) for modality, error in errors.items()}
 
 
 def _weight_error(weight: Tensor, quantized: QTensor) -> float:
@@ -294,12 +294,12 @@ def _rows(quantized: QTensor, rows: slice) -> QTensor:
 
 def warnings(results: Iterable[BlockResult]) -> list[str]:
     """Summarize the warnings of all blocks, a line for each kind whatever the number of layers concerned."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_text: dict[str, list[tuple[str, str]]] = {}
     for what, layer, detail in (warning for result in results for warning in result.warnings):
-        found.setdefault(what, []).append((layer, detail))
+        by_text.setdefault(what, []).append((layer, detail))
     return [
         f"{what}; {len(where)} group{'s' if len(where) > 1 else ''} of layers, first {where[0][0]}: {where[0][1]}"
-        for what, where in found.items()
+        for what, where in by_text.items()
     ]
 
 

@@ -69,7 +69,9 @@ class Collected(BlockFiles):
 
     def save(self, layer: int, stats: Mapping[str, GroupStats], kv_ranges: Mapping[str, Tensor]) -> None:
         """Write a block's statistics by group, and the ranges of keys and values by attention module."""
-        tensors = {f"{group}/{key}": t for group, one in stats.items() for key, t in one.state_dict().items()}
+        tensors = {
+            f"{group}/{key}": t for group, group_stats in stats.items() for key, t in group_stats.state_dict().items()
+        }
         self.write(self.path(layer), tensors | {f"kv/{name}": ranges for name, ranges in kv_ranges.items()})
 
     def entropies(self) -> dict[int, dict[str, float]]:
@@ -101,8 +103,8 @@ class Statistics:
     @cached_property
     def gradients(self) -> Gradients | None:
         """Gradients of the answers' loss; None: they were not collected."""
-        found = self.facts.get("gradients")
-        return None if found is None else Gradients.from_dict(found)
+        stored = self.facts.get("gradients")
+        return None if stored is None else Gradients.from_dict(stored)
 
     @cached_property
     def sensitivities(self) -> dict[tuple[int, str], Sensitivity]:
@@ -125,8 +127,8 @@ class Statistics:
                 states.setdefault(group, {})[key] = file.get_tensor(name)
         kv_ranges = states.pop("kv", {})
         stats = {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}
-        for group, one in stats.items():
-            one.sensitivity = self.sensitivities.get((layer, group))
+        for group, group_stats in stats.items():
+            group_stats.sensitivity = self.sensitivities.get((layer, group))
         return stats, kv_ranges
 
     def other_model(self, model: Path) -> list[str]:
@@ -135,10 +137,10 @@ class Statistics:
         for key, what in (("config_sha256", "config"), ("headers_sha256", "shapes of weights")):
             if was[key] != now[key]:
                 return [self.differs(what, was["source"], was[key], model, now[key])]
-        files, own = self.facts["processor"], processor_identity(model)
-        for name in sorted(files.keys() | own.keys()):
-            if files.get(name) != own.get(name):
-                return [self.differs(name, was["source"], files.get(name), model, own.get(name))]
+        files, hashes = self.facts["processor"], processor_identity(model)
+        for name in sorted(files.keys() | hashes.keys()):
+            if files.get(name) != hashes.get(name):
+                return [self.differs(name, was["source"], files.get(name), model, hashes.get(name))]
         return []
 
     def differs(self, what: str, source: str, was: str | None, model: Path, now: str | None) -> str:
@@ -151,20 +153,20 @@ class Statistics:
     @property
     def rotation(self) -> dict[str, Any] | None:
         """The rotation of the model that they are of, as `Recipe.rotation` gives it; None for none."""
-        found: dict[str, Any] | None = self.facts.get("rotate")
-        return found
+        rotation: dict[str, Any] | None = self.facts.get("rotate")
+        return rotation
 
     @property
     def reducer(self) -> ReducerChoice | None:
         """The reducer that the statistics were collected behind; None for none."""
-        given = self.facts["calibration"].get("reduce")
-        return read_reducer(given, f"{self.folder / NAME}: reduce") if given else None
+        stored = self.facts["calibration"].get("reduce")
+        return read_reducer(stored, f"{self.folder / NAME}: reduce") if stored else None
 
     @property
     def resize(self) -> Resize | None:
         """How images were made smaller for these statistics; None: they were as they are."""
-        given = self.facts["calibration"].get("resize")
-        return None if given is None else Resize(**given)
+        stored = self.facts["calibration"].get("resize")
+        return None if stored is None else Resize(**stored)
 
 
 def read(folder: Path) -> Statistics:
@@ -179,7 +181,7 @@ def read(folder: Path) -> Statistics:
     try:
         facts = json_files.read(path)
         version = facts["schema_version"]
-        sizes = {name: known["size"] for name, known in facts["files"].items()}
+        sizes = {name: recorded["size"] for name, recorded in facts["files"].items()}
         lacking = [key for key in _KEYS if key not in facts]
         if "gradient" in facts.get("needs", ()):
             Gradients.from_dict(facts["gradients"])

@@ -52,7 +52,7 @@ def token_weights(
     """
     paths = models.decoder_layers(vlm.model, vlm.spec)
     parts = [_Block(vlm.model, path, groups, method) for path, groups in zip(paths, blocks, strict=True)]
-    found: list[Weights] = []
+    weights: list[Weights] = []
     for index, batch in enumerate(batches):
         inputs = {key: value.to(vlm.model.device) for key, value in batch.items() if key != "modality"}
         with contextlib.ExitStack() as hooks:
@@ -63,9 +63,9 @@ def token_weights(
             for part in parts:
                 hooks.enter_context(part.quantized_pass())
             vlm.model(**inputs, use_cache=False)
-        found.append({key: weight for part in parts for key, weight in part.weights.items()})
+        weights.append({key: weight for part in parts for key, weight in part.weights.items()})
         progress("weighing tokens", index + 1, len(batches))
-    return _scaled(found)
+    return _scaled(weights)
 
 
 class _Block:
@@ -81,9 +81,11 @@ class _Block:
         self.attention = getattr(self.block, "self_attn", None)
         inside = f"{path}.self_attn."
         self.groups = [group for group in groups if group.linears[0].startswith(inside)] if self.attention else []
-        own: list[tuple[Any, QuantMethod]]
-        own = [(model.get_submodule(name), method.of(group)) for group in groups for name in group.linears]
-        self.formats = [(linear, one.scheme.weights) for linear, one in own if one.scheme]
+        methods: list[tuple[Any, QuantMethod]]
+        methods = [(model.get_submodule(name), method.of(group)) for group in groups for name in group.linears]
+        self.formats = [
+            (linear, layer_method.scheme.weights) for linear, layer_method in methods if layer_method.scheme
+        ]
         self.linears: dict[str, list[Any]]
         self.linears = {group.name: [model.get_submodule(name) for name in group.linears] for group in self.groups}
         self.entry = torch.empty(0)
@@ -164,19 +166,19 @@ def _adder(sums: dict[str, Tensor], name: str) -> Callable:
     return hook
 
 
-def _scaled(found: list[Weights]) -> list[Weights]:
+def _scaled(samples: list[Weights]) -> list[Weights]:
     """Scale weights to a mean square of 1 over all samples' tokens; a group whose weights are all zero gets none."""
     sizes = {}
-    for key in {key for weights in found for key in weights}:
-        together = torch.cat([weights[key] for weights in found]).double()
+    for key in {key for weights in samples for key in weights}:
+        together = torch.cat([weights[key] for weights in samples]).double()
         sizes[key] = float(together.square().mean().sqrt())
-    return [{key: (w / sizes[key]).cpu() for key, w in weights.items() if sizes[key] > 0} for weights in found]
+    return [{key: (w / sizes[key]).cpu() for key, w in weights.items() if sizes[key] > 0} for weights in samples]
 
 
 @contextlib.contextmanager
-def _hooked(module: nn.Module | None, register: str, hook: Callable, **how: Any) -> Iterator[None]:
+def _hooked(module: nn.Module | None, register: str, hook: Callable, **options: Any) -> Iterator[None]:
     """Register a hook within the context; for no module, do nothing."""
-    handle = getattr(module, register)(hook, **how) if module is not None else None
+    handle = getattr(module, register)(hook, **options) if module is not None else None
     try:
         yield
     finally:

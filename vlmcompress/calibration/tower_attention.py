@@ -38,14 +38,14 @@ def scales(vlm: VLM, samples: list[dict[str, Tensor]], progress: Progress = sile
     """
     with _watched(vlm.model, vlm.spec) as largest:
         capture_block_inputs(vlm, samples, progress)
-    found = {}
-    for name, own in largest.items():
-        pooled = distributed.all_max(own)
+    scales = {}
+    for name, magnitudes in largest.items():
+        pooled = distributed.all_max(magnitudes)
         if not pooled.all():
             raise UserError("vision_attention needs images, and the calibration data have none; name some with --calib")
         layer = f"{vlm.spec.engine_name(name)}.attn"
-        found[layer] = dict(zip(_PARTS, (pooled * (MARGIN / FLOAT8_MAX)).tolist(), strict=True))
-    return found
+        scales[layer] = dict(zip(_PARTS, (pooled * (MARGIN / FLOAT8_MAX)).tolist(), strict=True))
+    return scales
 
 
 @contextmanager
@@ -65,10 +65,10 @@ def _watched(model: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
     if len(set(before)) > 1:
         raise ValueError(f"blocks of one tower have attentions {sorted(set(before))}")
 
-    def show(module: nn.Module, *states: Any, **more: Any) -> Any:
-        seen = torch.stack([one.detach().abs().amax().float() for one in states[:3]]).cpu()
-        largest[names[module]] = torch.maximum(largest[names[module]], seen)
-        return _function(before[0], module)(module, *states, **more)
+    def show(module: nn.Module, *states: Any, **kwargs: Any) -> Any:
+        call_largest = torch.stack([state.detach().abs().amax().float() for state in states[:3]]).cpu()
+        largest[names[module]] = torch.maximum(largest[names[module]], call_largest)
+        return _function(before[0], module)(module, *states, **kwargs)
 
     AttentionInterface.register(_NAME, show)
     try:
@@ -85,5 +85,5 @@ def _function(implementation: str, module: nn.Module) -> Any:
     """The attention that a module computes by itself; that called `eager` is in the module's own file."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
-    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
+    eager: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)

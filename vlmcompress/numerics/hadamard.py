@@ -26,10 +26,10 @@ def even_part(n: int) -> int:
 
 def base(m: int) -> Tensor:
     """The Hadamard matrix `[m, m]`, float64, of an order that `split` gives. Raises `ValueError` for one without."""
-    found = _paley(m)
-    if found is None:
+    matrix = _paley(m)
+    if matrix is None:
         raise ValueError(f"no Hadamard matrix of order {m} is known here")
-    return found.clone()
+    return matrix.clone()
 
 
 def transform(x: Tensor) -> Tensor:

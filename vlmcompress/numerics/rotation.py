@@ -44,9 +44,9 @@ class Rotation:
         if kind == "random":
             self.power, self.factor = 1, _haar(n, draw)
             return
-        found = hadamard.split(n)
-        self.power, order = found or (hadamard.even_part(n), n // hadamard.even_part(n))
-        self.factor = hadamard.base(order) / math.sqrt(order) if found else _haar(order, draw)  # [order, order]
+        factors = hadamard.split(n)
+        self.power, order = factors or (hadamard.even_part(n), n // hadamard.even_part(n))
+        self.factor = hadamard.base(order) / math.sqrt(order) if factors else _haar(order, draw)  # [order, order]
         self.signs = torch.randint(0, 2, (n,), generator=draw, dtype=torch.float64) * 2 - 1
 
     def rows(self, x: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ than GPTQ's, on purpose.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class Options(gptq.Options):
     "groups" or "blocks", what is quantized already where a group's input is observed."""
 
     correct: float = 1.0
-    behind: Literal["groups", "blocks"] = "groups"
+    behind: str = "groups"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +88,9 @@ def needs(options: Options) -> Needs:
     """What gptq requires; for a correction the cross-Gram matrix, captured behind what `behind` says."""
     inherited = gptq.needs(options)
     cross = {CROSS} if options.correct else set()
-    return replace(inherited, statistics=inherited.statistics | cross, prefix=options.behind)
+    return replace(
+        inherited, statistics=inherited.statistics | cross, prefix="groups" if options.behind == "groups" else "blocks"
+    )
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Prepared:

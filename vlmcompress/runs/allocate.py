@@ -50,11 +50,11 @@ def hand_over(out: Path, store: BlockFiles) -> None:
     """Give a store the gradients of statistics that were collected for an allocation, so that no second pass collects them."""
 
     folder = _folder(out)
-    known = (
+    names = (
         statistics_folder.read(folder).facts.get("gradients") if (folder / statistics_folder.NAME).is_file() else None
     )
-    if known and store.noted("gradients") is None:
-        store.note("gradients", known)
+    if names and store.noted("gradients") is None:
+        store.note("gradients", names)
 
 
 def clean(out: Path) -> None:
@@ -74,8 +74,8 @@ def decide(
         progress: called with (label, done, total).
         rows: number of rows of a group that errors are predicted on.
     """
-    given, bits = work.budget, work.recipe.bits
-    assert given is not None and bits is not None
+    budget, bits = work.budget, work.recipe.bits
+    assert budget is not None and bits is not None
     rule = RULES[bits.by]
     if lacking := sorted(rule.needs - statistics.facts.keys()):
         remedy = statistics_match.remedy(statistics, lacking)
@@ -83,18 +83,18 @@ def decide(
     if bits.by == "error" and "gradients" not in statistics.facts:
         note(blind(statistics))
     errors = predicted(work, statistics, read, progress, rows)
-    order = {key: list(own) for key, own in given.sizes.items()}
+    order = {key: list(sizes) for key, sizes in budget.sizes.items()}
     candidates = {
-        key: [Candidate(given.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
+        key: [Candidate(budget.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
     }
     try:
-        chosen = rule.decide(candidates, given.nbytes, statistics.facts)
+        chosen = rule.decide(candidates, budget.nbytes, statistics.facts)
     except ValueError as error:
         raise UserError(f"bits.by {bits.by}: {error}") from error
     picked = {key: order[key][index] for key, index in chosen.items()}
     unit = "nats" if "gradients" in statistics.facts else "relative squared output error"
     groups = [group for block in work.blocks for group in block]
-    others = {(group.layer, group.name): given.widths[picked[group.layer, group.unit]] for group in groups}
+    others = {(group.layer, group.name): budget.widths[picked[group.layer, group.unit]] for group in groups}
     return others, _facts(work, picked, errors, unit)
 
 
@@ -121,18 +121,18 @@ def predicted(
     """
     assert work.budget is not None
     balance = balance or work.recipe.options.balance or "off"
-    found: dict[Key, dict[str, float]] = {}
+    errors: dict[Key, dict[str, float]] = {}
     for layer, groups in enumerate(work.blocks):
         stats = statistics.load(layer)[0] if groups else {}
         for group in groups:
             predictor, scale = predictor_of(group, stats.pop(group.name), statistics, read, balance, rows)
-            sums = found.setdefault((layer, group.unit), {})
+            sums = errors.setdefault((layer, group.unit), {})
             for name, method in sorted(work.budget.widths.items(), key=_balance):  # as predictors want it
                 if name in work.budget.sizes[layer, group.unit]:
                     error = scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
                     sums[name] = sums.get(name, 0.0) + error
         progress("predicting", layer + 1, len(work.blocks))
-    return found
+    return errors
 
 
 def predictor_of(
@@ -165,21 +165,21 @@ def reader(source: Source) -> Read:
 
 
 def _facts(work: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[str, float]], unit: str) -> dict:
-    given, bits = work.budget, work.recipe.bits
-    assert given is not None and bits is not None
-    nbytes = sum(given.sizes[key][name] for key, name in picked.items())
-    everywhere = [name for name in given.widths if all(name in own for own in given.sizes.values())]
+    budget, bits = work.budget, work.recipe.bits
+    assert budget is not None and bits is not None
+    nbytes = sum(budget.sizes[key][name] for key, name in picked.items())
+    everywhere = [name for name in budget.widths if all(name in sizes for sizes in budget.sizes.values())]
     uniform = {
         name: {
-            "bits": round(given.bits(sum(own[name] for own in given.sizes.values())), 4),
-            "predicted": sum(own[name] for own in errors.values()),
+            "bits": round(budget.bits(sum(sizes[name] for sizes in budget.sizes.values())), 4),
+            "predicted": sum(sizes[name] for sizes in errors.values()),
         }
         for name in everywhere
     }
     return {
         **bits.model_dump(exclude_none=True, mode="json"),
-        "among": list(given.widths),
-        "bits": round(given.bits(nbytes), 4),
+        "among": list(budget.widths),
+        "bits": round(budget.bits(nbytes), 4),
         "bytes": nbytes,
         "unit": unit,
         "predicted": sum(errors[key][name] for key, name in picked.items()),
@@ -207,14 +207,16 @@ def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
     assert recipe.out is not None and recipe.bits is not None and work.budget is not None
     folder = _folder(recipe.out)
     if resume and (folder / statistics_folder.NAME).is_file():
-        found = statistics_folder.read(folder)
-        if not statistics_match.problems(found, recipe, work.method, work.blocks):
-            statistics_match.verify(found, recipe)
-            return found
+        stored = statistics_folder.read(folder)
+        if not statistics_match.problems(stored, recipe, work.method, work.blocks):
+            statistics_match.verify(stored, recipe)
+            return stored
     methods = [work.method, *work.budget.widths.values()]
     needs = RULES[recipe.bits.by].needs.union({"gram"}, *(method.needs.statistics for method in methods))
-    own = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
+    collecting = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
     with torch.inference_mode(False):
         read = work.source.path if recipe.rotate else None
-        calibrate(own, needs=needs, likes={"gradient"}, read=read, resume=resume, overwrite=True, progress=progress)
+        calibrate(
+            collecting, needs=needs, likes={"gradient"}, read=read, resume=resume, overwrite=True, progress=progress
+        )
     return statistics_folder.read(folder)

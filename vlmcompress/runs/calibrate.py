@@ -49,26 +49,26 @@ def needed(names: Collection[str]) -> frozenset[str]:
     Raises:
         UserError: a name that is none of them, or names that together read nothing.
     """
-    found: set[str] = set()
+    needs: set[str] = set()
     for name in map(SCHEMES.name, names):
-        known = {*SCHEMES.names(), *RULES, *BY_GRADIENT}
-        if name not in known:
-            raise UserError(f"--for: no scheme, rule for bits or balance '{name}'{did_you_mean(name, known)}")
+        choices = {*SCHEMES.names(), *RULES, *BY_GRADIENT}
+        if name not in choices:
+            raise UserError(f"--for: no scheme, rule for bits or balance '{name}'{did_you_mean(name, choices)}")
         if name in SCHEMES.names():
             module = SCHEMES.get(name)
-            found |= QuantMethod(module, module.Options()).needs.statistics
+            needs |= QuantMethod(module, module.Options()).needs.statistics
         if name in RULES:
-            found |= {"gram", *RULES[name].needs}
+            needs |= {"gram", *RULES[name].needs}
         if name in BY_GRADIENT:
-            found.add("gradient")
-    if CROSS in found:
+            needs.add("gradient")
+    if CROSS in needs:
         raise UserError(
             f"--for {','.join(names)}: the cross-Gram matrix depends on the blocks quantized before and cannot be collected "
             "once for all; quantize with --calib instead"
         )
-    if not found:
+    if not needs:
         raise UserError(f"--for {','.join(names)}: needs no statistics; quantize without --stats")
-    return frozenset(found)
+    return frozenset(needs)
 
 
 def calibrate(

@@ -77,11 +77,11 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x, scale), layer = ctx.saved_tensors, ctx.layer
         wide = torch.float32 if grad.device.type == "cpu" else grad.dtype  # some processors emulate 16-bit products
-        own = grad.to(wide)
-        inputs = (own @ layer.weight.to(wide)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        wide_grad = grad.to(wide)
+        inputs = (wide_grad @ layer.weight.to(wide)).to(x.dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return inputs, None, None
-        of_weight = (own.flatten(0, -2).T @ x.to(wide).flatten(0, -2)).float()
+        of_weight = (wide_grad.flatten(0, -2).T @ x.to(wide).flatten(0, -2)).float()
         steps = dequantize(layer.codes, torch.ones_like(scale, dtype=torch.float32), layer.zero_point, layer.format)
         return inputs, gathered(of_weight * steps, scale.shape).to(scale.dtype), None
 

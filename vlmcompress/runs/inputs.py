@@ -93,9 +93,9 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
         vlm = resizing.resized(vlm, resize) if resize else vlm
         batches = encode([*samples, *texts], vlm, max_length=settings.max_length, progress=progress)
     text = (texts, mixed) if mixed else None
-    asked = settings.samples // 2 * 2 if mixed else settings.samples
-    more: dict[str, Any] = {"processor": vlm.processor, "text": text, "requested": asked}
-    origin = provenance(samples, batches, source, seed=recipe.seed, **more)
+    count = settings.samples // 2 * 2 if mixed else settings.samples
+    options: dict[str, Any] = {"processor": vlm.processor, "text": text, "requested": count}
+    origin = provenance(samples, batches, source, seed=recipe.seed, **options)
     origin |= {"resize": resize.model_dump()} if resize else {}
     check_balance(recipe, origin["tokens"], source)
     for line in notes(origin):

@@ -76,12 +76,12 @@ class Asked:
     @property
     def samples(self) -> int:
         """As many samples as are seen once each, with those that are held out."""
-        seen = self.steps * self.batch
-        return seen + max(LEAST_HELD_OUT, -(-seen // 9))
+        trained = self.steps * self.batch
+        return trained + max(LEAST_HELD_OUT, -(-trained // 9))
 
 
 def learn_reducer(
-    recipe: Recipe, asked: Asked, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent
+    recipe: Recipe, training: Asked, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent
 ) -> dict[str, Any]:
     """Train a scorer for `recipe.model` and write it to the file `recipe.out`; return the facts that it holds.
 
@@ -102,7 +102,7 @@ def learn_reducer(
         assert source is not None
         with phase("loading"):
             samples = teacher_cache.read(source, recipe)
-            settings = _settings(recipe, asked, samples)
+            settings = _settings(recipe, training, samples)
         with distributed.process_group():
             taught = teacher_cache.lesson(
                 recipe, recipe.model, source, samples, settings, resume=resume, progress=progress
@@ -111,9 +111,11 @@ def learn_reducer(
             vlm.model.requires_grad_(False)
             with phase("training"), torch.inference_mode(False):
                 batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-                course, best, others = _Training(vlm, asked, recipe.seed, files, batches, data.held_out).run(progress)
+                course, best, others = _Training(vlm, training, recipe.seed, files, batches, data.held_out).run(
+                    progress
+                )
             distributed.raise_any(None if best else _nothing(course))
-        facts = _facts(recipe, asked, vlm, course, data, taught.origin, others)
+        facts = _facts(recipe, training, vlm, course, data, taught.origin, others)
         if distributed.is_main():
             scorer_file.save(out, best, facts)
             files.remove()
@@ -124,9 +126,9 @@ class _Training:
     """A run: the model with gates on its visual tokens, and the scorer's tensors."""
 
     def __init__(
-        self, vlm: VLM, asked: Asked, seed: int, files: RecoveryFiles, batches: Encoded, held_out: int
+        self, vlm: VLM, settings: Asked, seed: int, files: RecoveryFiles, batches: Encoded, held_out: int
     ) -> None:
-        self.vlm, self.asked, self.seed, self.files, self.batches = vlm, asked, seed, files, batches
+        self.vlm, self.asked, self.seed, self.files, self.batches = vlm, settings, seed, files, batches
         self.first = len(batches) - held_out
         self.gated = Gated(vlm)
         self.step = 0
@@ -134,19 +136,19 @@ class _Training:
 
     def run(self, progress: Progress) -> tuple[Course, dict[str, Tensor], dict[str, float]]:
         """Train; return how it went, the best tensors, and the held-out divergence behind the reducers `COMPARED`."""
-        asked = self.asked
+        settings = self.asked
         with self.gated:
             mean, spread = self._spread()
-            start = learned.initial(mean, spread, asked.hidden, self.seed)
+            start = learned.initial(mean, spread, settings.hidden, self.seed)
             self.weights = {name: value.to(self.vlm.model.device) for name, value in start.items()}
             trained = {
                 name: value.requires_grad_() for name, value in self.weights.items() if name not in learned.FIXED
             }
-            others = {name: self._measured(_chosen_by(name, asked.keep)) for name in COMPARED}
+            others = {name: self._measured(_chosen_by(name, settings.keep)) for name in COMPARED}
             course, best = train(
                 trained,
                 self.first,
-                Settings(asked.steps, asked.batch, asked.lr, asked.every, self.seed, PATIENCE, DIVERGED),
+                Settings(settings.steps, settings.batch, settings.lr, settings.every, self.seed, PATIENCE, DIVERGED),
                 backward=self._backward,
                 held_out=lambda: self._measured(self._hard),
                 changed=self._changed,
@@ -179,10 +181,10 @@ class _Training:
             return gating.gates(values, best, temperature).index_fill(0, cover, 1.0)
 
         with torch.enable_grad():
-            found = self._loss(index, soft)
-            if found.requires_grad:  # a sample of text alone has no gates
-                (found * factor).backward()
-        return float(found.detach())
+            loss = self._loss(index, soft)
+            if loss.requires_grad:  # a sample of text alone has no gates
+                (loss * factor).backward()
+        return float(loss.detach())
 
     def _hard(self, features: Tensor, grid: Grid) -> Tensor:
         values = learned.worth(self.weights, features, grid)
@@ -255,10 +257,10 @@ def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
         raise UserError(reason)
 
 
-def _settings(recipe: Recipe, asked: Asked, samples: list[Sample]) -> dict[str, Any]:
+def _settings(recipe: Recipe, settings: Asked, samples: list[Sample]) -> dict[str, Any]:
     """All that decides a run, by names for messages."""
     return {
-        **{f"--{name}": value for name, value in asdict(asked).items()},
+        **{f"--{name}": value for name, value in asdict(settings).items()},
         "--seed": recipe.seed,
         "calibrate.max_length": recipe.calibrate.max_length,
         "samples with the hash": data_hash(samples),
@@ -276,7 +278,7 @@ def _nothing(course: Course) -> str:
 
 def _facts(
     recipe: Recipe,
-    asked: Asked,
+    settings: Asked,
     vlm: VLM,
     course: Course,
     data: Data,
@@ -288,9 +290,9 @@ def _facts(
         "model_type": vlm.model.config.model_type,
         "source": hub.facts(recipe.model)["source"],
         "width": vlm.model.config.get_text_config().hidden_size,
-        "hidden": asked.hidden,
-        "keep": asked.keep,
-        "training": asdict(asked) | {"seed": recipe.seed},
+        "hidden": settings.hidden,
+        "keep": settings.keep,
+        "training": asdict(settings) | {"seed": recipe.seed},
         "samples": {
             "source": origin["source"],
             "trained_on": len(data.samples) - data.held_out,

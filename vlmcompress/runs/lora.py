@@ -33,12 +33,12 @@ def create(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> dict[
         `LAYER.lora_down [rank, in]` and `LAYER.lora_up [out, rank]` of each layer, float32.
     """
     random = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
+    adapters: dict[str, Tensor] = {}
     for name, (rows, columns) in shapes.items():
-        own = min(rank, rows, columns)
-        found[f"{name}.{DOWN}"] = torch.randn(own, columns, generator=random) / columns**0.5
-        found[f"{name}.{UP}"] = torch.zeros(rows, own)
-    return found
+        layer_rank = min(rank, rows, columns)
+        adapters[f"{name}.{DOWN}"] = torch.randn(layer_rank, columns, generator=random) / columns**0.5
+        adapters[f"{name}.{UP}"] = torch.zeros(rows, layer_rank)
+    return adapters
 
 
 def layers(adapters: Mapping[str, Tensor]) -> list[str]:

@@ -48,9 +48,9 @@ def divergence(kept: Mapping[str, Tensor], logits: Tensor) -> Tensor:
     if "ids" not in kept:
         return (teacher.exp() * (teacher - student)).sum(-1).mean()
     ids = kept["ids"].to(logits.device).long()
-    own = student.gather(-1, ids)
-    found = (teacher.exp() * (teacher - own)).sum(-1)
+    kept_logs = student.gather(-1, ids)
+    loss = (teacher.exp() * (teacher - kept_logs)).sum(-1)
     left = 1 - teacher.exp().sum(-1)  # the mass of all other tokens
     others = student.scatter(-1, ids, float("-inf")).logsumexp(-1)
     rest = left * (left.clamp_min(_LEAST).log() - others)
-    return (found + torch.where(left > _LEAST, rest, torch.zeros_like(rest))).mean()
+    return (loss + torch.where(left > _LEAST, rest, torch.zeros_like(rest))).mean()

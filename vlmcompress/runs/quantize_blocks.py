@@ -63,15 +63,15 @@ def quantize_blocks(
         if "gradient" in method.needs.statistics:
             sensitivities = kept_sensitivities(store, vlm, blocks, samples, progress, fisher, seed)
     with phase("searching"):
-        found = _search(vlm, blocks, samples, method, sensitivities, progress)
-    method, norm_offset, device = found.method, vlm.spec.norm_offset, vlm.model.device
+        searched = _search(vlm, blocks, samples, method, sensitivities, progress)
+    method, norm_offset, device = searched.method, vlm.spec.norm_offset, vlm.model.device
     # Beside what the method reads: what errors are reported by, and the rounding of inputs.
     statistics = method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
     spec = CaptureSpec(
         statistics,
         method.needs.prefix,
         kv_cache=kv_cache,
-        token_weights=found.token_weights,
+        token_weights=searched.token_weights,
         all_experts=all_experts,
     )
     quantized: dict[str, Any] = {}  # linear layers of the block before
@@ -90,7 +90,7 @@ def quantize_blocks(
         groups = [group for group in blocks[layer] if group.name in captured.stats]
         with phase("searching"):
             best = finalists.choose(vlm, layer, groups, captured.batches, captured.stats, method)
-        scales = {name: scale.to(device) for (block, name), scale in found.scales.items() if block == layer} | best
+        scales = {name: scale.to(device) for (block, name), scale in searched.scales.items() if block == layer} | best
         result = _solve(groups, _modules(vlm.model, groups), captured.stats, method, norm_offset, scales)
         result.kv_ranges |= captured.kv_ranges
         apply(result, modules, norm_offset)
@@ -163,7 +163,8 @@ def _search(
     progress: Progress,
 ) -> _SearchResult:
     """Do the searches that the method needs before the first block (`quantizers.Needs`)."""
-    searches, scales, token_weights = method.needs.searches, {}, ()
+    searches, scales = method.needs.searches, dict[tuple[int, str], Tensor]()
+    token_weights: TokenWeights = ()
     if "block_scales" in searches:
         from vlmcompress.calibration.block_search import search_blocks
 

@@ -43,7 +43,7 @@ LEARNT_FROM = 128
 
 
 def recover(
-    recipe: Recipe, asked: Asked, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent
+    recipe: Recipe, training: Asked, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent
 ) -> Result:
     """Train `recipe.model` behind `recipe.reduce` into `recipe.out`.
 
@@ -62,16 +62,16 @@ def recover(
     assert recipe.out is not None, "a recovery has an output"
     check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
     with timed_phases(), folders.claimed(recipe.out, check):
-        return _recovered(recipe, asked, recipe.out, resume, overwrite, progress)
+        return _recovered(recipe, training, recipe.out, resume, overwrite, progress)
 
 
-def _recovered(recipe: Recipe, asked: Asked, out: Path, resume: bool, overwrite: bool, progress: Progress) -> Result:
-    work = _planned(recipe, asked)
+def _recovered(recipe: Recipe, training: Asked, out: Path, resume: bool, overwrite: bool, progress: Progress) -> Result:
+    work = _planned(recipe, training)
     source = data_source(recipe, recipe.model, "recover")
     assert source is not None
     with phase("loading"):
         samples = teacher_cache.read(source, recipe)
-        settings = _settings(recipe, asked, samples)
+        settings = _settings(recipe, training, samples)
     with distributed.process_group():
         taught = teacher_cache.lesson(recipe, recipe.model, source, samples, settings, resume=resume, progress=progress)
         files, data = taught.files, taught.data
@@ -79,7 +79,7 @@ def _recovered(recipe: Recipe, asked: Asked, out: Path, resume: bool, overwrite:
             vlm, recipe, batches, count = _behind(taught.vlm, work, data, progress)
         with phase("training"):
             student = Student(vlm, work.source.names, batches, data.held_out, lambda: _reduced(vlm, recipe, count))
-            found = trained(student, asked, recipe.seed, files, progress)
+            outcome = trained(student, training, recipe.seed, files, progress)
     if not distributed.is_main():
         return Result(out, {})
     reducer, resize = recipe.reduce, recipe.resize
@@ -92,8 +92,8 @@ def _recovered(recipe: Recipe, asked: Asked, out: Path, resume: bool, overwrite:
         files,
         origin,
         count,
-        trained=_as_stored(found.changed, work),
-        recovery=facts(asked, found, data),
+        trained=_as_stored(outcome.changed, work),
+        recovery=facts(training, outcome, data),
         overwrite=overwrite,
         progress=progress,
     )
@@ -101,7 +101,7 @@ def _recovered(recipe: Recipe, asked: Asked, out: Path, resume: bool, overwrite:
     return Result(out, written)
 
 
-def _planned(recipe: Recipe, asked: Asked) -> Plan:
+def _planned(recipe: Recipe, training: Asked) -> Plan:
     """The plan of a checkpoint with the reducer alone. UserError for what cannot be recovered, or served."""
     if recipe.reduce is None and recipe.resize is None:
         raise UserError("recover: nothing to recover from; say with --reduce what the model is to run behind")
@@ -112,21 +112,21 @@ def _planned(recipe: Recipe, asked: Asked) -> Plan:
         )
     work = make_plan(recipe)
     merges = recipe.reduce is not None and hasattr(recipe.reduce.module, "merge")
-    if merges and "tower" in asked.train:
+    if merges and "tower" in training.train:
         raise UserError(
             f"--train tower: {recipe.reduce} merges tokens within the tower, where no gradient passes; leave it out"
         )
     return work
 
 
-def _settings(recipe: Recipe, asked: Asked, samples: list[Sample]) -> dict[str, Any]:
+def _settings(recipe: Recipe, training: Asked, samples: list[Sample]) -> dict[str, Any]:
     """All that decides a run, by names for messages."""
     weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in recipe.model.glob("*.safetensors")]
-    known = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(asked).items()}
+    flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
     return {
-        **known,
+        **flags,
         "--seed": recipe.seed,
-        "--reduce": " + ".join(str(one) for one in (recipe.resize, recipe.reduce) if one),
+        "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
         "a reducer's file with the hash": _hash(recipe.reduce),
         "calibrate.max_length": recipe.calibrate.max_length,
         "samples with the hash": data_hash(samples),
@@ -138,7 +138,7 @@ def _settings(recipe: Recipe, asked: Asked, samples: list[Sample]) -> dict[str, 
 def _hash(reducer: ReducerChoice | None) -> str:
     """The hash of the file that a reducer's options name, its scorer or its thresholds; "" where they name none."""
     named = (reducer.options.scorer, reducer.options.thresholds) if reducer else ()
-    paths = [Path(one) for one in named if isinstance(one, str) and one]
+    paths = [Path(path) for path in named if isinstance(path, str) and path]
     return identity.sha256(paths[0]) if paths and paths[0].is_file() else ""
 
 

@@ -44,7 +44,7 @@ FORMAT = "compressed-tensors"
 
 def recover_scales(
     recipe: Recipe,
-    asked: Asked,
+    training: Asked,
     teacher: Path,
     *,
     resume: bool = False,
@@ -69,17 +69,17 @@ def recover_scales(
     assert recipe.out is not None, "a recovery has an output"
     check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
     with timed_phases(), folders.claimed(recipe.out, check):
-        return _recovered(recipe, asked, teacher, recipe.out, resume, progress)
+        return _recovered(recipe, training, teacher, recipe.out, resume, progress)
 
 
-def _recovered(recipe: Recipe, asked: Asked, teacher: Path, out: Path, resume: bool, progress: Progress) -> Result:
+def _recovered(recipe: Recipe, training: Asked, teacher: Path, out: Path, resume: bool, progress: Progress) -> Result:
     source = data_source(recipe, teacher, "recover")
     assert source is not None
     with phase("loading"):
         stored = _opened(recipe.model)
         _check_alike(stored, teacher)
         samples = teacher_cache.read(source, recipe)
-        settings = _settings(recipe, asked, teacher) | {"samples with the hash": data_hash(samples)}
+        settings = _settings(recipe, training, teacher) | {"samples with the hash": data_hash(samples)}
     with distributed.process_group():
         taught = teacher_cache.lesson(recipe, teacher, source, samples, settings, resume=resume, progress=progress)
         files, data = taught.files, taught.data
@@ -88,15 +88,15 @@ def _recovered(recipe: Recipe, asked: Asked, teacher: Path, out: Path, resume: b
             batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
         with phase("training"):
             student = Student(vlm, _names(stored), batches, data.held_out, lambda: _reduced(vlm, recipe.model))
-            found = trained(student, asked, recipe.seed, files, progress)
+            outcome = trained(student, training, recipe.seed, files, progress)
     if not distributed.is_main():
         return Result(out, {})
-    more = _record(stored, facts(asked, found, data) | {"teacher": hub.facts(teacher), "data": taught.origin})
+    changes = _record(stored, facts(training, outcome, data) | {"teacher": hub.facts(teacher), "data": taught.origin})
     written = rewrite_tensors(
         stored,
         out,
-        _as_stored(found.changed, stored),
-        more,
+        _as_stored(outcome.changed, stored),
+        changes,
         extra_files=_beside(recipe.model),
         shard_size=recipe.shard_size,
         progress=lambda done, total: progress("writing", done, total),
@@ -111,9 +111,9 @@ def _opened(path: Path) -> Stored:
         stored = Stored.of(path)
     if not (path / MANIFEST).is_file():
         raise UserError(f"{path} has no {MANIFEST}; --train scales takes what `vlmcompress quantize` wrote")
-    known = manifest.read(path)
-    manifest.verify(path, known)
-    if known["recipe"].get("rotate"):
+    written = manifest.read(path)
+    manifest.verify(path, written)
+    if written["recipe"].get("rotate"):
         raise UserError(
             f"{path} was rotated, and its original is no teacher in the same basis; quantize without rotate"
         )
@@ -129,7 +129,7 @@ def _opened(path: Path) -> Stored:
 def _check_alike(stored: Stored, teacher: Path) -> None:
     """Refuse a teacher that is not a model of the same shapes, before a weight is read."""
     models.refuse_quantized(teacher, models.read_config(teacher))
-    ours, theirs = (one.state_dict(keep_vars=True) for one in (stored.meta_model, models.build_meta_model(teacher)))
+    ours, theirs = (model.state_dict(keep_vars=True) for model in (stored.meta_model, models.build_meta_model(teacher)))
     for name in stored.names:
         if name not in theirs or theirs[name].shape != ours[name].shape:
             raise UserError(
@@ -137,11 +137,11 @@ def _check_alike(stored: Stored, teacher: Path) -> None:
             )
 
 
-def _settings(recipe: Recipe, asked: Asked, teacher: Path) -> dict[str, Any]:
+def _settings(recipe: Recipe, training: Asked, teacher: Path) -> dict[str, Any]:
     """All that decides a run besides the samples, by names for messages."""
-    known = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(asked).items()}
+    flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
     return {
-        **known,
+        **flags,
         "--seed": recipe.seed,
         "calibrate.max_length": recipe.calibrate.max_length,
         "a model with the manifest": identity.sha256(recipe.model / MANIFEST),
@@ -180,11 +180,11 @@ def _names(stored: Stored) -> dict[str, str]:
 def _as_stored(values: Mapping[str, Tensor], stored: Stored) -> dict[str, Tensor]:
     """Values of parameters by their names on disk, in the types and shapes that they have there."""
     specs, names = {entry.name: entry.spec for entry in stored.entries}, _names(stored)
-    found = {}
+    tensors = {}
     for name, value in values.items():
         spec = specs[names[name]]
-        found[names[name]] = value.detach().to("cpu", DTYPES[spec.dtype]).reshape(spec.shape).contiguous()
-    return found
+        tensors[names[name]] = value.detach().to("cpu", DTYPES[spec.dtype]).reshape(spec.shape).contiguous()
+    return tensors
 
 
 def _reduced(vlm: VLM, folder: Path) -> contextlib.AbstractContextManager[Any]:
@@ -202,11 +202,11 @@ def _beside(folder: Path) -> dict[str, Mapping | bytes]:
 
 def _record(stored: Stored, recovery: Mapping[str, Any]) -> dict[str, Any]:
     """What is new in the manifest. The errors of layers were those of other scales."""
-    more: dict[str, Any] = {"recovery": recovery}
+    changes: dict[str, Any] = {"recovery": recovery}
     if not recovery["changed"]:
-        return more
+        return changes
     warnings = [
         *manifest.read(stored.path)["warnings"],
         "errors of layers are not known, as scales were trained behind them",
     ]
-    return more | {"errors": {}, "warnings": warnings}
+    return changes | {"errors": {}, "warnings": warnings}

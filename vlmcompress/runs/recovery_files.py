@@ -48,9 +48,9 @@ class RecoveryFiles(BlockStore):
             for id, answer in self.noted(path.stem).items()
         }
 
-    def note_answers(self, known: Mapping[str, str]) -> None:
+    def note_answers(self, answers: Mapping[str, str]) -> None:
         """Keep all answers that this worker knows of, in a file of its own."""
-        self.note(f"answers-{distributed.rank()}", dict(known))
+        self.note(f"answers-{distributed.rank()}", dict(answers))
 
     def has_part(self, part: int) -> bool:
         """Whether the teacher's answers of a part of the samples are there."""
@@ -58,7 +58,7 @@ class RecoveryFiles(BlockStore):
 
     def save_part(self, part: int, targets: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Keep what the teacher said: number of a sample -> what `objective.targets` made of it."""
-        flat = {f"{index}/{key}": tensor.cpu() for index, one in targets.items() for key, tensor in one.items()}
+        flat = {f"{index}/{key}": tensor.cpu() for index, tensors in targets.items() for key, tensor in tensors.items()}
         self.write(self._part(part), flat)
 
     def targets(self, index: int) -> dict[str, Tensor]:
@@ -88,8 +88,11 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with other settings than those that a run began with."""
     for name, value in json.loads(json.dumps(now)).items():
         if before.get(name) != value:
-            was, given = (json.dumps(one) if not isinstance(one, str) else one for one in (before.get(name), value))
+            was, now_text = (
+                json.dumps(setting) if not isinstance(setting, str) else setting
+                for setting in (before.get(name), value)
+            )
             raise UserError(
-                f"--resume: the interrupted run had {name} {was}, this one has {given}; give the same, or leave out "
+                f"--resume: the interrupted run had {name} {was}, this one has {now_text}; give the same, or leave out "
                 "--resume to start anew"
             )

@@ -66,12 +66,12 @@ class Sweep:
 
 def settings(balances: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Settings of single schemes: name -> scheme and options. The first balance weighs nothing, the last the most."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    schemes: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def add(scheme: str, **options: Any) -> None:
         group = {-1: "channel"}.get(options.get("group_size", 0), f"g{options.get('group_size')}")
         parts = [scheme, f"w{options['bits']} {group}" if "bits" in options else "", options.get("balance", "")]
-        found[" ".join(part for part in parts if part)] = (scheme, options)
+        schemes[" ".join(part for part in parts if part)] = (scheme, options)
 
     for group in _GROUPS:
         for bits in WIDTHS:
@@ -89,7 +89,7 @@ def settings(balances: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
         add("int8", balance=balance)
     add("w8a16")
     add("fp8")
-    return found
+    return schemes
 
 
 def run(
@@ -104,20 +104,22 @@ def run(
         budgets: bits per weight; those below what is reachable are left out.
     """
     assert recipe.calibrate.stats is not None
-    known = statistics_folder.read(Path(recipe.calibrate.stats))
-    if known.rotation:
-        raise UserError(f"statistics {known.folder} are of a rotated model, and a sweep looks at the model as it is")
-    if "gradients" not in known.facts:
-        note(allocate.blind(known))
-    facts, recipe = known.facts, recipe.model_copy(update={"reduce": known.reducer})
+    statistics = statistics_folder.read(Path(recipe.calibrate.stats))
+    if statistics.rotation:
+        raise UserError(
+            f"statistics {statistics.folder} are of a rotated model, and a sweep looks at the model as it is"
+        )
+    if "gradients" not in statistics.facts:
+        note(allocate.blind(statistics))
+    facts, recipe = statistics.facts, recipe.model_copy(update={"reduce": statistics.reducer})
     whole = all(facts["calibration"]["tokens"].values())
     balances = ["off", "auto"] if "gradients" in facts else ["off", "ratio"] if whole else ["off"]
-    asked, left_out = settings(balances), []
+    schemes, left_out = settings(balances), []
     table: dict[str, QuantMethod] = {}
-    for name, (scheme, options) in asked.items():
+    for name, (scheme, options) in schemes.items():
         module = SCHEMES.get(scheme)
-        own = {field.name for field in dataclasses.fields(module.Options)}
-        coarse = {key: value for key, value in _COARSE.items() if key in own}
+        option_names = {field.name for field in dataclasses.fields(module.Options)}
+        coarse = {key: value for key, value in _COARSE.items() if key in option_names}
         method = QuantMethod(module, module.Options(**options, **coarse))
         refused = recipe.target and targets.get(recipe.target).refusal(targets.format_key(method.scheme))
         if refused or not method.needs.statistics <= {*facts["needs"], "gradient"}:
@@ -130,13 +132,13 @@ def run(
     errors = allocate.predicted(work, work.statistics, read, progress, rows, balance=balances[-1])
     sizes, points = work.budget.sizes, []
     for name in table:
-        if any(name not in own for own in sizes.values()):
+        if any(name not in option_names for option_names in sizes.values()):
             left_out.append(name)
             continue
-        nbytes = sum(own[name] for own in sizes.values())
-        scheme, options = asked[name]
+        nbytes = sum(option_names[name] for option_names in sizes.values())
+        scheme, options = schemes[name]
         keys = {"scheme": scheme, "options": options}
-        points.append(_point(work, name, keys, nbytes, sum(own[name] for own in errors.values())))
+        points.append(_point(work, name, keys, nbytes, sum(option_names[name] for option_names in errors.values())))
     points += [p for budget in budgets if (p := _shared(work, errors, balances[-1], budget))]
     unit = "nats per answer token" if "gradients" in facts else "relative squared output error"
     return Sweep(_marked(points), unit, left_out), work
@@ -152,7 +154,7 @@ def _point(work: Plan, name: str, keys: dict[str, Any], nbytes: int, predicted: 
 def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point | None:
     """Share a budget out among gptq's widths; None if no allocation meets it."""
     assert work.budget is not None
-    everywhere = set.intersection(*(set(own) for own in work.budget.sizes.values()))
+    everywhere = set.intersection(*(set(sizes) for sizes in work.budget.sizes.values()))
     for group in sorted(_GROUPS, key=lambda group: (group != 128, -group)):
         size = "channel" if group == -1 else f"g{group}"
         names = {width: f"gptq w{width} {size} {balance}" for width in WIDTHS}
@@ -162,8 +164,8 @@ def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point |
     else:
         return None
     candidates = {
-        key: [Candidate(own[name], errors[key][name]) for name in names.values()]
-        for key, own in work.budget.sizes.items()
+        key: [Candidate(sizes[name], errors[key][name]) for name in names.values()]
+        for key, sizes in work.budget.sizes.items()
     }
     try:
         choice = RULES["error"].decide(candidates, int(budget * work.budget.weights / 8), {})
@@ -175,17 +177,19 @@ def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point |
         "options": {"group_size": group, "balance": balance},
         "bits": {"budget": budget, "among": list(names)},
     }
-    nbytes = sum(one.nbytes for one in picked)
-    return _point(work, f"gptq {budget:g} bits {size} {balance}", keys, nbytes, sum(one.error for one in picked))
+    nbytes = sum(candidate.nbytes for candidate in picked)
+    return _point(
+        work, f"gptq {budget:g} bits {size} {balance}", keys, nbytes, sum(candidate.error for candidate in picked)
+    )
 
 
 def _marked(points: Sequence[Point]) -> list[Point]:
     """Sort points by rising size, and mark those that no point of at most their size beats."""
-    found, least = [], float("inf")
+    marked, least = [], float("inf")
     for point in sorted(points, key=lambda p: (p.nbytes, p.error)):
-        found.append(dataclasses.replace(point, best=point.error < least))
+        marked.append(dataclasses.replace(point, best=point.error < least))
         least = min(least, point.error)
-    return found
+    return marked
 
 
 def choose(points: Sequence[Point], *, budget: float | None = None, nbytes: int | None = None) -> Point:

@@ -70,9 +70,9 @@ def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
     do, some more may be held out, but never over half of all.
     """
     groups = _by_images(samples)
-    wanted, chosen = max(LEAST_HELD_OUT, round(HELD_OUT * len(samples))), set[int]()
+    least, chosen = max(LEAST_HELD_OUT, round(HELD_OUT * len(samples))), set[int]()
     for group in reversed(groups):
-        if len(chosen) < wanted and len(chosen) + len(group) <= max(wanted, len(samples) // 2):
+        if len(chosen) < least and len(chosen) + len(group) <= max(least, len(samples) // 2):
             chosen.update(group)
     trained = [sample for number, sample in enumerate(samples) if number not in chosen]
     return trained + [samples[number] for number in sorted(chosen)], len(chosen)
@@ -89,8 +89,8 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
 
     for number, sample in enumerate(samples):
         for image in sample.images:
-            seen = first.setdefault(hashlib.sha256(image.tobytes()).hexdigest(), number)
-            leader[root(number)] = root(seen)
+            earlier = first.setdefault(hashlib.sha256(image.tobytes()).hexdigest(), number)
+            leader[root(number)] = root(earlier)
     groups: dict[int, list[int]] = {}
     for number in range(len(samples)):
         groups.setdefault(root(number), []).append(number)
@@ -136,24 +136,24 @@ def _answered(
     vlm: VLM, samples: Sequence[Sample], source: str | Path, files: RecoveryFiles, progress: Progress
 ) -> Data:
     """Give each sample an answer, the teacher's own where it has none; one to which the teacher says nothing is left out."""
-    known = files.answers()
+    answers = files.answers()
     lacking = [sample for sample in samples if not (sample.answer or "").strip()]
     turn = PART * distributed.world_size()
     for start in range(0, len(lacking), turn):
         with distributed.shared_errors():
             for number, sample in enumerate(distributed.shard(lacking[start : start + turn]), start=1):
-                if sample.id not in known:
-                    known[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), ANSWER_TOKENS)
+                if sample.id not in answers:
+                    answers[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), ANSWER_TOKENS)
                 progress("writing answers", min(start + number * distributed.world_size(), len(lacking)), len(lacking))
-            files.note_answers(known)
-    known = distributed.merge_dicts(known)
-    asked = {sample.id for sample in lacking}
-    every = [replace(one, answer=known[one.id]) if one.id in asked else one for one in samples]
+            files.note_answers(answers)
+    answers = distributed.merge_dicts(answers)
+    unanswered = {sample.id for sample in lacking}
+    every = [replace(row, answer=answers[row.id]) if row.id in unanswered else row for row in samples]
     kept = [sample for sample in every if (sample.answer or "").strip()]
     if dropped := len(every) - len(kept):
         note(f"{dropped} samples are left out: they have no answer, and the model says nothing to them")
     _enough(kept, source)
-    data = Data(source, *apart(kept), sum(sample.id in asked for sample in kept))
+    data = Data(source, *apart(kept), sum(sample.id in unanswered for sample in kept))
     _shown(data)
     return data
 
@@ -167,8 +167,8 @@ def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress
             for part in distributed.shard(parts[start : start + distributed.world_size()]):
                 if not files.has_part(part):
                     files.save_part(part, _said(vlm, data, batches, part, progress))
-    more = {"seed": recipe.seed, "processor": vlm.processor}
-    origin = provenance(data.samples, batches, hub.local(data.source, "dataset"), **more)
+    options = {"seed": recipe.seed, "processor": vlm.processor}
+    origin = provenance(data.samples, batches, hub.local(data.source, "dataset"), **options)
     for line in notes(origin):
         note(line)
     return origin
@@ -176,18 +176,18 @@ def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress
 
 def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress) -> dict[int, dict[str, Tensor]]:
     """What is kept of the teacher for the samples of a part, by their numbers."""
-    found = {}
+    targets = {}
     for index in range(part * PART, min((part + 1) * PART, len(batches))):
         if not distillation.answer_tokens(batches[index])[1]:
             raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
-        found[index] = objective.targets(distillation.teacher_logits(vlm, batches[index]))
-        if found[index]["logs"].isnan().any():
+        targets[index] = objective.targets(distillation.teacher_logits(vlm, batches[index]))
+        if targets[index]["logs"].isnan().any():
             raise UserError(
                 f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
                 "whether its weights are right (`vlmcompress doctor`), or overflow in float16"
             )
         progress("asking the teacher", index + 1, len(batches))
-    return found
+    return targets
 
 
 def _enough(samples: Sequence[Sample], source: str | Path) -> None:

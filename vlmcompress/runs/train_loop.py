@@ -150,9 +150,9 @@ def train(
         How it went, and the values of `trained` at the best measurement; none where that is the one before training.
     """
     loop = _Loop(trained, settings)
-    found = store.load()
-    if found:
-        course, best = loop.restore(*found)
+    state = store.load()
+    if state:
+        course, best = loop.restore(*state)
         changed(course.step)
     else:
         course, best = Course(held_out()), dict[str, Tensor]()
@@ -188,13 +188,13 @@ class _Loop:
         if distributed.world_size() == 1:
             return loss
         tensors = list(self.trained.values())
-        facts = torch.tensor([*(float(one.grad is not None) for one in tensors), loss], device=tensors[0].device)
-        own = [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
-        flat = distributed.all_sum(torch.cat([*(one.flatten() for one in own), facts]))
-        *sums, known = flat.split([*(one.numel() for one in own), len(facts)])
-        for tensor, grad, has in zip(tensors, sums, known.tolist(), strict=False):
+        facts = torch.tensor([*(float(leaf.grad is not None) for leaf in tensors), loss], device=tensors[0].device)
+        grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in tensors]
+        flat = distributed.all_sum(torch.cat([*(leaf.flatten() for leaf in grads), facts]))
+        *sums, summed = flat.split([*(leaf.numel() for leaf in grads), len(facts)])
+        for tensor, grad, has in zip(tensors, sums, summed.tolist(), strict=False):
             tensor.grad = grad.view_as(tensor) if has else None  # what no worker's loss depends on has none
-        return float(known[-1])
+        return float(summed[-1])
 
     def update(self, step: int) -> bool:
         """Do a step with the gradients that there are, and forget them; nothing is changed where one is not finite."""
@@ -209,12 +209,12 @@ class _Loop:
 
     def state(self, best: dict[str, Tensor]) -> dict[str, Tensor]:
         """All tensors that a run needs to go on, and the best values."""
-        found = {f"best/{name}": tensor for name, tensor in best.items()}
+        tensors = {f"best/{name}": tensor for name, tensor in best.items()}
         for name, tensor in self.trained.items():
-            found[f"now/{name}"] = tensor.detach().cpu().clone()
+            tensors[f"now/{name}"] = tensor.detach().cpu().clone()
             moments = self.optimizer.state.get(tensor) or {}  # one that nothing depends on never has any
-            found |= {f"{key}/{name}": moments[key].cpu() for key in _MOMENTS if moments}
-        return found
+            tensors |= {f"{key}/{name}": moments[key].cpu() for key in _MOMENTS if moments}
+        return tensors
 
     def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[Course, dict[str, Tensor]]:
         """Take up what `state` gave; return how it went until then, and the best values."""
@@ -225,7 +225,8 @@ class _Loop:
                 continue
             moments = {key: state[f"{key}/{name}"] for key in _MOMENTS}
             self.optimizer.state[tensor] = {
-                key: one.clone() if key == "step" else one.to(tensor.device, copy=True) for key, one in moments.items()
+                key: moment.clone() if key == "step" else moment.to(tensor.device, copy=True)
+                for key, moment in moments.items()
             }
-        best = {name.removeprefix("best/"): one for name, one in state.items() if name.startswith("best/")}
+        best = {name.removeprefix("best/"): moment for name, moment in state.items() if name.startswith("best/")}
         return Course(**facts), best

@@ -60,8 +60,8 @@ class Asked:
     @property
     def samples(self) -> int:
         """As many samples as are seen once each, with those that are held out."""
-        seen = self.steps * self.batch
-        return seen + max(LEAST_HELD_OUT, -(-seen // 9))  # a tenth of all is held out
+        trained = self.steps * self.batch
+        return trained + max(LEAST_HELD_OUT, -(-trained // 9))  # a tenth of all is held out
 
 
 @dataclass(frozen=True)
@@ -99,33 +99,33 @@ class Found:
     counts: dict[str, int]
 
 
-def trained(student: Student, asked: Asked, seed: int, files: RecoveryFiles, progress: Progress) -> Found:
+def trained(student: Student, training: Asked, seed: int, files: RecoveryFiles, progress: Progress) -> Found:
     """Train a model behind its reducer, and leave it as the best measurement had it, merged; or as it was."""
     vlm, batches = student.vlm, student.batches
     first = len(batches) - student.held_out
     with distributed.shared_errors():
-        parts = Trained(vlm, asked.train, asked.rank, seed, student.names)
+        parts = Trained(vlm, training.train, training.rank, seed, student.names)
 
     def loss(index: int) -> Tensor:
         return objective.divergence(files.targets(index), distillation.student_logits(vlm, batches[index]))
 
     def backward(index: int, factor: float) -> float:
         with distillation.graph(vlm):
-            found = loss(index)
-            if found.requires_grad:  # the projector has no part in a sample of text alone
-                (found * factor).backward()
-        return float(found.detach())
+            divergence = loss(index)
+            if divergence.requires_grad:  # the projector has no part in a sample of text alone
+                (divergence * factor).backward()
+        return float(divergence.detach())
 
     def measured() -> float:
         with torch.no_grad():
-            found = sum(float(loss(index)) for index in distributed.shard(range(first, len(batches))))
-        return distributed.all_sum_float(found) / student.held_out
+            divergence = sum(float(loss(index)) for index in distributed.shard(range(first, len(batches))))
+        return distributed.all_sum_float(divergence) / student.held_out
 
-    settings = Settings(asked.steps, asked.batch, asked.lr, asked.every, seed)
-    how: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
+    settings = Settings(training.steps, training.batch, training.lr, training.every, seed)
+    callbacks: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
     with torch.inference_mode(False), student.attached():
         with parts.attached():
-            course, best = train(parts.tensors, first, settings, **how, store=files, progress=progress)
+            course, best = train(parts.tensors, first, settings, **callbacks, store=files, progress=progress)
         if not math.isfinite(course.first):
             raise UserError(f"there is nothing to start from: {course.ended}; keep more, or choose another reducer")
         changed = parts.merged(best) if best else {}
@@ -136,12 +136,12 @@ def trained(student: Student, asked: Asked, seed: int, files: RecoveryFiles, pro
     return Found(course, {}, course.first, parts.counts)  # also where rounding to the model's type undid it
 
 
-def facts(asked: Asked, found: Found, data: Data) -> dict[str, Any]:
+def facts(training: Asked, outcome: Found, data: Data) -> dict[str, Any]:
     """What the manifest says of a recovery."""
-    course = found.course
+    course = outcome.course
     return {
-        "settings": asdict(asked) | {"train": list(asked.train)},
-        "parameters": found.counts,
+        "settings": asdict(training) | {"train": list(training.train)},
+        "parameters": outcome.counts,
         "objective": f"KL(teacher || student) at answer tokens, of the teacher's {objective.TOP} most likely tokens "
         f"and the rest together; of all tokens where the vocabulary has at most {objective.WHOLE}",
         "samples": {
@@ -151,12 +151,12 @@ def facts(asked: Asked, found: Found, data: Data) -> dict[str, Any]:
         },
         "held_out_kl": {
             "before": course.first,
-            "after": found.after,
+            "after": outcome.after,
             "unit": "nats per answer token, mean over samples",
         },
         "steps": course.step,
-        "best_step": course.best_step if found.changed else 0,
-        "history": [list(one) for one in course.history],
+        "best_step": course.best_step if outcome.changed else 0,
+        "history": [list(measurement) for measurement in course.history],
         "ended": course.ended,
-        "changed": bool(found.changed),
+        "changed": bool(outcome.changed),
     }

@@ -52,18 +52,18 @@ class Trained:
             if part not in parts:
                 continue
             if part == "lora":
-                found = self._adapters(vlm, rank, seed, stored)
-                self.adapters = found
+                tensors = self._adapters(vlm, rank, seed, stored)
+                self.adapters = tensors
             else:
                 names = [name for name in _names(vlm, part) if name in stored and name not in self.masters]
-                found = {name: vlm.model.get_parameter(name).detach().float().clone() for name in names}
+                tensors = {name: vlm.model.get_parameter(name).detach().float().clone() for name in names}
                 if part == "scales":
-                    self.before = found
-                    found = {name: torch.zeros_like(scale) for name, scale in found.items()}
-                self.masters |= found
-            if not found:
+                    self.before = tensors
+                    tensors = {name: torch.zeros_like(scale) for name, scale in tensors.items()}
+                self.masters |= tensors
+            if not tensors:
                 raise UserError(f"--train {part}: the model has no {PARTS[part]} to train; leave it out")
-            self.counts[part] = sum(tensor.numel() for tensor in found.values())
+            self.counts[part] = sum(tensor.numel() for tensor in tensors.values())
         for tensor in self.tensors.values():
             tensor.requires_grad_()
 
@@ -105,10 +105,10 @@ class Trained:
 
         def hand(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            own = parameter.grad.float()
+            grad = parameter.grad.float()
             if name in self.before:
-                own = own * self._value(name, master.detach())
-            master.grad = own if master.grad is None else master.grad + own
+                grad = grad * self._value(name, master.detach())
+            master.grad = grad if master.grad is None else master.grad + grad
             parameter.grad = None
 
         return hand
@@ -116,16 +116,16 @@ class Trained:
     @torch.no_grad()
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What parameters of the model are with some values of `tensors`: name -> tensor of its type, on its device."""
-        found = {}
+        merged = {}
         for name in self.masters:
             parameter = self.model.get_parameter(name)
             value = self._value(name, values[name].to(parameter.device))
-            found[name] = value.to(parameter.dtype)
+            merged[name] = value.to(parameter.dtype)
         for layer in lora.layers(self.adapters):
             weight = self.model.get_parameter(f"{layer}.weight")
             down, up = (values[f"{layer}.{end}"].to(weight.device) for end in (lora.DOWN, lora.UP))
-            found[f"{layer}.weight"] = lora.merged(weight, down, up)
-        return found
+            merged[f"{layer}.weight"] = lora.merged(weight, down, up)
+        return merged
 
 
 def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -111,9 +111,9 @@ def _setting(recipe: Recipe, source: Source) -> models.ImageSetting | None:
 
 def _beside(recipe: Recipe, attention: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any] | bytes]:
     """Further files: scales of the tower's attention, and the scorer of a reducer that goes by one."""
-    found: dict[str, Mapping[str, Any] | bytes] = {VISION_SCALES: attention} if attention else {}
+    files: dict[str, Mapping[str, Any] | bytes] = {VISION_SCALES: attention} if attention else {}
     reduce = recipe.reduce
-    return found | ({scorer_file.CARRIED: scorer_file.content(reduce)} if reduce and reduce.options.scorer else {})
+    return files | ({scorer_file.CARRIED: scorer_file.content(reduce)} if reduce and reduce.options.scorer else {})
 
 
 def _manifest(
@@ -151,8 +151,8 @@ def _of_plan(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
 
 def _changed(source: Source) -> list[str]:
     """Lines about what is wrong with the source and put right in what is written."""
-    found = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
-    return [*found, *models.draft_dropped(source.spec, source.config, source.stored)]
+    lines = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
+    return [*lines, *models.draft_dropped(source.spec, source.config, source.stored)]
 
 
 def _untied(plan: Plan) -> list[str]:
@@ -160,9 +160,9 @@ def _untied(plan: Plan) -> list[str]:
     if not plan.recipe.rotate:
         return []
     now = plan.source.stored
-    more = sum(spec.nbytes for spec in now.values()) - models.stored_bytes(plan.recipe.model)
+    extra = sum(spec.nbytes for spec in now.values()) - models.stored_bytes(plan.recipe.model)
     what = "the output head shared the embedding's weights and is a matrix of its own now"
-    return [f"rotate: {what}, {size(more)} more"] if more > 0 else []
+    return [f"rotate: {what}, {size(extra)} more"] if extra > 0 else []
 
 
 def _unread(plan: Plan) -> list[str]:
@@ -189,10 +189,10 @@ def _quantize_vision(model: nn.Module, plan: Plan, progress: Progress) -> dict[s
     """Round the vision tower's linear layers to nearest; the engine scales their inputs token by token."""
     if plan.vision_method is None:
         return {}
-    found: dict[str, tuple] = {}
+    quantized: dict[str, tuple] = {}
     for done, group in enumerate(plan.vision_groups, start=1):
         weights = {name: model.get_parameter(f"{name}.weight") for name in group.linears}
         result = solve_block([group], weights, {}, plan.vision_method, next(iter(weights.values())).dtype)
-        found |= {name: (weight, plan.vision_method.scheme, None) for name, weight in result.weights.items()}
+        quantized |= {name: (weight, plan.vision_method.scheme, None) for name, weight in result.weights.items()}
         progress("quantizing the vision tower", done, len(plan.vision_groups))
-    return found
+    return quantized

@@ -92,8 +92,8 @@ def shares(
     checked = check_balance(balance)
     if checked == "off":
         return None
-    wanted = weighed(checked)
-    missing = [name for name in wanted if not count[name]]
+    needed = weighed(checked)
+    missing = [name for name in needed if not count[name]]
     if missing and not partial:
         raise ValueError(f"balance needs {' and '.join(missing)} tokens, and none reached this layer")
     if isinstance(checked, dict):

@@ -62,7 +62,7 @@ class Gradients:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Gradients:
         """The inverse of `to_dict`."""
-        blocks = [{name: Gradient(**one) for name, one in block.items()} for block in data["blocks"]]
+        blocks = [{name: Gradient(**fields) for name, fields in block.items()} for block in data["blocks"]]
         return cls(data["loss"], data["samples"], blocks)
 
 
@@ -75,19 +75,19 @@ def sensitivities(
         blocks: for each decoder block, group -> its linear layers.
     """
     ratios = [
-        {_module(layer, name): _ratio(gradient) for name, gradient in found.items()}  # of several, the last one stays
-        for layer, found in enumerate(gradients.blocks)
+        {_module(layer, name): _ratio(gradient) for name, gradient in block.items()}  # of several, the last one stays
+        for layer, block in enumerate(gradients.blocks)
     ]
     medians = {
-        module: statistics.median(own[module] for own in ratios if module in own)
-        for module in {module for own in ratios for module in own}
+        module: statistics.median(block_ratios[module] for block_ratios in ratios if module in block_ratios)
+        for module in {module for block_ratios in ratios for module in block_ratios}
     }
     result = {}
-    for layer, (found, groups) in enumerate(zip(gradients.blocks, blocks, strict=True)):
+    for layer, (block, groups) in enumerate(zip(gradients.blocks, blocks, strict=True)):
         for group, linears in groups.items():
             module = _module(layer, linears[0])
             rho = max(ratios[layer][module], medians[module])
-            result[layer, group] = Sensitivity(_square([found[name] for name in linears]), rho)
+            result[layer, group] = Sensitivity(_square([block[name] for name in linears]), rho)
     return result
 
 
@@ -104,5 +104,7 @@ def _ratio(gradient: Gradient) -> float:
 
 def _square(gradients: Sequence[Gradient]) -> dict[str, float]:
     """Mean squared gradient by modality, over the channels of all layers of a group."""
-    channels = sum(one.channels for one in gradients)
-    return {m: sum(one.channels * one.square[m] for one in gradients) / channels for m in gradients[0].square}
+    channels = sum(gradient.channels for gradient in gradients)
+    return {
+        m: sum(gradient.channels * gradient.square[m] for gradient in gradients) / channels for m in gradients[0].square
+    }

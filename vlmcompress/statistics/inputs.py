@@ -119,28 +119,28 @@ class GroupStats:
 
     def absmax(self) -> Tensor:
         """The maxima `max_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' maxima."""
-        seen = self._seen(self._absmax, "absmax")
+        maxima = self._seen(self._absmax, "absmax")
         if self._shares is None:
-            return self._divided(torch.stack(list(seen.values())).amax(0))
-        return self._divided(sum((p * seen[m] for m, p in self._shares.items()), torch.zeros(())))
+            return self._divided(torch.stack(list(maxima.values())).amax(0))
+        return self._divided(sum((p * maxima[m] for m, p in self._shares.items()), torch.zeros(())))
 
     def owners(self) -> dict[str, float]:
         """Modality -> the share of input channels in which it holds the maximum, for modalities that occur."""
-        seen = self._seen(self._absmax, "absmax")
-        counts = torch.stack(list(seen.values())).argmax(0).bincount(minlength=len(seen))
-        return dict(zip(seen, (counts / self.width).tolist(), strict=True))
+        maxima = self._seen(self._absmax, "absmax")
+        counts = torch.stack(list(maxima.values())).argmax(0).bincount(minlength=len(maxima))
+        return dict(zip(maxima, (counts / self.width).tolist(), strict=True))
 
     def sample(self) -> dict[str, Tensor]:
         """Modality -> at most `SAMPLE` rows of the input, float32 `[rows, in]`, fairly drawn; empty without `absmax`."""
-        found = {name: self._rows[name].bfloat16() for name in MODALITIES if name in self._rows}
-        return {name: self._divided(rows.float()) for name, rows in found.items()}  # bfloat16 is what a file keeps
+        sampled = {name: self._rows[name].bfloat16() for name in MODALITIES if name in self._rows}
+        return {name: self._divided(rows.float()) for name, rows in sampled.items()}  # bfloat16 is what a file keeps
 
     def absmean(self) -> Tensor:
         """The means `mean_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' means."""
-        seen = self._seen(self._abssum, "absmean")
+        sums = self._seen(self._abssum, "absmean")
         if self._shares is None:
-            return self._divided(torch.stack(list(seen.values())).sum(0) / sum(self.count.values()))
-        return self._divided(sum((p / self.count[m] * seen[m] for m, p in self._shares.items()), torch.zeros(())))
+            return self._divided(torch.stack(list(sums.values())).sum(0) / sum(self.count.values()))
+        return self._divided(sum((p / self.count[m] * sums[m] for m, p in self._shares.items()), torch.zeros(())))
 
     def balanced(self, balance: Any) -> GroupStats:
         """Statistics in which `balance` weighs the modalities (see the module); with `off` all tokens count alike.
@@ -148,10 +148,10 @@ class GroupStats:
         Errors by modality stay as they are, and the Gram matrices stay shared. Raises ValueError if a modality that has
         a share did not occur, or gradients that it needs are not there.
         """
-        found = shares(balance, self.count, self.sensitivity, partial=self.routed)
-        if found == self._shares:
+        balanced_shares = shares(balance, self.count, self.sensitivity, partial=self.routed)
+        if balanced_shares == self._shares:
             return self
-        return self._with(_shares=found, _merged=None)
+        return self._with(_shares=balanced_shares, _merged=None)
 
     def rescaled(self, s: Tensor) -> GroupStats:
         """The statistics of `X / s` for `s [in]`, positive. Closed form, and the Gram matrices stay shared."""
@@ -162,18 +162,18 @@ class GroupStats:
 
     def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
         """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
-        seen = self._seen(self._gram, "gram")
-        found = _traces([self._divided(dw), self._divided(w)], list(seen.values())).tolist()
-        return {name: error / size if size > 0 else 0.0 for name, error, size in zip(seen, *found, strict=True)}
+        grams = self._seen(self._gram, "gram")
+        traces = _traces([self._divided(dw), self._divided(w)], list(grams.values())).tolist()
+        return {name: error / size if size > 0 else 0.0 for name, error, size in zip(grams, *traces, strict=True)}
 
     def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Error that rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2`, over the sample of rows.
         `q` and `w` are `[out, in]`; `rounded` is the function `r`, applied to rows of the input after `rescaled`."""
-        found = {}
+        errors = {}
         for name, x in self.sample().items():
             size = float((x @ w.float().T).square().sum())
-            found[name] = float(((rounded(x) - x) @ q.float().T).square().sum()) / size if size > 0 else 0.0
-        return found
+            errors[name] = float(((rounded(x) - x) @ q.float().T).square().sum()) / size if size > 0 else 0.0
+        return errors
 
     def state_dict(self) -> dict[str, Tensor]:
         """All statistics but the cross-Gram matrix as named tensors that safetensors can store; of a Gram matrix only the
@@ -329,12 +329,12 @@ def _finite(values: Tensor) -> Tensor:
     return values
 
 
-def _weights(seen: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, float]:
+def _weights(by_modality: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, float]:
     if weights is None:
-        return dict.fromkeys(seen, 1.0)
+        return dict.fromkeys(by_modality, 1.0)
     if unknown := set(weights) - set(MODALITIES):
         raise ValueError(f"unknown modalities {sorted(unknown)}; known are {', '.join(MODALITIES)}")
-    chosen = {name: weights.get(name, 0.0) for name in seen}
+    chosen = {name: weights.get(name, 0.0) for name in by_modality}
     if not any(chosen.values()):
-        raise ValueError(f"every modality that occurs ({', '.join(seen)}) has weight 0")
+        raise ValueError(f"every modality that occurs ({', '.join(by_modality)}) has weight 0")
     return {name: weight for name, weight in chosen.items() if weight}

@@ -56,8 +56,8 @@ class KVRange:
         self.ranges[which, :, 1:] += counts
         largest = size.amax(-1)
         for index in range(len(MODALITIES)):
-            found = self.ranges[which, index, 0]
-            torch.maximum(found, torch.where(mask == index + 1, largest, 0).amax().to(found), out=found)
+            slot = self.ranges[which, index, 0]
+            torch.maximum(slot, torch.where(mask == index + 1, largest, 0).amax().to(slot), out=slot)
 
     def pooled(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tensor:
         """The ranges of what several workers saw; `total` and `largest` replace a tensor by all workers' sum or maxima."""
@@ -76,19 +76,19 @@ def report(ranges: Tensor) -> dict[str, dict[str, Any]]:
     is nothing to compare. `error` is the relative squared rounding error with the scale that is stored, `error_unscaled`
     with a scale of 1, which an engine takes without one.
     """
-    found = {}
-    for name, own, scale in zip(("k", "v"), ranges.double().cpu(), scales(ranges).tolist(), strict=True):
-        seen = [index for index in range(len(MODALITIES)) if own[index, 1:].sum() > 0]
-        vision = [index for index in seen if MODALITIES[index] == "vision"]
-        text = [index for index in seen if MODALITIES[index] != "vision"]
-        found[name] = {
+    facts = {}
+    for name, kind_ranges, scale in zip(("k", "v"), ranges.double().cpu(), scales(ranges).tolist(), strict=True):
+        modalities = [index for index in range(len(MODALITIES)) if kind_ranges[index, 1:].sum() > 0]
+        vision = [index for index in modalities if MODALITIES[index] == "vision"]
+        text = [index for index in modalities if MODALITIES[index] != "vision"]
+        facts[name] = {
             "scale": scale,
-            "maximum": {MODALITIES[index]: float(own[index, 0]) for index in seen},
-            "clipped": {"vision": _clipped(own, vision, text), "text": _clipped(own, text, vision)},
-            "error": {MODALITIES[index]: rounding_error(own[index, 1:], scale) for index in seen},
-            "error_unscaled": {MODALITIES[index]: rounding_error(own[index, 1:], 1.0) for index in seen},
+            "maximum": {MODALITIES[index]: float(kind_ranges[index, 0]) for index in modalities},
+            "clipped": {"vision": _clipped(kind_ranges, vision, text), "text": _clipped(kind_ranges, text, vision)},
+            "error": {MODALITIES[index]: rounding_error(kind_ranges[index, 1:], scale) for index in modalities},
+            "error_unscaled": {MODALITIES[index]: rounding_error(kind_ranges[index, 1:], 1.0) for index in modalities},
         }
-    return found
+    return facts
 
 
 def rounding_error(counts: Tensor, scale: float) -> float:
@@ -103,14 +103,14 @@ def rounding_error(counts: Tensor, scale: float) -> float:
     return float(counts @ error.mean(1)) / energy if energy > 0 else 0.0
 
 
-def _clipped(own: Tensor, whose: list[int], by: list[int]) -> float | None:
+def _clipped(ranges: Tensor, whose: list[int], by: list[int]) -> float | None:
     """Share of the values of modalities `whose` beyond the maximum of modalities `by`, from `own [3, 1 + BINS]`."""
     if not whose or not by:
         return None
-    limit = float(own[by, 0].max())
-    if float(own[whose, 0].max()) <= limit:
+    limit = float(ranges[by, 0].max())
+    if float(ranges[whose, 0].max()) <= limit:
         return 0.0
-    counts = own[whose, 1:].sum(0)
+    counts = ranges[whose, 1:].sum(0)
     edge = (torch.tensor(limit).log2().item() - _LOW) * _PER_OCTAVE if limit > 0 else 0.0
     above = (torch.arange(1, BINS + 1) - edge).clamp(0, 1).to(counts)  # how much of each bin lies beyond
     return float(counts @ above / counts.sum())

@@ -44,13 +44,13 @@ class Split:
 
 def split(mask: Tensor) -> Split:
     """Split a batch by the modality of its tokens, `[...]`: 0 ignored, 1 text, 2 vision, 3 answer. No rows are drawn."""
-    flat, found = mask.reshape(-1).cpu(), Split(mask.numel(), {}, {}, {})
+    flat, result = mask.reshape(-1).cpu(), Split(mask.numel(), {}, {}, {})
     for code, name in enumerate(MODALITIES, start=1):
         index = (flat == code).nonzero().squeeze(1)
         if len(index):
-            found.count[name] = len(index)
-            found.rows[name] = None if len(index) == len(flat) else index
-    return found
+            result.count[name] = len(index)
+            result.rows[name] = None if len(index) == len(flat) else index
+    return result
 
 
 def splits(
@@ -66,19 +66,19 @@ def splits(
     flat = [mask.reshape(-1).cpu() for mask in masks]
     room = {name: size if isinstance(size, int) else size.get(name, 0) for name in MODALITIES}
     owners = {name: _owners(flat, code, room[name], seed) for code, name in enumerate(MODALITIES, start=1)}
-    found = []
+    all_splits = []
     for batch in batches:
         length = max(len(flat[sample]) for sample in batch)
-        one = split(torch.stack([_padded(flat[sample], length) for sample in batch]))
+        batch_split = split(torch.stack([_padded(flat[sample], length) for sample in batch]))
         starts = torch.full((len(flat),), -1)  # of each sample's first token; -1: it is in another batch
         for row, sample in enumerate(batch):
             starts[sample] = (row + 1) * length - len(flat[sample])
-        for name in one.count:
+        for name in batch_split.count:
             start = starts[owners[name][:, 0]]
             places = ((start >= 0) & (owners[name][:, 0] >= 0)).nonzero().squeeze(1)
-            one.drawn[name] = places, start[places] + owners[name][places, 1]
-        found.append(one)
-    return found
+            batch_split.drawn[name] = places, start[places] + owners[name][places, 1]
+        all_splits.append(batch_split)
+    return all_splits
 
 
 def _owners(masks: Sequence[Tensor], code: int, size: int, seed: int) -> Tensor:
