@@ -16,7 +16,6 @@ FOLDERS = sorted(
 )
 UNFINISHED: set[str] = {
     "tests/bench",
-    "tests/calibration",
     "tests/checkpoint",
     "tests/commands",
     "tests/common",
@@ -35,13 +34,10 @@ UNFINISHED: set[str] = {
     "tests/recipe",
     "tests/reducers",
     "tests/report",
-    "tests/runs",
     "tests/search",
-    "tests/statistics",
     "tests/targets",
     "vlmcompress",
     "vlmcompress/bench",
-    "vlmcompress/calibration",
     "vlmcompress/checkpoint",
     "vlmcompress/commands",
     "vlmcompress/common",
@@ -61,9 +57,7 @@ UNFINISHED: set[str] = {
     "vlmcompress/quantizers",
     "vlmcompress/recipe",
     "vlmcompress/reducers",
-    "vlmcompress/runs",
     "vlmcompress/search",
-    "vlmcompress/statistics",
     "vlmcompress/targets",
 }
 """Folders that still have such names. It only shrinks: one that is done and stands here fails, too."""

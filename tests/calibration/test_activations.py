@@ -35,8 +35,8 @@ def data(tokens: int = 60, width: int = 96) -> tuple[Tensor, Tensor]:
 def observed(x: Tensor, mask: Tensor, needs=("gram", "absmax")) -> GroupStats:
     collector = Collector(x.shape[1], needs)
     parts = mask.split(25)
-    for one, split in zip(x.split(25), splits(parts, [[i] for i in range(len(parts))], SAMPLE), strict=True):
-        collector.add(one, split)
+    for part, split in zip(x.split(25), splits(parts, [[i] for i in range(len(parts))], SAMPLE), strict=True):
+        collector.add(part, split)
     return collector.finish()
 
 
@@ -44,9 +44,9 @@ def test_rounding_is_the_engines():
     """Number by number: INT8 with a scale a token, FP8 with one and with a fixed one."""
     x = data()[0].float()[:7]
     whole = round_activations(x, ActFormat("int", 8, dynamic=True))
-    for row, found in zip(x.tolist(), whole.tolist(), strict=True):
+    for row, rounded in zip(x.tolist(), whole.tolist(), strict=True):
         scale = max(map(abs, row)) / 127
-        assert found == pytest.approx([round(v / scale) * scale for v in row], abs=1e-5)
+        assert rounded == pytest.approx([round(v / scale) * scale for v in row], abs=1e-5)
     scale = x.abs().amax(1, keepdim=True) / 448
     assert torch.equal(
         round_activations(x, ActFormat("float", 8, dynamic=True)), (x / scale).to(torch.float8_e4m3fn).float() * scale
@@ -68,9 +68,9 @@ def test_the_error_is_that_of_the_output(module, balance):
     q, act = result.weights["lin"].dequantize(torch.float32), method.scheme.activations
     y = round_activations(x, act, result.input_scales.get("lin")) @ q.T
     for code, name in enumerate(MODALITIES, start=1):
-        rows, wanted = mask == code, x.float()[mask == code] @ weight.float().T
-        expected = (y[rows] - wanted).square().sum() / wanted.square().sum()
-        alone = ((x.float()[rows] @ q.T) - wanted).square().sum() / wanted.square().sum()
+        rows, outputs = mask == code, x.float()[mask == code] @ weight.float().T
+        expected = (y[rows] - outputs).square().sum() / outputs.square().sum()
+        alone = ((x.float()[rows] @ q.T) - outputs).square().sum() / outputs.square().sum()
         assert result.errors["lin"][name] == pytest.approx(float(expected), rel=0.1) and expected > 1.2 * alone
 
 
@@ -79,11 +79,11 @@ def test_smoothed_inputs_are_rounded_smoothed():
     s, weight = torch.rand(x.shape[1]) + 0.5, torch.randn(32, x.shape[1])
     act = ActFormat("int", 8, dynamic=True)
     stats = observed(x, mask).rescaled(s)
-    found = stats.rounding_error(weight * s, weight * s, lambda rows: round_activations(rows, act))
+    errors = stats.rounding_error(weight * s, weight * s, lambda rows: round_activations(rows, act))
     for code, name in enumerate(MODALITIES, start=1):
         rows = x.float()[mask == code]
         added = ((round_activations(rows / s, act) - rows / s) @ (weight * s).T).square().sum()
-        assert found[name] == pytest.approx(float(added / (rows @ weight.T).square().sum()), rel=1e-4)
+        assert errors[name] == pytest.approx(float(added / (rows @ weight.T).square().sum()), rel=1e-4)
 
 
 def test_the_sample_is_kept_on_disk_and_small():
@@ -93,8 +93,8 @@ def test_the_sample_is_kept_on_disk_and_small():
     assert all(rows.shape == (SAMPLE, x.shape[1]) for rows in stats.sample().values())
     for name, rows in stats.sample().items():
         assert torch.equal(rows, again.sample()[name])
-        own = {tuple(row) for row in x[mask == 1 + MODALITIES.index(name)].float().tolist()}
-        assert {tuple(row) for row in rows.tolist()} <= own
+        kept_rows = {tuple(row) for row in x[mask == 1 + MODALITIES.index(name)].float().tolist()}
+        assert {tuple(row) for row in rows.tolist()} <= kept_rows
     assert not observed(x, mask, ("gram",)).sample()
     smoothed = stats.rescaled(torch.full((x.shape[1],), 2.0))
     loaded = GroupStats.from_state_dict(smoothed.state_dict())
@@ -111,14 +111,14 @@ def test_whose_maxima():
 
 def test_smoothquant_of_the_demo_model(tmp_path):
     """The manifest says whose the maxima are, and errors are those of INT8 inputs: several times those of the weights."""
-    given = {"model": str(DEMO_LLAVA), "out": str(tmp_path / "out"), "scheme": "int8", "calibrate": {"samples": 12}}
-    made = quantize(resolve(given).recipe).manifest
+    keys = {"model": str(DEMO_LLAVA), "out": str(tmp_path / "out"), "scheme": "int8", "calibrate": {"samples": 12}}
+    made = quantize(resolve(keys).recipe).manifest
     assert len(made["maxima"]) == 16 and all(
         sum(shares.values()) == pytest.approx(1) for shares in made["maxima"].values()
     )
     assert min(min(error.values()) for error in made["errors"].values()) > 1e-5
     from vlmcompress.diagnosis import layer_errors
 
-    found = layer_errors.read(tmp_path / "out")
-    assert "Largest inputs, by channel: " in layers.text(found, None, 1)
-    assert json.loads(json.dumps(layers.data(found)))["maxima"]["groups"] == manifest.read(tmp_path / "out")["maxima"]
+    errors = layer_errors.read(tmp_path / "out")
+    assert "Largest inputs, by channel: " in layers.text(errors, None, 1)
+    assert json.loads(json.dumps(layers.data(errors)))["maxima"]["groups"] == manifest.read(tmp_path / "out")["maxima"]

@@ -31,12 +31,12 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(world):
-    known = {}
+    cache = {}
 
     def get(family):
-        if family not in known:
-            known[family] = tiny.build(family, world / family)
-        return known[family]
+        if family not in cache:
+            cache[family] = tiny.build(family, world / family)
+        return cache[family]
 
     return get
 
@@ -65,9 +65,9 @@ def test_the_decoder_computes_what_generation_computes(world, built, kind, text)
     vlm.model.float()
     batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
     chosen = parse(text)
-    found = reduced(vlm, batches, chosen)
+    shorter = reduced(vlm, batches, chosen)
     lost = 0
-    for batch, got in zip(batches, found, strict=True):
+    for batch, got in zip(batches, shorter, strict=True):
         answered = (batch["modality"][0] == ANSWER).nonzero().flatten()
         cut, length = int(answered[0]) + 1, batch["input_ids"].shape[1]
         prompt = {n: v[:, :cut] if v.shape[:2] == (1, length) else v for n, v in inputs_of(batch).items()}
@@ -79,10 +79,10 @@ def test_the_decoder_computes_what_generation_computes(world, built, kind, text)
                 parts.append(vlm.model(input_ids=ids, attention_mask=mask, past_key_values=cache))
             if cache is None:
                 parts = [vlm.model(**inputs_of(batch))]
-        wanted = torch.cat([part.logits for part in parts], 1)
+        expected = torch.cat([part.logits for part in parts], 1)
         logits = decoder(vlm).model(**inputs_of(got)).logits
-        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
-        before, after = (one["modality"][0].bincount(minlength=4) for one in (batch, got))
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        before, after = (side["modality"][0].bincount(minlength=4) for side in (batch, got))
         assert after.sum() == logits.shape[1] and (after - before).abs()[[0, 1, 3]].sum() == 0
         assert torch.equal(got["input_ids"][got["modality"] != VISION], batch["input_ids"][batch["modality"] != VISION])
         lost += int(before[VISION] - after[VISION])
@@ -96,15 +96,15 @@ def test_another_answer_changes_nothing_before_it(world, built):
     other = {**batch, "input_ids": batch["input_ids"].clone()}
     at = (batch["modality"][0] == ANSWER).nonzero().flatten() + 1
     other["input_ids"][0, at] = other["input_ids"][0, at] - 1
-    one, two = reduced(vlm, [batch, other], parse("relevance:0.5"))
+    single, two = reduced(vlm, [batch, other], parse("relevance:0.5"))
     behind = len(at) + (batch["input_ids"].shape[1] - int(at[-1]) - 1)
-    assert torch.equal(one["inputs_embeds"][:, :-behind], two["inputs_embeds"][:, :-behind])
-    assert not torch.equal(one["inputs_embeds"], two["inputs_embeds"])
+    assert torch.equal(single["inputs_embeds"][:, :-behind], two["inputs_embeds"][:, :-behind])
+    assert not torch.equal(single["inputs_embeds"], two["inputs_embeds"])
 
 
-def recipe(world, model, out, **given):
+def recipe(world, model, out, **keys):
     data = {"data": str(world / "calib.jsonl"), "samples": 4}
-    return resolve({"model": str(model), "out": str(out), "calibrate": data, "scheme": "none"} | given).recipe
+    return resolve({"model": str(model), "out": str(out), "calibrate": data, "scheme": "none"} | keys).recipe
 
 
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def test_every_calibrating_scheme_runs_behind_a_reducer(world, built, tmp_path, 
     model = built("qwen3-vl" if name in ("gptq", "mbq", "awq block") else "llava")
     done = quantize(recipe(world, model, tmp_path / "reduced", **SCHEMES[name], reduce="uniform:0.5"))
     plain = quantize(recipe(world, model, tmp_path / "plain", **SCHEMES[name]))
-    now, before = (one.manifest["calibration"] for one in (done, plain))
+    now, before = (run.manifest["calibration"] for run in (done, plain))
     assert now["reduce"] == {"method": "uniform", "keep": 0.5} and "reduce" not in before
     assert now["tokens"] == before["tokens"] | {"vision": before["tokens"]["vision"] // 2}
     assert now["sha256"] == before["sha256"]
@@ -140,20 +140,20 @@ def test_every_calibrating_scheme_runs_behind_a_reducer(world, built, tmp_path, 
 @pytest.mark.parametrize("kind", ["llava", "qwen3-vl"])
 def test_a_reducer_that_keeps_everything_changes_nothing(world, built, tmp_path, kind):
     """Up to rounding: llm-compressor runs the encoder with another attention kernel."""
-    found = []
-    for name, more in (("plain", {}), ("whole", {"reduce": "uniform:1"})):
-        given = {"scheme": "gptq", "options": {"group_size": 64}}
-        found.append(quantize(recipe(world, built(kind), tmp_path / name, **given, **more)).manifest)
-    plain, whole = found
+    collected = []
+    for name, extra in (("plain", {}), ("whole", {"reduce": "uniform:1"})):
+        keys = {"scheme": "gptq", "options": {"group_size": 64}}
+        collected.append(quantize(recipe(world, built(kind), tmp_path / name, **keys, **extra)).manifest)
+    plain, whole = collected
     assert whole["calibration"]["tokens"] == plain["calibration"]["tokens"]
     for modality in ("text", "vision", "answer"):
-        mean, other = (sum(layer[modality] for layer in one["errors"].values()) for one in found)
+        mean, other = (sum(layer[modality] for layer in written["errors"].values()) for written in collected)
         assert mean == pytest.approx(other, rel=0.05)
 
 
 def test_a_reducer_within_the_language_model_calibrates_on_all_tokens_and_says_so(world, built, tmp_path):
-    given = {"scheme": "gptq", "options": {"group_size": 64}, "reduce": "fastv:0.5,layer=1", "engine": "transformers"}
-    done = quantize(recipe(world, built("llava"), tmp_path / "out", **given))
+    keys = {"scheme": "gptq", "options": {"group_size": 64}, "reduce": "fastv:0.5,layer=1", "engine": "transformers"}
+    done = quantize(recipe(world, built("llava"), tmp_path / "out", **keys))
     assert "calibrated on all visual tokens, as fastv:0.5,layer=1 drops" in done.manifest["warnings"][0]
     assert "reduce" not in done.manifest["calibration"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vlmcompress"]["reduce"]["layer"] == 1
@@ -163,8 +163,8 @@ def test_statistics_are_of_one_reducer(world, built, tmp_path):
     """They are what the model's own layers see behind the attached reducer, and serve recipes with that reducer alone."""
     model, stats = built("llava"), tmp_path / "stats"
     calibrate(recipe(world, model, stats, reduce="uniform:0.5"), needs={"gram", "absmax", "absmean", "gradient"})
-    found = statistics_folder.read(stats)
-    assert found.reducer == parse("uniform:0.5")
+    statistics = statistics_folder.read(stats)
+    assert statistics.reducer == parse("uniform:0.5")
     vlm = models.load(model)
     batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
     rows = []
@@ -174,22 +174,22 @@ def test_statistics_are_of_one_reducer(world, built, tmp_path):
         for batch in batches:
             vlm.model(**inputs_of(batch))
     gram = sum(part.T @ part for part in rows)
-    own = found.load(1)[0]["gate_up"]
-    assert sum(own.count.values()) == sum(map(len, rows))
-    torch.testing.assert_close(own.gram(), gram, rtol=0.02, atol=0.02 * float(gram.abs().max()))
-    given = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
-    quantize(recipe(world, model, tmp_path / "out", **given, reduce="uniform:0.5"))
+    group_stats = statistics.load(1)[0]["gate_up"]
+    assert sum(group_stats.count.values()) == sum(map(len, rows))
+    torch.testing.assert_close(group_stats.gram(), gram, rtol=0.02, atol=0.02 * float(gram.abs().max()))
+    keys = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
+    quantize(recipe(world, model, tmp_path / "out", **keys, reduce="uniform:0.5"))
     with pytest.raises(
         UserError, match=r"behind the reducer uniform:0.5; calibrate without one, or add --reduce uniform"
     ):
-        quantize(recipe(world, model, tmp_path / "none", **given))
+        quantize(recipe(world, model, tmp_path / "none", **keys))
     with pytest.raises(UserError, match="calibrate with --reduce uniform:0.25, or add --reduce uniform:0.5"):
-        quantize(recipe(world, model, tmp_path / "other", **given, reduce="uniform:0.25"))
+        quantize(recipe(world, model, tmp_path / "other", **keys, reduce="uniform:0.25"))
     plain = tmp_path / "plain"
     calibrate(recipe(world, model, plain), needs={"absmean", "gram"})
-    given["calibrate"] = {"stats": str(plain)}
+    keys["calibrate"] = {"stats": str(plain)}
     with pytest.raises(UserError, match="are of all visual tokens; calibrate with --reduce dart:0.5, or leave out"):
-        quantize(recipe(world, model, tmp_path / "third", **given, reduce="dart:0.5"))
+        quantize(recipe(world, model, tmp_path / "third", **keys, reduce="dart:0.5"))
 
 
 def test_thresholds_are_learnt_from_the_calibration_images(world, built, tmp_path):
@@ -200,12 +200,12 @@ def test_thresholds_are_learnt_from_the_calibration_images(world, built, tmp_pat
     carries = json.loads((tmp_path / "alone" / "config.json").read_text())["vlmcompress"]["reduce"]
     assert len(carries["thresholds"]) == 2 and done.manifest["recipe"]["reduce"]["thresholds"] == carries["thresholds"]
     calibrate(recipe(world, model, stats, **dymu), needs={"absmean", "gram"})
-    found = statistics_folder.read(stats).reducer
-    assert found is not None and found.plain() == carries | {"thresholds": tuple(carries["thresholds"])}
-    given = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
-    quantize(recipe(world, model, tmp_path / "out", **given, **dymu))
+    learnt = statistics_folder.read(stats).reducer
+    assert learnt is not None and learnt.plain() == carries | {"thresholds": tuple(carries["thresholds"])}
+    keys = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
+    quantize(recipe(world, model, tmp_path / "out", **keys, **dymu))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vlmcompress"]["reduce"] == carries
     with pytest.raises(UserError, match="are behind the reducer dymu:0.5"):
-        quantize(recipe(world, model, tmp_path / "other", **given, **dymu | {"reduce": "dymu:0.25"}))
+        quantize(recipe(world, model, tmp_path / "other", **keys, **dymu | {"reduce": "dymu:0.25"}))
     with pytest.raises(UserError, match="reducer 'dymu' needs calibration images; name some with --calib"):
         quantize(recipe(world, model, tmp_path / "none", calibrate={}, **dymu))

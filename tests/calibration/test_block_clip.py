@@ -50,12 +50,12 @@ def loaded(world, name):
 @torch.no_grad()
 def outputs(vlm, module, batches) -> list[torch.Tensor]:
     """What comes out of a block, `[tokens, width]`, when the whole model runs."""
-    seen = []
-    hook = module.register_forward_hook(lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    captured = []
+    hook = module.register_forward_hook(lambda _m, _a, out: captured.append(out[0] if isinstance(out, tuple) else out))
     for batch in batches:
         vlm.model(**{name: value for name, value in batch.items() if name != "modality"})
     hook.remove()
-    return [x[0] for x in seen]
+    return [x[0] for x in captured]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -63,13 +63,13 @@ def outputs(vlm, module, batches) -> list[torch.Tensor]:
 def test_blocks_called_on_their_own_do_what_they_did_in_the_model(world, name):
     vlm, modules, batches = loaded(world, name)
     samples, entropies = block_inputs.capture_block_inputs(vlm, batches), block_clip.entropies(vlm, batches)
-    xs, found = [sample.hidden for sample in samples], {}
+    xs, by_name = [sample.hidden for sample in samples], {}
     for block in range(len(modules)):
         xs = block_clip.call(modules, block, xs, samples)
     for batch, x in zip(samples, xs, strict=True):
-        found |= {i: row[mask > 0] for i, row, mask in zip(batch.samples, x, batch.modality, strict=True)}
+        by_name |= {i: row[mask > 0] for i, row, mask in zip(batch.samples, x, batch.modality, strict=True)}
     for i, expected in enumerate(outputs(vlm, modules[-1], batches)):
-        torch.testing.assert_close(found[i], expected[batches[i]["modality"][0] > 0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(by_name[i], expected[batches[i]["modality"][0] > 0], rtol=1e-4, atol=1e-4)
     assert len(entropies) == len(modules) and all(0 < bits < 4 for bits in entropies)
     added = [sum(part is not None for part in sample.added) for sample in samples]
     assert (max(added) > 0) == (name == "qwen3-vl")
@@ -86,11 +86,11 @@ def test_against_every_combination(world, monkeypatch):
     options = qvlm.Options(bits=3, group_size=64, grid=2, lowest=0.9, sweeps=9)
     blocks = decoder_blocks(vlm.model, vlm.spec)
     assert len(blocks) == 2
-    groups = [group for own in blocks for group in own]
+    groups = [group for block_groups in blocks for group in block_groups]
     before = {name: value.clone() for name, value in vlm.model.state_dict().items()}
-    found = block_clip.search(vlm, blocks, batches, QuantMethod(qvlm, options))
+    searched = block_clip.search(vlm, blocks, batches, QuantMethod(qvlm, options))
     assert all(torch.equal(before[name], value) for name, value in vlm.model.state_dict().items())
-    wanted = outputs(vlm, modules[-1], batches)
+    targets = outputs(vlm, modules[-1], batches)
     rounded = {}
     for group, percentile in itertools.product(groups, (1.0, 0.9)):
         for name in group.linears:
@@ -104,8 +104,8 @@ def test_against_every_combination(world, monkeypatch):
             for name in group.linears:
                 vlm.model.get_parameter(f"{name}.weight").copy_(rounded[name, percentile])
         ours = outputs(vlm, modules[-1], batches)
-        errors[choice] = sum(float((a - b).square().sum()) for a, b in zip(ours, wanted, strict=True))
-    chosen = tuple(found.others[group.layer, group.name].options.percentile for group in groups)
+        errors[choice] = sum(float((a - b).square().sum()) for a, b in zip(ours, targets, strict=True))
+    chosen = tuple(searched.others[group.layer, group.name].options.percentile for group in groups)
     chosen = tuple(round(percentile, 6) for percentile in chosen)
     full = (1.0,) * len(groups)
     assert errors[chosen] < errors[full]
@@ -121,8 +121,8 @@ def test_a_checkpoint_with_searched_ranges(world, tmp_path):
 
     def recipe(out, scheme="qvlm", options=None, **calib):
         calib = calib or {"data": str(world / "calib.jsonl"), "samples": 3}
-        given = {"model": str(world / "llava"), "out": str(out), "scheme": scheme, "calibrate": calib}
-        return resolve(given | {"options": {"bits": 3, "group_size": 64} if options is None else options}).recipe
+        keys = {"model": str(world / "llava"), "out": str(out), "scheme": scheme, "calibrate": calib}
+        return resolve(keys | {"options": {"bits": 3, "group_size": 64} if options is None else options}).recipe
 
     quantize(recipe(tmp_path / "a"))
     quantize(recipe(tmp_path / "b"))
@@ -141,7 +141,9 @@ def test_groups_with_a_width_of_their_own(world):
     vlm, _, batches = loaded(world, "llava")
     options, other = qvlm.Options(bits=4, group_size=64), SCHEMES.get("int8")
     others = {(0, "qkv"): QuantMethod(qvlm, replace(options, bits=2)), (1, "down"): QuantMethod(other, other.Options())}
-    found = block_clip.search(vlm, decoder_blocks(vlm.model, vlm.spec), batches[:1], QuantMethod(qvlm, options, others))
-    assert found.others[1, "down"] == others[1, "down"]
-    widths = {key: method.options.bits for key, method in found.others.items() if key != (1, "down")}
+    searched = block_clip.search(
+        vlm, decoder_blocks(vlm.model, vlm.spec), batches[:1], QuantMethod(qvlm, options, others)
+    )
+    assert searched.others[1, "down"] == others[1, "down"]
+    widths = {key: method.options.bits for key, method in searched.others.items() if key != (1, "down")}
     assert widths.pop((0, "qkv")) == 2 and set(widths.values()) == {4} and len(widths) == 6

@@ -24,14 +24,14 @@ def same_together_and_alone(vlm: VLM, rows, monkeypatch) -> None:
     groups = bucket_by_length(rows)
     lengths = [{rows[index]["modality"].shape[1] for index in group} for group in groups]
     assert sorted(sum(groups, [])) == list(range(len(rows)))
-    assert len(groups) < len(rows) and any(len(own) > 1 for own in lengths), "the test needs a batch with padding"
-    seen: list[tuple] = []
-    found = gradient_pass.gradients(vlm, rows, lambda *what: seen.append(what))
-    assert seen[0] == ("gradients", 0, len(rows)) and seen[-1] == ("gradients", len(rows), len(rows))
+    assert len(groups) < len(rows) and any(len(bucket) > 1 for bucket in lengths), "the test needs a batch with padding"
+    reports: list[tuple] = []
+    computed = gradient_pass.gradients(vlm, rows, lambda *what: reports.append(what))
+    assert reports[0] == ("gradients", 0, len(rows)) and reports[-1] == ("gradients", len(rows), len(rows))
     monkeypatch.setattr(gradient_pass, "bucket_by_length", alone)
     expected = gradient_pass.gradients(vlm, rows)
-    assert found.loss == pytest.approx(expected.loss, rel=1e-5) and found.samples == expected.samples
-    for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
+    assert computed.loss == pytest.approx(expected.loss, rel=1e-5) and computed.samples == expected.samples
+    for ours, theirs in zip(computed.blocks, expected.blocks, strict=True):
         for name, gradient in theirs.items():
             assert ours[name].channels == gradient.channels
             assert ours[name].absolute == pytest.approx(gradient.absolute, rel=1e-4), name
@@ -52,9 +52,9 @@ def test_behind_a_reducer(model, loaded, monkeypatch):
     same_together_and_alone(decoder(vlm), rows, monkeypatch)
 
 
-def sample(length: int, **more) -> dict[str, torch.Tensor]:
+def sample(length: int, **overrides) -> dict[str, torch.Tensor]:
     ids = torch.ones(1, length, dtype=torch.long)
-    return {"input_ids": ids, "attention_mask": ids, "modality": ids.byte(), **more}
+    return {"input_ids": ids, "attention_mask": ids, "modality": ids.byte(), **overrides}
 
 
 def test_what_goes_together():
@@ -68,7 +68,7 @@ def test_what_goes_together():
     }
     assert full == {49: [2, 2, 1], 50: [2, 2, 1], 51: [1] * 5, 100: [1] * 5}
     pixels = [torch.zeros(n, 3, 8, side) for n, side in ((1, 8), (2, 8), (1, 9))]
-    assert sorted(bucket_by_length([sample(40), *(sample(40, pixel_values=one) for one in pixels)])) == [
+    assert sorted(bucket_by_length([sample(40), *(sample(40, pixel_values=images) for images in pixels)])) == [
         [0],
         [1, 2],
         [3],
@@ -100,9 +100,9 @@ def test_products_in_float32(loaded, monkeypatch):
         for instructions in ({}, {"avx512_bf16": True}):
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=instructions: has, raising=False)
             assert float_products.emulated(torch.bfloat16) is not bool(instructions)
-            found = gradient_pass.gradients(vlm, rows)
-            assert found.loss == pytest.approx(exact.loss, rel=1e-2)
-            for ours, theirs in zip(found.blocks, exact.blocks, strict=True):
+            computed = gradient_pass.gradients(vlm, rows)
+            assert computed.loss == pytest.approx(exact.loss, rel=1e-2)
+            for ours, theirs in zip(computed.blocks, exact.blocks, strict=True):
                 for name, gradient in theirs.items():
                     assert ours[name].absolute == pytest.approx(gradient.absolute, rel=0.1), name
     assert set(used) == {torch.bfloat16} and not float_products.emulated(torch.float32)

@@ -48,8 +48,8 @@ def batches(vlm, tmp_path_factory) -> list[dict[str, Tensor]]:
         image = {"image": f"{i}.png"} if i else {}
         rows.append({"id": str(i), "question": "what is it" * (i + 1), "answer": "red or green", **image})
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = encode(load_samples(str(folder / "data.jsonl"), samples=4, seed=0), vlm)
-    return [{k: v.float() if v.is_floating_point() else v for k, v in batch.items()} for batch in found]
+    encoded = encode(load_samples(str(folder / "data.jsonl"), samples=4, seed=0), vlm)
+    return [{k: v.float() if v.is_floating_point() else v for k, v in batch.items()} for batch in encoded]
 
 
 def sensitivities(blocks) -> dict[tuple[int, str], Sensitivity]:
@@ -59,25 +59,25 @@ def sensitivities(blocks) -> dict[tuple[int, str], Sensitivity]:
 
 def calls(vlm, module: nn.Module, batches) -> list[tuple[tuple, dict]]:
     """With what a module is called in the float model, for each sample alone."""
-    seen: list[tuple[tuple, dict]] = []
-    hook = module.register_forward_pre_hook(lambda _m, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    recorded: list[tuple[tuple, dict]] = []
+    hook = module.register_forward_pre_hook(lambda _m, args, kwargs: recorded.append((args, kwargs)), with_kwargs=True)
     with torch.no_grad():
         for batch in batches:
             vlm.model(**{k: v for k, v in batch.items() if k != "modality"}, use_cache=False)
     hook.remove()
-    return seen
+    return recorded
 
 
-def per_row(x: Tensor, bits: int, more: float = 0.0) -> Tensor:
+def per_row(x: Tensor, bits: int, offset: float = 0.0) -> Tensor:
     """Symmetric rounding with a scale per row, whose largest value is `more` above the largest code."""
     top = 2 ** (bits - 1) - 1
-    scale = x.abs().amax(1, keepdim=True) / (top + more)
+    scale = x.abs().amax(1, keepdim=True) / (top + offset)
     return (x / scale).round().clamp(-top - 1, top) * scale
 
 
 def better_rows(w: Tensor, bits: int) -> Tensor:
     """Rows rounded with the largest value on the largest code or half a step above, whichever errs less."""
-    above, on = (per_row(w, bits, more) for more in (0.5, 0.0))
+    above, on = (per_row(w, bits, offset) for offset in (0.5, 0.0))
     return torch.where(((on - w).square().sum(1) < (above - w).square().sum(1))[:, None], on, above)
 
 
@@ -107,7 +107,7 @@ def published_losses(vlm, group, options, rho: float, batches) -> list[float]:
     """The loss of every candidate, from the paper's formulas."""
     block = group.linears[0].partition(".self_attn")[0].partition(".mlp")[0]
     module = vlm.model.get_submodule(f"{block}.{INSPECTED[group.name]}")
-    seen = calls(vlm, module, batches)
+    module_calls = calls(vlm, module, batches)
     inputs = [args[0] for args, _ in calls(vlm, vlm.model.get_submodule(group.linears[0]), batches)]
     mean = torch.cat([x[b["modality"] > 0] for x, b in zip(inputs, batches, strict=True)]).abs().mean(0)
     losses = []
@@ -123,7 +123,7 @@ def published_losses(vlm, group, options, rho: float, batches) -> list[float]:
                 setattr(changed, child, Candidate(getattr(module, child), s, options))
         answer, vision = [], []
         with torch.no_grad():
-            for (args, kwargs), batch in zip(seen, batches, strict=True):
+            for (args, kwargs), batch in zip(module_calls, batches, strict=True):
                 before, after = module(*args, **kwargs), changed(*args, **kwargs)
                 d = before[0] - after[0] if isinstance(before, tuple) else before - after
                 d = d.double().abs() if options.objective == "mae" else d.double().square()
@@ -148,18 +148,18 @@ def test_finds_what_the_published_formulas_find(vlm, batches, case, monkeypatch)
         lambda self, *args: (searches.append(self), kept(self, *args))[1],
     )
     options, blocks = mbq.Options(**PUBLISHED[case]), decoder_blocks(vlm.model, vlm.spec)
-    known = sensitivities(blocks)
+    known_sensitivities = sensitivities(blocks)
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
-    found = block_search.search_blocks(vlm, blocks, batches, QuantMethod(mbq, options), known)
+    searched = block_search.search_blocks(vlm, blocks, batches, QuantMethod(mbq, options), known_sensitivities)
     assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items()), (
         "model was changed"
     )
     losses, moved = searches[-1]._losses, 0
     for group in (group for groups in blocks for group in groups):
-        expected = published_losses(vlm, group, options, known[group.layer, group.name].rho, batches)
+        expected = published_losses(vlm, group, options, known_sensitivities[group.layer, group.name].rho, batches)
         # Equal up to values on the edge between two codes, which 8-bit inputs have in every token: its largest.
         each, mean = (0.1, 0.02) if options.activations == 8 else (2e-3, 1e-3)
-        ratios = [found / wanted for found, wanted in zip(losses[group.smooth], expected, strict=True)]
+        ratios = [searched / reference for searched, reference in zip(losses[group.smooth], expected, strict=True)]
         assert ratios == pytest.approx([1.0] * len(ratios), abs=each), group.name
         assert sum(ratios) / len(ratios) == pytest.approx(1, abs=mean), group.name
         best = expected.index(min(expected))
@@ -177,7 +177,7 @@ def test_finds_what_the_published_formulas_find(vlm, batches, case, monkeypatch)
             ]
         )
         torch.testing.assert_close(
-            found[group.layer, group.name],
+            searched[group.layer, group.name],
             mbq.candidates(mean.abs().mean(0), options.grid)[chosen],
             rtol=1e-3,
             atol=1e-4,
@@ -190,11 +190,13 @@ def test_stock_search_minds_all_tokens(vlm, batches):
     group, the squared error of attention's output over all tokens."""
     blocks = decoder_blocks(vlm.model, vlm.spec)
     options = awq.Options(group_size=32, objective="block", duo=False, clip=False)
-    found = block_search.search_blocks(vlm, blocks, batches, QuantMethod(awq, options), {})
+    searched = block_search.search_blocks(vlm, blocks, batches, QuantMethod(awq, options), {})
     group = blocks[0][0]
     module = vlm.model.get_submodule(group.linears[0].rpartition(".")[0])
-    seen, least, chosen = calls(vlm, module, batches), float("inf"), None
-    x = torch.cat([kwargs["hidden_states"][b["modality"] > 0] for (_, kwargs), b in zip(seen, batches, strict=True)])
+    module_calls, least, chosen = calls(vlm, module, batches), float("inf"), None
+    x = torch.cat(
+        [kwargs["hidden_states"][b["modality"] > 0] for (_, kwargs), b in zip(module_calls, batches, strict=True)]
+    )
     for k in range(options.grid):
         s = x.abs().mean(0).pow(k / (options.grid - 1)).clamp(min=1e-4)
         s = s / (s.max() * s.min()).sqrt()
@@ -209,11 +211,11 @@ def test_stock_search_minds_all_tokens(vlm, batches):
                 .square()
                 .sum()
                 .item()
-                for (args, kwargs), b in zip(seen, batches, strict=True)
+                for (args, kwargs), b in zip(module_calls, batches, strict=True)
             )
         if loss < least:
             least, chosen = loss, s
-    torch.testing.assert_close(found[0, group.name], chosen, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(searched[0, group.name], chosen, rtol=1e-3, atol=1e-4)
 
 
 def test_the_private_parts_we_rest_on():

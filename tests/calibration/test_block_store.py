@@ -13,18 +13,18 @@ from vlmcompress.statistics.kv_range import BINS
 def result() -> BlockResult:
     torch.manual_seed(0)
     weight = torch.randn(64, 128)
-    found = BlockResult()
-    found.weights["a.b"] = round_to_nearest(weight, Format("int", 4, 32, symmetric=False), scale_dtype=torch.bfloat16)
-    found.weights["a.c"] = round_to_nearest(weight, Format("float", 8, -1))
-    found.weights["a.d"] = round_to_nearest(weight, NVFP4)
-    found.smoothing["norm"] = torch.rand(128)
-    found.multiplied["router"] = torch.rand(128)
-    found.input_scales["a.b"] = torch.tensor([0.25])
-    found.kv_ranges["attn"] = torch.rand(2, 3, 1 + BINS, dtype=torch.float64)
-    found.errors = {"a.b": {"vision": 0.125}}
-    found.maxima = {"a.b": {"vision": 1.0}}
-    found.warnings = [("what", "a.b", "how much")]
-    return found
+    result = BlockResult()
+    result.weights["a.b"] = round_to_nearest(weight, Format("int", 4, 32, symmetric=False), scale_dtype=torch.bfloat16)
+    result.weights["a.c"] = round_to_nearest(weight, Format("float", 8, -1))
+    result.weights["a.d"] = round_to_nearest(weight, NVFP4)
+    result.smoothing["norm"] = torch.rand(128)
+    result.multiplied["router"] = torch.rand(128)
+    result.input_scales["a.b"] = torch.tensor([0.25])
+    result.kv_ranges["attn"] = torch.rand(2, 3, 1 + BINS, dtype=torch.float64)
+    result.errors = {"a.b": {"vision": 0.125}}
+    result.maxima = {"a.b": {"vision": 1.0}}
+    result.warnings = [("what", "a.b", "how much")]
+    return result
 
 
 def test_round_trip_is_exact(tmp_path):

@@ -94,10 +94,10 @@ def test_conditional_entropy_is_the_papers():
 def test_what_the_block_before_tells_lowers_the_entropy():
     torch.manual_seed(2)
     u = torch.randn(1000, 4)
-    same, own = conditional_entropy(u, u), conditional_entropy(None, u)
+    same, alone = conditional_entropy(u, u), conditional_entropy(None, u)
     other = conditional_entropy(torch.randn(1000, 4), u)
     assert same < conditional_entropy(u, u + torch.randn(1000, 4)) < other
-    assert other == pytest.approx(own, rel=0.01) and own < 4
+    assert other == pytest.approx(alone, rel=0.01) and alone < 4
     assert conditional_entropy(u, 100 * u) == pytest.approx(same, rel=1e-4), "it depends on the unit"
     assert math.isfinite(conditional_entropy(torch.zeros(9, 2), torch.ones(9, 2)))
 
@@ -105,29 +105,29 @@ def test_what_the_block_before_tells_lowers_the_entropy():
 def test_calibrate_measures_the_plain_model(world, tmp_path):
     """The values are those of inputs that hooks catch while the whole model runs, sample by sample, padding left out."""
     calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "entropy"))
-    found = statistics_folder.read(tmp_path / "stats").facts
-    assert found["needs"] == ["absmax", "entropy"]
+    facts = statistics_folder.read(tmp_path / "stats").facts
+    assert facts["needs"] == ["absmax", "entropy"]
     vlm = models.load(world / "llava")
     vlm.model.set_attn_implementation("eager")
-    seen: list[list[torch.Tensor]] = [[] for _ in decoder_blocks(vlm.model, vlm.spec)]
-    for rows, groups in zip(seen, decoder_blocks(vlm.model, vlm.spec), strict=True):
+    captured: list[list[torch.Tensor]] = [[] for _ in decoder_blocks(vlm.model, vlm.spec)]
+    for rows, groups in zip(captured, decoder_blocks(vlm.model, vlm.spec), strict=True):
         norm = vlm.model.get_submodule(groups[0].smooth)
         assert groups[0].smooth.endswith("input_layernorm")
         norm.register_forward_hook(lambda _module, _args, out, rows=rows: rows.append(out[0].float()))
     for batch in encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm):
         with torch.no_grad(), float_products(vlm.model):  # as calibration does on a processor without BF16: see there
             vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
-        for rows in seen:
+        for rows in captured:
             rows[-1] = rows[-1][batch["modality"][0] > 0]
-    inputs = [torch.cat(rows) for rows in seen]
+    inputs = [torch.cat(rows) for rows in captured]
     torch.manual_seed(3)
-    for value, x in zip(found["entropy"]["luq"], inputs, strict=True):
+    for value, x in zip(facts["entropy"]["luq"], inputs, strict=True):
         other = [
             cluster_entropy(x[torch.randperm(len(x))]) for _ in range(4)
         ]  # where k-means starts from decides a little
         assert min(other) - 0.03 <= value <= max(other) + 0.03
     expected = [conditional_entropy(a, b) for a, b in zip([None, *inputs[:-1]], inputs, strict=True)]
-    assert found["entropy"]["qvlm"] == pytest.approx(expected, abs=0.01)
+    assert facts["entropy"]["qvlm"] == pytest.approx(expected, abs=0.01)
 
 
 def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch):
@@ -139,10 +139,10 @@ def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch)
     store.save_entropy(0, {"luq": -1.0, "qvlm": -1.0})
     batches = encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm)
     collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"}))
-    found = store.entropies()
-    assert found[0] == {"luq": -1.0, "qvlm": -1.0}
-    assert [found[i]["qvlm"] for i in range(1, len(found))] == expected["qvlm"][1:]
-    assert [found[i]["luq"] for i in range(1, len(found))] == expected["luq"][1:]
+    entropies = store.entropies()
+    assert entropies[0] == {"luq": -1.0, "qvlm": -1.0}
+    assert [entropies[i]["qvlm"] for i in range(1, len(entropies))] == expected["qvlm"][1:]
+    assert [entropies[i]["luq"] for i in range(1, len(entropies))] == expected["luq"][1:]
     monkeypatch.setattr("vlmcompress.calibration.capture.capture_blocks", None)
     collect(
         vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"})

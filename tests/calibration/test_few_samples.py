@@ -27,13 +27,13 @@ def stats(rows: torch.Tensor) -> GroupStats:
 def test_one_sample(tmp_path, capfd, monkeypatch, form):
     """Exit code 0, one line on stderr and in the manifest, and on its tokens GPTQ beats rounding in every layer."""
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
-    more = ["--samples", "1"]
+    extra = ["--samples", "1"]
     if form == "stored":
         assert cli.main(["calibrate", str(DEMO_LLAVA), "-o", str(tmp_path / "stats"), "--samples", "1"]) == 0
-        more = ["--stats", str(tmp_path / "stats")]
+        extra = ["--stats", str(tmp_path / "stats")]
     capfd.readouterr()
     assert (
-        cli.main(["quantize", str(DEMO_LLAVA), "-o", str(tmp_path / "out"), "--scheme", "gptq", "--json", *more]) == 0
+        cli.main(["quantize", str(DEMO_LLAVA), "-o", str(tmp_path / "out"), "--scheme", "gptq", "--json", *extra]) == 0
     )
     shown = capfd.readouterr()
     said = [line for line in shown.err.splitlines() if line.startswith("warning: ")]
@@ -51,22 +51,24 @@ def test_it_is_not_rounding_to_nearest():
     torch.manual_seed(0)
     weight, x = torch.randn(64, 128), torch.randn(1, 128)
     options = gptq.Options(group_size=32)
-    found = solve(gptq, [weight], stats(x), options, torch.float32)
+    solution = solve(gptq, [weight], stats(x), options, torch.float32)
     rounded = numerics.round_to_nearest(weight, gptq.scheme(options).weights)
-    error, plain = (((q.dequantize(torch.float32) - weight) @ x.T).square().sum() for q in (found.weights[0], rounded))
+    error, plain = (
+        ((q.dequantize(torch.float32) - weight) @ x.T).square().sum() for q in (solution.weights[0], rounded)
+    )
     assert error < plain / 10
-    assert [detail for _, detail in found.warnings] == ["1 tokens, 128 inputs"]
+    assert [detail for _, detail in solution.warnings] == ["1 tokens, 128 inputs"]
 
 
 def test_a_balance_counts_the_tokens_that_have_weight():
     x = torch.randn(200, 64)
     collector = Collector(64)
     collector.add(x, torch.tensor([2] * 190 + [3] * 10, dtype=torch.uint8))
-    found = collector.finish()
+    stats = collector.finish()
     weight, plain = torch.randn(32, 64), gptq.Options(group_size=32)
     answers = gptq.Options(group_size=32, balance={"text": 0, "vision": 0, "answer": 1})
-    assert not solve(gptq, [weight], found, plain, torch.float32).warnings
-    assert [d for _, d in solve(gptq, [weight], found, answers, torch.float32).warnings] == ["10 tokens, 64 inputs"]
+    assert not solve(gptq, [weight], stats, plain, torch.float32).warnings
+    assert [d for _, d in solve(gptq, [weight], stats, answers, torch.float32).warnings] == ["10 tokens, 64 inputs"]
 
 
 def test_inputs_that_are_always_zero_need_no_tokens():
@@ -77,8 +79,8 @@ def test_inputs_that_are_always_zero_need_no_tokens():
 def test_more_damping_than_asked_for():
     """With next to none a singular matrix can't be factorized: ten times more until it can, and both facts are told."""
     x = torch.randn(8, 128).repeat(100, 1)  # rank 8, though tokens are many
-    found = solve(gptq, [torch.randn(32, 128)], stats(x), gptq.Options(group_size=32, damp=1e-12), torch.float32)
-    ((what, detail),) = found.warnings
+    solution = solve(gptq, [torch.randn(32, 128)], stats(x), gptq.Options(group_size=32, damp=1e-12), torch.float32)
+    ((what, detail),) = solution.warnings
     assert "could not factorize" in what and detail.endswith("instead of 1e-12") and float(detail.split()[0]) > 1e-12
 
 

@@ -37,18 +37,18 @@ def batches(vlm) -> list[dict[str, Tensor]]:
         Sample(f"{i}", (picture(56, 56, seed=i),) if i else (), "what is it" * (i + 1), "red or green")
         for i in range(4)
     ]
-    found = encode(samples, vlm)
-    return [{k: v.float() if v.is_floating_point() else v for k, v in batch.items()} for batch in found]
+    encoded = encode(samples, vlm)
+    return [{k: v.float() if v.is_floating_point() else v for k, v in batch.items()} for batch in encoded]
 
 
 def chosen(vlm, batches, options) -> dict[tuple[int, str], Tensor | None]:
     """What `choose` finds for every block of the unquantized model."""
-    blocks, method, found = decoder_blocks(vlm.model, vlm.spec), QuantMethod(awq, options), {}
+    blocks, method, by_name = decoder_blocks(vlm.model, vlm.spec), QuantMethod(awq, options), {}
     spec = CaptureSpec(frozenset({"gram", "absmean"}), "blocks")
     for layer, captured in capture_blocks(vlm, blocks, batches, spec):
         scales = finalists.choose(vlm, layer, blocks[layer], captured.batches, captured.stats, method)
-        found |= {(layer, name): scale for name, scale in scales.items()}
-    return found
+        by_name |= {(layer, name): scale for name, scale in scales.items()}
+    return by_name
 
 
 def least(vlm, batches, group, options, weights) -> Tensor:
@@ -69,20 +69,20 @@ def least(vlm, batches, group, options, weights) -> Tensor:
     codes = torch.cat([batch["modality"][0] for batch in batches]).long()
     counts = codes.bincount(minlength=4).double()
     per_token = torch.tensor([0.0, *weights])[codes].double() / (1 if len(set(weights)) == 1 else counts[codes])
-    x = torch.cat([one[0] for one in rows])
+    x = torch.cat([call[0] for call in rows])
     shares = per_token / per_token.sum()
     mean = (shares[:, None] * x.abs()).sum(0).float()
-    own = [vlm.model.get_parameter(f"{name}.weight").detach() for name in group.linears]
+    originals = [vlm.model.get_parameter(f"{name}.weight").detach() for name in group.linears]
 
     class Stats:
         def absmean(self) -> Tensor:
             return mean
 
     fmt, losses = awq.scheme(options).weights, []
-    scales = [torch.ones_like(mean), *awq.candidates(own, Stats(), options)]  # type: ignore[arg-type]
+    scales = [torch.ones_like(mean), *awq.candidates(originals, Stats(), options)]  # type: ignore[arg-type]
     for s in scales:
         changed = copy.deepcopy(module)
-        for name, weight in zip(group.linears, own, strict=True):
+        for name, weight in zip(group.linears, originals, strict=True):
             params = find_params(weight * s, fmt, scale_dtype=torch.float32)
             rounded = fake_quantize(weight * s, *params, fmt) / s
             changed.get_submodule(name.rpartition(".")[2]).weight = nn.Parameter(rounded)
@@ -101,30 +101,30 @@ def test_all_as_finalists_are_the_search_by_output(vlm, batches, balance):
     """Oracle: all candidates, with tokens alike and with modalities weighed; some choices are not the Gram matrix's."""
     options = awq.Options(**ALL, balance=balance)
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
-    found = chosen(vlm, batches, options)
+    scales = chosen(vlm, batches, options)
     assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items())
-    assert found.keys() == {(layer, name) for layer in (0, 1) for name in ("qkv", "gate_up")}
+    assert scales.keys() == {(layer, name) for layer in (0, 1) for name in ("qkv", "gate_up")}
     weights = [1.0] * 3 if balance == "off" else list(WEIGHTS.values())
     groups = [group for block in decoder_blocks(vlm.model, vlm.spec) for group in block]
     for group in groups:
-        if (group.layer, group.name) in found:
-            scale = found[group.layer, group.name]
+        if (group.layer, group.name) in scales:
+            scale = scales[group.layer, group.name]
             scale = torch.ones(64) if scale is None else scale
             torch.testing.assert_close(scale, least(vlm, batches, group, options, weights), rtol=1e-4, atol=1e-6)
-    one = chosen(vlm, batches, awq.Options(**ALL | {"finalists": 1}, balance=balance))
+    single = chosen(vlm, batches, awq.Options(**ALL | {"finalists": 1}, balance=balance))
     assert any(
         not torch.equal(torch.ones(64) if a is None else a, torch.ones(64) if b is None else b)
-        for a, b in ((one[key], found[key]) for key in found)
+        for a, b in ((single[key], scales[key]) for key in scales)
     )
 
 
 def test_llm_compressors_search_agrees(vlm, batches):
     """`objective: block` on the same candidates (`duo: false`), for the first block, whose inputs are the same."""
     blocks = decoder_blocks(vlm.model, vlm.spec)
-    found = chosen(vlm, batches, awq.Options(**ALL, duo=False))
+    scales = chosen(vlm, batches, awq.Options(**ALL, duo=False))
     stock = block_search.search_blocks(
         vlm, blocks, batches, QuantMethod(awq, awq.Options(**ALL | {"objective": "block"}, duo=False)), {}
     )
     for name in ("qkv", "gate_up"):
-        scale = found[0, name]
+        scale = scales[0, name]
         torch.testing.assert_close(torch.ones(64) if scale is None else scale, stock[0, name], rtol=1e-3, atol=1e-4)

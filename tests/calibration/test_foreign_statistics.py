@@ -43,9 +43,9 @@ def loud(monkeypatch):
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
-def recipe(world: Path, out: Path, scheme: str = "none", **more) -> Recipe:
-    given = {"model": str(world / "llava"), "out": str(out), "scheme": scheme}
-    return resolve(given | {"calibrate": {"data": str(world / "calib.jsonl"), "samples": 5}} | more).recipe
+def recipe(world: Path, out: Path, scheme: str = "none", **overrides) -> Recipe:
+    keys = {"model": str(world / "llava"), "out": str(out), "scheme": scheme}
+    return resolve(keys | {"calibrate": {"data": str(world / "calib.jsonl"), "samples": 5}} | overrides).recipe
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_refusals(spoiled, capfd, spoil):
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("extra", "message"),
     [
         (["--needs", "gramm"], "--needs: no 'gramm'; did you mean 'gram'?"),
         (["--for", "gptk"], "--for: no scheme, rule for bits or balance 'gptk'; did you mean 'gptq'?"),
@@ -205,8 +205,8 @@ def test_refusals(spoiled, capfd, spoil):
         ([], "vlmcompress calibrate needs calibration images; name some with --calib"),
     ],
 )
-def test_bad_input_to_calibrate(world, tmp_path, capfd, more, message):
-    assert cli.main(["calibrate", str(world / "llava"), "-o", str(tmp_path / "stats"), *more]) == 2
+def test_bad_input_to_calibrate(world, tmp_path, capfd, extra, message):
+    assert cli.main(["calibrate", str(world / "llava"), "-o", str(tmp_path / "stats"), *extra]) == 2
     said = capfd.readouterr().err
     assert message in said and said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

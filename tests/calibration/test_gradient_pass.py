@@ -35,8 +35,8 @@ def float32(loaded):
     """`float32(family)`: the tiny model in 32 bits, and its encoded samples."""
 
     def get(family: str) -> tuple[VLM, list[dict[str, torch.Tensor]]]:
-        own = loaded(family)
-        vlm = VLM(copy.deepcopy(own.model).float(), own.processor, own.spec, own.path)
+        base = loaded(family)
+        vlm = VLM(copy.deepcopy(base.model).float(), base.processor, base.spec, base.path)
         return vlm, encode(samples(), vlm)
 
     return get
@@ -66,8 +66,8 @@ def plain(vlm: VLM, batches) -> dict[str, dict[str, tuple[float, float]]]:
             model(**{key: value for key, value in batch.items() if key != "modality"}, labels=labels).loss.backward()
         for hook in hooks:
             hook.remove()
-        for name, (output, given) in kept.items():
-            codes, grad = batch["modality"][0][given], output.grad.double()
+        for name, (output, output_grad) in kept.items():
+            codes, grad = batch["modality"][0][output_grad], output.grad.double()
             grad = grad.reshape(len(codes), -1)
             for code, modality in enumerate(MODALITIES, start=1):
                 rows = grad[codes == code]
@@ -84,14 +84,14 @@ def plain(vlm: VLM, batches) -> dict[str, dict[str, tuple[float, float]]]:
 def test_against_autograd(family, float32):
     """For every family: the numbers of each layer and modality, and the model is afterwards as it was."""
     vlm, batches = float32(family)
-    found = gradients(vlm, batches)
-    assert found.samples == 3
+    computed = gradients(vlm, batches)
+    assert computed.samples == 3
     for block in map(vlm.model.get_submodule, decoder_layers(vlm.model, vlm.spec)):
         assert "forward" not in vars(block) and not block._forward_pre_hooks
         assert not any(isinstance(m, torch.nn.Linear) and m._forward_hooks for m in block.modules())
     assert all(parameter.grad is None for parameter in vlm.model.parameters())
     expected = plain(vlm, batches[:3])
-    ours = {name: gradient for block in found.blocks for name, gradient in block.items()}
+    ours = {name: gradient for block in computed.blocks for name, gradient in block.items()}
     assert ours.keys() == expected.keys()
     for name, by_modality in expected.items():
         assert ours[name].absolute.keys() == ours[name].square.keys() == by_modality.keys()
@@ -107,8 +107,8 @@ def test_memory_changes_nothing(model, float32, monkeypatch):
     """The same to the last bit with the whole graph kept, and on an accelerator (the CPU, said to be one), whether all weights
     fit there or are brought in module by module."""
     vlm, batches = float32(model)
-    found = gradients(vlm, batches)
-    assert gradients(vlm, batches, checkpointed=False) == found
+    computed = gradients(vlm, batches)
+    assert gradients(vlm, batches, checkpointed=False) == computed
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
@@ -118,7 +118,7 @@ def test_memory_changes_nothing(model, float32, monkeypatch):
         hook = vlm.model.register_forward_pre_hook(
             lambda model, _args, away=away: away.append(model.lm_head.weight.is_meta)
         )
-        assert gradients(vlm, batches) == found
+        assert gradients(vlm, batches) == computed
         hook.remove()
         assert away == [room == 0] * 2  # the two with an image run together
         assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items())
@@ -167,8 +167,8 @@ def test_finite_differences(float32):
                 sides.append(answer_losses(vlm.model, batch).item())
             hook.remove()
         total += ((sides[0] - sides[1]) / (2 * step)) ** 2
-    found = gradients(vlm, [batch | {"modality": only}]).blocks[0][name]
-    assert total > 0 and found.square["text"] == pytest.approx(total / linear.out_features, rel=1e-2)
+    computed = gradients(vlm, [batch | {"modality": only}]).blocks[0][name]
+    assert total > 0 and computed.square["text"] == pytest.approx(total / linear.out_features, rel=1e-2)
 
 
 def test_signs_estimate_the_divergences_curvature(float32):
@@ -193,12 +193,12 @@ def test_signs_estimate_the_divergences_curvature(float32):
         (grads,) = torch.autograd.grad(logits[token], kept[name][0], ways.T, retain_graph=True, is_grads_batched=True)
         expected += grads[:, 0].square().sum(0).mean(1)
     expected /= len(answers) ** 2
-    found = gradients(vlm, [batch] * copies, fisher="signs").blocks[1][name].square
+    computed = gradients(vlm, [batch] * copies, fisher="signs").blocks[1][name].square
     for code, modality in ((1, "text"), (3, "answer")):
-        assert found[modality] == pytest.approx(expected[batch["modality"][0] == code].mean().item(), rel=0.15)
+        assert computed[modality] == pytest.approx(expected[batch["modality"][0] == code].mean().item(), rel=0.15)
     other = batch | {"input_ids": batch["input_ids"].clone()}
     other["input_ids"][0, answers[-1] + 1] += 1  # which nothing but the loss reads
-    first, second = (gradients(vlm, [one], fisher="signs", seed=5) for one in (batch, other))
+    first, second = (gradients(vlm, [row], fisher="signs", seed=5) for row in (batch, other))
     assert first.loss != second.loss and first.blocks[1][name] == second.blocks[1][name]
     assert gradients(vlm, [batch], fisher="signs", seed=6).blocks != first.blocks
 
@@ -207,14 +207,16 @@ def test_signs_estimate_the_divergences_curvature(float32):
 def test_positions_are_the_models(model, float32, monkeypatch):
     """Rotary embeddings get the positions that the model's own rule computes, three per token, and no plain counting."""
     vlm, batches = float32(model)
-    batch, inner, seen = batches[0], vlm.model.base_model, []
+    batch, inner, captured = batches[0], vlm.model.base_model, []
     keys = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
     expected, _ = inner.get_rope_index(**{key: batch[key] for key in keys})
     rotary = inner.language_model.rotary_emb
-    hook = rotary.register_forward_pre_hook(lambda _m, args, kwargs: seen.append((args[1:], kwargs)), with_kwargs=True)
+    hook = rotary.register_forward_pre_hook(
+        lambda _m, args, kwargs: captured.append((args[1:], kwargs)), with_kwargs=True
+    )
     gradients(vlm, [batch])
     hook.remove()
-    ((args, kwargs),) = seen
+    ((args, kwargs),) = captured
     positions = args[0] if args else kwargs["position_ids"]
     assert torch.equal(positions[-3:], expected)
     assert not torch.equal(expected[1], expected[2]) and len(set(expected[0, 0].tolist())) < expected.shape[-1]
@@ -225,9 +227,9 @@ def test_half_precision_does_not_underflow(float32):
     vlm, batches = float32("llava")
     expected = gradients(vlm, batches)
     vlm.model.half()
-    found = gradients(vlm, batches)
-    assert found.loss == pytest.approx(expected.loss, rel=1e-2)
-    for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
+    computed = gradients(vlm, batches)
+    assert computed.loss == pytest.approx(expected.loss, rel=1e-2)
+    for ours, theirs in zip(computed.blocks, expected.blocks, strict=True):
         for name, gradient in theirs.items():
             assert ours[name].absolute["vision"] == pytest.approx(gradient.absolute["vision"], rel=0.05)
 
@@ -239,17 +241,17 @@ def test_no_answers(float32):
 
 def test_gradients_survive_json(float32):
     vlm, batches = float32("llava")
-    found = gradients(vlm, batches)
-    assert Gradients.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    computed = gradients(vlm, batches)
+    assert Gradients.from_dict(json.loads(json.dumps(computed.to_dict()))) == computed
 
 
 def test_every_group_of_every_family_has_a_sensitivity(family, float32):
     """Squares of all modalities, and MBQ's weight for groups in attention and in the MLP alike."""
     vlm, batches = float32(family)
     blocks = decoder_blocks(vlm.model, vlm.spec)
-    found = gradients(vlm, batches)
-    weights = sensitivities(found, [{group.name: group.linears for group in groups} for groups in blocks])
+    computed = gradients(vlm, batches)
+    weights = sensitivities(computed, [{group.name: group.linears for group in groups} for groups in blocks])
     assert weights.keys() == {(group.layer, group.name) for groups in blocks for group in groups}
-    for (_, name), one in weights.items():
-        assert set(one.square) == set(MODALITIES) or name.startswith("experts.")
-        assert one.rho is not None and one.rho >= 0
+    for (_, name), group_weights in weights.items():
+        assert set(group_weights.square) == set(MODALITIES) or name.startswith("experts.")
+        assert group_weights.rho is not None and group_weights.rho >= 0

@@ -31,17 +31,19 @@ def finished(name: str, options, weights: list[torch.Tensor], stats: GroupStats)
     """The weight errors of a group that was really quantized, in terms of the unscaled input."""
     module = REGISTRY.get(name)
     scale = quantizers.smooth(module, weights, stats, options)
-    own = weights if scale is None else [w * scale for w in weights]
-    solved = quantizers.solve(module, own, stats if scale is None else stats.rescaled(scale), options, torch.bfloat16)
-    errors = [q.dequantize(torch.float32) - w for q, w in zip(solved.weights, own, strict=True)]
+    scaled = weights if scale is None else [w * scale for w in weights]
+    solved = quantizers.solve(
+        module, scaled, stats if scale is None else stats.rescaled(scale), options, torch.bfloat16
+    )
+    errors = [q.dequantize(torch.float32) - w for q, w in zip(solved.weights, scaled, strict=True)]
     return errors if scale is None else [error / scale for error in errors]
 
 
 def second_order(parts: dict, errors: list[torch.Tensor], squares: list[dict]) -> float:
     """`1/2 sum f_m D^2` over tokens and outputs, in float64 from the activations."""
     return 0.5 * sum(
-        own[m] * (x.double() @ dw.double().T).square().sum().item()
-        for dw, own in zip(errors, squares, strict=True)
+        layer_squares[m] * (x.double() @ dw.double().T).square().sum().item()
+        for dw, layer_squares in zip(errors, squares, strict=True)
         for m, x in parts.items()
     )
 
@@ -66,8 +68,8 @@ def test_without_gradients_errors_are_relative_to_the_balanced_output():
     dw = finished("rtn", options, weights, stats)[0].double()
     off = torch.cat(list(parts.values())).double()
     expected = ((off @ dw.T).square().sum() / (off @ weights[0].double().T).square().sum()).item()
-    found = Predictor(weights, stats, rows=48).error(rtn, options)
-    assert found == pytest.approx(2 * expected, rel=1e-2)  # the size of a layer's weights is no matter
+    predicted = Predictor(weights, stats, rows=48).error(rtn, options)
+    assert predicted == pytest.approx(2 * expected, rel=1e-2)  # the size of a layer's weights is no matter
     means = [
         [(x.double() @ m.T).square().sum(1).mean().item() for x in parts.values()] for m in (dw, weights[0].double())
     ]
@@ -90,8 +92,8 @@ def test_predictions_from_few_rows_rank_finished_groups(name):
             predicted.append(predictor.error(module, options))
     ranks = [torch.tensor(values).argsort().argsort().double() for values in (real, predicted)]
     assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.97
-    for one, other in zip(real, predicted, strict=True):
-        assert other == pytest.approx(one, rel=0.25)
+    for finished_error, other in zip(real, predicted, strict=True):
+        assert other == pytest.approx(finished_error, rel=0.25)
 
 
 def test_error_feedback_is_foreseen_and_shared():
@@ -112,24 +114,24 @@ def test_what_methods_share_changes_no_prediction(squares):
     stats.sensitivity = Sensitivity(SQUARES, 0.4)
     weights = [weight(24, WIDTH, 1), weight(16, WIDTH, 2)]
     predictor = Predictor(weights, stats, squares, rows=20)
-    asked = [("rtn", {"bits": 3}), ("mbq", {"group_size": 32})]
+    methods = [("rtn", {"bits": 3}), ("mbq", {"group_size": 32})]
     for balance in ("off", "auto", "ratio", "off"):
-        asked += [("gptq", {"bits": bits, "group_size": 32, "balance": balance}) for bits in (2, 4)]
-        asked += [("awq", {"group_size": 32, "balance": balance}), ("int8", {"balance": balance})]
-    for name, options in asked:
+        methods += [("gptq", {"bits": bits, "group_size": 32, "balance": balance}) for bits in (2, 4)]
+        methods += [("awq", {"group_size": 32, "balance": balance}), ("int8", {"balance": balance})]
+    for name, options in methods:
         module = REGISTRY.get(name)
-        own, rows, used = module.Options(**options), predictor.rows, stats
-        scale = quantizers.smooth(module, rows, stats, own)
+        scheme_options, rows, used = module.Options(**options), predictor.rows, stats
+        scale = quantizers.smooth(module, rows, stats, scheme_options)
         if scale is not None:
             rows, used = [row * scale for row in rows], stats.rescaled(scale)
-        expected, input_noises = 0.0, module.scheme(own).activations
-        errors = quantizers.sketch(module, rows, used, own, torch.bfloat16, {})
+        expected, input_noises = 0.0, module.scheme(scheme_options).activations
+        errors = quantizers.sketch(module, rows, used, scheme_options, torch.bfloat16, {})
         for row, dw, gram, factor in zip(rows, errors, predictor.grams, predictor.factors, strict=True):
             dw = dw if scale is None else dw / scale
             expected += factor * float(torch.einsum("oi,ij,oj->", dw.double(), gram.double(), dw.double()))
             if input_noises:
                 expected += factor * float(input_noise(input_noises, gram, scale) @ row.square().sum(0))
-        assert predictor.error(module, own) == pytest.approx(expected, rel=1e-5)
+        assert predictor.error(module, scheme_options) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["float", "int"])

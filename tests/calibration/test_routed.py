@@ -22,14 +22,14 @@ def vlm(loaded):
 
 def given(vlm, batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The oracle: inputs of the mixture `[tokens, width]`, their experts `[tokens, k]` and modalities, sample by sample."""
-    found = []
+    collected = []
     (mixture,) = mixtures(vlm.model)
-    hook = mixture.register_forward_pre_hook(lambda _, args: found.append(args[:2]))
+    hook = mixture.register_forward_pre_hook(lambda _, args: collected.append(args[:2]))
     for batch in batches:
         with torch.no_grad():
             vlm.model(**{key: value for key, value in batch.items() if key != "modality"}, use_cache=False)
     hook.remove()
-    rows, chosen = (torch.cat([one[place] for one in found]) for place in (0, 1))
+    rows, chosen = (torch.cat([call[place] for call in collected]) for place in (0, 1))
     return rows, chosen, torch.cat([batch["modality"].flatten() for batch in batches])
 
 
@@ -48,17 +48,24 @@ def check(vlm, stats: dict, number: int, rows: torch.Tensor, codes: torch.Tensor
     with torch.no_grad():
         inner = expert.act_fn(expert.gate_proj(rows)) * expert.up_proj(rows)
     for kind, x in (("experts.gate_up", rows), ("experts.down", inner)):
-        one = stats[number, kind]
-        assert one.routed and one.count == {name: int((codes == i).sum()) for i, name in enumerate(MODALITIES, 1)}
+        group_stats = stats[number, kind]
+        assert group_stats.routed and group_stats.count == {
+            name: int((codes == i).sum()) for i, name in enumerate(MODALITIES, 1)
+        }
         for code, name in enumerate(MODALITIES, start=1):
-            own = x[codes == code].double()
-            if not len(own):
+            rows_of_code = x[codes == code].double()
+            if not len(rows_of_code):
                 continue
-            gram = own.T @ own
-            assert (one.gram({name: 1.0}).double() - gram).norm() <= 2e-5 * gram.norm()
-            torch.testing.assert_close(one._absmax[name].double(), own.abs().amax(0), rtol=1e-3, atol=1e-4)
-            kept = one.sample()[name]
-            assert len(kept) == min(64, len(own)) and (torch.cdist(kept.double(), own).amin(1) < 0.05).all()
+            gram = rows_of_code.T @ rows_of_code
+            assert (group_stats.gram({name: 1.0}).double() - gram).norm() <= 2e-5 * gram.norm()
+            torch.testing.assert_close(
+                group_stats._absmax[name].double(), rows_of_code.abs().amax(0), rtol=1e-3, atol=1e-4
+            )
+            kept = group_stats.sample()[name]
+            assert (
+                len(kept) == min(64, len(rows_of_code))
+                and (torch.cdist(kept.double(), rows_of_code).amin(1) < 0.05).all()
+            )
 
 
 def test_what_is_routed_to_it(vlm):
@@ -67,9 +74,9 @@ def test_what_is_routed_to_it(vlm):
     rows, chosen, codes = given(vlm, batches)
     stats = observed(vlm, batches)
     for number in range(4):
-        own = (chosen == number).any(1) & (codes > 0)
-        assert own.sum() >= rows.shape[1] and stats[number, "experts.gate_up"].borrowed == 0
-        check(vlm, stats, number, rows[own], codes[own])
+        routed_rows = (chosen == number).any(1) & (codes > 0)
+        assert routed_rows.sum() >= rows.shape[1] and stats[number, "experts.gate_up"].borrowed == 0
+        check(vlm, stats, number, rows[routed_rows], codes[routed_rows])
 
 
 def test_few_tokens(vlm):
@@ -81,10 +88,10 @@ def test_few_tokens(vlm):
     together = torch.cat([(codes == code).nonzero()[:, 0] for code in range(1, 4)])
     order = together[torch.randperm(tokens, generator=torch.Generator().manual_seed(0))]
     for number in range(4):
-        own = ((chosen == number).any(1) & (codes > 0)).nonzero()[:, 0]
-        missing = tokens - len(own)
+        routed_rows = ((chosen == number).any(1) & (codes > 0)).nonzero()[:, 0]
+        missing = tokens - len(routed_rows)
         assert 0 < missing == stats[number, "experts.gate_up"].borrowed
-        both = torch.cat([own, order[:missing]])
+        both = torch.cat([routed_rows, order[:missing]])
         check(vlm, stats, number, rows[both], codes[both])
 
 
@@ -101,4 +108,4 @@ def test_all_tokens(vlm):
             torch.testing.assert_close(
                 vlm.model(**{key: value for key, value in batches[0].items() if key != "modality"}).logits, plain
             )
-    assert not any(one.all_tokens for one in mixtures(vlm.model))
+    assert not any(experts.all_tokens for experts in mixtures(vlm.model))

@@ -183,10 +183,10 @@ def test_a_group_can_have_a_method_of_its_own(block):
     def solved(method):
         return solve_block([GATE_UP, DOWN], weights, observe(block, x, method.needs.statistics), method, torch.bfloat16)
 
-    found, all_four, all_two = solved(mixed), solved(four), solved(two)
+    mixed_result, all_four, all_two = solved(mixed), solved(four), solved(two)
     for name, expected in (("gate", all_four), ("up", all_four), ("down", all_two)):
-        assert torch.equal(found.weights[name].q, expected.weights[name].q)
-        assert found.weights[name].format == expected.weights[name].format
+        assert torch.equal(mixed_result.weights[name].q, expected.weights[name].q)
+        assert mixed_result.weights[name].format == expected.weights[name].format
     assert mixed.of(DOWN).scheme == two.scheme and mixed.of(GATE_UP).scheme == four.scheme
     assert mixed.needs.statistics == {"gram"} and two.needs == Needs()
     auto = QuantMethod(gptq, gptq.Options(balance="auto"))

@@ -44,15 +44,15 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def recipe(world: Path, model: str, out: Path, scheme: str = "none", **more):
-    given = {"model": str(world / model), "out": str(out), "scheme": scheme}
-    given["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 5}
-    return resolve(given | more).recipe
+def recipe(world: Path, model: str, out: Path, scheme: str = "none", **overrides):
+    keys = {"model": str(world / model), "out": str(out), "scheme": scheme}
+    keys["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 5}
+    return resolve(keys | overrides).recipe
 
 
-def stored(world: Path, model: str, out: Path, scheme: str, **more):
+def stored(world: Path, model: str, out: Path, scheme: str, **overrides):
     """A recipe that uses the statistics and names no data."""
-    return recipe(world, model, out, scheme, **{"calibrate": {"stats": str(world / f"{model}-stats")}, **more})
+    return recipe(world, model, out, scheme, **{"calibrate": {"stats": str(world / f"{model}-stats")}, **overrides})
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -63,7 +63,7 @@ def observed(folder: Path, batches: list[dict[str, torch.Tensor]]) -> list[dict[
     """The oracle: the plain model runs once over each sample, and hooks add up what its layers get."""
     vlm = models.load(folder)
     blocks, modality = decoder_blocks(vlm.model, vlm.spec), torch.zeros(1)
-    found: list[dict[str, Collector]] = [{} for _ in blocks]
+    collected: list[dict[str, Collector]] = [{} for _ in blocks]
 
     def watch(collector: Collector):
         return lambda _module, args: collector.add(args[0], modality)
@@ -71,13 +71,13 @@ def observed(folder: Path, batches: list[dict[str, torch.Tensor]]) -> list[dict[
     for layer, groups in enumerate(blocks):
         for group in groups:
             linear = vlm.model.get_submodule(group.linears[0])
-            found[layer][group.name] = Collector(linear.in_features, ("gram", "absmax", "absmean"))
-            linear.register_forward_pre_hook(watch(found[layer][group.name]))
+            collected[layer][group.name] = Collector(linear.in_features, ("gram", "absmax", "absmean"))
+            linear.register_forward_pre_hook(watch(collected[layer][group.name]))
     for batch in batches:
         modality = batch["modality"]
         with torch.no_grad():
             vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
-    return [{name: collector.finish() for name, collector in own.items()} for own in found]
+    return [{name: collector.finish() for name, collector in collectors.items()} for collectors in collected]
 
 
 @pytest.mark.parametrize("model", NAMES)
@@ -87,15 +87,15 @@ def test_they_are_those_of_the_plain_model(world, model):
     kept = statistics_folder.read(world / f"{model}-stats")
     near = {"rtol": 3e-2, "atol": 1e-2}
     for layer, expected in enumerate(observed(world / model, batches)):
-        found, _ = kept.load(layer)
-        assert found.keys() == expected.keys() and expected
+        loaded_block, _ = kept.load(layer)
+        assert loaded_block.keys() == expected.keys() and expected
         for group, stats in expected.items():
-            assert found[group].count == stats.count and min(stats.count.values()) > 0
+            assert loaded_block[group].count == stats.count and min(stats.count.values()) > 0
             for name in ("text", "vision", "answer"):
-                ours, theirs = found[group].gram({name: 1.0}), stats.gram({name: 1.0})
+                ours, theirs = loaded_block[group].gram({name: 1.0}), stats.gram({name: 1.0})
                 assert (ours - theirs).norm() < 0.02 * theirs.norm()
-            torch.testing.assert_close(found[group].absmax(), stats.absmax(), **near)
-            torch.testing.assert_close(found[group].absmean(), stats.absmean(), **near)
+            torch.testing.assert_close(loaded_block[group].absmax(), stats.absmax(), **near)
+            torch.testing.assert_close(loaded_block[group].absmean(), stats.absmean(), **near)
 
 
 def test_ranges_of_keys_and_values(world, tmp_path):
@@ -103,10 +103,10 @@ def test_ranges_of_keys_and_values(world, tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     quantize(stored(world, "qwen2-5-vl", ours, "rtn", kv_cache="fp8"))
     quantize(recipe(world, "qwen2-5-vl", theirs, "rtn", kv_cache="fp8"))
-    found, expected = (load_file(out / "model.safetensors") for out in (ours, theirs))
+    tensors, expected = (load_file(out / "model.safetensors") for out in (ours, theirs))
     for name in ("k_scale", "v_scale"):
         key = f"model.layers.0.self_attn.{name}"
-        assert torch.equal(found[key], expected[key]) and found[key].item() > 0
+        assert torch.equal(tensors[key], expected[key]) and tensors[key].item() > 0
 
 
 def test_the_description(world):
@@ -149,11 +149,12 @@ def test_the_weights_are_those_from_memory(world, tmp_path):
         norms = {g.smooth: modules[g.smooth].weight for g in groups if g.smooth_kind == "norm"}
         expected = solve_block(groups, weights, kept.stats[layer], method, torch.bfloat16, norms=norms)
         apply(expected, modules)
-        found = store.load(layer)
-        assert found.smoothing and found.errors == expected.errors
-        assert all(torch.equal(found.smoothing[op], scale) for op, scale in expected.smoothing.items())
+        loaded_block = store.load(layer)
+        assert loaded_block.smoothing and loaded_block.errors == expected.errors
+        assert all(torch.equal(loaded_block.smoothing[op], scale) for op, scale in expected.smoothing.items())
         for name, weight in expected.weights.items():
-            assert torch.equal(found.weights[name].q, weight.q) and torch.equal(found.weights[name].scale, weight.scale)
+            loaded_weight = loaded_block.weights[name]
+            assert torch.equal(loaded_weight.q, weight.q) and torch.equal(loaded_weight.scale, weight.scale)
 
 
 class Memory:
@@ -171,17 +172,17 @@ class Memory:
 
 def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
     """Memory holds the Gram matrices of one block: those of the block before are gone when the next is kept."""
-    seen: list[weakref.ref] = []
+    references: list[weakref.ref] = []
     save = statistics_folder.Collected.save
 
     def watched(store, layer, stats, kv_scales):
-        assert stats and not any(old() is not None for old in seen)
-        seen.extend(weakref.ref(one) for one in stats.values())
+        assert stats and not any(old() is not None for old in references)
+        references.extend(weakref.ref(group_stats) for group_stats in stats.values())
         save(store, layer, stats, kv_scales)
 
     monkeypatch.setattr(statistics_folder.Collected, "save", watched)
     calibrate(recipe(world, "llava", tmp_path / "stats"))
-    assert len(seen) == 8  # four groups in each of two blocks
+    assert len(references) == 8  # four groups in each of two blocks
 
 
 def test_no_forward_pass_and_no_encoding(world, tmp_path, monkeypatch):
@@ -252,8 +253,8 @@ def test_killed(world, tmp_path, capfd):
     killed = subprocess.run([forks.python(*forks.OURS), "-c", code, *command], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL and not stats.exists()
     assert cli.main([*command, "--resume", "--json"]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["calibration"]["tokens"]["vision"] > 0 and told["bytes"] == sum(map(len, files(stats).values()))
+    printed = json.loads(capfd.readouterr().out)
+    assert printed["calibration"]["tokens"]["vision"] > 0 and printed["bytes"] == sum(map(len, files(stats).values()))
     assert [path.name for path in tmp_path.iterdir()] == ["stats"]
     assert {name for name in os.listdir(stats)} == {*files(stats), statistics_folder.NAME}
 
@@ -279,10 +280,10 @@ def test_dry_run_and_check_say_which_form(world, capfd, monkeypatch):
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
     model, stats = str(world / "llava"), str(world / "llava-stats")
     common = [model, "--scheme", "gptq", "--set", "options.group_size=64"]
-    for more, prefix in ((["--stats", stats], "float"), (["--calib", str(world / "calib.jsonl")], "quantized")):
-        assert cli.main(["quantize", *common, *more, "--dry-run", "--json"]) == 0
+    for extra, prefix in ((["--stats", stats], "float"), (["--calib", str(world / "calib.jsonl")], "quantized")):
+        assert cli.main(["quantize", *common, *extra, "--dry-run", "--json"]) == 0
         assert json.loads(capfd.readouterr().out)["prefix"] == prefix
-        assert cli.main(["quantize", *common, *more, "--dry-run"]) == 0
+        assert cli.main(["quantize", *common, *extra, "--dry-run"]) == 0
         assert f"{prefix}: blocks are solved behind" in capfd.readouterr().out
     assert cli.main(["check", *common, "--stats", stats]) == 0
     assert "statistics of 5 samples of 'calib.jsonl'" in capfd.readouterr().out

@@ -27,8 +27,8 @@ def float32(loaded):
     """`float32(family)`: the tiny model in 32 bits, and encoded samples, one of text alone."""
 
     def get(family: str) -> tuple[VLM, list[dict[str, torch.Tensor]]]:
-        own = loaded(family)
-        vlm = VLM(copy.deepcopy(own.model).float(), own.processor, own.spec, own.path)
+        base = loaded(family)
+        vlm = VLM(copy.deepcopy(base.model).float(), base.processor, base.spec, base.path)
         samples = [Sample("a", (picture(80, 60),), "what is it", "red"), Sample("b", (), "two and two", "four")]
         return vlm, encode(samples, vlm)
 
@@ -37,16 +37,16 @@ def float32(loaded):
 
 def seen(vlm: VLM, batch: dict[str, torch.Tensor], path: str) -> tuple[torch.Tensor, dict]:
     """What a block gets: its input `[1, tokens, hidden]` and its keyword arguments."""
-    found = {}
+    by_name = {}
 
     def keep(_module, args, kwargs):
-        found["x"], found["kwargs"] = args[0], kwargs
+        by_name["x"], by_name["kwargs"] = args[0], kwargs
 
     hook = vlm.model.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
         vlm.model(**{key: value for key, value in batch.items() if key != "modality"}, use_cache=False)
     hook.remove()
-    return found["x"], found["kwargs"]
+    return by_name["x"], by_name["kwargs"]
 
 
 def attended(block: torch.nn.Module, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
@@ -62,10 +62,10 @@ def test_against_a_rounded_copy(model, float32):
     vlm, batches = float32(model)
     blocks, paths = decoder_blocks(vlm.model, vlm.spec), decoder_layers(vlm.model, vlm.spec)
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
-    found = token_weights(vlm, blocks, METHOD, batches)
+    factors = token_weights(vlm, blocks, METHOD, batches)
     assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items())
     rounded = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
-    assert all(not any(layer == 0 for layer, _ in weights) for weights in found), "behind nothing, U is F"
+    assert all(not any(layer == 0 for layer, _ in weights) for weights in factors), "behind nothing, U is F"
     for layer, path in enumerate(paths):
         expected: dict[str, list[torch.Tensor]] = {"qkv": [], "o": []}
         for batch in batches:
@@ -76,7 +76,7 @@ def test_against_a_rounded_copy(model, float32):
             expected["o"].append(by_hand(block, behind, plain, kwargs, "o"))
         for name, by_sample in expected.items():
             size = torch.cat(by_sample).square().mean().sqrt()
-            for weights, theirs in zip(found, by_sample, strict=True):
+            for weights, theirs in zip(factors, by_sample, strict=True):
                 if layer == 0:
                     assert size == 0
                 else:
@@ -108,15 +108,15 @@ def test_every_family(family, float32):
     vlm, batches = float32(family)
     blocks = decoder_blocks(vlm.model, vlm.spec)
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
-    found = token_weights(vlm, blocks, METHOD, batches)
+    factors = token_weights(vlm, blocks, METHOD, batches)
     assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items())
-    wanted = {(g.layer, g.name) for groups in blocks[1:] for g in groups if ".self_attn." in g.linears[0]}
-    assert wanted
-    for sample, batch in zip(found, batches, strict=True):
-        assert sample.keys() == wanted
+    expected = {(g.layer, g.name) for groups in blocks[1:] for g in groups if ".self_attn." in g.linears[0]}
+    assert expected
+    for sample, batch in zip(factors, batches, strict=True):
+        assert sample.keys() == expected
         assert all(weight.shape == (batch["modality"].numel(),) for weight in sample.values())
-    for key in wanted:
-        together = torch.cat([sample[key] for sample in found])
+    for key in expected:
+        together = torch.cat([sample[key] for sample in factors])
         assert together.square().mean().item() == pytest.approx(1) and (together >= 0).all()
 
 
@@ -144,10 +144,10 @@ def test_the_gram_matrix(float32):
         grams.update({(layer, name): stats.gram() for name, stats in captured.stats.items()})
     for name in ("qkv", "gate_up"):
         expected = torch.zeros_like(grams[1, name])
-        for x, batch, own in zip(inputs[1, name], batches, weights, strict=True):
+        for x, batch, factors in zip(inputs[1, name], batches, weights, strict=True):
             for token in range(len(x)):
                 if batch["modality"][0, token]:
-                    g = own[1, "qkv"][token] if name == "qkv" else 1.0
+                    g = factors[1, "qkv"][token] if name == "qkv" else 1.0
                     expected += g**2 * torch.outer(x[token], x[token])
         torch.testing.assert_close(grams[1, name], expected, rtol=1e-4, atol=1e-4)
 

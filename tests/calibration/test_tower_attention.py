@@ -50,13 +50,18 @@ def samples(vlm, data: Path) -> list:
     return encode(load_samples(str(data), samples=4, seed=0), vlm)
 
 
-def given(source: Path, data: Path, out: Path, **more) -> dict:
-    return {"model": str(source), "out": str(out), "calibrate": {"data": str(data)}, "vision_attention": "fp8"} | more
+def given(source: Path, data: Path, out: Path, **overrides) -> dict:
+    return {
+        "model": str(source),
+        "out": str(out),
+        "calibrate": {"data": str(data)},
+        "vision_attention": "fp8",
+    } | overrides
 
 
 def hooked(vlm, batches: list) -> dict[str, list[float]]:
     """The same maxima by hooks on the projections, with RoPE done here, one image at a time."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     code = importlib.import_module(type(vlm.model).__module__)
 
     def look(name: str, module):
@@ -64,8 +69,8 @@ def hooked(vlm, batches: list) -> dict[str, list[float]]:
             x, (cos, sin) = (args or (kwargs["hidden_states"],))[0], kwargs["position_embeddings"]
             q, k, v = module.qkv(x).view(len(x), 3, module.num_heads, -1).unbind(1)
             q, k = code.apply_rotary_pos_emb_vision(q, k, cos, sin)
-            own = found.setdefault(name, [0.0, 0.0, 0.0])
-            found[name] = [max(old, one.abs().max().item()) for old, one in zip(own, (q, k, v), strict=True)]
+            largest = by_name.setdefault(name, [0.0, 0.0, 0.0])
+            by_name[name] = [max(old, state.abs().max().item()) for old, state in zip(largest, (q, k, v), strict=True)]
 
         return hook
 
@@ -78,20 +83,20 @@ def hooked(vlm, batches: list) -> dict[str, list[float]]:
             vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
     for handle in handles:
         handle.remove()
-    return found
+    return by_name
 
 
 def test_scales_are_those_of_plain_hooks(source, data):
     vlm = models.load(source)
     before = vlm.model.config.vision_config._attn_implementation
     batches = samples(vlm, data)
-    found = tower_attention.scales(vlm, batches)
+    scales = tower_attention.scales(vlm, batches)
     assert vlm.model.config.vision_config._attn_implementation == before
     expected = hooked(vlm, batches)
-    assert list(found) == list(expected) and len(found) == 2
+    assert list(scales) == list(expected) and len(scales) == 2
     for layer, maxima in expected.items():
-        wanted = [1.5 * one / 448 for one in maxima]
-        assert [found[layer][part] for part in "qkv"] == pytest.approx(wanted, rel=2e-2)  # the oracle's are rounded
+        targets = [1.5 * maximum / 448 for maximum in maxima]
+        assert [scales[layer][part] for part in "qkv"] == pytest.approx(targets, rel=2e-2)  # the oracle's are rounded
 
 
 def test_of_several_samples_the_largest_counts(source, data):
@@ -100,7 +105,7 @@ def test_of_several_samples_the_largest_counts(source, data):
     alone = [tower_attention.scales(vlm, [batch]) for batch in batches]
     for layer, parts in tower_attention.scales(vlm, batches).items():
         for part, scale in parts.items():
-            assert scale == pytest.approx(max(one[layer][part] for one in alone), rel=1e-2)
+            assert scale == pytest.approx(max(layer_scales[layer][part] for layer_scales in alone), rel=1e-2)
 
 
 @pytest.mark.parametrize("scheme", ["none", "rtn"])
@@ -108,9 +113,9 @@ def test_the_checkpoint_has_the_file(source, data, tmp_path, scheme):
     """Also where nothing is quantized, and without a difference in anything else."""
     out = tmp_path / "out"
     manifest = quantize(resolve(given(source, data, out, scheme=scheme)).recipe).manifest
-    found = json.loads((out / serve.VISION_SCALES).read_text())
+    written = json.loads((out / serve.VISION_SCALES).read_text())
     vlm = models.load(source)
-    assert found == tower_attention.scales(vlm, samples(vlm, data))
+    assert written == tower_attention.scales(vlm, samples(vlm, data))
     assert serve.VISION_SCALES in manifest["files"] and manifest["recipe"]["vision_attention"] == "fp8"
     assert all(check.ok for check in doctor.diagnose(out, source))
     assert any(serve.VISION_SCALES_FLAG in line for line in serve.remarks(serve.arguments_of(out)))
@@ -123,11 +128,11 @@ def test_with_statistics_the_images_are_read_all_the_same(source, data, tmp_path
 
     base = {"model": str(source), "scheme": "awq", "calibrate": {"data": str(data)}}
     calibrate(resolve(base | {"out": str(tmp_path / "stats")}).recipe)
-    known = {"calibrate": {"data": str(data), "stats": str(tmp_path / "stats")}}
-    quantize(resolve(given(source, data, tmp_path / "out", scheme="awq") | known).recipe)
+    keys = {"calibrate": {"data": str(data), "stats": str(tmp_path / "stats")}}
+    quantize(resolve(given(source, data, tmp_path / "out", scheme="awq") | keys).recipe)
     vlm = models.load(source)
-    found = json.loads((tmp_path / "out" / serve.VISION_SCALES).read_text())
-    assert found == tower_attention.scales(vlm, samples(vlm, data))
+    written = json.loads((tmp_path / "out" / serve.VISION_SCALES).read_text())
+    assert written == tower_attention.scales(vlm, samples(vlm, data))
 
 
 @pytest.mark.engine

@@ -37,20 +37,18 @@ def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     calibration_rows.write(folder, 4)
     tiny.build("llava", folder / "llava")
-    given = {"model": str(folder / "llava"), "out": str(folder / "stats"), "scheme": "none"}
-    given["calibrate"] = {"data": str(folder / "calib.jsonl"), "samples": 4}
-    calibrate(resolve(given).recipe, needs=KINDS)
+    keys = {"model": str(folder / "llava"), "out": str(folder / "stats"), "scheme": "none"}
+    keys["calibrate"] = {"data": str(folder / "calib.jsonl"), "samples": 4}
+    calibrate(resolve(keys).recipe, needs=KINDS)
     return folder
 
 
-def recipe(world: Path, out: Path | None, bits: dict, scheme: str = "gptq", stats: bool = True, **more):
-    given = {"model": str(world / "llava"), "scheme": scheme, "bits": bits}
-    given["calibrate"] = (
-        {"stats": str(world / "stats")} if stats else {"data": str(world / "calib.jsonl"), "samples": 4}
-    )
+def recipe(world: Path, out: Path | None, bits: dict, scheme: str = "gptq", stats: bool = True, **overrides):
+    keys = {"model": str(world / "llava"), "scheme": scheme, "bits": bits}
+    keys["calibrate"] = {"stats": str(world / "stats")} if stats else {"data": str(world / "calib.jsonl"), "samples": 4}
     if scheme in ("gptq", "awq", "rtn"):
-        given["options"] = {"group_size": 32}
-    return resolve(given | ({"out": str(out)} if out else {}) | more).recipe
+        keys["options"] = {"group_size": 32}
+    return resolve(keys | ({"out": str(out)} if out else {}) | overrides).recipe
 
 
 def decoder_bits(out: Path, source: Path) -> float:
@@ -58,8 +56,8 @@ def decoder_bits(out: Path, source: Path) -> float:
     before, after = models.tensor_headers(source), models.tensor_headers(out)
     sizes = {"I64": 8, "I32": 4, "I8": 1, "BF16": 2, "F8_E4M3": 1}
     linear = [n.removesuffix(".weight") for n in before if "language_model" in n and n.split(".")[-2] in DECODER]
-    own = [entry for n, entry in after.items() if n.rpartition(".")[0] in linear]
-    nbytes = sum(sizes[entry["dtype"]] * int(np.prod(entry["shape"])) for entry in own)
+    decoder = [entry for n, entry in after.items() if n.rpartition(".")[0] in linear]
+    nbytes = sum(sizes[entry["dtype"]] * int(np.prod(entry["shape"])) for entry in decoder)
     return 8 * nbytes / sum(int(np.prod(before[f"{n}.weight"]["shape"])) for n in linear)
 
 
@@ -67,10 +65,10 @@ def decoder_bits(out: Path, source: Path) -> float:
 def test_a_budget_is_kept_to_the_byte_and_loads(world, tmp_path, scheme):
     out = tmp_path / "out"
     done = quantize(recipe(world, out, {"budget": 3.9}, scheme))
-    found = done.manifest["allocation"]
-    assert decoder_bits(out, world / "llava") == pytest.approx(found["bits"], abs=1e-4)
-    assert 3.5 < found["bits"] <= 3.9
-    widths = {(one["block"], one["group"]): one["width"] for one in found["groups"]}
+    allocation = done.manifest["allocation"]
+    assert decoder_bits(out, world / "llava") == pytest.approx(allocation["bits"], abs=1e-4)
+    assert 3.5 < allocation["bits"] <= 3.9
+    widths = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
     assert len(set(widths.values())) > 1
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == set(
@@ -78,42 +76,44 @@ def test_a_budget_is_kept_to_the_byte_and_loads(world, tmp_path, scheme):
     )
     _, info = AutoModelForImageTextToText.from_pretrained(out, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
-    assert all(one.ok for one in doctor.diagnose(out, world / "llava"))
+    assert all(entry.ok for entry in doctor.diagnose(out, world / "llava"))
 
 
 def test_the_least_predicted_error_of_all_that_fit(world):
     """Oracle: no single change of a group to another width that fits predicts less; and it beats a width for all."""
-    given = recipe(world, None, {"budget": 3.9})
-    work = make_plan(given)
+    base = recipe(world, None, {"budget": 3.9})
+    work = make_plan(base)
     assert work.undecided and work.budget
-    found = allocate.planned(work, progress=silent).allocation
-    errors = {(one["block"], one["group"]): one["predicted"] for one in found["groups"]}
-    chosen = {(one["block"], one["group"]): one["width"] for one in found["groups"]}
+    allocation = allocate.planned(work, progress=silent).allocation
+    errors = {(entry["block"], entry["group"]): entry["predicted"] for entry in allocation["groups"]}
+    chosen = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
     sizes = work.budget.sizes
-    assert sum(sizes[key][name] for key, name in chosen.items()) == found["bytes"] <= work.budget.nbytes
+    assert sum(sizes[key][name] for key, name in chosen.items()) == allocation["bytes"] <= work.budget.nbytes
     for key, name in chosen.items():
         for other, error in errors[key].items():
             if error < errors[key][name]:
-                assert found["bytes"] - sizes[key][name] + sizes[key][other] > work.budget.nbytes
-    assert found["predicted"] == pytest.approx(sum(errors[key][name] for key, name in chosen.items()))
-    three = found["uniform"]["3"]
-    assert three["bits"] <= 3.9 and found["predicted"] < three["predicted"]
+                assert allocation["bytes"] - sizes[key][name] + sizes[key][other] > work.budget.nbytes
+    assert allocation["predicted"] == pytest.approx(sum(errors[key][name] for key, name in chosen.items()))
+    three = allocation["uniform"]["3"]
+    assert three["bits"] <= 3.9 and allocation["predicted"] < three["predicted"]
 
 
 def test_a_budget_shared_out_without_answers_says_so(world, capsys):
     """Relative output errors are what is left without gradients; a rule that reads no errors has nothing to say."""
-    known = statistics_folder.read(world / "stats")
-    blind = statistics_folder.Statistics(known.folder, {k: v for k, v in known.facts.items() if k != "gradients"})
-    counts = known.facts["calibration"]
+    collected = statistics_folder.read(world / "stats")
+    blind = statistics_folder.Statistics(
+        collected.folder, {k: v for k, v in collected.facts.items() if k != "gradients"}
+    )
+    counts = collected.facts["calibration"]
     mute = statistics_folder.Statistics(
-        known.folder, blind.facts | {"calibration": counts | {"tokens": counts["tokens"] | {"answer": 0}}}
+        collected.folder, blind.facts | {"calibration": counts | {"tokens": counts["tokens"] | {"answer": 0}}}
     )
     lacking, silence = (
         "hold no gradients, so bits .*; calibrate again with --needs .*gradient",
         "sample has an answer, so",
     )
     for statistics, by, says in (
-        (known, "error", None),
+        (collected, "error", None),
         (blind, "error", lacking),
         (mute, "error", silence),
         (blind, "luq", None),
@@ -122,7 +122,7 @@ def test_a_budget_shared_out_without_answers_says_so(world, capsys):
         _, facts = allocate.decide(work, statistics, allocate.reader(work.source), silent)
         said = capsys.readouterr().err
         assert re.search(says, said) if says else not said
-        assert facts["unit"] == ("nats" if statistics is known else "relative squared output error")
+        assert facts["unit"] == ("nats" if statistics is collected else "relative squared output error")
 
 
 @pytest.mark.parametrize("bits", [{"max_size": "1.6MB", "among": [4, "fp8", "bf16"]}, {"max_size": "1.38MB"}])
@@ -140,10 +140,10 @@ def test_the_size_of_the_whole(world, tmp_path, bits):
 @pytest.mark.parametrize("by", ["luq", "luq-reverse", "qvlm"])
 def test_rankings_by_entropy(world, tmp_path, by):
     done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9, "by": by, "among": [2, 4]}))
-    found, entropy = done.manifest["allocation"], statistics_folder.read(world / "stats").facts["entropy"]
+    allocation, entropy = done.manifest["allocation"], statistics_folder.read(world / "stats").facts["entropy"]
     mean = {}
-    for one in found["groups"]:
-        mean.setdefault(one["block"], []).append(int(one["width"]))
+    for entry in allocation["groups"]:
+        mean.setdefault(entry["block"], []).append(int(entry["width"]))
     ranked = sorted(
         mean, key=lambda block: entropy["qvlm" if by == "qvlm" else "luq"][block], reverse=by == "luq-reverse"
     )
@@ -157,7 +157,7 @@ def test_without_statistics_they_are_collected_first(world, tmp_path):
     done = quantize(recipe(world, out, {"budget": 3.9}, stats=False))
     with_stats = allocate.planned(make_plan(recipe(world, None, {"budget": 3.9})), progress=silent)
     widths = [
-        [one["width"] for one in facts["groups"]] for facts in (done.manifest["allocation"], with_stats.allocation)
+        [entry["width"] for entry in facts["groups"]] for facts in (done.manifest["allocation"], with_stats.allocation)
     ]
     assert widths[0] == widths[1]
     assert done.manifest["calibration"]["prefix"] == "quantized"
@@ -169,15 +169,17 @@ def test_gradients_are_collected_once(world, tmp_path, monkeypatch):
     from vlmcompress.calibration import gradient_pass as sensitivity
 
     calls, real = [], sensitivity.gradients
-    monkeypatch.setattr(sensitivity, "gradients", lambda *args, **more: calls.append(1) or real(*args, **more))
-    given = {"options": {"group_size": 32, "balance": "auto"}}
-    done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9}, stats=False, **given))
+    monkeypatch.setattr(
+        sensitivity, "gradients", lambda *args, **overrides: calls.append(1) or real(*args, **overrides)
+    )
+    keys = {"options": {"group_size": 32, "balance": "auto"}}
+    done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9}, stats=False, **keys))
     assert done.manifest["allocation"]["unit"] == "nats" and calls == [1]
 
 
 def test_a_data_free_scheme_has_widths_from_data(world, tmp_path):
     done = quantize(recipe(world, tmp_path / "out", {"budget": 4.0}, "rtn", stats=False))
-    assert len({one["width"] for one in done.manifest["allocation"]["groups"]}) > 1
+    assert len({entry["width"] for entry in done.manifest["allocation"]["groups"]}) > 1
 
 
 def test_interrupted_and_resumed(world, tmp_path):
@@ -207,9 +209,11 @@ def test_interrupted_and_resumed(world, tmp_path):
         pass
     assert hidden.exists() and not out.exists()
     kept = hidden.stat().st_mtime_ns
-    seen = []
-    quantize(recipe(world, out, {"budget": 3.9}, stats=False), resume=True, progress=lambda *what: seen.append(what[0]))
-    assert "predicting" in seen and seen.index("predicting") < seen.index("calibrating")
+    captured = []
+    quantize(
+        recipe(world, out, {"budget": 3.9}, stats=False), resume=True, progress=lambda *what: captured.append(what[0])
+    )
+    assert "predicting" in captured and captured.index("predicting") < captured.index("calibrating")
     assert not hidden.exists() and kept
     for path in whole.glob("*.safetensors"):
         assert path.read_bytes() == (out / path.name).read_bytes()
@@ -217,7 +221,7 @@ def test_interrupted_and_resumed(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("bits", "more", "message"),
+    ("bits", "extra", "message"),
     [
         (
             {"budget": 1.5},
@@ -239,10 +243,10 @@ def test_interrupted_and_resumed(world, tmp_path):
         ({"budget": 4}, {"scheme": "qronos"}, "statistics of the 16-bit model, which know no quantized blocks before"),
     ],
 )
-def test_refusals_of_a_plan(world, bits, more, message):
-    given = {"scheme": "gptq", **more}
+def test_refusals_of_a_plan(world, bits, extra, message):
+    keys = {"scheme": "gptq", **extra}
     with pytest.raises(UserError, match=message):
-        make_plan(recipe(world, None, bits, **given))
+        make_plan(recipe(world, None, bits, **keys))
 
 
 @pytest.mark.parametrize(
@@ -268,9 +272,9 @@ def test_refusals_of_a_recipe(world, bits, message):
 
 
 def test_statistics_that_lack_what_a_rule_or_width_needs(world, tmp_path):
-    given = {"model": str(world / "llava"), "out": str(tmp_path / "bare"), "scheme": "none"}
-    given["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 4}
-    calibrate(resolve(given).recipe, needs={"gram"})
+    keys = {"model": str(world / "llava"), "out": str(tmp_path / "bare"), "scheme": "none"}
+    keys["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 4}
+    calibrate(resolve(keys).recipe, needs={"gram"})
     bare = {"calibrate": {"stats": str(tmp_path / "bare")}}
     with pytest.raises(
         UserError,
@@ -288,8 +292,8 @@ def test_widths_follow_the_target(world):
 
 
 def test_check_and_dry_run(world, tmp_path, capsys):
-    found = findings(recipe(world, None, {"budget": 1.5}))
-    assert any("smallest reachable" in one.detail for one in found if not one.ok)
+    checks = findings(recipe(world, None, {"budget": 1.5}))
+    assert any("smallest reachable" in check.detail for check in checks if not check.ok)
     command = ["quantize", str(world / "llava"), "--scheme", "gptq", "--set", "options.group_size=32"]
     assert cli.main([*command, "--set", "bits.budget=3.9", "--stats", str(world / "stats"), "--dry-run"]) == 0
     text = capsys.readouterr().out

@@ -31,7 +31,7 @@ def test_products_and_gradients(fmt):
     layer = Coded(weight, bias, torch.float32)
     layer.weight_scale.requires_grad_()
     (layer(x) * out).sum().backward()
-    scale, other = (one.detach().clone().requires_grad_() for one in (weight.scale, x))
+    scale, other = (tensor.detach().clone().requires_grad_() for tensor in (weight.scale, x))
     expected = other @ slow(weight.q, weight.zero_point, scale, fmt.group).T + bias
     (expected * out).sum().backward()
     torch.testing.assert_close(layer(x), expected)
@@ -45,9 +45,9 @@ def test_rounding_of_activations_is_the_identity_backward():
     weight = round_to_nearest(torch.randn(4, 8), Format("int", 8, -1))
     layer = Coded(weight, None, torch.float32, ActFormat("int", 8, dynamic=True))
     x = torch.randn(3, 8, requires_grad=True)
-    found = layer(x)
-    torch.testing.assert_close(found, round_activations(x.detach(), layer.activations) @ layer.weight.T)
-    found.sum().backward()
+    output = layer(x)
+    torch.testing.assert_close(output, round_activations(x.detach(), layer.activations) @ layer.weight.T)
+    output.sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(3, 8))
 
 

@@ -20,7 +20,7 @@ from vlmcompress.runs.quantize import quantize
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory):
+def setup(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dymu")
     (folder / "images").mkdir()
     for seed in range(5):
@@ -28,92 +28,92 @@ def given(tmp_path_factory):
     return {"model": str(tiny.build("llava", folder / "llava")), "scheme": "none", "reduce": "dymu:0.5"}, folder
 
 
-def written(given, folder, **more):
+def written(setup, folder, **overrides):
     calib = {"calibrate": {"data": str(folder / "images")}}
-    return quantize(resolve(given | calib | {"out": str(folder / "out")} | more).recipe, overwrite=True).out
+    return quantize(resolve(setup | calib | {"out": str(folder / "out")} | overrides).recipe, overwrite=True).out
 
 
-def test_the_checkpoint_carries_thresholds_and_counts(given):
-    given, folder = given
-    out = written(given, folder)
-    found = reducer_block.read(json.loads((out / "config.json").read_text()))
-    assert len(found.reducer.options.thresholds) == 2 and found.count.buckets[-1] == 16
+def test_the_checkpoint_carries_thresholds_and_counts(setup):
+    setup, folder = setup
+    out = written(setup, folder)
+    carried = reducer_block.read(json.loads((out / "config.json").read_text()))
+    assert len(carried.reducer.options.thresholds) == 2 and carried.count.buckets[-1] == 16
     model, processor = AutoModelForImageTextToText.from_pretrained(out), AutoProcessor.from_pretrained(out)
     inputs = processor(text="<image>what?", images=picture(9), return_tensors="pt").to(model.dtype)
     with attach_carried(model, processor, out) as attached:
         model(**inputs)
     (unit,) = attached.seen
-    assert len(unit.reduction.anchor) == found.count.count(inputs["pixel_values"][0])
+    assert len(unit.reduction.anchor) == carried.count.count(inputs["pixel_values"][0])
     again = written(
-        {**given, "reduce": {"method": "dymu", "thresholds": list(found.reducer.options.thresholds)}}, folder
+        {**setup, "reduce": {"method": "dymu", "thresholds": list(carried.reducer.options.thresholds)}}, folder
     )
     block = reducer_block.read(json.loads((again / "config.json").read_text()))
-    assert block.count == found.count and block.reducer.options.thresholds == found.reducer.options.thresholds
+    assert block.count == carried.count and block.reducer.options.thresholds == carried.reducer.options.thresholds
 
 
 @pytest.fixture(scope="module")
-def adaptive(given, tmp_path_factory):
+def adaptive(setup, tmp_path_factory):
     """A recipe of `learned-adaptive` with a scorer, as text."""
-    vlm = load(given[0]["model"])
+    vlm = load(setup[0]["model"])
     return str(trained("learned-adaptive:0.5", vlm, tmp_path_factory.mktemp("scorer")))
 
 
-def test_a_level_and_counts_are_learnt_for_a_scorer(given, adaptive):
-    given, folder = given
-    out = written(given, folder, reduce=adaptive)
-    found = reducer_block.read(json.loads((out / "config.json").read_text()))
-    assert 0 < found.reducer.options.level < 1 and found.reducer.options.scorer == "reducer/scorer.safetensors"
+def test_a_level_and_counts_are_learnt_for_a_scorer(setup, adaptive):
+    setup, folder = setup
+    out = written(setup, folder, reduce=adaptive)
+    carried = reducer_block.read(json.loads((out / "config.json").read_text()))
+    assert 0 < carried.reducer.options.level < 1 and carried.reducer.options.scorer == "reducer/scorer.safetensors"
     model, processor = AutoModelForImageTextToText.from_pretrained(out), AutoProcessor.from_pretrained(out)
     inputs = processor(text="<image>what?", images=picture(9), return_tensors="pt").to(model.dtype)
     with attach_carried(model, processor, out) as attached:
         model(**inputs)
     (unit,) = attached.seen
-    assert len(unit.reduction.anchor) == found.count.count(inputs["pixel_values"][0])
-    again = written(given, folder, reduce=f"{adaptive},level={found.reducer.options.level!r}")
+    assert len(unit.reduction.anchor) == carried.count.count(inputs["pixel_values"][0])
+    again = written(setup, folder, reduce=f"{adaptive},level={carried.reducer.options.level!r}")
     block = reducer_block.read(json.loads((again / "config.json").read_text()))
-    assert block.count == found.count and block.reducer.options.level == found.reducer.options.level
+    assert block.count == carried.count and block.reducer.options.level == carried.reducer.options.level
 
 
-def test_a_family_without_counts_is_refused_in_vllm(given, tmp_path):
-    given, folder = given
+def test_a_family_without_counts_is_refused_in_vllm(setup, tmp_path):
+    setup, folder = setup
     model = tiny.build("qwen2-5-vl", tmp_path / "qwen")
     reduce = str(trained("learned-adaptive:0.5", load(model), tmp_path))
     calib = {"model": str(model), "calibrate": {"data": str(folder / "images")}, "reduce": reduce}
     with pytest.raises(
         UserError, match=r"vLLM does not serve 'learned-adaptive' with qwen2-5-vl \(without counts"
     ) as caught:
-        written(given, folder, **calib)
+        written(setup, folder, **calib)
     assert "engine=transformers" in str(caught.value) and "\n" not in str(caught.value)
-    out = written(given, folder, **calib, engine="transformers")
-    found = reducer_block.read(json.loads((out / "config.json").read_text()))
-    assert found.count is None and 0 < found.reducer.options.level < 1
+    out = written(setup, folder, **calib, engine="transformers")
+    block = reducer_block.read(json.loads((out / "config.json").read_text()))
+    assert block.count is None and 0 < block.reducer.options.level < 1
 
 
-def test_transformers_need_no_counts(given):
-    given, folder = given
-    out = written(given, folder, engine="transformers")
-    found = reducer_block.read(json.loads((out / "config.json").read_text()))
-    assert found.count is None and found.reducer.options.thresholds
+def test_transformers_need_no_counts(setup):
+    setup, folder = setup
+    out = written(setup, folder, engine="transformers")
+    block = reducer_block.read(json.loads((out / "config.json").read_text()))
+    assert block.count is None and block.reducer.options.thresholds
 
 
-def test_nothing_to_learn_from(given, adaptive, tmp_path):
-    given, _ = given
+def test_nothing_to_learn_from(setup, adaptive, tmp_path):
+    setup, _ = setup
     for reduce in ("dymu:0.5", "dymu:thresholds=[0.5, 0.6]", adaptive, f"{adaptive},level=0.5"):
         with pytest.raises(UserError, match=f"reducer '{reduce.partition(':')[0]}' needs calibration images"):
-            quantize(resolve(given | {"reduce": reduce, "out": str(tmp_path / "out")}).recipe)
+            quantize(resolve(setup | {"reduce": reduce, "out": str(tmp_path / "out")}).recipe)
 
 
-def test_virtual_unmerging_is_refused_before_anything_is_read(given, tmp_path):
-    given, _ = given
+def test_virtual_unmerging_is_refused_before_anything_is_read(setup, tmp_path):
+    setup, _ = setup
     with pytest.raises(UserError, match="vtu is for evaluation"):
-        make_plan(resolve(given | {"reduce": "dymu:0.5,vtu=true", "out": str(tmp_path / "out")}).recipe)
+        make_plan(resolve(setup | {"reduce": "dymu:0.5,vtu=true", "out": str(tmp_path / "out")}).recipe)
 
 
-def test_samples_to_learn_from_are_not_run_through_the_decoder(given):
+def test_samples_to_learn_from_are_not_run_through_the_decoder(setup):
     """Nothing of it is quantized, so that neither the reducer nor a block is called for each of them."""
-    given, folder = given
+    setup, folder = setup
     labels: set[str] = set()
-    work = given | {"calibrate": {"data": str(folder / "images")}, "out": str(folder / "learnt")}
+    work = setup | {"calibrate": {"data": str(folder / "images")}, "out": str(folder / "learnt")}
     done = quantize(resolve(work).recipe, progress=lambda label, _done, _total: labels.add(label))
     assert "thresholds" in labels and not labels & {"calibrating", "reducing visual tokens"}
     assert done.manifest["calibration"]["samples"] == 5 and done.manifest["calibration"]["prefix"] is None

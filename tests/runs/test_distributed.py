@@ -28,8 +28,8 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def asked(world: Path, out: Path, *more: str) -> list[str]:
-    return [str(world / "model"), "-o", str(out), "--calib", str(world / "calib.jsonl"), "--samples", "6", *more]
+def asked(world: Path, out: Path, *extra: str) -> list[str]:
+    return [str(world / "model"), "-o", str(out), "--calib", str(world / "calib.jsonl"), "--samples", "6", *extra]
 
 
 @pytest.mark.parametrize("scheme", ["awq", pytest.param("qronos", marks=pytest.mark.slow)])
@@ -41,9 +41,9 @@ def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
     assert json.loads(out)["ok"] and not silent and not nothing.strip()
     call[2] = str(tmp_path / "one")
     assert cli.main(["quantize", *call]) == 0
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    for name, expected in one.items():
+    single, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert single.keys() == two.keys()
+    for name, expected in single.items():
         if expected.is_floating_point():
             torch.testing.assert_close(two[name].float(), expected.float(), rtol=0.02, atol=1e-3, msg=name)
         else:
@@ -57,15 +57,15 @@ def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
 
 def test_statistics_are_those_of_one_worker(world, tmp_path):
     """Sums, maxima, drawn rows, ranges of keys and values, gradients, entropies: all of all samples."""
-    more = ("--kv-cache", "fp8", "--needs", "gram,absmax,absmean,gradient,entropy", "--json")
-    (code, _, err), (other, _, nothing) = ended(start("calibrate", *asked(world, tmp_path / "two", *more)))
+    extra = ("--kv-cache", "fp8", "--needs", "gram,absmax,absmean,gradient,entropy", "--json")
+    (code, _, err), (other, _, nothing) = ended(start("calibrate", *asked(world, tmp_path / "two", *extra)))
     assert (code, other) == (0, 0), err + nothing
-    assert cli.main(["calibrate", *asked(world, tmp_path / "one", *more)]) == 0
-    one, two = (statistics_folder.read(tmp_path / name) for name in ("one", "two"))
-    assert one.facts["gradients"]["loss"] == pytest.approx(two.facts["gradients"]["loss"], rel=1e-3)
-    assert one.facts["entropy"]["luq"] == pytest.approx(two.facts["entropy"]["luq"], abs=0.05)
-    for layer in range(len(one.facts["blocks"])):
-        (ours, ranges), (theirs, others) = two.load(layer), one.load(layer)
+    assert cli.main(["calibrate", *asked(world, tmp_path / "one", *extra)]) == 0
+    single, two = (statistics_folder.read(tmp_path / name) for name in ("one", "two"))
+    assert single.facts["gradients"]["loss"] == pytest.approx(two.facts["gradients"]["loss"], rel=1e-3)
+    assert single.facts["entropy"]["luq"] == pytest.approx(two.facts["entropy"]["luq"], abs=0.05)
+    for layer in range(len(single.facts["blocks"])):
+        (ours, ranges), (theirs, others) = two.load(layer), single.load(layer)
         for name, expected in others.items():
             torch.testing.assert_close(ranges[name], expected, rtol=0.02, atol=3)
         for group, stats in theirs.items():
@@ -77,9 +77,9 @@ def test_statistics_are_those_of_one_worker(world, tmp_path):
 
 
 def test_bad_input_is_told_once(world, tmp_path):
-    found = ended(start("quantize", *asked(world, tmp_path / "out", "--scheme", "gptq", "--set", "options.bits=99")))
-    assert [code for code, _, _ in found] == [2, 2]
-    assert found[0][2].startswith("error: ") and found[0][2].count("\n") == 1 and not found[1][2]
+    message = ended(start("quantize", *asked(world, tmp_path / "out", "--scheme", "gptq", "--set", "options.bits=99")))
+    assert [code for code, _, _ in message] == [2, 2]
+    assert message[0][2].startswith("error: ") and message[0][2].count("\n") == 1 and not message[1][2]
 
 
 def test_a_worker_that_dies(world, tmp_path):

@@ -33,8 +33,8 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def asked(world: Path, out: Path, *more: str) -> list[str]:
-    return ["recover", str(world / "model"), "-o", str(out), "--calib", str(world / "calib.jsonl"), *more]
+def asked(world: Path, out: Path, *extra: str) -> list[str]:
+    return ["recover", str(world / "model"), "-o", str(out), "--calib", str(world / "calib.jsonl"), *extra]
 
 
 RECOVER = ("--reduce", "divprune:0.25", "--samples", "24", "--lr", "1e-3")
@@ -42,17 +42,28 @@ RECOVER = ("--reduce", "divprune:0.25", "--samples", "24", "--lr", "1e-3")
 
 def test_weights_are_those_of_one_worker(world, tmp_path):
     """Three samples a step, so that the shares differ; answers by the teacher, adapters, norms, projector and tower."""
-    more = (*RECOVER, "--batch", "3", "--steps", "6", "--every", "2", "--train", "projector,norms,lora,tower", "--json")
-    (code, out, err), (other, silent, nothing) = ended(start(*asked(world, tmp_path / "two", *more)))
+    extra = (
+        *RECOVER,
+        "--batch",
+        "3",
+        "--steps",
+        "6",
+        "--every",
+        "2",
+        "--train",
+        "projector,norms,lora,tower",
+        "--json",
+    )
+    (code, out, err), (other, silent, nothing) = ended(start(*asked(world, tmp_path / "two", *extra)))
     assert (code, other) == (0, 0), err + nothing
     said = json.loads(out)["recovery"]
     assert said["changed"] and not silent and not nothing.strip()
-    assert cli.main(asked(world, tmp_path / "one", *more)) == 0
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert cli.main(asked(world, tmp_path / "one", *extra)) == 0
+    single, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     source = load_file(world / "model" / "model.safetensors")
-    for name, expected in one.items():
+    for name, expected in single.items():
         torch.testing.assert_close(two[name], expected, rtol=0, atol=1e-4, msg=name)
-    moved = max(float((expected - source[name]).abs().max()) for name, expected in one.items())
+    moved = max(float((expected - source[name]).abs().max()) for name, expected in single.items())
     assert moved > 2e-3, "far more than what they may differ by"
     manifests = [json.loads((tmp_path / name / "vlmcompress.json").read_text()) for name in ("one", "two")]
     ours, theirs = (manifest["recovery"] for manifest in manifests)
@@ -64,20 +75,20 @@ def test_weights_are_those_of_one_worker(world, tmp_path):
 
 
 def test_a_scorer_is_that_of_one_worker(world, tmp_path):
-    more = ("--samples", "24", *("--steps", "8", "--every", "2", "--batch", "3", "--hidden", "8", "--lr", "0.01"))
+    extra = ("--samples", "24", *("--steps", "8", "--every", "2", "--batch", "3", "--hidden", "8", "--lr", "0.01"))
     files = {name: tmp_path / f"{name}.safetensors" for name in ("one", "two")}
     calls = {
-        name: ["learn-reducer", str(world / "tiny"), *asked(world, file, *more, "--json")[2:]]
+        name: ["learn-reducer", str(world / "tiny"), *asked(world, file, *extra, "--json")[2:]]
         for name, file in files.items()
     }
     (code, out, err), (other, silent, nothing) = ended(start(*calls["two"]))
     assert (code, other) == (0, 0), err + nothing
     assert json.loads(out)["ok"] and not silent and not nothing.strip()
     assert cli.main(calls["one"]) == 0
-    one, two = (scorer_file.read(files[name]) for name in ("one", "two"))
-    for name, expected in one.weights.items():
+    single, two = (scorer_file.read(files[name]) for name in ("one", "two"))
+    for name, expected in single.weights.items():
         torch.testing.assert_close(two.weights[name], expected, rtol=1e-4, atol=1e-4, msg=name)
-    for name, value in one.facts["held_out_kl"].items():
+    for name, value in single.facts["held_out_kl"].items():
         assert two.facts["held_out_kl"][name] == (value if name == "unit" else pytest.approx(value, rel=1e-3)), name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "two.safetensors"]
 
@@ -87,7 +98,7 @@ def test_bad_input_is_told_once(world, tmp_path):
     data = tmp_path / "bad.jsonl"
     rows = [json.loads(line) for line in (world / "calib.jsonl").read_text().splitlines()]
     for row in rows:
-        row["answer"], row["image"] = "red", [str(world / one) for one in [row["image"]] if one]
+        row["answer"], row["image"] = "red", [str(world / image) for image in [row["image"]] if image]
     data.write_text("\n".join(map(json.dumps, rows)))
     last = load_samples(data, samples=ROWS, seed=0)[-1].id  # in the second part of 16 samples
     next(row for row in rows if row["id"] == last)["question"] = "what is it " * 500
@@ -95,17 +106,17 @@ def test_bad_input_is_told_once(world, tmp_path):
     call = asked(world, tmp_path / "out", *RECOVER)
     call[call.index("--calib") + 1] = str(data)
     for arguments, text in ((call, "more than the context of"), ([*call, "--steps", "0"], "--steps is 0")):
-        found = ended(start(*arguments))
-        assert [code for code, _, _ in found] == [2, 2]
-        lines = [line for line in found[0][2].splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1 and text in lines[0] and not found[1][2], found
+        message = ended(start(*arguments))
+        assert [code for code, _, _ in message] == [2, 2]
+        lines = [line for line in message[0][2].splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1 and text in lines[0] and not message[1][2], message
     assert not (tmp_path / "out").exists()
 
 
 def test_a_worker_that_dies(world, tmp_path):
     """The other one ends with one line, and one alone goes on to what one alone would have come to."""
-    more = (*RECOVER, "--batch", "2", "--steps", "40", "--every", "4", "--train", "projector")
-    call = asked(world, tmp_path / "out", *more)
+    extra = (*RECOVER, "--batch", "2", "--steps", "40", "--every", "4", "--train", "projector")
+    call = asked(world, tmp_path / "out", *extra)
     workers = start(*call)
     until = time.monotonic() + 200
     state = tmp_path / ".out.recover/state.safetensors"
@@ -120,7 +131,7 @@ def test_a_worker_that_dies(world, tmp_path):
     teacher = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.recover").glob("teacher-*")}
     assert len(teacher) == 2
     assert cli.main([*call, "--resume"]) == 0
-    assert cli.main(asked(world, tmp_path / "whole", *more)) == 0
+    assert cli.main(asked(world, tmp_path / "whole", *extra)) == 0
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-4, msg=name)

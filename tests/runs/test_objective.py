@@ -20,8 +20,8 @@ def exact(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 
 def test_of_a_whole_vocabulary_it_is_exact():
     teacher, student = logits()
-    found = objective.divergence(objective.targets(teacher), student)
-    assert torch.allclose(found, exact(teacher, student), rtol=1e-5)
+    divergence = objective.divergence(objective.targets(teacher), student)
+    assert torch.allclose(divergence, exact(teacher, student), rtol=1e-5)
 
 
 def test_of_the_most_likely_it_is_that_of_the_coarser_distributions():
@@ -34,9 +34,9 @@ def test_of_the_most_likely_it_is_that_of_the_coarser_distributions():
         others = [token for token in range(50) if token not in chosen]
         outcomes = [(p[token], q[token]) for token in chosen] + [(p[others].sum(), q[others].sum())]
         sums.append(sum(float(a * (a.log() - b.log())) for a, b in outcomes))
-    found = float(objective.divergence(kept, student))
-    assert found == pytest.approx(sum(sums) / 4, rel=1e-4)
-    assert found <= float(exact(teacher, student))
+    divergence = float(objective.divergence(kept, student))
+    assert divergence == pytest.approx(sum(sums) / 4, rel=1e-4)
+    assert divergence <= float(exact(teacher, student))
 
 
 @pytest.mark.parametrize("whole", [10, 100])
@@ -53,9 +53,9 @@ def test_a_certain_teacher_has_no_rest():
     teacher = torch.full((2, 50), -1e4)
     teacher[:, 3] = 0
     student = torch.randn(2, 50, requires_grad=True)
-    found = objective.divergence(objective.targets(teacher, whole=10, top=8), student)
-    assert torch.allclose(found, -student.log_softmax(-1)[:, 3].mean(), rtol=1e-5)
-    found.backward()
+    divergence = objective.divergence(objective.targets(teacher, whole=10, top=8), student)
+    assert torch.allclose(divergence, -student.log_softmax(-1)[:, 3].mean(), rtol=1e-5)
+    divergence.backward()
     assert student.grad.isfinite().all()
 
 

@@ -98,7 +98,7 @@ def test_every_verb_that_keeps_work_beside_out(world: Path, tmp_path: Path, caps
         shutil.copy(world / "1.png", images / f"{number}.png")
         with (images / f"{number}.png").open("ab") as file:
             file.write(str(number).encode())
-    more = {
+    extra = {
         "calibrate": ["--calib", data],
         "learn-reducer": ["--calib", data],
         "recover": ["--calib", data, "--reduce", "uniform:0.5"],
@@ -106,7 +106,7 @@ def test_every_verb_that_keeps_work_beside_out(world: Path, tmp_path: Path, caps
         "auto": ["--images", str(images)],
     }
     with folders.claimed(out):
-        assert cli.main([verb, str(world / "model"), "-o", str(out), *more[verb]]) == 2
+        assert cli.main([verb, str(world / "model"), "-o", str(out), *extra[verb]]) == 2
     shown = capsys.readouterr().err
     assert f"another run, process {os.getpid()}, is writing {out} now" in shown and shown.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["images"]

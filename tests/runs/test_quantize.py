@@ -46,10 +46,10 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def recipe(world: Path, out: Path, scheme: str, model: str = "llava", **more):
-    given = {"model": str(world / model), "out": str(out), "scheme": scheme}
-    given["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 6}
-    return resolve(given | more).recipe
+def recipe(world: Path, out: Path, scheme: str, model: str = "llava", **overrides):
+    keys = {"model": str(world / model), "out": str(out), "scheme": scheme}
+    keys["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 6}
+    return resolve(keys | overrides).recipe
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -121,21 +121,23 @@ def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path, sche
 
 def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
     """Gram matrices are the largest thing in memory: a block's must be gone before the next one is solved."""
-    seen: list[weakref.ref] = []
+    references: list[weakref.ref] = []
     solve = quantize_blocks.solve_block
 
-    def solve_block(groups, weights, stats, *more):
-        assert stats and not any(old() is not None for old in seen)
-        seen.extend(weakref.ref(one) for one in stats.values())
-        return solve(groups, weights, stats, *more)
+    def solve_block(groups, weights, stats, *extra):
+        assert stats and not any(old() is not None for old in references)
+        references.extend(weakref.ref(group_stats) for group_stats in stats.values())
+        return solve(groups, weights, stats, *extra)
 
     monkeypatch.setattr(quantize_blocks, "solve_block", solve_block)
     quantize(recipe(world, tmp_path / "out", "gptq", options={"group_size": 64}))
-    assert len(seen) >= 8  # four groups a block
+    assert len(references) >= 8  # four groups a block
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_killed_at_any_moment(world, tmp_path, how):
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_killed_at_any_moment(world, tmp_path, signal_number):
     """OUT is not there after `kill -9`, Ctrl-C or `kill`, and `--resume` finishes the work."""
     out = tmp_path / "out"
     command = ["quantize", str(world / "llava"), "-o", str(out), "--scheme", "gptq"]
@@ -147,15 +149,15 @@ def test_killed_at_any_moment(world, tmp_path, how):
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".out.resume/layer-0000*")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    process.send_signal(how)
+    process.send_signal(signal_number)
     _, said = process.communicate(timeout=60)
     if process.returncode == 0:
         pytest.fail("the run ended before it could be killed")
     with locks.held(folders.beside(out, "lock"), wait=True):  # the program's fork ends a little later
         pass
     assert not out.exists()
-    if how != signal.SIGKILL:
-        assert process.returncode == 128 + how and "--resume" in said and "Traceback" not in said
+    if signal_number != signal.SIGKILL:
+        assert process.returncode == 128 + signal_number and "--resume" in said and "Traceback" not in said
     assert cli.main([*command, "--resume"]) == 0
     assert not [check for check in doctor.diagnose(out) if not check.ok]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -167,8 +169,8 @@ def test_the_block_objective_is_llm_compressors(world, tmp_path):
     for objective in ("gram", "block"):
         out = tmp_path / objective
         work = recipe(world, out, "awq", "qwen", options={"objective": objective})
-        found = quantize(work).manifest["errors"]
-        errors[objective] = sum(error["vision"] for error in found.values())
+        layer_errors = quantize(work).manifest["errors"]
+        errors[objective] = sum(error["vision"] for error in layer_errors.values())
         assert not [check for check in doctor.diagnose(out, source=world / "qwen") if not check.ok]
     assert errors["gram"] == pytest.approx(errors["block"], rel=0.2)
     assert weights(tmp_path / "gram") != weights(tmp_path / "block")
@@ -180,12 +182,12 @@ def test_the_block_objective_is_llm_compressors(world, tmp_path):
 def test_mbq_as_published(world, tmp_path, options):
     """By block output: whole, smoothed otherwise than by Gram matrices, and little worse on the outputs of single layers; with
     8-bit weights most of the error is that of rounding inputs."""
-    found = quantize(recipe(world, tmp_path / "out", "mbq", "qwen", options=options)).manifest
+    manifest = quantize(recipe(world, tmp_path / "out", "mbq", "qwen", options=options)).manifest
     assert not [check for check in doctor.diagnose(tmp_path / "out", source=world / "qwen") if not check.ok]
     wide = {key: value for key, value in options.items() if key != "activations"} | {"objective": "gram"}
     wide |= {} if "group_size" in wide else {"group_size": -1, "symmetric": True}
     other = quantize(recipe(world, tmp_path / "gram", "mbq", "qwen", options=wide)).manifest
-    errors = [sum(error["vision"] for error in each["errors"].values()) for each in (found, other)]
+    errors = [sum(error["vision"] for error in each["errors"].values()) for each in (manifest, other)]
     if options.get("bits") == 8:
         assert errors[1] < errors[0] < 5 * errors[1]
     else:
@@ -193,9 +195,9 @@ def test_mbq_as_published(world, tmp_path, options):
 
 
 def test_needs_calibration_data(world, tmp_path):
-    given = {"model": str(world / "llava"), "out": str(tmp_path / "out"), "scheme": "awq"}
+    keys = {"model": str(world / "llava"), "out": str(tmp_path / "out"), "scheme": "awq"}
     with pytest.raises(UserError, match="--calib"):
-        quantize(resolve(given).recipe)
+        quantize(resolve(keys).recipe)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -203,13 +205,13 @@ def test_needs_calibration_data(world, tmp_path):
 def test_balance(world, tmp_path, scheme):
     """Other weights than without, a checkpoint that is whole, and a manifest that says so."""
     plain, balanced = tmp_path / "plain", tmp_path / "balanced"
-    given = dict(SCHEMES[scheme])
-    quantize(recipe(world, plain, scheme, options=given | {"balance": "off"}))
-    record = quantize(recipe(world, balanced, scheme, options=given | {"balance": "ratio"})).manifest
+    arguments = dict(SCHEMES[scheme])
+    quantize(recipe(world, plain, scheme, options=arguments | {"balance": "off"}))
+    record = quantize(recipe(world, balanced, scheme, options=arguments | {"balance": "ratio"})).manifest
     assert record["recipe"]["options"]["balance"] == "ratio"
     assert weights(plain) != weights(balanced)
     assert not [check for check in doctor.diagnose(balanced, source=world / "llava") if not check.ok]
-    default = quantize(recipe(world, tmp_path / "default", scheme, options=given))
+    default = quantize(recipe(world, tmp_path / "default", scheme, options=arguments))
     assert weights(default.out) == weights(plain)
 
 
@@ -245,8 +247,8 @@ def test_balance_needs_the_modalities_it_weighs(world, tmp_path, keep, balance, 
     rows = [row | {"answer": "red"} if keep == "answer" else row for row in rows]
     data = tmp_path / "part.jsonl"
     data.write_text("".join(json.dumps(row | ({} if keep == "image" else {"image": None})) + "\n" for row in rows))
-    given = {"calibrate": {"data": str(data)}, "options": {"balance": balance, "group_size": 64}}
-    work = recipe(world, tmp_path / "out", "gptq", **given)
+    keys = {"calibrate": {"data": str(data)}, "options": {"balance": balance, "group_size": 64}}
+    work = recipe(world, tmp_path / "out", "gptq", **keys)
     if message is None:
         quantize(work)
         return

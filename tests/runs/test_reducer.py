@@ -27,14 +27,14 @@ def models(tmp_path_factory):
     return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
 
 
-def recipe(model, **given):
-    return resolve({"scheme": "none", "model": str(model)} | given).recipe
+def recipe(model, **keys):
+    return resolve({"scheme": "none", "model": str(model)} | keys).recipe
 
 
-def reduced(given, file_text, folder):
+def reduced(setup, file_text, folder):
     file = folder / "recipe.yaml"
     file.write_text(file_text)
-    return resolve(BASE | given, file)
+    return resolve(BASE | setup, file)
 
 
 @pytest.mark.parametrize("text", ["reduce: dart:0.25\n", "reduce: {method: dart, keep: 0.25}\n"])
@@ -60,7 +60,7 @@ def test_a_named_method_starts_anew_and_an_option_amends(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("setup", "text"),
     [
         ("dort:0.5", "command line: reduce: unknown reducer 'dort'; did you mean 'dart'?"),
         ("dart:0", "keep must be a number above 0 and at most 1, got 0"),
@@ -73,14 +73,14 @@ def test_a_named_method_starts_anew_and_an_option_amends(tmp_path):
         ({"method": "dart", "keep": "half"}, "keep is 'half', should be a number"),
     ],
 )
-def test_what_is_wrong_with_a_reducer_is_said_in_one_line(given, text):
+def test_what_is_wrong_with_a_reducer_is_said_in_one_line(setup, text):
     with pytest.raises(UserError) as caught:
-        resolve(BASE | {"reduce": given})
+        resolve(BASE | {"reduce": setup})
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("family", "given", "text"),
+    ("family", "setup", "text"),
     [
         (
             "llava",
@@ -91,9 +91,9 @@ def test_what_is_wrong_with_a_reducer_is_said_in_one_line(given, text):
         ("qwen2-5-vl", {"reduce": "visionzip:0.5"}, "encoder of qwen2-5-vl does not have; use cdpruner"),
     ],
 )
-def test_models_and_engines_without_the_method(models, family, given, text):
+def test_models_and_engines_without_the_method(models, family, setup, text):
     with pytest.raises(UserError, match=text):
-        make_plan(recipe(models[family], **given))
+        make_plan(recipe(models[family], **setup))
 
 
 def test_methods_that_only_transformers_runs_are_written_for_it(models):
@@ -106,10 +106,10 @@ def test_a_checkpoint_carries_its_reducer(models, tmp_path, family, scheme):
     out = tmp_path / "out"
     done = quantize(recipe(models[family], reduce="dart:0.25", scheme=scheme, out=str(out)))
     config = json.loads((out / "config.json").read_text())
-    found = reducer_block.read(config)
-    assert found is not None and found.reducer == chosen.parse("dart:0.25")
+    block = reducer_block.read(config)
+    assert block is not None and block.reducer == chosen.parse("dart:0.25")
     assert all(name.startswith("Vlmcompress") for name in config["architectures"])
-    assert done.manifest["recipe"]["reduce"] == found.reducer.plain() == manifest.read(out)["recipe"]["reduce"]
+    assert done.manifest["recipe"]["reduce"] == block.reducer.plain() == manifest.read(out)["recipe"]["reduce"]
     assert [check for check in doctor.diagnose(out, models[family]) if not check.ok] == []
     if scheme == "none":
         old, new = load_file(models[family] / "model.safetensors"), load_file(out / "model.safetensors")
@@ -129,14 +129,14 @@ def test_a_reduced_original_wants_its_reducer_named(models, tmp_path, capsys):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("more", [{}, {"vision": "fp8"}])
-def test_data_that_nothing_reads_are_not_read(models, tmp_path, monkeypatch, more):
+@pytest.mark.parametrize("extra", [{}, {"vision": "fp8"}])
+def test_data_that_nothing_reads_are_not_read(models, tmp_path, monkeypatch, extra):
     """No sample is encoded or run where no layer of the language model is quantized; the manifest says so."""
     calibration_rows.write(tmp_path, 2, lambda i: f"{i}.png")
     monkeypatch.setattr(inputs, "encode", lambda *_args, **_more: pytest.fail("samples were encoded"))
-    given = {"reduce": "dart:0.25", "calibrate": {"data": str(tmp_path / "calib.jsonl")}, "out": str(tmp_path / "out")}
-    done = quantize(recipe(models["llava"], **given, **more))
+    keys = {"reduce": "dart:0.25", "calibrate": {"data": str(tmp_path / "calib.jsonl")}, "out": str(tmp_path / "out")}
+    done = quantize(recipe(models["llava"], **keys, **extra))
     assert done.manifest["calibration"] is None
     assert [line for line in done.manifest["warnings"] if "the calibration data calib.jsonl were not read" in line]
     with pytest.raises(UserError, match="nowhere"):
-        quantize(recipe(models["llava"], **given | {"calibrate": {"data": "nowhere"}, "out": str(tmp_path / "no")}))
+        quantize(recipe(models["llava"], **keys | {"calibrate": {"data": "nowhere"}, "out": str(tmp_path / "no")}))

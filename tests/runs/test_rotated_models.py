@@ -53,8 +53,8 @@ def test_answers_stay_and_everything_has_changed(pair):
     draw = torch.Generator().manual_seed(0)  # images of one colour have tokens that are all alike
     batch["pixel_values"] = torch.randn(batch["pixel_values"].shape, generator=draw)
     with torch.no_grad():
-        known, found = before.model(**batch).logits, after.model(**batch).logits
-    assert (found - known).abs().max() < 1e-4 * known.abs().max()
+        expected, logits = before.model(**batch).logits, after.model(**batch).logits
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
     stream = models.stream(before.model, before.spec)
     for name in {*stream.rows, *(f"{linear}.weight" for linear in (*stream.readers, *stream.writers))}:
         assert not torch.allclose(before.model.get_parameter(name), after.model.get_parameter(name), atol=1e-3), name
@@ -84,12 +84,12 @@ def _deep(vlm) -> int:
 
 def _projected(vlm, layer: str, batch) -> torch.Tensor:
     """What the projector's last layer puts out, `[tokens, width]`."""
-    seen = []
-    handle = vlm.model.get_submodule(layer).register_forward_hook(lambda _, __, out: seen.append(out))
+    captured = []
+    handle = vlm.model.get_submodule(layer).register_forward_hook(lambda _, __, out: captured.append(out))
     with torch.no_grad():
         vlm.model(**batch)
     handle.remove()
-    return seen[0].reshape(-1, seen[0].shape[-1])
+    return captured[0].reshape(-1, captured[0].shape[-1])
 
 
 @pytest.mark.parametrize("kind", ["hadamard", "random"])
@@ -97,15 +97,15 @@ def test_heads_of_values_have_rotations_of_their_own(kind, checkpoint, tmp_path)
     """Oracle: dense products. `v` gets R1 on its columns and R2 of each head on its rows, `o` R2 of the head that it reads."""
     source = Source.of(spread(checkpoint("qwen2-vl"), tmp_path / "model"))
     rotations = rotate.Rotations(kind, 4)
-    found = models.stream(source.meta_model, source.spec)
+    stream = models.stream(source.meta_model, source.spec)
     vlm = models.load(source.path, dtype=torch.float64)
     gains = vlm.model.state_dict()
-    made = rotate.changes(found, rotations, gains.__getitem__)
-    r1 = rotations.stream(found.width).matrix()
-    for block, values in enumerate(found.values):
+    made = rotate.changes(stream, rotations, gains.__getitem__)
+    r1 = rotations.stream(stream.width).matrix()
+    for block, values in enumerate(stream.values):
         assert values.heads == 2 * values.kv_heads
         v, o = vlm.model.get_submodule(values.v), vlm.model.get_submodule(values.o)
-        g = vlm.model.get_submodule(found.readers[values.v]).weight
+        g = vlm.model.get_submodule(stream.readers[values.v]).weight
         new_v, new_o = made[f"{values.v}.weight"](v.weight), made[f"{values.o}.weight"](o.weight)
         new_bias = made[f"{values.v}.bias"](v.bias)
         for head in range(values.heads):

@@ -27,10 +27,10 @@ def model(checkpoint, tmp_path_factory):
     return spread(checkpoint("qwen3-vl"), tmp_path_factory.mktemp("rotated") / "model", torch.bfloat16)
 
 
-def recipe(model, out, samples=None, **more):
+def recipe(model, out, samples=None, **overrides):
     data = {"calibrate": {"data": str(samples), "samples": 4}} if samples else {}
     return resolve(
-        {"model": str(model), "out": str(out), "scheme": "none", "rotate": "hadamard", **data, **more}
+        {"model": str(model), "out": str(out), "scheme": "none", "rotate": "hadamard", **data, **overrides}
     ).recipe
 
 
@@ -71,7 +71,8 @@ def test_quantized(scheme, model, samples, tmp_path):
     done = quantize(recipe(model, tmp_path / "out", samples, scheme=scheme))
     assert likeness(model, done.out) > 0.93
     assert not [finding for finding in doctor.diagnose(done.out) if not finding.ok]
-    assert done.manifest["errors"] and max(e for one in done.manifest["errors"].values() for e in one.values()) < 0.1
+    errors = done.manifest["errors"]
+    assert errors and max(e for by_modality in errors.values() for e in by_modality.values()) < 0.1
 
 
 def test_statistics_are_of_the_rotated_model(model, samples, tmp_path):
@@ -112,10 +113,10 @@ BAD = {
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_line(line, model, tmp_path, capsys):
-    given = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "none"]
+    arguments = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "none"]
     rotated = [] if "--rotate" in BAD[line] else ["--rotate", "hadamard"]
     try:
-        code = cli.main([*given, *rotated, *BAD[line]])
+        code = cli.main([*arguments, *rotated, *BAD[line]])
     except SystemExit as stopped:  # of argparse
         code = stopped.code
     said = capsys.readouterr().err
@@ -124,8 +125,8 @@ def test_bad_input_is_one_line(line, model, tmp_path, capsys):
 
 
 def test_refused_families_say_why_before_anything_is_read(checkpoint, tmp_path, capsys):
-    given = ["quantize", str(checkpoint("gemma3")), "-o", str(tmp_path / "out"), "--scheme", "rtn", "--dry-run"]
-    assert cli.main([*given, "--rotate", "hadamard"]) == 2
+    arguments = ["quantize", str(checkpoint("gemma3")), "-o", str(tmp_path / "out"), "--scheme", "rtn", "--dry-run"]
+    assert cli.main([*arguments, "--rotate", "hadamard"]) == 2
     assert "norms compute x * (1 + weight)" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -142,10 +143,10 @@ def test_sweep_and_other_verbs_leave_it_out(model, tmp_path, capsys):
 def test_vllm_answers_as_transformers(name, checkpoint, loaded, samples, tmp_path):
     """Oracle: transformers, on the source. vLLM's tokens from the rotated checkpoint are among its best."""
     done = quantize(recipe(checkpoint(name), tmp_path / "out"))
-    (found,) = asked("answers", vllm_answers.jobs([done.out]))
-    assert "error" not in found, found
+    (answers,) = asked("answers", vllm_answers.jobs([done.out]))
+    assert "error" not in answers, answers
     vlm = loaded(name)
-    for count, got in enumerate(found["answers"], start=1):
+    for count, got in enumerate(answers["answers"], start=1):
         batch = encode(vlm, count)
         assert got["prompt"] == batch["input_ids"][0].tolist()
         assert vllm_answers.gap(vlm.model, batch, got["answer"]) < 0.1

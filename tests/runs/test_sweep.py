@@ -26,9 +26,9 @@ def world(tmp_path_factory) -> Path:
     calibration_rows.write(folder, 4)
     tiny.build("llava", folder / "llava")
     for name, needs in (("stats", {"gram", "absmax", "absmean", "gradient"}), ("plain", {"gram", "absmean"})):
-        given = {"model": str(folder / "llava"), "out": str(folder / name), "scheme": "none"}
-        given["calibrate"] = {"data": str(folder / "calib.jsonl"), "samples": 4}
-        calibrate(resolve(given).recipe, needs=needs)
+        keys = {"model": str(folder / "llava"), "out": str(folder / name), "scheme": "none"}
+        keys["calibrate"] = {"data": str(folder / "calib.jsonl"), "samples": 4}
+        calibrate(resolve(keys).recipe, needs=needs)
     return folder
 
 
@@ -39,15 +39,15 @@ def swept(world: Path, *arguments: str, stats: str = "stats") -> list[str]:
 def test_points_are_what_their_recipes_give(world, tmp_path, capsys):
     """Oracle: a few points' recipes, planned or allocated on their own, have the same size to the byte and the same error."""
     assert cli.main(swept(world, "--json", "--rows", "64")) == 0
-    found = json.loads(capsys.readouterr().out)
-    points = {point["name"]: point for point in found["points"]}
-    assert len(points) >= 40 and found["unit"] == "nats per answer token"
+    printed = json.loads(capsys.readouterr().out)
+    points = {point["name"]: point for point in printed["points"]}
+    assert len(points) >= 40 and printed["unit"] == "nats per answer token"
     for name in ("gptq w3 g32 auto", "awq w4 g128 off", "rtn w8 channel", "fp8"):
-        given = {"model": str(world / "llava"), "calibrate": {"stats": str(world / "stats")}, **points[name]["recipe"]}
-        assert make_plan(resolve(given).recipe).bytes_after == points[name]["nbytes"]
+        keys = {"model": str(world / "llava"), "calibrate": {"stats": str(world / "stats")}, **points[name]["recipe"]}
+        assert make_plan(resolve(keys).recipe).bytes_after == points[name]["nbytes"]
     shared = points["gptq 4 bits g128 auto"]
-    given = {"model": str(world / "llava"), "calibrate": {"stats": str(world / "stats")}, **shared["recipe"]}
-    planned = allocate.planned(make_plan(resolve(given).recipe), progress=silent)
+    keys = {"model": str(world / "llava"), "calibrate": {"stats": str(world / "stats")}, **shared["recipe"]}
+    planned = allocate.planned(make_plan(resolve(keys).recipe), progress=silent)
     assert planned.bytes_after == shared["nbytes"]
     assert planned.allocation["predicted"] == pytest.approx(shared["error"], rel=1e-6)
     assert shared["bits"] == pytest.approx(planned.allocation["bits"], abs=1e-3)
@@ -85,17 +85,17 @@ def test_the_chosen_recipe_runs(world, tmp_path, capsys):
 
 def test_without_gradients_or_maxima(world, capsys):
     assert cli.main(swept(world, "--json", stats="plain")) == 0
-    found = json.loads(capsys.readouterr().out)
-    names = [point["name"] for point in found["points"]]
-    assert found["unit"] == "relative squared output error"
+    printed = json.loads(capsys.readouterr().out)
+    names = [point["name"] for point in printed["points"]]
+    assert printed["unit"] == "relative squared output error"
     assert "gptq w4 g128 ratio" in names and not any("auto" in name or "mbq" in name for name in names)
-    assert {"int8 off", "int8 ratio"} <= set(found["left_out"])
+    assert {"int8 off", "int8 ratio"} <= set(printed["left_out"])
 
 
 def test_a_target_leaves_out_what_it_does_not_run(world, capsys):
     assert cli.main(swept(world, "--json", "--target", "cpu")) == 0
-    found = json.loads(capsys.readouterr().out)
-    kinds = {(p["recipe"]["scheme"], p["recipe"]["options"].get("bits")) for p in found["points"]}
+    printed = json.loads(capsys.readouterr().out)
+    kinds = {(p["recipe"]["scheme"], p["recipe"]["options"].get("bits")) for p in printed["points"]}
     assert ("gptq", 4) in kinds and ("int8", None) in kinds
     assert not any(bits in (2, 3, 8) for _, bits in kinds)
 

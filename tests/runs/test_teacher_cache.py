@@ -16,29 +16,29 @@ def sample(number: int, *images: int) -> Sample:
 
 
 def shown(samples: list[Sample]) -> set[bytes]:
-    return {image.tobytes() for one in samples for image in one.images}
+    return {image.tobytes() for row in samples for image in row.images}
 
 
 @pytest.mark.parametrize("per_image", [1, 2, 5])
 def test_no_image_is_on_both_sides(per_image):
     samples = [sample(i, i * 7 % (100 // per_image)) for i in range(100)]
-    found, count = apart(samples)
-    trained, held = found[:-count], found[-count:]
-    assert sorted(one.id for one in found) == sorted(one.id for one in samples)
+    ordered, count = apart(samples)
+    trained, held = ordered[:-count], ordered[-count:]
+    assert sorted(row.id for row in ordered) == sorted(row.id for row in samples)
     assert 10 <= count < 10 + per_image and not shown(trained) & shown(held)
-    assert [one.id for one in trained] == [one.id for one in samples if one in trained], "the order is kept"
+    assert [row.id for row in trained] == [row.id for row in samples if row in trained], "the order is kept"
 
 
 def test_images_that_a_sample_shows_together_stay_together():
     """Each sample shares an image with the next: what is held out would draw all others after it, so little is."""
     chain = [sample(i, i, i + 1) for i in range(20)]
     others = [sample(20 + i, 100 + i) for i in range(30)]
-    found, count = apart([*chain, *others])
-    assert count == 8 and not shown(found[:-count]) & shown(found[-count:])
-    found, count = apart([*others, *chain])
-    assert count == 20 and {one.id for one in found[-count:]} == {one.id for one in chain}
+    ordered, count = apart([*chain, *others])
+    assert count == 8 and not shown(ordered[:-count]) & shown(ordered[-count:])
+    ordered, count = apart([*others, *chain])
+    assert count == 20 and {row.id for row in ordered[-count:]} == {row.id for row in chain}
 
 
 def test_text_alone_is_a_group_of_its_own():
-    found, count = apart([sample(i) for i in range(40)])
-    assert count == 8 and [one.id for one in found[-count:]] == [str(i) for i in range(32, 40)]
+    ordered, count = apart([sample(i) for i in range(40)])
+    assert count == 8 and [row.id for row in ordered[-count:]] == [str(i) for i in range(32, 40)]

@@ -73,11 +73,11 @@ def test_nothing_is_trained_by_a_divergence_that_is_no_number():
 
 
 def test_every_sample_once_in_each_turn():
-    seen = [index for step in range(15) for index in order(10, step, 4, seed=3)]
-    turns = [seen[at : at + 10] for at in range(0, 60, 10)]
+    visited = [index for step in range(15) for index in order(10, step, 4, seed=3)]
+    turns = [visited[at : at + 10] for at in range(0, 60, 10)]
     assert all(sorted(turn) == list(range(10)) for turn in turns) and len(set(map(tuple, turns))) == 6
-    assert seen == [index for step in range(15) for index in order(10, step, 4, seed=3)]
-    assert seen[:10] != list(islice((i for step in range(3) for i in order(10, step, 4, seed=4)), 10))
+    assert visited == [index for step in range(15) for index in order(10, step, 4, seed=3)]
+    assert visited[:10] != list(islice((i for step in range(3) for i in order(10, step, 4, seed=4)), 10))
 
 
 def test_the_rate_rises_and_falls():
@@ -97,16 +97,16 @@ def fitted(store: Kept, steps: int = 40, lr: float = 0.05, broken: float | None 
         return (x[index] @ trained["w"] - y[index]).square()
 
     def backward(index: int, factor: float) -> float:
-        found = loss(index) if broken is None else loss(index) * broken
-        (found * factor).backward()
-        return float(found)
+        value = loss(index) if broken is None else loss(index) * broken
+        (value * factor).backward()
+        return float(value)
 
     def held_out() -> float:
         return sum(float(loss(index)) for index in range(16, 24)) / 8
 
     settings = Settings(steps, batch=3, lr=lr, every=5, seed=1)
-    how = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
-    return train(trained, 16, settings, **how, store=store), trained
+    callbacks = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
+    return train(trained, 16, settings, **callbacks, store=store), trained
 
 
 def test_it_learns_and_keeps_the_best():

@@ -32,8 +32,8 @@ def test_drawn_signs_come_near_it():
     expected = sum(head.T @ exact(row @ head.T) @ head for row in x)
     draws = [fisher.signal(x @ head.T, fisher.draw(2, 6, 7, sample)).flatten() for sample in range(4000)]
     jacobian = torch.cat([head, head])  # both tokens' logits depend on one change of both inputs
-    found = torch.stack(draws) @ jacobian
-    torch.testing.assert_close(found.T @ found / len(draws), expected, rtol=0.1, atol=0.05)
+    mean = torch.stack(draws) @ jacobian
+    torch.testing.assert_close(mean.T @ mean / len(draws), expected, rtol=0.1, atol=0.05)
     assert torch.equal(fisher.draw(2, 6, 7, 1), fisher.draw(2, 6, 7, 1))
     assert not torch.equal(fisher.draw(8, 64, 7, 1), fisher.draw(8, 64, 7, 2))
     assert not torch.equal(fisher.draw(8, 64, 7, 1), fisher.draw(8, 64, 8, 1))

@@ -40,10 +40,10 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def recipe(world: Path, out: Path, scheme: str = "none", data: str | None = "calib", **more):
+def recipe(world: Path, out: Path, scheme: str = "none", data: str | None = "calib", **overrides):
     settings = {"data": str(world / f"{data}.jsonl")} if data else {"stats": str(world / "stats")}
-    given = {"model": str(world / "model"), "out": str(out), "scheme": scheme, "calibrate": settings}
-    return resolve(given | more).recipe
+    keys = {"model": str(world / "model"), "out": str(out), "scheme": scheme, "calibrate": settings}
+    return resolve(keys | overrides).recipe
 
 
 def test_mbqs_rule():
@@ -66,14 +66,14 @@ def test_mbqs_rule():
         blocks.append(linears)
         groups.append({"qkv": [q, k], "o": [o], "gate_up": [up], "down": [down]})
     groups[3] = {"qkv": ["model.layers.3.self_attn.k_proj"]}  # the rest is not asked for
-    found = sensitivities(Gradients(0.0, 1, blocks), groups)
-    assert found.keys() == {(layer, name) for layer in range(4) for name in groups[layer]}
+    computed = sensitivities(Gradients(0.0, 1, blocks), groups)
+    assert computed.keys() == {(layer, name) for layer in range(4) for name in groups[layer]}
     attention, mlp = arithmetic.median([0.5, 0.25, 2.0, 1.0]), arithmetic.median([3.0, 1.0, 7.0, 2.0])
-    for layer, (own, other) in enumerate([(0.5, 3.0), (0.25, 1.0), (2.0, 7.0)]):
-        assert found[layer, "qkv"].rho == found[layer, "o"].rho == max(own, attention)
-        assert found[layer, "gate_up"].rho == found[layer, "down"].rho == max(other, mlp)
-    assert found[0, "qkv"].square == {"vision": pytest.approx(3.0), "answer": 1.0}
-    assert found[3, "qkv"].square["vision"] == 6.0 and found[3, "qkv"].rho == 1.0
+    for layer, (ratio, other) in enumerate([(0.5, 3.0), (0.25, 1.0), (2.0, 7.0)]):
+        assert computed[layer, "qkv"].rho == computed[layer, "o"].rho == max(ratio, attention)
+        assert computed[layer, "gate_up"].rho == computed[layer, "down"].rho == max(other, mlp)
+    assert computed[0, "qkv"].square == {"vision": pytest.approx(3.0), "answer": 1.0}
+    assert computed[3, "qkv"].square["vision"] == 6.0 and computed[3, "qkv"].rho == 1.0
 
 
 def test_they_are_kept_with_the_statistics(world):
@@ -87,7 +87,7 @@ def test_they_are_kept_with_the_statistics(world):
     )
     for layer in range(len(kept.facts["blocks"])):
         stats, _ = kept.load(layer)
-        assert {name: one.sensitivity for name, one in stats.items()} == {
+        assert {name: group_stats.sensitivity for name, group_stats in stats.items()} == {
             name: weights[layer, name] for name in kept.facts["blocks"][layer]
         }
 
@@ -102,12 +102,12 @@ def test_quantize(world, tmp_path, scheme, balance):
         work = recipe(world, tmp_path / form, scheme, data, options={**options, "balance": balance})
         stores[form] = first_block(work, tmp_path)
     stats, _ = statistics_folder.read(world / "stats").load(0)
-    for group, one in stats.items():
-        sensitivity = one.sensitivity
+    for group, group_stats in stats.items():
+        sensitivity = group_stats.sensitivity
         if balance == "mbq":
             weights[group] = {"text": 0.0, "vision": sensitivity.rho, "answer": 1.0}
         else:
-            weights[group] = {m: one.count[m] * sensitivity.square[m] for m in one.count}
+            weights[group] = {m: group_stats.count[m] * sensitivity.square[m] for m in group_stats.count}
     vlm = models.load(world / "model")
     module = work.method
     plain = QuantMethod(module, module.Options(**options))
@@ -118,9 +118,9 @@ def test_quantize(world, tmp_path, scheme, balance):
     weighed, fresh = QuantMethod(module, plain.options, others), statistics_folder.read(world / "stats").load(0)[0]
     expected = solve_block(groups, linears, stats, weighed, torch.bfloat16, None, norms)
     off = solve_block(groups, linears, fresh, plain, torch.bfloat16, None, norms)
-    for found in stores.values():
-        assert all(torch.equal(found.weights[name].q, weight.q) for name, weight in expected.weights.items())
-        assert not all(torch.equal(found.weights[name].q, weight.q) for name, weight in off.weights.items())
+    for stored in stores.values():
+        assert all(torch.equal(stored.weights[name].q, weight.q) for name, weight in expected.weights.items())
+        assert not all(torch.equal(stored.weights[name].q, weight.q) for name, weight in off.weights.items())
 
 
 def first_block(work, tmp_path: Path):
@@ -182,21 +182,19 @@ def test_without_answers(world, tmp_path):
 
 def test_statistics_without_gradients_are_refused(world, tmp_path):
     calibrate(recipe(world, tmp_path / "stats"))
-    given = recipe(world, tmp_path / "out", "gptq", None, options={"group_size": 64, "balance": "auto"})
-    given = given.model_copy(
-        update={"calibrate": given.calibrate.model_copy(update={"stats": str(tmp_path / "stats")})}
-    )
-    refused(lambda: quantize(given), "needs gradient, too; calibrate again with --needs absmax,absmean,gradient,gram")
+    base = recipe(world, tmp_path / "out", "gptq", None, options={"group_size": 64, "balance": "auto"})
+    base = base.model_copy(update={"calibrate": base.calibrate.model_copy(update={"stats": str(tmp_path / "stats")})})
+    refused(lambda: quantize(base), "needs gradient, too; calibrate again with --needs absmax,absmean,gradient,gram")
 
 
 def test_tokens_are_weighed_by_running_the_model(world, tmp_path):
     """VLMQ's weights change attention's weights behind the first block, and can't come from statistics."""
-    found = {}
+    by_name = {}
     for tokens in ("off", "vlmq"):
         work = recipe(world, tmp_path / tokens, "gptq", options={"bits": 3, "group_size": 64, "tokens": tokens})
-        found[tokens] = load_file(quantize(work).out / "model.safetensors")
+        by_name[tokens] = load_file(quantize(work).out / "model.safetensors")
     differ = {
-        n for n, q in found["off"].items() if n.endswith("weight_packed") and not torch.equal(q, found["vlmq"][n])
+        n for n, q in by_name["off"].items() if n.endswith("weight_packed") and not torch.equal(q, by_name["vlmq"][n])
     }
     assert {name.split(".layers.")[1].split("_proj")[0] for name in differ} >= {f"1.self_attn.{x}" for x in "qkvo"}
     assert not any(".layers.0." in name for name in differ)
@@ -219,27 +217,29 @@ def test_damaged(world, tmp_path):
 
 def test_signals_in_the_place_of_gradients(world, tmp_path):
     """`calibrate.fisher: signs` reaches statistics and a run without them alike; what reads gradients of labels refuses it."""
-    given = {"calibrate": {"data": str(world / "calib.jsonl"), "fisher": "signs"}, "seed": 3}
-    calibrate(recipe(world, tmp_path / "stats", **given), needs=("gram", "absmean", "gradient"))
-    known, vlm = statistics_folder.read(tmp_path / "stats"), models.load(world / "model")
+    keys = {"calibrate": {"data": str(world / "calib.jsonl"), "fisher": "signs"}, "seed": 3}
+    calibrate(recipe(world, tmp_path / "stats", **keys), needs=("gram", "absmean", "gradient"))
+    statistics, vlm = statistics_folder.read(tmp_path / "stats"), models.load(world / "model")
     batches = encode(load_samples(world / "calib.jsonl", samples=128, seed=3), vlm)
-    assert known.facts["settings"]["fisher"] == "signs"
-    assert known.gradients == gradients(vlm, batches, fisher="signs", seed=3) != gradients(vlm, batches)
+    assert statistics.facts["settings"]["fisher"] == "signs"
+    assert statistics.gradients == gradients(vlm, batches, fisher="signs", seed=3) != gradients(vlm, batches)
     options = {"group_size": 64, "balance": "auto"}
-    first_block(recipe(world, tmp_path / "out", "gptq", **given, options=options), tmp_path)
+    first_block(recipe(world, tmp_path / "out", "gptq", **keys, options=options), tmp_path)
     kept = json.loads((tmp_path / ".out.resume" / "gradients.json").read_text())["data"]
-    assert Gradients.from_dict(kept) == known.gradients
+    assert Gradients.from_dict(kept) == statistics.gradients
     stored = {"calibrate": {"stats": str(tmp_path / "stats")}, "options": options | {"balance": "mbq"}}
     refused(lambda: quantize(recipe(world, tmp_path / "x", "gptq", **stored)), "hold those of signs; calibrate again")
 
 
 def test_finalists_of_awq_are_compared_by_running_the_model(world, tmp_path):
     """Two objectives smooth the first block differently in the same run otherwise, and statistics alone are refused."""
-    found, options = {}, {"bits": 2, "group_size": 32, "clip": False}
+    by_objective, options = {}, {"bits": 2, "group_size": 32, "clip": False}
     for objective in ("gram", "both"):
         work = recipe(world, tmp_path / objective, "awq", options=options | {"objective": objective, "finalists": 39})
-        found[objective] = first_block(work, tmp_path)
-    assert found["gram"].weights.keys() == found["both"].weights.keys()
-    assert any(not torch.equal(w.q, found["both"].weights[name].q) for name, w in found["gram"].weights.items())
+        by_objective[objective] = first_block(work, tmp_path)
+    assert by_objective["gram"].weights.keys() == by_objective["both"].weights.keys()
+    assert any(
+        not torch.equal(w.q, by_objective["both"].weights[name].q) for name, w in by_objective["gram"].weights.items()
+    )
     stored = recipe(world, tmp_path / "stored", "awq", None, options=options | {"objective": "both"})
     refused(lambda: quantize(stored), "objective 'both' searches with the model itself; leave out the statistics")

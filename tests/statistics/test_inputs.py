@@ -122,11 +122,11 @@ def test_quadratic_form(rows, width, block, seed):
         upper = gram.clone()
         for a, b in module._blocks(width):
             upper[b:, a:b] = float("nan")
-        found = quadratic(d, upper)
+        traces = quadratic(d, upper)
     finally:
         module._BLOCK = before
     expected = torch.einsum("ri,ij,rj->r", d.double(), gram.double(), d.double())
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(traces.double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_half_precision_inputs_are_accumulated_in_float32():

@@ -23,42 +23,42 @@ from vlmcompress.statistics.kv_range import BINS, KVRange
 
 def seen(*batches: tuple[Tensor, Tensor]) -> KVRange:
     """Keys of these batches; their values are the negative double."""
-    found = KVRange()
+    kv_range = KVRange()
     for x, mask in batches:
-        found.update(0, x, mask)
-        found.update(1, -2 * x, mask)
-    return found
+        kv_range.update(0, x, mask)
+        kv_range.update(1, -2 * x, mask)
+    return kv_range
 
 
 def batches(count: int = 3, large: float = 4.0) -> list[tuple[Tensor, Tensor]]:
     """Random keys `[1, 2, 50, 16]` with the modality of each token; the visual ones are `large` times larger."""
     random = torch.Generator().manual_seed(0)
-    found = []
+    collected = []
     for _ in range(count):
         mask = torch.randint(0, 4, (1, 50), generator=random, dtype=torch.uint8)
         x = torch.randn(1, 2, 50, 16, generator=random) * torch.where(mask == 2, large, 1.0)[:, None, :, None]
-        found.append((x.bfloat16(), mask))
-    return found
+        collected.append((x.bfloat16(), mask))
+    return collected
 
 
-def of(found: list[tuple[Tensor, Tensor]], name: str) -> Tensor:
+def of(collected: list[tuple[Tensor, Tensor]], name: str) -> Tensor:
     """All numbers of a modality, picked token by token."""
     code = 1 + MODALITIES.index(name)
-    return torch.cat([x[0, :, t].flatten().float() for x, mask in found for t in range(50) if mask[0, t] == code])
+    return torch.cat([x[0, :, t].flatten().float() for x, mask in collected for t in range(50) if mask[0, t] == code])
 
 
 def test_maxima_counts_and_scales():
     data = batches()
-    found = seen(*data).ranges
+    ranges = seen(*data).ranges
     for i, name in enumerate(MODALITIES):
         values = of(data, name)
-        assert found[0, i, 0] == values.abs().max() and found[1, i, 0] == 2 * values.abs().max()
-        assert found[0, i, 1:].sum() == values.numel()
+        assert ranges[0, i, 0] == values.abs().max() and ranges[1, i, 0] == 2 * values.abs().max()
+        assert ranges[0, i, 1:].sum() == values.numel()
         bins = ((values.abs().double().log2() + 32) * 8).floor()
-        share = (found[0, i, 1:] - torch.bincount(bins.long(), minlength=BINS)).abs().sum() / values.numel()
+        share = (ranges[0, i, 1:] - torch.bincount(bins.long(), minlength=BINS)).abs().sum() / values.numel()
         assert share < 0.01  # what lies on an edge may fall to either side
     biggest = max(of(data, name).abs().max() for name in MODALITIES)
-    torch.testing.assert_close(kv_range.scales(found), torch.stack([biggest, 2 * biggest]) / 448)
+    torch.testing.assert_close(kv_range.scales(ranges), torch.stack([biggest, 2 * biggest]) / 448)
 
 
 def test_what_text_alone_would_clip():
@@ -108,15 +108,15 @@ def test_the_demo_models_first_block(checkpoint):
     vlm.model.set_attn_implementation("eager")
     samples = load_samples(str(bundled(DEMO_LLAVA, "calibration")), samples=6, seed=0)
     name = f"{models.decoder_layers(vlm.model, vlm.spec)[0]}.self_attn"
-    attention, found, mask = vlm.model.get_submodule(name), KVRange(), torch.zeros(1)
+    attention, observed, mask = vlm.model.get_submodule(name), KVRange(), torch.zeros(1)
     from transformers.models.llama import modeling_llama
 
     def look(_module, _args, kwargs):
         x, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
         shape = (*x.shape[:-1], -1, attention.head_dim)
         keys, values = (p(x).view(shape).transpose(1, 2) for p in (attention.k_proj, attention.v_proj))
-        found.update(0, modeling_llama.apply_rotary_pos_emb(keys, keys, cos, sin)[1], mask)
-        found.update(1, values, mask)
+        observed.update(0, modeling_llama.apply_rotary_pos_emb(keys, keys, cos, sin)[1], mask)
+        observed.update(1, values, mask)
 
     attention.register_forward_pre_hook(look, with_kwargs=True)
     for batch in encode(samples, vlm):
@@ -124,7 +124,7 @@ def test_the_demo_models_first_block(checkpoint):
         with torch.no_grad():
             vlm.model(**batch)
     recorded = json.loads((checkpoint / "vlmcompress.json").read_text())["kv_cache"][name]
-    expected = kv_range.report(found.ranges)
+    expected = kv_range.report(observed.ranges)
     for part in ("k", "v"):
         assert recorded[part]["maximum"] == pytest.approx(expected[part]["maximum"], rel=1e-2)
         assert recorded[part]["error"] == pytest.approx(expected[part]["error"], rel=5e-2)  # the oracle's are rounded
@@ -146,8 +146,8 @@ def test_from_statistics(checkpoint, tmp_path):
     """The first block stands behind nothing quantized, so that stored ranges are those of the run without them."""
     calibrate(resolve(given(tmp_path / "stats", "none")).recipe)
     stats = {"calibrate": {"stats": str(tmp_path / "stats")}}
-    found = quantize(resolve(given(tmp_path / "out", "rtn") | stats).recipe).manifest["kv_cache"]
+    manifest = quantize(resolve(given(tmp_path / "out", "rtn") | stats).recipe).manifest["kv_cache"]
     direct = json.loads((checkpoint / "vlmcompress.json").read_text())["kv_cache"]
     first = next(iter(direct))
-    assert found.keys() == direct.keys() and found[first] == direct[first]
-    assert all(found[name] != direct[name] for name in list(direct)[1:])
+    assert manifest.keys() == direct.keys() and manifest[first] == direct[first]
+    assert all(manifest[name] != direct[name] for name in list(direct)[1:])

@@ -37,30 +37,32 @@ def test_a_reservoir_draws_uniformly_whatever_the_batches():
 def masks() -> list[torch.Tensor]:
     """Modalities of samples of 3 to 30 tokens, one without text, one of nothing that counts."""
     random = torch.Generator().manual_seed(0)
-    found = [torch.randint(0, 4, (1, n), generator=random, dtype=torch.uint8) for n in (9, 30, 3, 17, 30)]
-    return [*found, torch.full((1, 6), 2, dtype=torch.uint8), torch.zeros(1, 4, dtype=torch.uint8)]
+    masks = [torch.randint(0, 4, (1, n), generator=random, dtype=torch.uint8) for n in (9, 30, 3, 17, 30)]
+    return [*masks, torch.full((1, 6), 2, dtype=torch.uint8), torch.zeros(1, 4, dtype=torch.uint8)]
 
 
 def drawn(batches: list[list[int]], size: int, seed: int) -> dict[str, list[tuple[int, int] | None]]:
     """The oracle's way to read a split: modality -> the (sample, token) in each place, from padded ids of tokens."""
     samples = masks()
-    found: dict[str, list[tuple[int, int] | None]] = {name: [None] * size for name in MODALITIES}
-    for one, batch in zip(splits(samples, batches, size, seed), batches, strict=True):
+    by_name: dict[str, list[tuple[int, int] | None]] = {name: [None] * size for name in MODALITIES}
+    for part, batch in zip(splits(samples, batches, size, seed), batches, strict=True):
         length = max(samples[i].numel() for i in batch)
         ids = [None] * (length * len(batch))
         for row, sample in enumerate(batch):
             for token in range(samples[sample].numel()):
                 ids[(row + 1) * length - samples[sample].numel() + token] = (sample, token)
-        assert one.tokens == len(ids)
+        assert part.tokens == len(ids)
         for code, name in enumerate(MODALITIES, start=1):
             expected = [i for i, key in enumerate(ids) if key and samples[key[0]][0, key[1]] == code]
-            rows = one.rows.get(name, torch.empty(0))
-            assert (list(range(one.tokens)) if rows is None else rows.tolist()) == expected
-            assert one.count.get(name, 0) == len(expected)
-            for place, row in zip(*(t.tolist() for t in one.drawn.get(name, ()) or (torch.empty(0),) * 2), strict=True):
-                assert found[name][place] is None and row in expected
-                found[name][place] = ids[row]
-    return found
+            rows = part.rows.get(name, torch.empty(0))
+            assert (list(range(part.tokens)) if rows is None else rows.tolist()) == expected
+            assert part.count.get(name, 0) == len(expected)
+            for place, row in zip(
+                *(t.tolist() for t in part.drawn.get(name, ()) or (torch.empty(0),) * 2), strict=True
+            ):
+                assert by_name[name][place] is None and row in expected
+                by_name[name][place] = ids[row]
+    return by_name
 
 
 def test_splits_do_not_hang_on_batches():
@@ -74,5 +76,5 @@ def test_splits_do_not_hang_on_batches():
 
 
 def test_a_batch_of_one_kind_needs_no_index():
-    one = split(torch.full((2, 3), 3))
-    assert one.rows == {"answer": None} and one.count == {"answer": 6} and not one.drawn
+    part = split(torch.full((2, 3), 3))
+    assert part.rows == {"answer": None} and part.count == {"answer": 6} and not part.drawn

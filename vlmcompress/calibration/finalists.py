@@ -45,7 +45,7 @@ LEAST, MOST = 2048, 8192  # tokens that are looked at, where a quarter of all is
 class _Calls:
     """With what a module was called, and what it put out: for each batch that is looked at."""
 
-    given: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
+    arguments: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
 
 
@@ -123,7 +123,7 @@ def _keeper(calls: _Calls) -> Callable:
         if not args and "hidden_states" in kwargs:
             args = (kwargs.pop("hidden_states"),)
         if args:
-            calls.given.append((args, kwargs))
+            calls.arguments.append((args, kwargs))
             calls.outputs.append(_first(output))
 
     return keep
@@ -159,7 +159,7 @@ def _best(
         with contextlib.ExitStack() as changes:
             for linear, quantized in zip(linears, solved.weights, strict=True):
                 changes.enter_context(_computing(linear, quantized.dequantize(torch.float32).div_(scale)))
-            for (args, kwargs), output, weights in zip(calls.given, calls.outputs, tokens, strict=True):
+            for (args, kwargs), output, weights in zip(calls.arguments, calls.outputs, tokens, strict=True):
                 error = (_first(run(*args, **kwargs)) - output).float().square().sum(-1).view_as(weights)
                 losses[index] += (error * weights.to(error.device)).sum(dtype=torch.float64)
     best = int(distributed.all_sum(losses).argmin())
