@@ -24,7 +24,7 @@ from vlmcompress.quantizers import _descent, _joint_ranges, _ranges, awq, gptq
 from vlmcompress.statistics import collect
 from vlmcompress.statistics import inputs as gram_matrices
 from vlmcompress.statistics.collect import Collector
-from vlmcompress.statistics.reservoir import Reservoir
+from vlmcompress.statistics.tokens import Reservoir
 
 PIECE, WIDTH = 8, 16
 SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1)

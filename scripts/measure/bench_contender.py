@@ -143,7 +143,7 @@ def run_forward(vlm, rows: list[dict], kind: str) -> None:
     import torch
 
     from vlmcompress.calibration.block_inputs import bucket_by_length, collate
-    from vlmcompress.calibration.float_products import float_products
+    from vlmcompress.calibration.devices import float_products
 
     alone = [[index] for index in range(len(rows))]
     wide = float_products(vlm.model) if kind == "forward-fast" else contextlib.nullcontext()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kit.batched_samples import samples, wide
-from vlmcompress.calibration import float_products, gradient_pass
+from vlmcompress.calibration import devices, gradient_pass
 from vlmcompress.calibration.behind_reducer import decoder, reduced
 from vlmcompress.calibration.block_inputs import bucket_by_length, collate
 from vlmcompress.data import encode
@@ -99,24 +99,24 @@ def test_products_in_float32(loaded, monkeypatch):
     with linear.register_forward_hook(note):
         for instructions in ({}, {"avx512_bf16": True}):
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=instructions: has, raising=False)
-            assert float_products.emulated(torch.bfloat16) is not bool(instructions)
+            assert devices.emulated(torch.bfloat16) is not bool(instructions)
             computed = gradient_pass.gradients(vlm, rows)
             assert computed.loss == pytest.approx(exact.loss, rel=1e-2)
             for ours, theirs in zip(computed.blocks, exact.blocks, strict=True):
                 for name, gradient in theirs.items():
                     assert ours[name].absolute == pytest.approx(gradient.absolute, rel=0.1), name
-    assert set(used) == {torch.bfloat16} and not float_products.emulated(torch.float32)
+    assert set(used) == {torch.bfloat16} and not devices.emulated(torch.float32)
 
 
 def test_weights_are_multiplied_in_float32():
     """The product of rounded factors in float32, rounded once; a weight that is left out and other types are untouched."""
     torch.manual_seed(0)
     x, weight = torch.randn(3, 64).bfloat16().requires_grad_(), torch.randn(8, 64).bfloat16()
-    with float_products.FloatProducts(torch.bfloat16):
+    with devices.FloatProducts(torch.bfloat16):
         y = torch.nn.functional.linear(x, weight)
     assert y.dtype == torch.bfloat16 and torch.equal(y, (x.float() @ weight.float().T).bfloat16())
     y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, weight.float().sum(0).bfloat16().expand_as(x))
-    with float_products.FloatProducts(torch.bfloat16, but=weight):
+    with devices.FloatProducts(torch.bfloat16, but=weight):
         kept = torch.nn.functional.linear(x, weight)
     assert torch.equal(kept, torch.nn.functional.linear(x, weight))

@@ -11,8 +11,8 @@ import torch
 from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.devices import float_products
 from vlmcompress.calibration.entropy import cluster_entropy, conditional_entropy
-from vlmcompress.calibration.float_products import float_products
 from vlmcompress.data import encode, load_samples
 from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve

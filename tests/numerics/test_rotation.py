@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlmcompress.numerics import hadamard
-from vlmcompress.numerics.rotation import KINDS, Rotation
+from vlmcompress.numerics.rotation import (
+    KINDS,
+    Rotation,
+    hadamard_factors,
+    hadamard_matrix,
+    hadamard_transform,
+)
 
 SIZES = (1, 3, 9, 64, 72, 80, 96, 128, 576, 896, 960, 1152, 27 * 4)
 
@@ -21,7 +26,7 @@ def test_is_orthogonal(kind, n):
 @pytest.mark.parametrize("n", [n for n in SIZES if n not in (3, 9)])
 def test_hadamard_has_entries_of_one_size(n):
     """All sizes of heads and hidden states of published models that are looked at here have a true Hadamard matrix."""
-    power, order = hadamard.split(n)
+    power, order = hadamard_factors(n)
     assert power * order == n
     matrix = Rotation("hadamard", n, seed=0).matrix() * n**0.5
     assert torch.allclose(matrix.abs(), torch.ones(n, n, dtype=torch.float64))
@@ -29,16 +34,16 @@ def test_hadamard_has_entries_of_one_size(n):
 
 def test_order_without_a_hadamard_matrix_is_a_product():
     """92 = 4 * 23 is no order of Paley's: Sylvester's of order 4 times a random matrix of order 23."""
-    assert hadamard.split(92) is None
+    assert hadamard_factors(92) is None
     rotation = Rotation("hadamard", 92, seed=1)
     unsigned = rotation.signs[:, None] * rotation.matrix()
-    sylvester = hadamard.transform(torch.eye(4, dtype=torch.float64)) / 2
+    sylvester = hadamard_transform(torch.eye(4, dtype=torch.float64)) / 2
     assert torch.allclose(unsigned, torch.kron(sylvester, rotation.factor))
 
 
 @pytest.mark.parametrize("m", [1, 4, 12, 20, 28, 36, 60])
 def test_base_is_a_hadamard_matrix(m):
-    matrix = hadamard.base(m)
+    matrix = hadamard_matrix(m)
     assert set(matrix.unique().tolist()) <= {-1.0, 1.0}
     assert torch.equal(matrix @ matrix.T, m * torch.eye(m, dtype=torch.float64))
 
@@ -60,7 +65,7 @@ def test_sylvester_is_the_recursion():
     slow = torch.ones(1, 1)
     for _ in range(5):
         slow = torch.cat((torch.cat((slow, slow), 1), torch.cat((slow, -slow), 1)))
-    assert torch.equal(hadamard.transform(torch.eye(32)), slow)
+    assert torch.equal(hadamard_transform(torch.eye(32)), slow)
 
 
 def test_seeds_and_numbers_draw_apart():
@@ -75,8 +80,8 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="hadamard or random"):
         Rotation("walsh", 8, 0)
     with pytest.raises(ValueError, match="power of two"):
-        hadamard.transform(torch.ones(3))
+        hadamard_transform(torch.ones(3))
     with pytest.raises(ValueError, match="at least 1"):
-        hadamard.split(0)
+        hadamard_factors(0)
     with pytest.raises(ValueError, match="order 92"):
-        hadamard.base(92)
+        hadamard_matrix(92)

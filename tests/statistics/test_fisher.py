@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from vlmcompress.statistics import fisher
+from vlmcompress.statistics.gradients import fisher_signal, random_signs
 
 
 def exact(logits: torch.Tensor) -> torch.Tensor:
@@ -19,7 +19,7 @@ def test_the_mean_over_all_signs_is_the_fisher_matrix():
     """Oracle: the Hessian of the divergence. Every choice of signs is taken once, so nothing is left to chance."""
     logits = torch.tensor([2.0, -1.0, 0.5, 0.0, -3.0], dtype=torch.float64)
     signs = torch.tensor(list(itertools.product((-1, 1), repeat=5)))
-    g = fisher.signal(logits.expand(len(signs), -1), signs)
+    g = fisher_signal(logits.expand(len(signs), -1), signs)
     torch.testing.assert_close(g.T @ g / len(signs), exact(logits))
 
 
@@ -30,10 +30,10 @@ def test_drawn_signs_come_near_it():
     head = torch.randn(6, 3, generator=generator, dtype=torch.float64)
     x = torch.randn(2, 3, generator=generator, dtype=torch.float64)
     expected = sum(head.T @ exact(row @ head.T) @ head for row in x)
-    draws = [fisher.signal(x @ head.T, fisher.draw(2, 6, 7, sample)).flatten() for sample in range(4000)]
+    draws = [fisher_signal(x @ head.T, random_signs(2, 6, 7, sample)).flatten() for sample in range(4000)]
     jacobian = torch.cat([head, head])  # both tokens' logits depend on one change of both inputs
     mean = torch.stack(draws) @ jacobian
     torch.testing.assert_close(mean.T @ mean / len(draws), expected, rtol=0.1, atol=0.05)
-    assert torch.equal(fisher.draw(2, 6, 7, 1), fisher.draw(2, 6, 7, 1))
-    assert not torch.equal(fisher.draw(8, 64, 7, 1), fisher.draw(8, 64, 7, 2))
-    assert not torch.equal(fisher.draw(8, 64, 7, 1), fisher.draw(8, 64, 8, 1))
+    assert torch.equal(random_signs(2, 6, 7, 1), random_signs(2, 6, 7, 1))
+    assert not torch.equal(random_signs(8, 64, 7, 1), random_signs(8, 64, 7, 2))
+    assert not torch.equal(random_signs(8, 64, 7, 1), random_signs(8, 64, 8, 1))

@@ -8,8 +8,7 @@ from collections import Counter
 import torch
 
 from vlmcompress.statistics.balance import MODALITIES
-from vlmcompress.statistics.reservoir import Reservoir
-from vlmcompress.statistics.tokens import split, splits
+from vlmcompress.statistics.tokens import Reservoir, split, splits
 
 
 def test_a_reservoir_draws_uniformly_whatever_the_batches():

@@ -26,8 +26,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from vlmcompress import models
-from vlmcompress.calibration.devices import accelerated
-from vlmcompress.calibration.float_products import float_products
+from vlmcompress.calibration.devices import accelerated, float_products
 from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import IGNORED, VISION, Inputs

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from vlmcompress import models
 from vlmcompress.calibration.block_inputs import Batch, capture_block_inputs
-from vlmcompress.calibration.devices import accelerator, resident, trim
-from vlmcompress.calibration.float_products import widened
+from vlmcompress.calibration.devices import accelerator, resident, trim, widened
 from vlmcompress.calibration.input_recorder import (
     BlockCapture,
     CaptureSpec,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.calibration.behind_reducer import prompt_length
-from vlmcompress.calibration.float_products import float_products
+from vlmcompress.calibration.devices import float_products
 from vlmcompress.data.encode import ANSWER, Inputs
 from vlmcompress.models import VLM
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from vlmcompress import models, quantizers
 from vlmcompress.calibration.block_inputs import Batch
-from vlmcompress.calibration.float_products import widened
+from vlmcompress.calibration.devices import widened
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common import distributed
 from vlmcompress.models import VLM, Group

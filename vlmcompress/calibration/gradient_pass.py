@@ -7,10 +7,10 @@ for). Samples of like length run together (`calibration.block_inputs`), each wit
 samples that run alone. The model is called as a whole, so that it computes its own positions (M-RoPE's too); no parameter gets
 a gradient, and the vision tower no graph. Decoder blocks are checkpointed: what a backward pass keeps is a block's input for
 each of them and the graph of one. Cost: two forward passes and a backward pass that computes no weight gradients, about three
-forward passes. A CPU that only emulates 16-bit products multiplies in float32 (`calibration.float_products`).
+forward passes. A CPU that only emulates 16-bit products multiplies in float32 (`calibration.devices`).
 
 With `fisher: signs` another signal takes the place of the loss's gradient at the logits: one with random signs that no label
-decides, whose squares are on average the diagonal of the divergence's curvature (`statistics.fisher`). It is divided by the
+decides, whose squares are on average the diagonal of the divergence's curvature (`statistics.gradients`). It is divided by the
 number of a sample's answer tokens like the loss, so that squares are of the same size, and costs the same. What is called
 `absolute` is then not MBQ's.
 
@@ -30,17 +30,15 @@ from torch.utils.checkpoint import checkpoint
 
 from vlmcompress import models
 from vlmcompress.calibration.block_inputs import add_positions, bucket_by_length, collate
-from vlmcompress.calibration.devices import accelerated
-from vlmcompress.calibration.float_products import float_products
+from vlmcompress.calibration.devices import accelerated, float_products
 from vlmcompress.common import distributed
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
-from vlmcompress.statistics import fisher as _fisher
 from vlmcompress.statistics.balance import Sensitivity
-from vlmcompress.statistics.gradients import Gradient, Gradients, sensitivities
+from vlmcompress.statistics.gradients import Gradient, Gradients, fisher_signal, random_signs, sensitivities
 from vlmcompress.statistics.inputs import MODALITIES
 
 NO_ANSWER = "no calibration sample has an answer, and gradients are those of the answer's loss; add answers"
@@ -174,9 +172,9 @@ def _signalled(logits: Tensor, target: Tensor, samples: Sequence[int], seed: int
     signs = torch.zeros(logits.shape, dtype=torch.int8)
     answers = (target != _NO_TARGET).cpu()
     for sample_signs, chosen, sample in zip(signs, answers, samples, strict=True):
-        sample_signs[chosen] = _fisher.draw(int(chosen.sum()), logits.shape[-1], seed, sample)
+        sample_signs[chosen] = random_signs(int(chosen.sum()), logits.shape[-1], seed, sample)
     counts = answers.sum(1).to(logits.device)[:, None, None]
-    return (_fisher.signal(logits.detach(), signs.to(logits.device)) / counts * logits).sum()
+    return (fisher_signal(logits.detach(), signs.to(logits.device)) / counts * logits).sum()
 
 
 class _Totals:

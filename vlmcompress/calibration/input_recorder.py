@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from vlmcompress.calibration.block_inputs import Batch
-from vlmcompress.calibration.float_products import widened
+from vlmcompress.calibration.devices import widened
 from vlmcompress.calibration.routed import LayerDraw, Routed
 from vlmcompress.common import distributed
 from vlmcompress.models import Group

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.calibration.float_products import widened
+from vlmcompress.calibration.devices import widened
 from vlmcompress.common import distributed
 from vlmcompress.models import Expert, Experts, Group
 from vlmcompress.statistics.balance import MODALITIES
 from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import SAMPLE
-from vlmcompress.statistics.reservoir import Reservoir
-from vlmcompress.statistics.tokens import Drawn, Split, split, splits
+from vlmcompress.statistics.tokens import Drawn, Reservoir, Split, split, splits
 
 
 def mixtures(model: nn.Module) -> list[Experts]:
