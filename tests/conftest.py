@@ -11,6 +11,7 @@ other engines, then what loads models, and what is quick at the end.
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import signal
 import sys
@@ -22,8 +23,10 @@ from typing import Any
 
 import pytest
 
-from tests.kit import forks
+from tests.kit import forks, quicker
 from tests.kit.places import ROOT
+
+gc.disable()  # until all tests are imported (`pytest_collection_finish`)
 
 # Before torch is imported. On tiny models two threads wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,6 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only modules that use no model, process or engine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        forks.begin()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Such modules are not even imported, as that alone takes most of a minute for all of them."""
     quick = config.getoption("--quick") and collection_path.match("test_*.py")
@@ -72,6 +80,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("representatives") and families(item) - REPRESENTATIVES:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: (shared(item.path), not has_engine(item.path), not reaches(item.path)))
+
+
+def pytest_collection_finish() -> None:
+    quicker.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries complain of what they could not clear away
 
 
 def families(item: pytest.Item) -> set[str]:

@@ -11,7 +11,16 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.kit import vllm_answers, vllm_flags, vllm_naming, vllm_processor, vllm_reduced, vllm_speculation, vllm_tower
+from tests.kit import (
+    quicker,
+    vllm_answers,
+    vllm_flags,
+    vllm_naming,
+    vllm_processor,
+    vllm_reduced,
+    vllm_speculation,
+    vllm_tower,
+)
 
 KINDS = {
     "answers": vllm_answers.run,
@@ -25,11 +34,13 @@ KINDS = {
 
 
 def main() -> None:
+    import vllm.entrypoints.llm  # noqa: F401, to be frozen
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.models import registry
 
     # vLLM looks at each model class that it has not seen on this machine in a process of its own, which has to import vLLM.
     registry._run_in_subprocess = lambda look: look()
+    quicker.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         try:

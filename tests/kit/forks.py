@@ -11,11 +11,14 @@ needs a real interpreter; so does one of what is imported, or of sessions of pro
 from __future__ import annotations
 
 import atexit
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +39,7 @@ VLLM = (
     *("vllm.model_executor.models.llava", "vllm.model_executor.models.qwen2_5_vl"),
 )
 SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+RUN = "VLMCOMPRESS_TEST_RUN"  # a process and a folder, see `begin`
 PROGRAM = """#!/bin/sh
 case "$1" in
   -m | -c | *.py) exec "{python}" -IS "{caller}" "{address}" {parent} "$@" ;;
@@ -46,21 +50,43 @@ esac
 
 @cache
 def python(*modules: str) -> str:
-    """Path of such a Python, with these modules (`OURS` or `VLLM`) imported. One for each test process."""
-    folder = Path(tempfile.mkdtemp(prefix="forks-"))
-    address, program = folder / "socket", folder / "python"
-    environment = os.environ | SETTINGS | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "tests.kit.forks_parent", str(address), *modules]
-    with (folder / "log").open("wb") as log:
-        parent = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
-    atexit.register(_end, parent, folder)
-    caller = Path(__file__).with_name("forks_caller.py")
-    program.write_text(PROGRAM.format(python=sys.executable, caller=caller, address=address, parent=parent.pid))
-    program.chmod(0o755)
+    """Path of such a Python, with these modules (`OURS` or `VLLM`) imported. Processes of one test run share it."""
+    lifeline, folder = _run()
+    place = folder / hashlib.sha256(" ".join(modules).encode()).hexdigest()[:8]
+    place.mkdir(exist_ok=True)
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        program = place / "python"
+        if not program.exists():
+            _start(place, program, lifeline, modules)
     return str(program)
 
 
-def _end(parent: subprocess.Popen, folder: Path) -> None:
-    parent.kill()
-    parent.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+def _start(place: Path, program: Path, lifeline: int, modules: Sequence[str]) -> None:
+    address = place / "socket"
+    environment = os.environ | SETTINGS | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "tests.kit.forks_parent", str(address), str(lifeline), *modules]
+    with (place / "log").open("wb") as log:
+        parent = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    caller = Path(__file__).with_name("forks_caller.py")
+    part = place / "python.part"
+    part.write_text(PROGRAM.format(python=sys.executable, caller=caller, address=address, parent=parent.pid))
+    part.chmod(0o755)
+    part.rename(program)
+
+
+def begin() -> None:
+    """Have this process, and those that it starts, share such Pythons, which end with it."""
+    folder = tempfile.mkdtemp(prefix="forks-")
+    os.environ[RUN] = f"{os.getpid()} {folder}"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _run() -> tuple[int, Path]:
+    """The process that began, and its folder."""
+    if RUN not in os.environ:
+        begin()
+    lifeline, folder = os.environ[RUN].split(" ", 1)
+    return int(lifeline), Path(folder)

@@ -1,7 +1,7 @@
-"""The process of `forks.py` that is forked: `python -m tests.kit.forks_parent SOCKET MODULE...`.
+"""The process of `forks.py` that is forked: `python -m tests.kit.forks_parent SOCKET PROCESS MODULE...`.
 
 It imports the modules, then makes for each caller a keeper, and that one the fork that does the caller's work. The keeper
-tells the caller how the fork ended, and ends it when the caller is gone. It ends itself when its standard input closes.
+tells the caller how the fork ended, and ends it when the caller is gone. It ends itself when PROCESS does.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ import types
 from pathlib import Path
 from typing import Any
 
+from tests.kit import quicker
+
 
 def main() -> None:
-    address, *modules = sys.argv[1:]
+    address, lifeline, *modules = sys.argv[1:]
+    began = os.pidfd_open(int(lifeline))
     for name in modules:
         importlib.import_module(name)
+    quicker.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
-    link = caller(address)
+    sys.executable = str(Path(address).with_name("python"))  # processes of the forks are forks, too
+    link = caller(address, began)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     order, streams = received(link)
     if child := os.fork():
@@ -36,15 +41,15 @@ def main() -> None:
     work(order, streams)
 
 
-def caller(address: str) -> socket.socket:
+def caller(address: str, began: int) -> socket.socket:
     """The link to a caller, in a fork of this process for each."""
     door = socket.socket(socket.AF_UNIX)
     door.bind(f"{address}.new")
     door.listen(16)
     os.rename(f"{address}.new", address)
     while True:
-        ready, _, _ = select.select([door, 0], [], [])
-        if 0 in ready:
+        ready, _, _ = select.select([door, began], [], [])
+        if began in ready:
             os._exit(0)
         link, _ = door.accept()
         if not os.fork():
