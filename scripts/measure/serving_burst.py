@@ -50,7 +50,7 @@ def most_running(running: Server) -> Iterator[list[float]]:
     most = [0.0]
 
     def look() -> None:
-        counts = [float(value) for name, _, value in counters.exposed(running) if name == "vllm:num_requests_running"]
+        counts = [float(value) for name, _, value in counters.metrics(running) if name == "vllm:num_requests_running"]
         most[0] = max(most[0], *counts)
 
     with watching(look, LOOK):

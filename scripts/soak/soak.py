@@ -186,7 +186,7 @@ def idle(running: Server, patience: float = 30.0) -> dict[str, float]:
     end = time.monotonic() + patience
     while True:
         after = dict.fromkeys(METRICS, 0.0)
-        for name, _, value in counters.exposed(running):
+        for name, _, value in counters.metrics(running):
             if (short := name.removeprefix("vllm:")) in after:
                 after[short] += float(value)
         if not after["num_requests_running"] + after["num_requests_waiting"] or time.monotonic() > end:

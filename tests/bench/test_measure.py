@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vlmcompress.bench.client import Outcome
-from vlmcompress.bench.counters import Counters, samples
+from vlmcompress.bench.counters import Counters, parse_metrics
 from vlmcompress.bench.measure import figures, interval, kv_bytes_per_token, memory, ratio, serve_run, summarise
 from vlmcompress.results import LoadRun
 
@@ -116,4 +116,7 @@ def test_memory() -> None:
 
 def test_exposition_format() -> None:
     text = '# HELP a b\n# TYPE a counter\na_total{engine="0",path="C:\\\\x \\"y\\""} 3.0\nplain 1e+09\n\n'
-    assert samples(text) == [("a_total", {"engine": "0", "path": 'C:\\\\x \\"y\\"'}, "3.0"), ("plain", {}, "1e+09")]
+    assert parse_metrics(text) == [
+        ("a_total", {"engine": "0", "path": 'C:\\\\x \\"y\\"'}, "3.0"),
+        ("plain", {}, "1e+09"),
+    ]

@@ -83,11 +83,11 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         assert cache["enable_prefix_caching"] == "True"
         assert int(cache["kv_cache_size_tokens"]) * 2048 == int(cache["kv_cache_memory_bytes"])
         assert counters.version(running).startswith("0.")
-        shown = {name for name, _, _ in counters.exposed(running)}
+        shown = {name for name, _, _ in counters.metrics(running)}
         dashboard = launch.files(launch.read({}, running.name))["grafana.json"]
         queried = {name for name in re.findall(r"vllm:\w+", dashboard)}
         assert len(queried) > 20 and queried <= shown, f"the dashboard asks for {sorted(queried - shown)}"
-        chosen = [labels["model_name"] for name, labels, _ in counters.exposed(running) if name in queried]
+        chosen = [labels["model_name"] for name, labels, _ in counters.metrics(running) if name in queried]
         assert set(chosen) == {running.name}
     with pytest.raises(UserError, match="demo-llava is gone"):
         counters.counters(running)

@@ -103,5 +103,5 @@ def test_vllm_takes_the_layers_for_quantized_that_are(converted):
         names = [spec.engine_name(linear) for linear in models.linear_names(models.build_meta_model(folder))]
         (naming,) = asked("naming", [{"block": block, "names": names}])
         assert "error" not in naming, naming["error"]
-        assert naming["quantized"] == [module.takes(block, linear) for linear in names]
+        assert naming["quantized"] == [module.quantizes(block, linear) for linear in names]
         assert True in naming["quantized"] and False in naming["quantized"]

@@ -13,7 +13,7 @@ from vlmcompress import models
 from vlmcompress.checkpoint import layer_targets
 from vlmcompress.common.tensor_files import read_tensor
 from vlmcompress.errors import UserError
-from vlmcompress.exporters.compressed_tensors import ignored
+from vlmcompress.exporters.compressed_tensors import ignore_entries
 
 # The first tensor of tower, decoder and head, as published checkpoints of the family name them.
 HUB = {
@@ -135,7 +135,7 @@ def test_ignore_covers_exactly_the_rest(family, what, hub_names, checkpoint):
     if what == "llm and tower":
         groups += models.vision_linears(meta_model, spec)
     quantized = {name for group in groups for name in group.linears}
-    ignore = ignored(models.kept_modules(meta_model, spec, quantized, names))
+    ignore = ignore_entries(models.kept_modules(meta_model, spec, quantized, names))
     for name in models.linear_names(meta_model):
         forms = {name, spec.engine_name(name)}
         if f"{name}.weight" in names:
@@ -151,7 +151,7 @@ def test_ignore_names_tower_and_projector_without_linear_layers(checkpoint):
     meta_model, spec = models.build_meta_model(folder), models.spec_for(models.read_config(folder))
     quantized = {name for group in models.resolve(meta_model, spec) for name in group.linears}
     names = models.disk_names(meta_model, models.tensor_headers(folder))
-    ignore = ignored(models.kept_modules(meta_model, spec, quantized, names))
+    ignore = ignore_entries(models.kept_modules(meta_model, spec, quantized, names))
     assert any(match_name("multi_modal_projector.mm_input_projection", entry) for entry in ignore)
 
 
@@ -165,7 +165,7 @@ def test_a_layer_whose_keys_are_its_values_is_named_as_both(checkpoint):
     assert [f"{path}.k_proj.weight" in names for path in attention] == [True, True, False]
     quantized = {name for group in models.resolve(meta_model, spec) for name in group.linears}
     left = {f"{path}.{part}_proj" for path in attention for part in "qk"}
-    ignore = ignored(models.kept_modules(meta_model, spec, quantized - left, names))
+    ignore = ignore_entries(models.kept_modules(meta_model, spec, quantized - left, names))
     for path, kept in zip(attention, (False, True, False), strict=True):
         for form in (f"{path}.v_proj", spec.engine_name(f"{path}.v_proj")):
             assert any(match_name(form, entry) for entry in ignore) == kept, (form, ignore)

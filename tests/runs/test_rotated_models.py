@@ -71,7 +71,7 @@ def test_answers_stay_and_everything_has_changed(pair):
 def _check_head(before, after) -> None:
     source = Source.of(after.path)
     assert models.tied_names(after.model) == {} and models.unfound(source.names, source.spec, source.stored) == {}
-    assert rotate.outline(Source.of(before.path)) == (source.stored, source.names)
+    assert rotate.rotated_specs(Source.of(before.path)) == (source.stored, source.names)
     if models.tied_names(before.model):
         config = json.loads((after.path / "config.json").read_text())
         assert config["tie_word_embeddings"] is False and config["text_config"]["tie_word_embeddings"] is False

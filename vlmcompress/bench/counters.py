@@ -44,7 +44,7 @@ class Counters:
 def counters(server: Server) -> Counters:
     """Read the counters, summed over the server's engines."""
     total = dict.fromkeys(NAMES.values(), 0.0)
-    for name, _, value in exposed(server):
+    for name, _, value in metrics(server):
         if key := NAMES.get(name.removesuffix("_total")):
             total[key] += float(value)
     return Counters(**total)
@@ -52,15 +52,15 @@ def counters(server: Server) -> Counters:
 
 def cache_config(server: Server) -> dict[str, str]:
     """Read vLLM's cache configuration: `block_size`, `cache_dtype`, `kv_cache_size_tokens`, ... as text."""
-    configs = [labels for name, labels, _ in exposed(server) if name == "vllm:cache_config_info"]
+    configs = [labels for name, labels, _ in metrics(server) if name == "vllm:cache_config_info"]
     if not configs:
         raise UserError(f"{server.url}/metrics has no vllm:cache_config_info; is this vLLM 0.32?")
     return configs[0]
 
 
-def exposed(server: Server) -> list[tuple[str, dict[str, str], str]]:
-    """Read all samples at `/metrics`, in the form of `samples`."""
-    return samples(_get(server, "/metrics"))
+def metrics(server: Server) -> list[tuple[str, dict[str, str], str]]:
+    """Read all samples at `/metrics`, in the form of `parse_metrics`."""
+    return parse_metrics(_get(server, "/metrics"))
 
 
 def version(server: Server) -> str:
@@ -68,7 +68,7 @@ def version(server: Server) -> str:
     return json.loads(_get(server, "/version"))["version"]
 
 
-def samples(text: str) -> list[tuple[str, dict[str, str], str]]:
+def parse_metrics(text: str) -> list[tuple[str, dict[str, str], str]]:
     """Parse Prometheus' text format: name, labels and value of each sample."""
     matches = (_SAMPLE.match(line) for line in text.splitlines())
     return [(match[1], dict(_LABEL.findall(match[2] or "")), match[3]) for match in matches if match]

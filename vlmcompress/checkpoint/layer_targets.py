@@ -146,7 +146,7 @@ def misnamed(
     for name, scheme in layers.items():
         stored = disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
         for alias in dict.fromkeys((name, stored, spec.engine_name(name))):
-            taken = reader.takes(config, alias)
+            taken = reader.quantizes(config, alias)
             if taken != (scheme is not None):
                 wrong.append((alias, scheme or "unquantized", "quantized" if taken else None))
     return wrong

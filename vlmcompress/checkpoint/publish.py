@@ -87,7 +87,7 @@ def plan(folder: Path, repository: str, *, base_model: str | None = None, measur
     return Upload(repository, folder, dict(sorted(sizes.items())), written)
 
 
-def send(upload: Upload, *, private: bool = False) -> str:
+def push(upload: Upload, *, private: bool = False) -> str:
     """Create the repository where there is none, upload, and return the repository's address.
 
     An upload that broke off goes on where it stopped when it is started again.

@@ -64,26 +64,26 @@ def changes(of: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) ->
     made: dict[str, Change] = dict.fromkeys(of.rows, r1.rows)
     made |= {f"{norm}.weight": torch.ones_like for norm in of.norms}
     for linear, norm in of.readers.items():
-        made[f"{linear}.weight"] = functools.partial(_read, r1, functools.partial(gains, f"{norm}.weight"))
+        made[f"{linear}.weight"] = functools.partial(_absorb_norm, r1, functools.partial(gains, f"{norm}.weight"))
     for linear in of.writers:
         made[f"{linear}.weight"], made[f"{linear}.bias"] = r1.columns, r1.rows
     for block, values in enumerate(of.values):
         r2 = [rotations.head(block, head, values.width) for head in range(values.kv_heads)]
-        for name, change in _of_values(values, r2).items():
-            made[name] = _both(made.get(name), change)
+        for name, change in _value_changes(values, r2).items():
+            made[name] = _chain(made.get(name), change)
     return made
 
 
-def _read(r1: Rotation, gains: Callable[[], Tensor], weight: Tensor) -> Tensor:
+def _absorb_norm(r1: Rotation, gains: Callable[[], Tensor], weight: Tensor) -> Tensor:
     """A layer `[out, in]` that read `g rms(x)`, and is to read `rms(x R)`."""
     return r1.rows(weight * gains().to(weight))
 
 
-def _both(first: Change | None, then: Change) -> Change:
+def _chain(first: Change | None, then: Change) -> Change:
     return then if first is None else lambda value: then(first(value))
 
 
-def _of_values(values: Values, r2: list[Rotation]) -> dict[str, Change]:
+def _value_changes(values: Values, r2: list[Rotation]) -> dict[str, Change]:
     """What becomes of the layers of values and output; `r2`: the rotation of each head of values."""
     shared = values.heads // values.kv_heads
 
@@ -166,14 +166,14 @@ def _plan_tensors(
         if residual.tied and name == head:
             continue  # stored twice
         change = made.get(name)
-        origin = entry if change is None else _later(entry, change, device)
+        origin = entry if change is None else _lazily(entry, change, device)
         tensors.append(OutputTensor(entry.name, entry.spec, origin))
     if residual.tied:
-        tensors.append(OutputTensor(head_name(source), embedding.spec, _later(embedding, made[head], device)))
+        tensors.append(OutputTensor(head_name(source), embedding.spec, _lazily(embedding, made[head], device)))
     return tensors
 
 
-def _later(entry: Entry, change: Change, device: torch.device) -> Callable[[], Tensor]:
+def _lazily(entry: Entry, change: Change, device: torch.device) -> Callable[[], Tensor]:
     """A function that reads a tensor and changes it, in float64 where it is stored in 32 bits and else in float32."""
 
     def make() -> Tensor:
@@ -184,7 +184,7 @@ def _later(entry: Entry, change: Change, device: torch.device) -> Callable[[], T
     return make
 
 
-def outline(source: Source) -> tuple[dict[str, Spec], dict[str, str]]:
+def rotated_specs(source: Source) -> tuple[dict[str, Spec], dict[str, str]]:
     """Tensor name on disk -> type and shape, and memory name -> name on disk, of the rotated checkpoint, nothing written."""
     residual, head = stream(source.meta_model, source.spec, source.stored), head_name(source)
     if not residual.tied:

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Outcome:
     }
     if args.dry_run:
         return OK, data, _shown(upload, args.private)
-    data["url"] = publish.send(upload, private=args.private)
+    data["url"] = publish.push(upload, private=args.private)
     return OK, data, f"Uploaded {len(upload.sizes)} files to {data['url']}{_advice(upload)}"
 
 

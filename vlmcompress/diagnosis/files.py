@@ -260,11 +260,11 @@ def _draft(subject: _Subject) -> str:
     if spec.draft is None or not names:
         return "no head that drafts tokens"
     block, reader = subject.quantization, subject.stored.reader if subject.stored else compressed_tensors
-    taken = [name for name in models.draft_modules(spec, specs) if reader.takes(block, name)]
+    taken = [name for name in models.draft_modules(spec, specs) if reader.quantizes(block, name)]
     if taken:
         why = f"would be read as quantized, first '{taken[0]}', and engines would not start with speculation"
         raise UserError(f"{len(taken)} layers of the head that drafts tokens {why}; quantize again")
-    literal = compressed_tensors.drafting(spec.draft.prefix)[0]
+    literal = compressed_tensors.draft_entries(spec.draft.prefix)[0]
     if reader is compressed_tensors and block["config_groups"] and literal not in block["ignore"]:
         raise UserError(f"ignore lacks '{literal}', which SGLang looks for literally; quantize again, or add it")
     carried = size(sum(specs[name].nbytes for name in names))

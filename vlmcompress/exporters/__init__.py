@@ -84,8 +84,8 @@ class Reader(Format, Protocol):
         """
         ...
 
-    def takes(self, config: Mapping[str, Any], name: str) -> bool:
-        """Whether an engine takes the linear layer called `name` for quantized, by the checkpoint's block."""
+    def quantizes(self, config: Mapping[str, Any], name: str) -> bool:
+        """Whether an engine reads the linear layer called `name` as quantized, by the checkpoint's block."""
         ...
 
     def read(

@@ -26,7 +26,7 @@ from torch import Tensor
 from vlmcompress.common.layer_names import Layers, Names
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
-from vlmcompress.exporters._packing import half, packed, unpacked
+from vlmcompress.exporters._packing import pack_words, to_float16, unpack_words
 from vlmcompress.numerics import Format, QTensor, Scheme
 
 # vLLM's names of matrices that it makes of several.
@@ -73,15 +73,15 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None, *, o
     centre = 2 ** (bits - 1)
     zero = torch.zeros(qt.scale.shape, dtype=torch.int8) if qt.zero_point is None else qt.zero_point
     return {
-        "qweight": packed(qt.q.to(torch.int32) + centre, bits).T.contiguous(),
-        "qzeros": packed(zero.T.to(torch.int32) + centre - offset, bits),
-        "scales": half(qt.scale, "GPTQ").T.contiguous(),
-        "g_idx": _in_turn(columns, scheme.weights),
+        "qweight": pack_words(qt.q.to(torch.int32) + centre, bits).T.contiguous(),
+        "qzeros": pack_words(zero.T.to(torch.int32) + centre - offset, bits),
+        "scales": to_float16(qt.scale, "GPTQ").T.contiguous(),
+        "g_idx": _group_index(columns, scheme.weights),
     }
 
 
-def takes(config: Mapping, name: str) -> bool:
-    """Whether an engine takes the linear layer called `name` for quantized: no pattern of exceptions matches its beginning."""
+def quantizes(config: Mapping, name: str) -> bool:
+    """Whether an engine reads the linear layer called `name` as quantized: no pattern of exceptions matches its beginning."""
     excluded = (pattern[2:] for pattern in config.get("dynamic") or () if pattern.startswith("-:"))
     return not any(re.match(pattern, name) for pattern in excluded)
 
@@ -97,10 +97,10 @@ def read(
     """
     fmt = scheme.weights
     centre = 2 ** (fmt.bits - 1)
-    q = (unpacked(stored["qweight"].T.contiguous(), fmt.bits) - centre).to(torch.int8)
-    if "g_idx" in stored and not torch.equal(stored["g_idx"].to(torch.int32), _in_turn(q.shape[1], fmt)):
+    q = (unpack_words(stored["qweight"].T.contiguous(), fmt.bits) - centre).to(torch.int8)
+    if "g_idx" in stored and not torch.equal(stored["g_idx"].to(torch.int32), _group_index(q.shape[1], fmt)):
         raise UserError("the inputs of its groups are not in turn (desc_act), which no engine runs any more")
-    zero = unpacked(stored["qzeros"], fmt.bits) + offset - centre
+    zero = unpack_words(stored["qzeros"], fmt.bits) + offset - centre
     if zero.max() > fmt.qmax:
         raise UserError("a zero point lies beyond the codes, which other formats do not hold; quantize the original")
     if fmt.symmetric and zero.any():
@@ -177,6 +177,6 @@ def _fused(name: str) -> str:
     return f"{parent}.{_FUSED.get(last, last)}"
 
 
-def _in_turn(columns: int, fmt: Format) -> Tensor:
+def _group_index(columns: int, fmt: Format) -> Tensor:
     """The group of each input."""
     return (torch.arange(columns) // (fmt.group if fmt.group > 0 else columns)).to(torch.int32)

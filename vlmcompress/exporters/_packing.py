@@ -10,7 +10,7 @@ from torch import Tensor
 from vlmcompress.errors import UserError
 
 
-def packed(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+def pack_words(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """Pack `values [rows, n]`, from 0 to 2^bits - 1, along the last side into int32 words `[rows, n * bits / 32]`.
 
     Args:
@@ -23,15 +23,15 @@ def packed(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Ten
     return (parts << _shifts(bits)).sum(-1, dtype=torch.int32).contiguous()
 
 
-def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """The values `[rows, n]` in `words [rows, n * bits / 32]`, as int32: the inverse of `packed`."""
+def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """The values `[rows, n]` in `words [rows, n * bits / 32]`, as int32: the inverse of `pack_words`."""
     parts = (words[..., None] >> _shifts(bits)) & (2**bits - 1)
     if order is not None:
         parts = parts[..., torch.tensor(order).argsort()]
     return parts.reshape(len(words), -1)
 
 
-def half(scale: Tensor, what: str) -> Tensor:
+def to_float16(scale: Tensor, what: str) -> Tensor:
     """Scales as float16, where that changes none of them.
 
     Raises:

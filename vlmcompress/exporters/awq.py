@@ -23,7 +23,7 @@ from torch import Tensor
 from vlmcompress.common.layer_names import Layers, Names
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
-from vlmcompress.exporters._packing import half, packed, unpacked
+from vlmcompress.exporters._packing import pack_words, to_float16, unpack_words
 from vlmcompress.numerics import Format, QTensor, Scheme
 
 FORMAT = "awq"
@@ -79,9 +79,9 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     """The tensors stored for one linear layer. Raises UserError for a scale that is no 16-bit float."""
     zero = torch.zeros(qt.scale.shape, dtype=torch.int8) if qt.zero_point is None else qt.zero_point
     return {
-        "qweight": packed(qt.q.T.to(torch.int32) + _CENTRE, 4, _ORDER),
-        "qzeros": packed(zero.T.to(torch.int32) + _CENTRE, 4, _ORDER),
-        "scales": half(qt.scale, "AutoAWQ").T.contiguous(),
+        "qweight": pack_words(qt.q.T.to(torch.int32) + _CENTRE, 4, _ORDER),
+        "qzeros": pack_words(zero.T.to(torch.int32) + _CENTRE, 4, _ORDER),
+        "scales": to_float16(qt.scale, "AutoAWQ").T.contiguous(),
     }
 
 
@@ -124,8 +124,8 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     return Scheme(Format("int", 4, group, symmetric))
 
 
-def takes(config: Mapping, name: str) -> bool:
-    """Whether an engine takes the linear layer called `name` for quantized: no entry occurs in its name."""
+def quantizes(config: Mapping, name: str) -> bool:
+    """Whether an engine reads the linear layer called `name` as quantized: no entry occurs in its name."""
     return not any(entry in name for entry in config.get("modules_to_not_convert") or ())
 
 
@@ -135,8 +135,8 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -
     Raises:
         UserError: symmetric weights have other zero points than 8.
     """
-    zero = (unpacked(stored["qzeros"], 4, _ORDER) - _CENTRE).T.to(torch.int8).contiguous()
+    zero = (unpack_words(stored["qzeros"], 4, _ORDER) - _CENTRE).T.to(torch.int8).contiguous()
     if scheme.weights.symmetric and zero.any():
         raise UserError("the config calls the weights symmetric, and their zero points are not all 8; mend the config")
-    q = (unpacked(stored["qweight"], 4, _ORDER) - _CENTRE).T.to(torch.int8).contiguous()
+    q = (unpack_words(stored["qweight"], 4, _ORDER) - _CENTRE).T.to(torch.int8).contiguous()
     return QTensor(q, stored["scales"].T.contiguous(), None if scheme.weights.symmetric else zero, scheme.weights), None

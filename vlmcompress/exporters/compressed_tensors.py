@@ -231,11 +231,11 @@ def _matches(name: str, entry: str) -> bool:
 
 def configs(layers: Layers) -> dict[str, dict]:
     """The `quantization_config` block of config.json."""
-    block = quantization_config(layers.groups, ignored(layers.kept), kv_cache=layers.kv_cache)
+    block = quantization_config(layers.groups, ignore_entries(layers.kept), kv_cache=layers.kv_cache)
     return {"config.json": block} if block else {}
 
 
-def ignored(modules: Iterable[Kept]) -> list[str]:
+def ignore_entries(modules: Iterable[Kept]) -> list[str]:
     """Entries of `ignore` that stand for what stays as it is, right under all namings.
 
     transformers compares them with memory names, vLLM with its own (it maps plain entries from names on disk, but leaves
@@ -246,7 +246,7 @@ def ignored(modules: Iterable[Kept]) -> list[str]:
     entries: list[str] = []
     for kept in modules:
         if kept.draft:
-            entries += drafting(kept.names[0])
+            entries += draft_entries(kept.names[0])
         elif kept.whole:
             entries.append(f"re:(?:{'|'.join(map(re.escape, kept.names))})\\..*")
         else:
@@ -254,7 +254,7 @@ def ignored(modules: Iterable[Kept]) -> list[str]:
     return list(dict.fromkeys(entries))
 
 
-def drafting(prefix: str) -> list[str]:
+def draft_entries(prefix: str) -> list[str]:
     """Entries of `ignore` that stand for a head that drafts tokens, whose modules' names begin with `prefix` in vLLM."""
     return [f"re:^{prefix}.*", f"re:.*{prefix}.*"]
 
@@ -271,8 +271,8 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     return None if key is None else scheme_of(config["config_groups"][key])
 
 
-def takes(config: Mapping, name: str) -> bool:
-    """Whether an engine takes the linear layer called `name` for quantized."""
+def quantizes(config: Mapping, name: str) -> bool:
+    """Whether an engine reads the linear layer called `name` as quantized."""
     return group_of(config, name) is not None
 
 

@@ -60,8 +60,8 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     return Scheme(Format("float", 8, -1 if per_row else 0), ActFormat("float", 8, dynamic))
 
 
-def takes(config: Mapping, name: str) -> bool:
-    """Whether an engine takes the linear layer called `name` for quantized: it is not in the list of exceptions."""
+def quantizes(config: Mapping, name: str) -> bool:
+    """Whether an engine reads the linear layer called `name` as quantized: it is not in the list of exceptions."""
     return name not in (config.get("ignored_layers") or config.get("modules_to_not_convert") or ())
 
 

@@ -10,10 +10,10 @@ from functools import partial
 
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import _gptq
-from vlmcompress.exporters._gptq import problems, scheme_in, specs, takes
+from vlmcompress.exporters._gptq import problems, quantizes, scheme_in, specs
 from vlmcompress.numerics import Scheme
 
-__all__ = ["problems", "scheme_in", "specs", "takes"]
+__all__ = ["problems", "scheme_in", "specs", "quantizes"]
 
 FORMAT = "gptq-v2"
 KV_SCALES = None

@@ -144,8 +144,8 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     return _ALGORITHMS[algorithm]
 
 
-def takes(config: Mapping, name: str) -> bool:
-    """Whether an engine takes the linear layer called `name` for quantized: vLLM's rules for `ignore`, and for several
+def quantizes(config: Mapping, name: str) -> bool:
+    """Whether an engine reads the linear layer called `name` as quantized: vLLM's rules for `ignore`, and for several
     algorithms those for `quantized_layers`."""
     entries = config.get("ignore") or ()
     if any(part in name for part in _LEFT_BY_VLLM) or any(fnmatch.fnmatch(name, entry) for entry in entries):

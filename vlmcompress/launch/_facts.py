@@ -101,21 +101,21 @@ class Facts:
         return next((count for count in counts if self.weights <= count * room), counts[-1])
 
     @property
-    def foreign(self) -> str | None:
+    def not_nvidia(self) -> str | None:
         """Why files for NVIDIA GPUs are of no use; None where the machine has one or is not known."""
         if self.machine is None or self.machine.capability is not None:
             return None
         return f"its files are for NVIDIA GPUs, and the target is {self.machine.title}"
 
-    def unknown_to(self, architectures: Collection[str], absent: str) -> str | None:
+    def unsupported_by(self, architectures: Collection[str], absent: str) -> str | None:
         """Why an engine for NVIDIA GPUs without our plugin does not load it, whatever the format: the machine, the reducer or
         the architecture; None where nothing of that stands in the way.
 
         Args:
             architectures: those that the engine has; `absent`: what to say of another.
         """
-        if self.foreign:
-            return self.foreign
+        if self.not_nvidia:
+            return self.not_nvidia
         if self.reducer:
             return f"it does not know the reducer {self.reducer.label}"
         return None if self.architecture in architectures else absent

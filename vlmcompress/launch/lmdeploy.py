@@ -26,7 +26,7 @@ SIZES = {"compressed-tensors": (32, 128), "awq": (128,), "gptq": (128,)}
 def refusal(facts: Facts) -> str | None:
     """The reason why TurboMind does not load it: the reducer, the architecture, or a format."""
     absent = f"its TurboMind engine does not know {facts.architecture or 'this architecture'}"
-    if reason := facts.unknown_to(ARCHITECTURES, absent):
+    if reason := facts.unsupported_by(ARCHITECTURES, absent):
         return reason
     if facts.method is None:
         return None

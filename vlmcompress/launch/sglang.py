@@ -28,7 +28,7 @@ ARCHITECTURES = {
 def refusal(facts: Facts) -> str | None:
     """The reason why SGLang does not load it: the reducer, the architecture, or a format."""
     absent = f"it has no class of its own for {facts.architecture or 'this architecture'}"
-    if reason := facts.unknown_to(ARCHITECTURES, absent):
+    if reason := facts.unsupported_by(ARCHITECTURES, absent):
         return reason
     if facts.method in (None, "modelopt"):
         return None

@@ -29,7 +29,7 @@ NO_REUSE = {"Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
 def refusal(facts: Facts) -> str | None:
     """The reason why TensorRT-LLM does not load it: the reducer, the architecture, or a format."""
     absent = f"its PyTorch backend has no {facts.architecture or 'such architecture'} with images"
-    if reason := facts.unknown_to(ARCHITECTURES, absent):
+    if reason := facts.unsupported_by(ARCHITECTURES, absent):
         return reason
     if facts.method in (None, "modelopt"):
         return None

@@ -39,7 +39,7 @@ def refusal(facts: Facts) -> str | None:
 
 def refusal_on_gpus(facts: Facts) -> str | None:
     """The reason why vLLM in a container for NVIDIA GPUs does not load it."""
-    return refusal(facts) or facts.foreign
+    return refusal(facts) or facts.not_nvidia
 
 
 def settings(facts: Facts) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def _outlined(recipe: Recipe, source: Source) -> Source:
     """The model that is quantized, as far as headers tell: with an output head of its own where it is rotated."""
     if recipe.rotate is None or rotation_problems(recipe, source):
         return source
-    stored, names = rotate.outline(source)
+    stored, names = rotate.rotated_specs(source)
     return replace(source, stored=stored, names=names)
 
 

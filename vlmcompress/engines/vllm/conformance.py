@@ -105,7 +105,7 @@ def collect(
         exact = "auto" if config.get("quantization_config") else "float32"
         plan = conformance_plan.plan_engines(view, config, questions, exact, _cut(answers))
         _ask(answers, plan, media, view, progress)
-        answers.in_type_of("plain")
+        answers.expect_in_type_of("plain")
     return answers
 
 

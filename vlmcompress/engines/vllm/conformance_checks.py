@@ -107,13 +107,13 @@ class Answers:
         """The type in which an engine ran."""
         return self.engine(engine)["about"]["dtype"]
 
-    def in_type_of(self, engine: str) -> None:
+    def expect_in_type_of(self, engine: str) -> None:
         """Expect equal answers in the type in which the engine ran, where that is not float32."""
         about = self.engines[engine].get("about")
         if about and about["dtype"] != "float32":
             self.exact = self.reduced
 
-    def as_plain(self, engine: str, *rounds: str, leave: tuple[str, ...] = ()) -> str:
+    def same_as_plain(self, engine: str, *rounds: str, leave: tuple[str, ...] = ()) -> str:
         """Compare rounds with the answers of the engine without caches."""
         plain = self.round("plain", "alone") | self.round("plain", "turn")
         pairs = [
@@ -244,7 +244,7 @@ def far(answers: Answers) -> str:
 
 def prefix_cache(answers: Answers) -> str:
     """Answers from cached prefixes are the same."""
-    said = answers.as_plain("caches", "cold", "again", "together")
+    said = answers.same_as_plain("caches", "cold", "again", "together")
     (first,), (second,) = (
         [record for name, record in answers.round("caches", each).items() if name] for each in ("long", "long again")
     )
@@ -261,12 +261,14 @@ def prefix_cache(answers: Answers) -> str:
 
 def chunked(answers: Answers) -> str:
     """Answers to prompts that are cut within an image are the same."""
-    return f"steps of {answers.engine('chunks')['about']['step_tokens']} tokens: {answers.as_plain('chunks', 'cut')}"
+    return (
+        f"steps of {answers.engine('chunks')['about']['step_tokens']} tokens: {answers.same_as_plain('chunks', 'cut')}"
+    )
 
 
 def encoder_cache(answers: Answers) -> str:
     """Answers from cached encoder outputs are the same, and images seen before are not encoded again."""
-    said = answers.as_plain("caches", "warm", "repeat")
+    said = answers.same_as_plain("caches", "warm", "repeat")
     cold, warm = (
         sum(record["encoded"] for record in answers.round("caches", each).values()) for each in ("cold", "warm")
     )
@@ -293,7 +295,7 @@ def turn(answers: Answers) -> str:
     record = answers.round("plain", "turn")["turn"]
     alone = same([Pair("turn", answers.exact["turn"].tokens, record)], answers.dtype("plain"))
     cached = answers.round("caches", "repeat")["turn"]["cached"]
-    return f"as transformers: {alone}; {cached} tokens cached: {answers.as_plain('caches', 'repeat', leave=('again',))}"
+    return f"as transformers: {alone}; {cached} tokens cached: {answers.same_as_plain('caches', 'repeat', leave=('again',))}"
 
 
 def structured(answers: Answers) -> str:
@@ -360,16 +362,15 @@ def abort(answers: Answers) -> str:
             raise UserError(
                 f"{about['unfinished']} requests and {about['kv_usage']:.1%} of the KV cache are still held"
             )
-    return (
-        f"{answers.as_plain('chunks', 'abort', leave=leave)} beside them, {answers.as_plain('chunks', 'after')} later"
-    )
+    beside = answers.same_as_plain("chunks", "abort", leave=leave)
+    return f"{beside} beside them, {answers.same_as_plain('chunks', 'after')} later"
 
 
 def speculation(answers: Answers) -> str:
     """N-gram speculation gives the same answers, or vLLM says why not."""
     if error := answers.engines["ngram"].get("error"):
         return f"refused: {error[:200]}"
-    return answers.as_plain("ngram", "few")
+    return answers.same_as_plain("ngram", "few")
 
 
 CHECKS: dict[str, Callable[[Answers], str]] = {
