@@ -21,8 +21,8 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     """Source and output, the latter of several files."""
     folder = tmp_path_factory.mktemp("made")
     source = build("llava", folder / "llava")
-    given = rtn.parts(source, rtn.SCHEMES["w4-symmetric"], rtn.SCHEMES["fp8"], kv_cache=True)
-    given["manifest"] = manifest.build(
+    parts = rtn.parts(source, rtn.SCHEMES["w4-symmetric"], rtn.SCHEMES["fp8"], kv_cache=True)
+    parts["manifest"] = manifest.build(
         source,
         family="llava",
         recipe={"scheme": "gptq", "seed": 3, "options": {"bits": 4}, "vision": "fp8", "kv_cache": "fp8"},
@@ -37,7 +37,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
         errors={"a": {"text": 0.1}},
         warnings=["damped"],
     )
-    checkpoint.write(out=folder / "out", shard_size="200KB", **given)
+    checkpoint.write(out=folder / "out", shard_size="200KB", **parts)
     return source, folder / "out"
 
 
@@ -48,17 +48,17 @@ def test_one_size_everywhere(made):
     recorded = manifest.read(out)["size"]
     before, after = recorded["weights_before"], recorded["weights_after"]
     assert (sides.side(source, {}).weight_bytes, sides.side(out, {}).weight_bytes) == (before, after)
-    found = {check.name: check.detail for check in doctor.diagnose(out)}
-    assert found["size"] == f"{size(before)} -> {size(after)} ({smaller(before, after)})"
-    assert f", {size(after)}, in" in found["weights"]
+    details = {check.name: check.detail for check in doctor.diagnose(out)}
+    assert details["size"] == f"{size(before)} -> {size(after)} ({smaller(before, after)})"
+    assert f", {size(after)}, in" in details["weights"]
 
 
 def test_how_it_was_made(made):
     source, out = made
     side = sides.side(out, {"name": "hf"})
     assert side.made is not None and sides.side(source, {}).made is None
-    known = side.made.model_dump(exclude={"calibration", "versions"})
-    assert known == {
+    described = side.made.model_dump(exclude={"calibration", "versions"})
+    assert described == {
         "source": "llava",
         "family": "llava",
         "scheme": "gptq",
@@ -88,5 +88,5 @@ def test_what_cannot_be_read_is_left_out(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / manifest.MANIFEST).write_text(json.dumps({"schema_version": 1, "recipe": ["gptq"]}))
     (tmp_path / "model.safetensors").write_bytes(b"1234")
-    found = sides.side(tmp_path, {})
-    assert (found.made, found.scheme, found.weight_bytes) == (None, "", 0)
+    side = sides.side(tmp_path, {})
+    assert (side.made, side.scheme, side.weight_bytes) == (None, "", 0)

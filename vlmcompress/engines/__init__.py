@@ -6,6 +6,7 @@ processes of their own: the compressor's environment and the engine's may differ
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -137,16 +138,8 @@ def get(spec: str) -> Engine:
         UserError: there is no engine of that name, or its address is not a URL.
     """
     name, _, address = spec.partition(":")
-    if spec == "vllm":
-        from vlmcompress.engines.vllm import ENGINE
-
-        return ENGINE
-    if spec == "hf":
-        from vlmcompress.engines.hf import ENGINE
-
-        return ENGINE
+    if spec in ("vllm", "hf"):  # imported when asked for, by name: each of them imports this module
+        return importlib.import_module(f"{__name__}.{spec}").ENGINE
     if name == "openai":
-        from vlmcompress.engines.openai import OpenAI
-
-        return OpenAI.at(address)
+        return importlib.import_module(f"{__name__}.openai").OpenAI.at(address)
     raise UserError(f"unknown engine '{spec}'{did_you_mean(name, NAMES)}")
