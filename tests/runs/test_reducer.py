@@ -80,7 +80,7 @@ def test_what_is_wrong_with_a_reducer_is_said_in_one_line(setup, text):
 
 
 @pytest.mark.parametrize(
-    ("family", "setup", "text"),
+    ("model_name", "setup", "text"),
     [
         (
             "llava",
@@ -91,28 +91,28 @@ def test_what_is_wrong_with_a_reducer_is_said_in_one_line(setup, text):
         ("qwen2-5-vl", {"reduce": "visionzip:0.5"}, "encoder of qwen2-5-vl does not have; use cdpruner"),
     ],
 )
-def test_models_and_engines_without_the_method(models, family, setup, text):
+def test_models_and_engines_without_the_method(models, model_name, setup, text):
     with pytest.raises(UserError, match=text):
-        make_plan(recipe(models[family], **setup))
+        make_plan(recipe(models[model_name], **setup))
 
 
 def test_methods_that_only_transformers_runs_are_written_for_it(models):
     assert make_plan(recipe(models["llava"], reduce="fastv:0.5,layer=1", engine="transformers")).problems == []
 
 
-@pytest.mark.parametrize(("family", "scheme"), [("llava", "none"), ("qwen2-5-vl", "fp8")])
-def test_a_checkpoint_carries_its_reducer(models, tmp_path, family, scheme):
+@pytest.mark.parametrize(("model_name", "scheme"), [("llava", "none"), ("qwen2-5-vl", "fp8")])
+def test_a_checkpoint_carries_its_reducer(models, tmp_path, model_name, scheme):
     """Besides its config it is what the same recipe without a reducer gives, and the doctor finds nothing."""
     out = tmp_path / "out"
-    done = quantize(recipe(models[family], reduce="dart:0.25", scheme=scheme, out=str(out)))
+    done = quantize(recipe(models[model_name], reduce="dart:0.25", scheme=scheme, out=str(out)))
     config = json.loads((out / "config.json").read_text())
     block = reducer_block.read(config)
     assert block is not None and block.reducer == chosen.parse("dart:0.25")
     assert all(name.startswith("Vlmcompress") for name in config["architectures"])
     assert done.manifest["recipe"]["reduce"] == block.reducer.plain() == manifest.read(out)["recipe"]["reduce"]
-    assert [check for check in doctor.diagnose(out, models[family]) if not check.ok] == []
+    assert [check for check in doctor.diagnose(out, models[model_name]) if not check.ok] == []
     if scheme == "none":
-        old, new = load_file(models[family] / "model.safetensors"), load_file(out / "model.safetensors")
+        old, new = load_file(models[model_name] / "model.safetensors"), load_file(out / "model.safetensors")
         assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
 
 
