@@ -20,7 +20,7 @@ from vlmcompress.calibration import entropy, solve
 from vlmcompress.common import identity, json_files, tensor_files
 from vlmcompress.evaluation import paired
 from vlmcompress.numerics import NVFP4, Format, _fp4, _rounding, rotation, round_to_nearest
-from vlmcompress.quantizers import _descent, _joint_ranges, _ranges, awq, gptq
+from vlmcompress.quantizers import _coordinate_descent, _ranges, awq, gptq
 from vlmcompress.statistics import collect
 from vlmcompress.statistics import inputs as gram_matrices
 from vlmcompress.statistics.collect import Collector
@@ -177,7 +177,7 @@ def test_rows_whose_ranges_are_searched(rows, fmt, one_thread, monkeypatch):
 
     def used() -> list[Tensor]:
         params = awq.clipped(w, gram, fmt, 6)
-        refined = _joint_ranges.refined(w, *params, gram, fmt, 2)
+        refined = _ranges.refined(w, *params, gram, fmt, 2)
         candidates = torch.stack(awq.candidates([w], statistics(inputs(WIDTH, tokens=100)), options))
         results = [*params, *refined, awq._losses(w, candidates, gram, fmt, torch.bfloat16)]
         return [*(part.float() for part in results if part is not None), awq._relative_magnitude([w, w], fmt)]
@@ -185,7 +185,7 @@ def test_rows_whose_ranges_are_searched(rows, fmt, one_thread, monkeypatch):
     small = {"_ROWS": (awq, PIECE), "_CACHED": (_rounding, 3 * WIDTH), "_SAMPLE": (awq, 3 * rows)}
     whole, parts = in_pieces(used, **small)
     torch.testing.assert_close(parts, whole)
-    whole, parts = in_pieces(lambda: used()[:4], _ROWS=(_joint_ranges, PIECE))
+    whole, parts = in_pieces(lambda: used()[:4], _ROWS=(_ranges, PIECE))
     torch.testing.assert_close(parts, whole)
 
 
@@ -199,7 +199,7 @@ def test_columns_of_feedback(width, block, generator):
     scales, fmt = w.abs().amax(1)[None] / 7, Format("int", 4, -1)
 
     def factor() -> Tensor:
-        triangle = gptq._visited(h, order)
+        triangle = gptq._reordered(h, order)
         assert gptq._factorize(triangle)
         return triangle.tril()
 
@@ -211,7 +211,7 @@ def test_columns_of_feedback(width, block, generator):
     slow = slow_visit(w, feedback, scales[0])
     for far in (1, PIECE):
         small = {"_FAR": (gptq, far), "_STRIP": (gptq, 3)}
-        whole, parts = in_pieces(lambda: gptq._visit(w, feedback, scales, None, fmt, block), **small)
+        whole, parts = in_pieces(lambda: gptq._quantize_columns(w, feedback, scales, None, fmt, block), **small)
         assert torch.equal(whole, parts) and torch.equal(whole.double(), slow)
 
 
@@ -234,9 +234,9 @@ def test_columns_of_a_descent(width, group):
     start = round_to_nearest(w, fmt)
 
     def codes() -> Tensor:
-        return _descent.descend([w], [start], gram, 2, refit=False)[0].q
+        return _coordinate_descent.descend([w], [start], gram, 2, refit=False)[0].q
 
-    whole, parts = in_pieces(codes, _SPAN=(_descent, PIECE), _STRIP=(_descent, 3))
+    whole, parts = in_pieces(codes, _SPAN=(_coordinate_descent, PIECE), _STRIP=(_coordinate_descent, 3))
     assert (whole != parts).any(1).sum() <= 1
     assert width < PIECE or (whole != start.q).any()
 

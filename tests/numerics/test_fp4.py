@@ -58,7 +58,7 @@ def test_the_same_bits_as_compressed_tensors(preset):
 
     w = weights()
     shared, scale, codes = theirs(w, preset.weights)
-    qt = round_to_nearest(w, NVFP4, edge=6.0)
+    qt = round_to_nearest(w, NVFP4, max_code=6.0)
     assert qt.q.dtype is qt.scale.dtype is torch.float8_e4m3fn and qt.scale.shape == (48, 8)
     assert qt.global_scale.dtype is torch.float32 and torch.equal(qt.global_scale, shared)
     assert torch.equal(qt.scale.float(), scale.float())
@@ -71,9 +71,9 @@ def test_the_same_bits_as_compressed_tensors(preset):
 def test_codes_are_nearest_and_ties_go_to_the_even_one():
     """By definition: of the eight magnitudes the nearest, of two equally near ones that of even index."""
     x = torch.cat([torch.linspace(-8, 8, 4097), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])])
-    found = quantize(x[None, :4096], torch.ones(1, 256), None, NVFP4)[0].float().tolist()
-    found += quantize(x[None, -16:], torch.ones(1, 1), None, NVFP4)[0].float().tolist()
-    for value, code in zip(x[:4096].tolist() + x[-16:].tolist(), found, strict=True):
+    codes = quantize(x[None, :4096], torch.ones(1, 256), None, NVFP4)[0].float().tolist()
+    codes += quantize(x[None, -16:], torch.ones(1, 1), None, NVFP4)[0].float().tolist()
+    for value, code in zip(x[:4096].tolist() + x[-16:].tolist(), codes, strict=True):
         order = sorted(range(8), key=lambda i: (abs(abs(value) - MAGNITUDES[i]), i % 2))
         assert abs(code) == MAGNITUDES[order[0]] and code * value >= 0, value
 
@@ -82,23 +82,25 @@ def test_four_over_six_takes_for_each_block_the_better_of_two():
     """Oracle: both scales of every block, block by block, in a loop."""
     w = weights()
     shared = find_global_scale([w])
-    found, _ = find_params(w, NVFP4, global_scale=shared)
+    scales, _ = find_params(w, NVFP4, global_scale=shared)
     taken = {6.0: 0, 4.0: 0}
     for row in range(len(w)):
         for block in range(8):
-            own = w[row, 16 * block : 16 * block + 16]
+            piece = w[row, 16 * block : 16 * block + 16]
             tried = []
             for edge in taken:
-                stored = (own.abs().max() / edge * shared).clamp(max=448).to(torch.float8_e4m3fn).float()
+                stored = (piece.abs().max() / edge * shared).clamp(max=448).to(torch.float8_e4m3fn).float()
                 step = torch.where(stored == 0, 0.125, stored) / shared
-                codes = [min(MAGNITUDES, key=lambda m: abs(m - abs(v))) * (1 if v >= 0 else -1) for v in own / step]
-                tried.append((float((torch.tensor(codes) * step - own).square().sum()), float(step), edge))
-            (least, step, edge), (more, _, _) = sorted(tried)
-            if more > 1.0001 * least:
-                assert float(found[row, block]) == step
+                codes = [min(MAGNITUDES, key=lambda m: abs(m - abs(v))) * (1 if v >= 0 else -1) for v in piece / step]
+                tried.append((float((torch.tensor(codes) * step - piece).square().sum()), float(step), edge))
+            (least, step, edge), (other, _, _) = sorted(tried)
+            if other > 1.0001 * least:
+                assert float(scales[row, block]) == step
                 taken[edge] += 1
     assert min(taken.values()) > 60
-    plain, both = (residual(w, find_params(w, NVFP4, edge=e, global_scale=shared)[0], None, NVFP4) for e in (6.0, None))
+    plain, both = (
+        residual(w, find_params(w, NVFP4, max_code=e, global_scale=shared)[0], None, NVFP4) for e in (6.0, None)
+    )
     assert both.square().sum() < 0.95 * plain.square().sum()
 
 
@@ -119,8 +121,10 @@ def test_layers_share_a_global_scale():
     w, other = weights(), 3 * weights(seed=1)
     shared = find_global_scale([w, other])
     assert torch.equal(shared, find_global_scale([torch.cat([w, other])]))
-    one, both = round_to_nearest(w, NVFP4, global_scale=shared), round_to_nearest(torch.cat([w, other]), NVFP4)
-    assert torch.equal(one.q.float(), both.q[:48].float()) and torch.equal(one.scale.float(), both.scale[:48].float())
+    single, both = round_to_nearest(w, NVFP4, global_scale=shared), round_to_nearest(torch.cat([w, other]), NVFP4)
+    assert torch.equal(single.q.float(), both.q[:48].float()) and torch.equal(
+        single.scale.float(), both.scale[:48].float()
+    )
     assert torch.equal(find_global_scale([torch.zeros(2, 16)]), torch.ones(1))
 
 

@@ -60,7 +60,7 @@ def test_parameters_match_compressed_tensors(fmt):
     w = weights()
     pieces = w.reshape(1, -1) if fmt.group == 0 else w.unflatten(1, (fmt.n_groups(128), -1))
     theirs, their_zero = calculate_qparams(pieces.amin(-1), pieces.amax(-1), args)
-    scale, zero = find_params(w, fmt, edge=fmt.qmax + 0.5 if fmt.kind == "int" else None)
+    scale, zero = find_params(w, fmt, max_code=fmt.qmax + 0.5 if fmt.kind == "int" else None)
     torch.testing.assert_close(scale, theirs, rtol=1e-6, atol=0)
     if fmt.symmetric:
         assert zero is None
@@ -124,8 +124,8 @@ def test_each_symmetric_scale_is_the_better_of_two(fmt, scale_dtype, weighted):
     shape = (1, -1) if fmt.group == 0 else (64, fmt.n_groups(128), -1)
     pieces, counts = w.reshape(shape).double(), importance.expand_as(w).reshape(shape).double()
     scales, errors = [], []
-    for edge in (fmt.qmax + 0.5, fmt.qmax):
-        scales.append((pieces.abs().amax(-1) / edge).float().to(scale_dtype))
+    for max_code in (fmt.qmax + 0.5, fmt.qmax):
+        scales.append((pieces.abs().amax(-1) / max_code).float().to(scale_dtype))
         s = scales[-1].double().unsqueeze(-1)
         rounded = (pieces / s).round().clamp(fmt.qmin, fmt.qmax) * s
         errors.append(((rounded - pieces).square() * counts).sum(-1))
@@ -143,9 +143,9 @@ def test_columns_that_count_nothing_widen_no_range(fmt):
     w[:, 5::32] *= 50
     counts = torch.ones(128)
     counts[5::32] = 0
-    found, expected = (round_to_nearest(x, fmt, importance=counts) for x in (w, w * counts))
-    assert torch.equal(found.scale, expected.scale)
-    assert torch.equal(found.q[:, counts > 0], expected.q[:, counts > 0])
+    rounded, expected = (round_to_nearest(x, fmt, importance=counts) for x in (w, w * counts))
+    assert torch.equal(rounded.scale, expected.scale)
+    assert torch.equal(rounded.q[:, counts > 0], expected.q[:, counts > 0])
     blind = round_to_nearest(w, fmt, importance=torch.zeros(128))
     assert ((blind.dequantize(torch.float32) - w).abs() <= 1.001 * blind.scale.max()).all()
 
@@ -229,12 +229,12 @@ def test_nan_and_inf_are_refused(bad, fmt):
 def test_ratio_clips_the_range():
     """Half the range: half the step, the largest value clamped to the edge of the codes."""
     w = weights()
-    full, _ = find_params(w, INT4, edge=7.5)
-    half, _ = find_params(w, INT4, ratio=0.5, edge=7.5)
+    full, _ = find_params(w, INT4, max_code=7.5)
+    half, _ = find_params(w, INT4, ratio=0.5, max_code=7.5)
     torch.testing.assert_close(half, full / 2)
     per_group = torch.ones_like(full)
     per_group[2, 1] = 0.5
-    mixed, _ = find_params(w, INT4, ratio=per_group, edge=7.5)
+    mixed, _ = find_params(w, INT4, ratio=per_group, max_code=7.5)
     assert torch.equal(mixed[2, 1], half[2, 1]) and torch.equal(mixed[3], full[3])
 
 

@@ -19,5 +19,5 @@ def test_plan_is_what_vllm_logs():
         [sys.executable, "scripts/measure/plan_against_vllm.py"], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["same"] and len(found["shapes"]) >= 5
+    planned = json.loads(done.stdout.splitlines()[-1])
+    assert planned["same"] and len(planned["shapes"]) >= 5

@@ -19,8 +19,8 @@ def folders(tmp_path_factory):
     return {name: tiny.build(name, base / name) for name in ("llava", "qwen2-5-vl", "qwen3-vl", "gemma3", "lfm2-vl")}
 
 
-def said(model, name: str, **given) -> tuple[bool, str]:
-    recipe = resolve({"model": str(model), "scheme": "awq", **given}, refuse=False).recipe
+def said(model, name: str, **settings) -> tuple[bool, str]:
+    recipe = resolve({"model": str(model), "scheme": "awq", **settings}, refuse=False).recipe
     (finding,) = (finding for finding in findings(recipe, "vllm") if finding.name == name)
     return finding.ok, finding.detail
 
@@ -30,7 +30,7 @@ def test_qk_norm_is_found_by_the_skeleton(folders):
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "has", "lacks"),
+    ("model", "settings", "has", "lacks"),
     [
         ("qwen3-vl", {"target": "h100"}, "--kv-cache fp8 halves it with scales from the calibration", "QK norm"),
         ("qwen2-5-vl", {"target": "h100"}, "no QK norm", "int8_per_token_head"),
@@ -47,15 +47,15 @@ def test_qk_norm_is_found_by_the_skeleton(folders):
         ("llava", {"target": "cpu", "scheme": "none"}, "16 bits", "--kv-cache"),
     ],
 )
-def test_the_kv_cache(folders, model, given, has, lacks):
-    ok, detail = said(folders[model], "vllm: KV cache", **given)
+def test_the_kv_cache(folders, model, settings, has, lacks):
+    ok, detail = said(folders[model], "vllm: KV cache", **settings)
     assert ok and has in detail and lacks not in detail
 
 
 def test_the_towers_attention(folders):
-    more = {"vision_attention": "fp8"}
-    assert said(folders["qwen3-vl"], "vllm: vision attention", target="b200", **more)[0]
-    ok, detail = said(folders["qwen3-vl"], "vllm: vision attention", target="h100", **more)
+    setting = {"vision_attention": "fp8"}
+    assert said(folders["qwen3-vl"], "vllm: vision attention", target="b200", **setting)[0]
+    ok, detail = said(folders["qwen3-vl"], "vllm: vision attention", target="h100", **setting)
     assert not ok and "leave --vision-attention out" in detail
-    ok, detail = said(folders["llava"], "shapes", target="b200", **more)
+    ok, detail = said(folders["llava"], "shapes", target="b200", **setting)
     assert not ok and "no FP8 attention for the vision tower of llava, only for qwen2-5-vl, qwen3-5, " in detail

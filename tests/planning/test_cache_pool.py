@@ -48,32 +48,34 @@ def test_a_window_never_holds_more_blocks_than_are_counted(tokens, window):
 def test_groups_of_windows_and_full_attention_are_equally_long():
     """Gemma 3 27B: 62 blocks, 10 of them see everything: 7 tables of 8 or 10 layers, as vLLM's docstrings have it."""
     full, local = Layer(8192, None, 0, 16), Layer(8192, 1024, 0, 16)
-    found = pool([full if (i + 1) % 6 == 0 else local for i in range(62)], 16, 16)
-    assert [group.window for group in found.groups].count(None) == 1
-    assert len(found.groups) == 1 + math.ceil(52 / 10) and found.block_bytes == 10 * 16 * 8192
-    assert sum(group.layers for group in found.groups) >= 62
-    lengthy = found.blocks(100_000, 2048)
+    cut = pool([full if (i + 1) % 6 == 0 else local for i in range(62)], 16, 16)
+    assert [group.window for group in cut.groups].count(None) == 1
+    assert len(cut.groups) == 1 + math.ceil(52 / 10) and cut.block_bytes == 10 * 16 * 8192
+    assert sum(group.layers for group in cut.groups) >= 62
+    lengthy = cut.blocks(100_000, 2048)
     assert lengthy == 6250 + 6 * (math.ceil((1023 + 2048) / 16) + 1)
 
 
 def test_a_state_takes_a_page_as_large_as_attention_has():
     """Gated DeltaNet: one or two states a sequence, whatever its length; blocks grow until a page holds a state."""
     layers = [Layer(0, None, 1_000_000), Layer(0, None, 1_000_000), Layer(0, None, 1_000_000), Layer(4096, None, 0, 4)]
-    found = pool(layers, 16, 16)
-    (tokens,) = [group.block for group in found.groups if group.block]
+    cut = pool(layers, 16, 16)
+    (tokens,) = [group.block for group in cut.groups if group.block]
     assert tokens % 16 == 0 and tokens * 4096 >= 1_000_000 > (tokens - 16) * 4096
-    assert found.block_bytes == tokens * 4096 and len(found.groups) == 4
-    assert found.blocks(10 * tokens, 100) == 10 + 3 * 2
+    assert cut.block_bytes == tokens * 4096 and len(cut.groups) == 4
+    assert cut.blocks(10 * tokens, 100) == 10 + 3 * 2
     assert pool(layers, 16, 16, prefix_caching=False).blocks(10 * tokens, 100) == 10 + 3
     assert tokens_bytes(layers, 10) == 3_000_000 + 40_960
 
 
 def test_heads_of_keys_are_divided_and_then_copied():
-    one = decoder(Attention(32, 8, 128))
-    assert [one.layers(tp)[0].token_bytes for tp in (1, 2, 8, 16)] == [4096, 2048, 512, 512]
-    assert one.layers(2, width=1)[0].token_bytes == 1024 and one.layers(2, 1, 4)[0].token_bytes == 2 * 4 * (128 + 4)
-    assert tp_choices(one, 16) == [1, 2, 4, 8, 16]
-    assert "32 attention heads" in str(tp_problem(one, 3)) and "heads of keys" in str(
+    described = decoder(Attention(32, 8, 128))
+    assert [described.layers(tp)[0].token_bytes for tp in (1, 2, 8, 16)] == [4096, 2048, 512, 512]
+    assert described.layers(2, width=1)[0].token_bytes == 1024 and described.layers(2, 1, 4)[0].token_bytes == 2 * 4 * (
+        128 + 4
+    )
+    assert tp_choices(described, 16) == [1, 2, 4, 8, 16]
+    assert "32 attention heads" in str(tp_problem(described, 3)) and "heads of keys" in str(
         tp_problem(decoder(Attention(24, 8, 64)), 6)
     )
     assert tp_problem(decoder(Attention(32, 8, 64), State(((12, 4),), 6)), 4) == "6 heads of a recurrent block"
@@ -85,8 +87,8 @@ def test_no_cache_no_requests():
 
 def test_a_state_is_kept_for_each_drafted_token():
     """Of a Gated DeltaNet a state more, each with an input of the convolution more for each drafted token."""
-    one = decoder(State(((300, 2), (1000, 4)), 2, 100), Attention(4, 2, 32))
-    plain, drafting = one.layers(1), one.layers(1, drafts=3)
+    described = decoder(State(((300, 2), (1000, 4)), 2, 100), Attention(4, 2, 32))
+    plain, drafting = described.layers(1), described.layers(1, drafts=3)
     assert plain[0].state_bytes == 300 * 2 + 1000 * 4 and drafting[0].state_bytes == plain[0].state_bytes + 3 * 100 * 2
     assert plain[1] == drafting[1]
     blocks = pool(drafting, 16, 16).blocks(16, 16)

@@ -34,12 +34,12 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
 
 
-def recipe(model: Path, **given):
-    return resolve({"model": str(model), **given}).recipe
+def recipe(model: Path, **settings):
+    return resolve({"model": str(model), **settings}).recipe
 
 
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "settings"),
     [
         ("llava", {"scheme": "rtn", "options": {"group_size": 32, "symmetric": False}}),
         ("llava", {"scheme": "w8a16", "skip": [r"layers\.0\."]}),
@@ -48,9 +48,9 @@ def recipe(model: Path, **given):
         ("llava", {"scheme": "nvfp4", "options": {"activations": 16, "rounding": "rtn"}}),
     ],
 )
-def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, given):
+def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, settings):
     """Oracle: the manifest of the real run, and the files themselves within the size of their headers."""
-    chosen = recipe(models[name], out=str(tmp_path / "out"), **given)
+    chosen = recipe(models[name], out=str(tmp_path / "out"), **settings)
     planned = make_plan(chosen)
     size = quantize(chosen).manifest["size"]
     assert (planned.bytes_before, planned.bytes_after) == (size["weights_before"], size["weights_after"])
@@ -59,14 +59,14 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, given
 
 def test_a_scheme_gives_groups_to_another(models):
     """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
-    given = {"scheme": "nvfp4", "options": {"last": 1}}
-    made = make_plan(recipe(models["llava"], **given), refuse=False)
+    keys = {"scheme": "nvfp4", "options": {"last": 1}}
+    made = make_plan(recipe(models["llava"], **keys), refuse=False)
     formats = {(row.group, row.format): row.blocks for row in made.rows}
     blocks = len(made.blocks)
     assert formats["qkv", "w8a8 fp8 channel"] == formats["o", "w8a8 fp8 channel"] == blocks
     assert formats["gate_up", "w4a4 nvfp4"] == formats["down", "w4a4 nvfp4"] == blocks - 1
     assert formats["gate_up", "w8a8 fp8 channel"] == 1
-    refused = resolve({"model": str(models["llava"]), "target": "a100", **given}, refuse=False).recipe
+    refused = resolve({"model": str(models["llava"]), "target": "a100", **keys}, refuse=False).recipe
     assert any("no FP8 tensor cores" in problem for problem in make_plan(refused, refuse=False).problems)
 
 
@@ -147,7 +147,7 @@ def test_skip(models):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"scheme": "rtn", "skip": ["up_proj"]}, "is left but not .*gate_proj"),
         ({"scheme": "rtn", "skip": ["upproj"]}, "'upproj' matches no linear layer; names look like"),
@@ -157,9 +157,9 @@ def test_skip(models):
         ({"scheme": "rtn", "skip": ["layers"]}, "quantizes nothing"),
     ],
 )
-def test_problems(models, given, message):
+def test_problems(models, settings, message):
     with pytest.raises(UserError, match=message):
-        make_plan(recipe(models["llava"], **given))
+        make_plan(recipe(models["llava"], **settings))
 
 
 def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
@@ -182,9 +182,9 @@ def test_target_limits_are_checked(models):
 
 def test_calibration_need_and_memory(models):
     free, calibrated = (make_plan(recipe(models["llava"], scheme=scheme)) for scheme in ("rtn", "gptq"))
-    more = make_plan(recipe(models["llava"], scheme="gptq", calibrate={"samples": 256}))
+    larger = make_plan(recipe(models["llava"], scheme="gptq", calibrate={"samples": 256}))
     assert not free.needs_data and calibrated.needs_data
-    assert free.peak_bytes < calibrated.peak_bytes < more.peak_bytes
+    assert free.peak_bytes < calibrated.peak_bytes < larger.peak_bytes
     assert calibrated.peak_bytes < make_plan(recipe(models["llava"], scheme="qronos")).peak_bytes
     assert make_plan(recipe(models["llava"], scheme="rtn", kv_cache="fp8")).needs_data
 
@@ -194,9 +194,9 @@ def test_label():
     assert label(Scheme(Format("int", 4, 64, symmetric=False))) == "w4a16 int g64 asym"
 
 
-def bad(model: Path, engine: str = "vllm", **given) -> dict[str, str]:
-    found = findings(resolve({"model": str(model), **given}, refuse=False).recipe, engine)
-    return {finding.name: finding.detail for finding in found if not finding.ok}
+def bad(model: Path, engine: str = "vllm", **settings) -> dict[str, str]:
+    report = findings(resolve({"model": str(model), **settings}, refuse=False).recipe, engine)
+    return {finding.name: finding.detail for finding in report if not finding.ok}
 
 
 def test_check_finds_nothing_wrong(models, tmp_path):
@@ -207,13 +207,13 @@ def test_check_finds_nothing_wrong(models, tmp_path):
 def test_check_says_that_vllm_cannot_load_the_source_as_it_is(models, tmp_path):
     """As transformers saves it; what is written is in order, so nothing stands in the way."""
     saved = tiny.build("llava", tmp_path / "saved", hub_names=False)
-    found = {}
+    names = {}
     for folder in (models["llava"], saved):
         all_of = findings(recipe(folder, scheme="rtn"), "vllm")
-        found[folder] = next(each for each in all_of if each.name == "names")
+        names[folder] = next(each for each in all_of if each.name == "names")
         assert all(each.ok for each in all_of)
-    assert found[models["llava"]].detail == "vLLM finds every tensor by its name"
-    assert "'vision_tower.vision_model." in found[saved].detail and "can't load" in found[saved].detail
+    assert names[models["llava"]].detail == "vLLM finds every tensor by its name"
+    assert "'vision_tower.vision_model." in names[saved].detail and "can't load" in names[saved].detail
 
 
 def test_a_buffer_of_old_transformers_is_left_out(models, tmp_path):
@@ -232,13 +232,13 @@ def test_a_buffer_of_old_transformers_is_left_out(models, tmp_path):
 
 def test_check_lists_everything(models, tmp_path):
     (tmp_path / "out").mkdir()
-    given = {"scheme": "gptq", "target": "cpu", "options": {"bits": 8, "group_size": 96}, "out": str(tmp_path / "out")}
-    found = bad(models["llava"], **given)
-    assert set(found) == {"vllm: decoder", "shapes", "calibration", "output"}
+    keys = {"scheme": "gptq", "target": "cpu", "options": {"bits": 8, "group_size": 96}, "out": str(tmp_path / "out")}
+    problems = bad(models["llava"], **keys)
+    assert set(problems) == {"vllm: decoder", "shapes", "calibration", "output"}
 
 
 @pytest.mark.parametrize(
-    ("engine", "given", "message"),
+    ("engine", "settings", "message"),
     [
         ("sglang", {"scheme": "fp8", "target": "a100"}, "weight-only on A100"),
         ("sglang", {"scheme": "awq", "target": "cpu"}, "NVIDIA GPU"),
@@ -248,12 +248,12 @@ def test_check_lists_everything(models, tmp_path):
         ("tensorrt-llm", {"scheme": "fp8", "target": "a100"}, "--scheme fp8"),
     ],
 )
-def test_other_engines_refuse(models, engine, given, message):
-    assert message in bad(models["llava"], engine, **given)[f"{engine}: decoder"]
+def test_other_engines_refuse(models, engine, settings, message):
+    assert message in bad(models["llava"], engine, **settings)[f"{engine}: decoder"]
 
 
 @pytest.mark.parametrize(
-    ("engine", "given"),
+    ("engine", "settings"),
     [
         ("sglang", {"scheme": "rtn", "target": "h100"}),
         ("lmdeploy", {"scheme": "rtn"}),
@@ -261,8 +261,8 @@ def test_other_engines_refuse(models, engine, given, message):
         ("transformers", {"scheme": "w8a16"}),
     ],
 )
-def test_other_engines_accept(models, engine, given):
-    assert bad(models["llava"], engine, **given) == {}
+def test_other_engines_accept(models, engine, settings):
+    assert bad(models["llava"], engine, **settings) == {}
 
 
 def test_check_knows_head_sizes_and_processor_files(models, tmp_path):

@@ -19,28 +19,28 @@ from vlmcompress.planning.served_model import open_model
 @pytest.mark.parametrize("name", ["llava", "qwen2-5-vl", "gemma3", "internvl"])
 def test_the_decoders_work_is_that_of_tokens(name, checkpoint):
     path = checkpoint(name)
-    found = open_model(path)
+    model = open_model(path)
     expected = cost.plan(path, [(64, 64)], "what?", []).full
-    visual = [expected.visual] * len(found.decoder.blocks)
-    done = roofline.work(found, visual, expected.prompt - expected.visual, [], expected.visual)
-    head = found.meta_model.get_output_embeddings().weight.numel()
+    visual = [expected.visual] * len(model.decoder.blocks)
+    done = roofline.work(model, visual, expected.prompt - expected.visual, [], expected.visual)
+    head = model.meta_model.get_output_embeddings().weight.numel()
     assert done.linear - head + done.attention == expected.multiply_adds
 
 
 @pytest.mark.parametrize(("name", "patches"), [("llava", [16]), ("qwen2-vl", [64])])
 def test_the_towers_work_is_what_torch_counts(name, patches, checkpoint):
     """Oracle: torch's own counter on the tower of the meta model, whose attention it counts without windows."""
-    found = open_model(checkpoint(name))
+    model = open_model(checkpoint(name))
     tokens = sum(patches) // (4 if name == "qwen2-vl" else 1)
-    inner = found.meta_model.model
+    inner = model.meta_model.model
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         if name == "llava":
-            size = found.config["vision_config"]["image_size"]
-            rows = inner.vision_tower(torch.zeros(1, 3, size, size, dtype=found.meta_model.dtype)).last_hidden_state
+            size = model.config["vision_config"]["image_size"]
+            rows = inner.vision_tower(torch.zeros(1, 3, size, size, dtype=model.meta_model.dtype)).last_hidden_state
             inner.multi_modal_projector(rows[:, 1:])
         else:
-            blocks, width = inner.visual.blocks, found.config["vision_config"]
-            hidden = torch.zeros(patches[0], width["embed_dim"], dtype=found.meta_model.dtype)
+            blocks, width = inner.visual.blocks, model.config["vision_config"]
+            hidden = torch.zeros(patches[0], width["embed_dim"], dtype=model.meta_model.dtype)
             inner.visual.patch_embed(
                 torch.zeros(patches[0], inner.visual.patch_embed.proj.weight[0].numel(), dtype=hidden.dtype)
             )
@@ -48,7 +48,7 @@ def test_the_towers_work_is_what_torch_counts(name, patches, checkpoint):
                 block.attn.qkv(hidden), block.attn.proj(hidden), block.mlp(hidden)
             inner.visual.merger(hidden)
     counted = counter.get_total_flops() // 2
-    ours = roofline.tower(found, patches, tokens)
+    ours = roofline.tower(model, patches, tokens)
     if name == "qwen2-vl":
         ours -= len(inner.visual.blocks) * 2 * patches[0] ** 2 * hidden.shape[1]  # attention, which was not run
     assert ours == pytest.approx(
@@ -76,26 +76,26 @@ def test_a_token_meets_some_experts_alone(tmp_path):
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]})
     config.architectures, config.dtype = ["Qwen3VLMoeForConditionalGeneration"], "bfloat16"
     config.save_pretrained(tmp_path)
-    found = open_model(tmp_path)
-    assert (found.decoder.experts, found.decoder.active) == (8, 2) and found.spec is not None
+    model = open_model(tmp_path)
+    assert (model.decoder.experts, model.decoder.active) == (8, 2) and model.spec is not None
     attention = 64 * (64 + 2 * 32) + 64 * 64
     expert = 3 * 64 * 32
-    assert [block.entries for block in roofline.blocks(found)] == [attention + 64 * 8 + 2 * expert] * 2
-    total = sum(spec.nbytes for spec in found.stored.values())
-    about = roofline.read(found, total)
+    assert [block.entries for block in roofline.blocks(model)] == [attention + 64 * 8 + 2 * expert] * 2
+    total = sum(spec.nbytes for spec in model.stored.values())
+    about = roofline.read(model, total)
     assert about.routed == pytest.approx(2 * 2 * 8 * expert)
-    assert roofline.step_bytes(about, found, 3, 10.0) == pytest.approx(about.always + about.routed / 4 + 30)
+    assert roofline.step_bytes(about, model, 3, 10.0) == pytest.approx(about.always + about.routed / 4 + 30)
 
 
 def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
-    found = open_model(checkpoint("llava"))
-    total = sum(spec.nbytes for spec in found.stored.values())
-    model = found.meta_model.model
+    llava = open_model(checkpoint("llava"))
+    total = sum(spec.nbytes for spec in llava.stored.values())
+    model = llava.meta_model.model
     decoder = (
         sum(p.numel() for p in model.language_model.layers.parameters()) + model.language_model.norm.weight.numel()
     )
-    head = found.meta_model.lm_head.weight.numel()
-    about = roofline.read(found, total)
+    head = llava.meta_model.lm_head.weight.numel()
+    about = roofline.read(llava, total)
     assert (about.always, about.routed) == (pytest.approx(2 * (decoder + head)), 0)
 
 

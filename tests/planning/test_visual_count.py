@@ -21,8 +21,8 @@ SIZES = [(64, 64), (200, 90), (90, 260)]
 
 
 def rule(path) -> Rule:
-    found = open_model(path)
-    return Rule(path, found.config, found.pictures)
+    model = open_model(path)
+    return Rule(path, model.config, model.pictures)
 
 
 def test_images_are_those_of_tokens(family, checkpoint):
@@ -37,8 +37,8 @@ def test_images_are_those_of_tokens(family, checkpoint):
         except UserError:  # a family that is not reduced
             expected = cost.plan(path, sizes, "what?", [])
         assert counted.tokens == expected.full.visual
-        for one in chosen if expected.reduced else []:
-            assert kept(counted, one, open_model(path).spec) == expected.reduced[str(one)].visual
+        for choice in chosen if expected.reduced else []:
+            assert kept(counted, choice, open_model(path).spec) == expected.reduced[str(choice)].visual
         assert counted.largest >= max(layout.tokens for layout in counted.images)
 
 

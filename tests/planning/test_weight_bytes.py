@@ -42,13 +42,13 @@ def test_every_family_awq(family, checkpoint, quantized):
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "w8a16", "rtn"])
 def test_other_formats(scheme, checkpoint, samples, tmp_path):
     source = checkpoint("qwen2-5-vl")
-    given = {
+    settings = {
         "model": str(source),
         "out": str(tmp_path / "out"),
         "scheme": scheme,
         "calibrate": {"data": str(samples), "samples": 4},
     }
-    quantize(resolve(given).recipe)
+    quantize(resolve(settings).recipe)
     row = next(row for row in weight_bytes.formats(open_model(source), None) if scheme in (row.name, *row.others))
     assert row.stored == bytes_on_disk(tmp_path / "out")
     assert row.stored == json.loads((tmp_path / "out" / MANIFEST).read_text())["size"]["weights_after"]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.quant_data import inputs, output_error, statistics, weight
-from vlmcompress.numerics import fake_quantize, find_params, find_ranges, fit, round_to_nearest
+from vlmcompress.numerics import fake_quantize, find_params, find_ranges, round_to_nearest, scale_from_range
 from vlmcompress.quantizers import awq, rtn, solve
-from vlmcompress.quantizers._joint_ranges import RATIOS
+from vlmcompress.quantizers._ranges import RATIOS
 
 
 def rounded(w, fmt, scale_dtype, importance, ratio=1.0):
@@ -43,9 +43,9 @@ def test_search_matches_brute_force(symmetric, duo):
         for s in scales
     ]
     best = min(range(len(scales)), key=losses.__getitem__)
-    found = awq.smooth(weights, stats, options)
+    scale = awq.smooth(weights, stats, options)
     assert best > 0, "the test needs inputs on which scaling pays"
-    torch.testing.assert_close(found, scales[best])
+    torch.testing.assert_close(scale, scales[best])
 
 
 def test_a_sample_of_rows_chooses_as_well_as_all():
@@ -57,8 +57,8 @@ def test_a_sample_of_rows_chooses_as_well_as_all():
     fmt, gram = awq.scheme(options).weights, stats.gram()
     scales = torch.stack([torch.ones(128), *awq.candidates(weights, stats, options)])
     losses = awq._losses(torch.cat(weights), scales, gram, fmt, torch.bfloat16)
-    found = awq.smooth(weights, stats, options)
-    chosen = next(i for i, s in enumerate(scales) if torch.equal(s, found))
+    scale = awq.smooth(weights, stats, options)
+    chosen = next(i for i, s in enumerate(scales) if torch.equal(s, scale))
     assert losses[chosen] <= 1.02 * min(losses) < 0.9 * losses[0]
 
 
@@ -69,12 +69,12 @@ def test_candidates_match_llmcompressor():
     relative = (w.abs().view(-1, 32) / (w.abs().view(-1, 32).amax(1, keepdim=True) + 1e-6)).view_as(w).mean(0)
     x_mean = x.abs().mean(0)
     candidates = awq.candidates([w], statistics(x), options)
-    for ratio, found in zip((0, 1 / 3, 2 / 3, 1), candidates[4:], strict=True):
+    for ratio, candidate in zip((0, 1 / 3, 2 / 3, 1), candidates[4:], strict=True):
         s = (x_mean.pow(ratio) / (relative.pow(1 - ratio) + 1e-4)).clamp(min=1e-4)
-        torch.testing.assert_close(found, s / (s.max() * s.min()).sqrt())
-    for ratio, found in zip((1 / 4, 2 / 4, 3 / 4, 1), candidates[:4], strict=True):  # and without duo scaling
+        torch.testing.assert_close(candidate, s / (s.max() * s.min()).sqrt())
+    for ratio, candidate in zip((1 / 4, 2 / 4, 3 / 4, 1), candidates[:4], strict=True):  # and without duo scaling
         s = x_mean.pow(ratio).clamp(min=1e-4)
-        torch.testing.assert_close(found, s / (s.max() * s.min()).sqrt())
+        torch.testing.assert_close(candidate, s / (s.max() * s.min()).sqrt())
 
 
 def test_duo_is_never_worse_than_the_published_family():
@@ -85,11 +85,11 @@ def test_duo_is_never_worse_than_the_published_family():
         stats, options = statistics(x), awq.Options(group_size=32)
         scales = torch.stack([torch.ones(128), *awq.candidates(weights, stats, options)])
         losses = awq._losses(weights[0], scales, stats.gram(), awq.scheme(options).weights, torch.bfloat16)
-        found = awq.smooth(weights, stats, options)
+        scale = awq.smooth(weights, stats, options)
         alone = awq.smooth(weights, stats, awq.Options(group_size=32, duo=False))
         loss, published = (
             awq._losses(weights[0], s[None], stats.gram(), awq.scheme(options).weights, torch.bfloat16)[0]
-            for s in (found, alone)
+            for s in (scale, alone)
         )
         assert loss == pytest.approx(float(losses.min())) and loss <= published * (1 + 1e-6)
         won.add(bool(loss < published * (1 - 1e-6)))
@@ -103,10 +103,10 @@ def test_never_worse_than_rounding_to_nearest(seed, bits, symmetric, clip):
     x = inputs(64, tokens=200, seed=seed)
     weights = [weight(16, 64, seed), weight(24, 64, seed + 1)]
     kind = {"bits": bits, "group_size": 32, "symmetric": symmetric}
-    found = effective(weights, statistics(x), awq.Options(**kind, clip=clip))
+    effective_weights = effective(weights, statistics(x), awq.Options(**kind, clip=clip))
     stats, plain_options = statistics(x), rtn.Options(**kind)
     plain = [rtn.quantize(w, stats, plain_options, torch.bfloat16).dequantize(torch.float32) for w in weights]
-    ours = sum(output_error(x, new, w) for new, w in zip(found, weights, strict=True))
+    ours = sum(output_error(x, new, w) for new, w in zip(effective_weights, weights, strict=True))
     theirs = sum(output_error(x, new, w) for new, w in zip(plain, weights, strict=True))
     assert ours <= theirs * (1 + 1e-4)
 
@@ -116,7 +116,7 @@ def test_clip_search_matches_brute_force():
     x, w = inputs(96, tokens=300), weight(12, 96)
     fmt, steps = awq.scheme(awq.Options(group_size=32, symmetric=True)).weights, 10
     gram = statistics(x).gram()
-    found = awq._best_ratio(w, find_ranges(w, fmt, gram.diagonal()), gram, fmt, steps, {"scale_dtype": torch.bfloat16})
+    chosen = awq._best_ratio(w, find_ranges(w, fmt, gram.diagonal()), gram, fmt, steps, {"scale_dtype": torch.bfloat16})
     ratios = [1 - k * 0.5 / steps for k in range(steps)]
     for g in range(3):
         columns = slice(32 * g, 32 * g + 32)
@@ -125,7 +125,7 @@ def test_clip_search_matches_brute_force():
             d = (rounded(w, fmt, torch.bfloat16, statistics(x).gram().diagonal(), ratio) - w)[:, columns]
             errors.append((x[:, columns].double() @ d.double().T).square().sum(0))
         expected = torch.tensor([ratios[k] for k in torch.stack(errors).argmin(0)])
-        torch.testing.assert_close(found[:, g], expected)
+        torch.testing.assert_close(chosen[:, g], expected)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -136,9 +136,9 @@ def test_a_sweep_matches_brute_force(symmetric):
     fmt, gram = awq.scheme(options).weights, statistics(x).gram()
     params = awq.clipped(w, gram, fmt, 10, scale_dtype=torch.bfloat16)
     low, high = find_ranges(w, fmt, gram.diagonal())
-    edge = {"scale_dtype": torch.bfloat16, "edge": fmt.edges[0]}
-    tried = [params, *(fit(w, low * ratio, high * ratio, fmt, **edge) for ratio in RATIOS)]
-    values = torch.stack([fake_quantize(w, *one, fmt) for one in tried])
+    kwargs = {"scale_dtype": torch.bfloat16, "max_code": fmt.max_codes[0]}
+    tried = [params, *(scale_from_range(w, low * ratio, high * ratio, fmt, **kwargs) for ratio in RATIOS)]
+    values = torch.stack([fake_quantize(w, *scales, fmt) for scales in tried])
     expected = values[0].clone()
     for row in range(len(w)):
         for g in range(3):
@@ -149,18 +149,18 @@ def test_a_sweep_matches_brute_force(symmetric):
                 errors.append(output_error(x, changed[None], w[row : row + 1]))
             if (best := min(range(len(errors)), key=errors.__getitem__)) > 0:
                 expected[row, columns] = values[best - 1, row, columns]
-    found = awq.quantize(w, statistics(x), options, torch.bfloat16).dequantize(torch.float32)
+    quantized = awq.quantize(w, statistics(x), options, torch.bfloat16).dequantize(torch.float32)
     before = awq.quantize(w, statistics(x), replace(options, clip_sweeps=0), torch.bfloat16).dequantize(torch.float32)
-    assert output_error(x, found, w) == pytest.approx(output_error(x, expected, w), rel=1e-3)
-    assert output_error(x, found, w) < 0.95 * output_error(x, before, w)
+    assert output_error(x, quantized, w) == pytest.approx(output_error(x, expected, w), rel=1e-3)
+    assert output_error(x, quantized, w) < 0.95 * output_error(x, before, w)
     twice = awq.quantize(w, statistics(x), replace(options, clip_sweeps=2), torch.bfloat16).dequantize(torch.float32)
     for row in range(len(w)):  # no row ever gets worse
-        errors = [output_error(x, one[row : row + 1], w[row : row + 1]) for one in (before, found, twice)]
+        errors = [output_error(x, scales[row : row + 1], w[row : row + 1]) for scales in (before, quantized, twice)]
         assert errors[0] * (1 + 1e-4) >= errors[1] >= errors[2] * (1 - 1e-4)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"objective": "output"}, "'gram', 'block' or 'both'"),
         ({"objective": "block", "balance": "ratio"}, "'gram' or 'both'"),
@@ -168,9 +168,9 @@ def test_a_sweep_matches_brute_force(symmetric):
         ({"clip": False, "clip_sweeps": 1}, "clip_sweeps needs clip true"),
     ],
 )
-def test_bad_options(given, message):
+def test_bad_options(fields, message):
     with pytest.raises(ValueError, match=message):
-        awq.Options(**given)
+        awq.Options(**fields)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -192,5 +192,5 @@ def test_uniform_inputs_are_left_alone_or_improved():
     x, w = torch.randn(300, 64), weight(16, 64)
     stats, options = statistics(x), awq.Options(bits=8, group_size=32, clip=False)
     plain = rtn.quantize(w, None, rtn.Options(bits=8, group_size=32, symmetric=False), torch.bfloat16)
-    found = effective([w], stats, options)[0]
-    assert output_error(x, found, w) <= output_error(x, plain.dequantize(torch.float32), w) * (1 + 1e-4)
+    effective_weight = effective([w], stats, options)[0]
+    assert output_error(x, effective_weight, w) <= output_error(x, plain.dequantize(torch.float32), w) * (1 + 1e-4)

@@ -41,8 +41,8 @@ def test_statistics_are_weighted_means_of_the_modalities(balance):
     torch.testing.assert_close(stats.absmean().double(), mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(stats.absmax().double(), top, rtol=1e-5, atol=1e-6)
     s = torch.rand(WIDTH) + 0.1
-    one, other = stats.rescaled(s), collected(parts).rescaled(s).balanced(balance)
-    assert torch.equal(one.gram(), other.gram()) and torch.equal(one.absmax(), other.absmax())
+    balanced, other = stats.rescaled(s), collected(parts).rescaled(s).balanced(balance)
+    assert torch.equal(balanced.gram(), other.gram()) and torch.equal(balanced.absmax(), other.absmax())
     assert torch.equal(GroupStats.from_state_dict(stats.state_dict()).gram(), stats.gram())
 
 
@@ -73,8 +73,8 @@ def test_mbq_is_the_published_sum_of_means():
         vision, answer = ((parts[name] @ change.T).square().mean() for name in ("vision", "answer"))
         return float(answer + rho * vision)
 
-    found = [float((change @ stats.balanced("mbq").gram() * change).sum()) for change in changes]
-    assert found[0] / found[1] == pytest.approx(published(changes[0]) / published(changes[1]), rel=1e-4)
+    sums = [float((change @ stats.balanced("mbq").gram() * change).sum()) for change in changes]
+    assert sums[0] / sums[1] == pytest.approx(published(changes[0]) / published(changes[1]), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
@@ -88,14 +88,14 @@ def test_weighing_is_repeating_tokens(name, balance, repeat):
 
     Weights that are the counts themselves (1 : 3 : 0.5) change nothing. Scales, search and clipping all have to agree.
     """
-    found = run(name, collected(tokens()), balance=balance)
+    results = run(name, collected(tokens()), balance=balance)
     expected = run(name, collected(tokens(), repeat))
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
-    for one, other in zip(found[1:], expected[1:], strict=True):
-        alike = torch.isclose(one, other, rtol=1e-2, atol=1e-5).all(1)  # float32 sums differ: a rounding may tip
+    torch.testing.assert_close(results[0], expected[0], rtol=1e-4, atol=1e-5)
+    for tensor, other in zip(results[1:], expected[1:], strict=True):
+        alike = torch.isclose(tensor, other, rtol=1e-2, atol=1e-5).all(1)  # float32 sums differ: a rounding may tip
         assert alike.double().mean() >= 0.9
     if repeat is not None:
-        assert not torch.allclose(found[1], run(name, collected(tokens()))[1], atol=1e-3), "the balance must matter"
+        assert not torch.allclose(results[1], run(name, collected(tokens()))[1], atol=1e-3), "the balance must matter"
 
 
 def test_awq_minimizes_mbqs_objective():
@@ -129,14 +129,14 @@ def test_weighted_gptq_is_optimal_brain_quantization_of_the_weighted_hessian():
 def test_balance_lowers_the_loss_it_names(name):
     """The mean loss over modalities falls against pooling, and all weight on one modality serves that one best."""
     parts, w = tokens(), weight(40, WIDTH, 0)
-    found = {}
+    loss_by_balance = {}
     for key in ("off", "ratio", *MODALITIES):
         balance = {m: float(m == key) for m in MODALITIES} if key in MODALITIES else key
         s, new, _ = run(name, collected(parts), bits=3, balance=balance)
-        found[key] = losses(parts, new / s, w)
-    assert sum(found["ratio"].values()) < sum(found["off"].values())
+        loss_by_balance[key] = losses(parts, new / s, w)
+    assert sum(loss_by_balance["ratio"].values()) < sum(loss_by_balance["off"].values())
     for m in MODALITIES:
-        assert found[m][m] == min(loss[m] for loss in found.values())
+        assert loss_by_balance[m][m] == min(loss[m] for loss in loss_by_balance.values())
 
 
 @pytest.mark.parametrize("balance", ["ratio", {"text": 1, "vision": 2, "answer": 0}], ids=str)
@@ -156,7 +156,7 @@ def test_off_is_the_default_and_changes_no_bit(name):
     method, stats = REGISTRY.get(name), collected(tokens())
     assert method.Options().balance == "off" and stats.balanced("off") is stats
     default, off = run(name, stats), run(name, stats, balance="off")
-    assert all(torch.equal(one, other) for one, other in zip(default, off, strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(default, off, strict=True))
     options, w = method.Options(**METHODS[name]), weight(40, WIDTH)
     direct = method.quantize(w, stats, options, torch.bfloat16)
     assert torch.equal(direct.q, solve(method, [w], stats, options, torch.bfloat16).weights[0].q)

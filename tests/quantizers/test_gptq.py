@@ -42,8 +42,8 @@ def test_no_worse_than_llmcompressor(rows, width, symmetric, actorder):
     zero = torch.zeros_like(ours.scale, dtype=torch.int8) if symmetric else ours.zero_point
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=128, symmetric=symmetric, actorder=actorder)
     gram = stats.gram()[None].clone()
-    found, _, _ = theirs.quantize_weight(w[None].clone(), gram, ours.scale[None], zero[None], None, args)
-    assert output_error(x, ours.dequantize(torch.float32), w) <= 1.01 * output_error(x, found[0], w)
+    theirs_quantized, _, _ = theirs.quantize_weight(w[None].clone(), gram, ours.scale[None], zero[None], None, args)
+    assert output_error(x, ours.dequantize(torch.float32), w) <= 1.01 * output_error(x, theirs_quantized[0], w)
 
 
 @settings(max_examples=20, deadline=None)
@@ -96,6 +96,6 @@ def test_dead_inputs_widen_no_range(symmetric):
     large = w.clone()
     large[:, 7::32] *= 30
     options = gptq.Options(group_size=32, symmetric=symmetric)
-    found, expected = (gptq.quantize(each, statistics(x), options, torch.bfloat16) for each in (large, w))
+    quantized, expected = (gptq.quantize(each, statistics(x), options, torch.bfloat16) for each in (large, w))
     live = x.any(0)
-    assert torch.equal(found.scale, expected.scale) and torch.equal(found.q[:, live], expected.q[:, live])
+    assert torch.equal(quantized.scale, expected.scale) and torch.equal(quantized.q[:, live], expected.q[:, live])

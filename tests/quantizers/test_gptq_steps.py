@@ -17,11 +17,11 @@ from vlmcompress.numerics import (
     find_global_scale,
     find_params,
     find_ranges,
-    fit,
     round_to_nearest,
+    scale_from_range,
 )
 from vlmcompress.quantizers import _ranges, awq, gptq, gptq_plus, smooth, solve
-from vlmcompress.quantizers._descent import descend
+from vlmcompress.quantizers._coordinate_descent import descend
 
 
 def error(q: QTensor, w: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
@@ -38,20 +38,20 @@ def grid(fmt: Format) -> torch.Tensor:
     return torch.arange(fmt.qmin, fmt.qmax + 1, dtype=torch.float64)
 
 
-def slow_descent(w, found, gram, sweeps, refit):
+def slow_descent(w, start, gram, sweeps, refit):
     """Coordinate descent one number at a time, in float64: each scale by least squares over its group, each code by trying
     all of them; the scales of 128 columns before their codes."""
-    zeros = None if found.zero_point is None else found.zero_point.double()
+    zeros = None if start.zero_point is None else start.zero_point.double()
     rows = [
-        slow_row(w[i].double(), found, i, 0 if zeros is None else zeros[i], gram.double(), sweeps, refit)
+        slow_row(w[i].double(), start, i, 0 if zeros is None else zeros[i], gram.double(), sweeps, refit)
         for i in range(len(w))
     ]
     return torch.stack(rows)
 
 
-def slow_row(w, found, row, zeros, gram, sweeps, refit):
+def slow_row(w, start, row, zeros, gram, sweeps, refit):
     """The values `[in]` that one row ends with."""
-    steps, codes, every = found.step[row].double(), found.q[row].double(), grid(found.format)
+    steps, codes, every = start.step[row].double(), start.q[row].double(), grid(start.format)
     size = len(w) // len(steps)
     shift = torch.zeros_like(w) + (zeros if isinstance(zeros, int) else zeros.repeat_interleave(size))
 
@@ -70,9 +70,9 @@ def slow_row(w, found, row, zeros, gram, sweeps, refit):
                 if not c.any():
                     continue
                 new = steps.clone()
-                wanted = steps[g] + c @ gram @ left(codes, steps) / error(c)
-                new[g] = as_written(wanted, found)
-                if wanted > 0 and error(left(codes, new)) < error(left(codes, steps)):
+                target = steps[g] + c @ gram @ left(codes, steps) / error(c)
+                new[g] = as_written(target, start)
+                if target > 0 and error(left(codes, new)) < error(left(codes, steps)):
                     steps = new
             for column in span:
                 tried = codes.repeat(len(every), 1)
@@ -81,11 +81,11 @@ def slow_row(w, found, row, zeros, gram, sweeps, refit):
     return (codes - shift) * steps.repeat_interleave(size)
 
 
-def as_written(scale: torch.Tensor, found: QTensor) -> torch.Tensor:
+def as_written(scale: torch.Tensor, quantized: QTensor) -> torch.Tensor:
     """A scale as the format stores it."""
-    if found.global_scale is None:
-        return scale.to(found.scale.dtype).double()
-    return (scale.float() * found.global_scale).to(torch.float8_e4m3fn).float().div(found.global_scale).double()
+    if quantized.global_scale is None:
+        return scale.to(quantized.scale.dtype).double()
+    return (scale.float() * quantized.global_scale).to(torch.float8_e4m3fn).float().div(quantized.global_scale).double()
 
 
 def start(fmt: Format, w: torch.Tensor) -> QTensor:
@@ -105,12 +105,12 @@ FORMATS = [
 def test_descent_is_one_number_after_another(fmt, refit):
     """Codes may differ only where a value sits on a rounding boundary in float32."""
     w, stats = weight(12, 48), statistics(inputs(48, tokens=300))
-    found = start(fmt, w)
+    quantized = start(fmt, w)
     fast = descend(
-        [w[:5], w[5:]], [found_rows(found, slice(5)), found_rows(found, slice(5, 12))], stats.gram(), 2, refit
+        [w[:5], w[5:]], [found_rows(quantized, slice(5)), found_rows(quantized, slice(5, 12))], stats.gram(), 2, refit
     )
     fast = torch.cat([q.dequantize(torch.float32) for q in fast]).double()
-    slow = slow_descent(w, found, stats.gram(), 2, refit)
+    slow = slow_descent(w, quantized, stats.gram(), 2, refit)
     assert torch.isclose(fast, slow, atol=1e-6).all(1).double().mean() >= 0.8
 
 
@@ -126,8 +126,8 @@ def test_the_error_never_rises(seed, fmt, refit):
     x = inputs(48, tokens=100, seed=seed)
     x[:, 5] = 0
     w, gram = weight(10, 48, seed), statistics(x).gram()
-    found = start(fmt, w)
-    errors = [error(descend([w], [found], gram, sweeps, refit)[0], w, gram) for sweeps in range(4)]
+    quantized = start(fmt, w)
+    errors = [error(descend([w], [quantized], gram, sweeps, refit)[0], w, gram) for sweeps in range(4)]
     for before, after in itertools.pairwise(errors):
         assert (after <= before * (1 + 1e-5) + 1e-9).all()
     assert errors[3].sum() < 0.95 * errors[0].sum()
@@ -138,19 +138,19 @@ def test_descent_against_all_codes_there_are():
     search ends at least as low as every neighbour, and often at the best."""
     fmt, width = Format("int", 2, -1), 5
     w, gram = weight(16, width), statistics(inputs(width, tokens=50)).gram()
-    found = start(fmt, w)
+    quantized = start(fmt, w)
     every = torch.tensor(list(itertools.product(range(-2, 2), repeat=width)), dtype=torch.int8)
     errors = torch.stack(
-        [error(QTensor(q.expand(16, -1), found.scale, None, fmt), w, gram) for q in every]
+        [error(QTensor(q.expand(16, -1), quantized.scale, None, fmt), w, gram) for q in every]
     )  # [4^5, 16]
-    best = QTensor(every[errors.argmin(0)], found.scale, None, fmt)
+    best = QTensor(every[errors.argmin(0)], quantized.scale, None, fmt)
     assert torch.equal(descend([w], [best], gram, 3, refit=False)[0].q, best.q)
-    ended = descend([w], [found], gram, 20, refit=False)[0]
+    ended = descend([w], [quantized], gram, 20, refit=False)[0]
     least = error(ended, w, gram)
     for row, q in enumerate(ended.q):
         neighbours = (every != q).sum(1) <= 1
         assert least[row] <= errors[neighbours, row].min() * (1 + 1e-5)
-    assert (least <= errors.amin(0) * (1 + 1e-5)).double().mean() > error(found, w, gram).le(
+    assert (least <= errors.amin(0) * (1 + 1e-5)).double().mean() > error(quantized, w, gram).le(
         errors.amin(0) * 1.00001
     ).double().mean()
 
@@ -159,8 +159,8 @@ def test_descent_against_all_codes_there_are():
 def test_searched_ranges_are_the_best_of_those_tried(fmt):
     """Oracle: each share by itself, for each row and group; never worse than the plain range."""
     w, v = weight(12, 64), torch.rand(64)
-    how = {"scale_dtype": torch.bfloat16, "global_scale": find_global_scale([w]) if fmt.nvfp4 else None}
-    scale, zero = _ranges.least_error(w, v, fmt, 9, **how)
+    kwargs = {"scale_dtype": torch.bfloat16, "global_scale": find_global_scale([w]) if fmt.nvfp4 else None}
+    scale, zero = _ranges.least_error(w, v, fmt, 9, **kwargs)
     low, high = find_ranges(w, fmt)
     top = 1.2 if fmt.symmetric else 1.0
 
@@ -168,8 +168,11 @@ def test_searched_ranges_are_the_best_of_those_tried(fmt):
         d = gap(w, scale, zero, fmt)
         return (d.square() * v).view(*scale.shape, -1).sum(-1)
 
-    tried = [counted(*fit(w, low * r, high * r, fmt, edge=fmt.edges[0], **how)) for r in torch.linspace(top, 0.4, 9)]
-    plain = counted(*find_params(w, fmt, importance=v, **how))
+    tried = [
+        counted(*scale_from_range(w, low * r, high * r, fmt, max_code=fmt.max_codes[0], **kwargs))
+        for r in torch.linspace(top, 0.4, 9)
+    ]
+    plain = counted(*find_params(w, fmt, importance=v, **kwargs))
     assert torch.allclose(counted(scale, zero), torch.stack([plain, *tried]).amin(0))
     assert (counted(scale, zero) < 0.99 * plain).any()
 
@@ -232,14 +235,14 @@ def test_gptq_plus_is_gptq_with_all_steps(bits):
     """The same codes, and on tokens that it has not seen less error than either method in the same format."""
     x, w = inputs(128, tokens=4000), weight(64, 128)
     stats, left = statistics(x[:2000]), {}
-    given = {"bits": bits, "group_size": 32, "symmetric": False}
-    every = gptq.Options(**given, smooth="feedback", clip=True, sweeps=2)
+    fields = {"bits": bits, "group_size": 32, "symmetric": False}
+    every = gptq.Options(**fields, smooth="feedback", clip=True, sweeps=2)
     plus = gptq_plus.Options(bits=bits, group_size=32)
     for name, method, options in (
         ("plus", gptq_plus, plus),
         ("steps", gptq, every),
-        ("gptq", gptq, gptq.Options(**given)),
-        ("awq", awq, awq.Options(**given)),
+        ("gptq", gptq, gptq.Options(**fields)),
+        ("awq", awq, awq.Options(**fields)),
     ):
         left[name] = output_error(x[2000:], rounded(method, w, stats, options)[0], w)
     assert gptq_plus.needs(plus).statistics == {"gram", "absmean"} and left["plus"] == left["steps"]
@@ -276,16 +279,18 @@ def test_smoothing_for_feedback_takes_what_feedback_leaves_least_of():
         assert torch.allclose(factor @ factor.T, h, rtol=1e-6)
         v = torch.empty(96)
         v[order] = factor.diagonal().square().float()
-        rounded = [round_to_nearest(w * s, fmt, scale_dtype=torch.bfloat16, edge=3.5) for w in weights]
+        rounded = [round_to_nearest(w * s, fmt, scale_dtype=torch.bfloat16, max_code=3.5) for w in weights]
         errors = [q.dequantize(torch.float32) - w * s for q, w in zip(rounded, weights, strict=True)]
         left.append(sum(float((e.square() * v).sum()) for e in errors))
-    found = smooth(gptq, weights, stats, options)
+    scale = smooth(gptq, weights, stats, options)
     best = min(range(len(left)), key=left.__getitem__)
-    assert best and torch.equal(found, scales[best - 1])
+    assert best and torch.equal(scale, scales[best - 1])
 
 
-@pytest.mark.parametrize("given", [{"smooth": "yes"}, {"clip": 1}, {"clip_grid": 2}, {"sweeps": -1}, {"refit": None}])
-def test_bad_steps(given):
-    (name,) = given
+@pytest.mark.parametrize(
+    "fields", [{"smooth": "yes"}, {"clip": 1}, {"clip_grid": 2}, {"sweeps": -1}, {"refit": None}]
+)
+def test_bad_steps(fields):
+    (name,) = fields
     with pytest.raises(ValueError, match=f"^{name} must be"):
-        gptq.Options(**given)
+        gptq.Options(**fields)

@@ -23,9 +23,9 @@ def test_candidates_are_the_published_grid():
     """Oracle: the formula element by element; the mean of a dead channel is 0."""
     mean = inputs(WIDTH).abs().mean(0)
     mean[3] = 0
-    found = mbq.candidates(mean, 20)
-    assert len(found) == 20 and torch.equal(found[0], torch.ones(WIDTH))
-    for k, s in enumerate(found):
+    scales = mbq.candidates(mean, 20)
+    assert len(scales) == 20 and torch.equal(scales[0], torch.ones(WIDTH))
+    for k, s in enumerate(scales):
         plain = [max(x ** (k / 20), 1e-4) for x in mean.tolist()]
         norm = (max(plain) * min(plain)) ** 0.5
         torch.testing.assert_close(s, torch.tensor([x / norm for x in plain]))
@@ -69,7 +69,7 @@ def test_gram_form_minimizes_the_squared_error_form(rho, symmetric):
     parts, options = tokens(), mbq.Options(group_size=32, symmetric=symmetric)
     weights, fmt = [weight(40, WIDTH, 0), weight(24, WIDTH, 1)], mbq.scheme(options).weights
     pooled = torch.cat(list(parts.values())).abs().mean(0)
-    scales, found = mbq.candidates(pooled, options.grid), []
+    scales, sums = mbq.candidates(pooled, options.grid), []
     gram = measured(rho).balanced("mbq").gram()
     for s in scales:
         total = 0.0
@@ -79,8 +79,8 @@ def test_gram_form_minimizes_the_squared_error_form(rho, symmetric):
             new = fake_quantize(w * s, *params, fmt) / s
             loss = losses(parts, new, w)
             total += loss["answer"] + rho * loss["vision"]
-        found.append(total)
-    best = min(range(len(scales)), key=found.__getitem__)
+        sums.append(total)
+    best = min(range(len(scales)), key=sums.__getitem__)
     assert best > 0 or rho < 0.1, "the test needs inputs on which scaling pays"
     chosen = smooth(mbq, weights, measured(rho), options)
     torch.testing.assert_close(scales[0] if chosen is None else chosen, scales[best])
@@ -96,9 +96,9 @@ def test_rho_decides():
 def test_weights_are_rounded_to_nearest():
     """No clipping and no error feedback after the search."""
     w, options = weight(40, WIDTH), mbq.Options(group_size=32)
-    found = solve(mbq, [w], measured(0.5), options, torch.bfloat16).weights[0]
+    quantized = solve(mbq, [w], measured(0.5), options, torch.bfloat16).weights[0]
     plain = round_to_nearest(w, mbq.scheme(options).weights, scale_dtype=torch.bfloat16)
-    assert torch.equal(found.q, plain.q) and torch.equal(found.scale, plain.scale)
+    assert torch.equal(quantized.q, plain.q) and torch.equal(quantized.scale, plain.scale)
 
 
 def test_needs_gradients():

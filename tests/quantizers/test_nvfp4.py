@@ -18,8 +18,8 @@ def effective(w: torch.Tensor, x: torch.Tensor, **options) -> torch.Tensor:
     s = smooth(nvfp4, [w], stats, chosen)
     if s is not None:
         w, stats = w * s, stats.rescaled(s)
-    (found,) = solve(nvfp4, [w], stats, chosen, torch.bfloat16).weights
-    return found.dequantize(torch.float32) / (1 if s is None else s)
+    (quantized,) = solve(nvfp4, [w], stats, chosen, torch.bfloat16).weights
+    return quantized.dequantize(torch.float32) / (1 if s is None else s)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,16 @@ def test_a_group_shares_one_global_scale(rounding):
     """It is that of all weights as one matrix, although one layer is ten times smaller."""
     x, weights = inputs(128), [weight(24, 128), 0.1 * weight(40, 128, 1)]
     stats = statistics(x)
-    found = solve(nvfp4, weights, stats, nvfp4.Options(rounding=rounding), torch.bfloat16).weights
-    assert all(torch.equal(q.global_scale, find_global_scale([torch.cat(weights)])) for q in found)
-    for q, w in zip(found, weights, strict=True):
+    quantized = solve(nvfp4, weights, stats, nvfp4.Options(rounding=rounding), torch.bfloat16).weights
+    assert all(torch.equal(q.global_scale, find_global_scale([torch.cat(weights)])) for q in quantized)
+    for q, w in zip(quantized, weights, strict=True):
         assert output_error(x, q.dequantize(torch.float32), w) < 0.02 * (x @ w.T).square().sum()
 
 
 def test_rtn_is_rounding_to_nearest():
     w, x = weight(24, 128), inputs(128)
-    for options, edge in (({}, None), ({"four_over_six": False}, 6.0)):
-        expected = round_to_nearest(w, NVFP4, edge=edge).dequantize(torch.float32)
+    for options, max_code in (({}, None), ({"four_over_six": False}, 6.0)):
+        expected = round_to_nearest(w, NVFP4, max_code=max_code).dequantize(torch.float32)
         assert torch.equal(effective(w, x, rounding="rtn", **options), expected)
 
 
@@ -79,7 +79,7 @@ def test_the_steps_around_feedback_lower_the_error():
     x, w = inputs(256, tokens=2000), weight(96, 256)
     steps = {"plain": {}, "smooth": {"smooth": "awq"}, "clip": {"clip": True}, "sweeps": {"sweeps": 1}}
     steps["all"] = {"smooth": "awq", "clip": True, "sweeps": 1}
-    error = {name: output_error(x, effective(w, x, rounding="gptq", **given), w) for name, given in steps.items()}
+    error = {name: output_error(x, effective(w, x, rounding="gptq", **step), w) for name, step in steps.items()}
     assert max(error["smooth"], error["clip"], error["sweeps"]) < 0.98 * error["plain"]
     assert error["all"] < min(error["smooth"], error["clip"], error["sweeps"])
     assert nvfp4.needs(nvfp4.Options(smooth="awq")).statistics == {"gram", "absmean", "absmax"}
@@ -97,8 +97,8 @@ def test_the_input_scale_covers_every_modality():
     """The largest input of all, whatever the balance, over the smoothing scale."""
     x, s = inputs(128), torch.linspace(0.5, 2, 128)
     stats, options = statistics(x).rescaled(s), nvfp4.Options(balance={"text": 1.0, "vision": 0.0, "answer": 0.0})
-    (found,) = {float(solve(nvfp4, [weight(24, 128)], stats, options, torch.bfloat16).input_scale)}
-    assert found == pytest.approx(448 * 6 / float((x / s).abs().max()), rel=1e-5)
+    (scale,) = {float(solve(nvfp4, [weight(24, 128)], stats, options, torch.bfloat16).input_scale)}
+    assert scale == pytest.approx(448 * 6 / float((x / s).abs().max()), rel=1e-5)
     assert nvfp4.input_scale(stats, nvfp4.Options(activations=16)) is None
 
 
@@ -113,7 +113,7 @@ def test_what_is_read_hangs_on_the_options():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"activations": 8}, "activations must be 4 or 16"),
         ({"rounding": "gptqq"}, "rounding must be"),
@@ -126,6 +126,6 @@ def test_what_is_read_hangs_on_the_options():
         ({"four_over_six": 1}, "four_over_six must be"),
     ],
 )
-def test_bad_options(given, message):
+def test_bad_options(fields, message):
     with pytest.raises(ValueError, match=message):
-        nvfp4.Options(**given)
+        nvfp4.Options(**fields)

@@ -72,10 +72,10 @@ def test_searches_that_the_model_is_needed_for(name, options, searches):
 def test_options_say_what_the_package_asks(name):
     options = REGISTRY.get(name).Options()
     assert isinstance(options, QuantizerOptions)
-    own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    assert options.bits == own.get("bits")
-    assert options.balance == ("mbq" if name == "mbq" else own.get("balance"))
-    assert dataclasses.asdict(options) == own
+    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    assert options.bits == fields.get("bits")
+    assert options.balance == ("mbq" if name == "mbq" else fields.get("balance"))
+    assert dataclasses.asdict(options) == fields
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

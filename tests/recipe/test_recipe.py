@@ -80,11 +80,11 @@ def test_options_are_those_of_the_scheme():
 def test_balance_as_people_write_it():
     """`off` is false in YAML; weights may come one by one."""
     for text, expected in (("off", "off"), ("ratio", "ratio"), ("{text: 0, vision: 0.5, answer: 1}", None)):
-        given = {"scheme": "awq"}
-        assign(given, f"options.balance={text}")
-        found = resolve(BASE | given).recipe
-        assert found.options.balance == (expected or {"text": 0.0, "vision": 0.5, "answer": 1.0})
-        assert found.plain()["options"]["balance"] == found.options.balance
+        keys = {"scheme": "awq"}
+        assign(keys, f"options.balance={text}")
+        resolved = resolve(BASE | keys).recipe
+        assert resolved.options.balance == (expected or {"text": 0.0, "vision": 0.5, "answer": 1.0})
+        assert resolved.plain()["options"]["balance"] == resolved.options.balance
 
 
 ERRORS = [
@@ -227,6 +227,6 @@ def test_every_flag_is_a_recipe_key():
     from vlmcompress.commands._flags import RECIPE_KEYS
     from vlmcompress.recipe import Calibrate
 
-    known = {*Recipe.model_fields, *(f"calibrate.{key}" for key in Calibrate.model_fields)}
-    known |= {f"options.{field.name}" for name in SCHEMES for field in dataclasses.fields(SCHEMES.get(name).Options)}
-    assert set(RECIPE_KEYS.values()) <= known
+    keys = {*Recipe.model_fields, *(f"calibrate.{key}" for key in Calibrate.model_fields)}
+    keys |= {f"options.{field.name}" for name in SCHEMES for field in dataclasses.fields(SCHEMES.get(name).Options)}
+    assert set(RECIPE_KEYS.values()) <= keys

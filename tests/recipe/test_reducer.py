@@ -88,10 +88,10 @@ def test_refused(text, message):
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("given", [None, 3, {"keep": 0.5}, {"method": 3}, ["dart"]])
-def test_recipes_that_say_no_method(given):
+@pytest.mark.parametrize("settings", [None, 3, {"keep": 0.5}, {"method": 3}, ["dart"]])
+def test_recipes_that_say_no_method(settings):
     with pytest.raises(UserError, match="write it like {method: dart, keep: 0.5}"):
-        read(given)
+        read(settings)
 
 
 def test_what_options_say_is_no_option():
@@ -110,12 +110,12 @@ def test_what_has_to_be_learnt():
         "dymu:0.5,thresholds=file.json": (True, False, False),
         "dymu:0.5,thresholds=[0.5, 0.25]": (True, False, True),
     }
-    found = {text: parse(text) for text in states}
-    assert {text: (c.options.learns, c.options.unlearnt, c.learnt) for text, c in found.items()} == states
-    *_, learnt = found.values()
+    choices = {text: parse(text) for text in states}
+    assert {text: (c.options.learns, c.options.unlearnt, c.learnt) for text, c in choices.items()} == states
+    *_, learnt = choices.values()
     assert str(learnt.asked_for) == "dymu:0.5" and learnt.label == "dymu:0.5 (learnt thresholds)"
-    assert found["tome:0.5"].with_thresholds((0.5,)) == found["tome:0.5"]
-    assert [same(learnt, other) for other in found.values()] == [False, True, True, True]
+    assert choices["tome:0.5"].with_thresholds((0.5,)) == choices["tome:0.5"]
+    assert [same(learnt, other) for other in choices.values()] == [False, True, True, True]
     assert not same(learnt, learnt.with_thresholds((0.5, 0.5))) and not same(learnt, None) and same(None, None)
 
 
@@ -188,7 +188,7 @@ def test_stages_that_contradict(layer, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({}, "should have keep"),
         ({"keep": 0}, "greater than 0"),
@@ -198,9 +198,9 @@ def test_stages_that_contradict(layer, message):
         ({"share": 0.5}, "unknown key 'resize.share'"),
     ],
 )
-def test_resize_values(given, message):
+def test_resize_values(settings, message):
     with pytest.raises(UserError, match=message):
-        Recipe.of("nowhere", scheme="none", resize=given)
+        Recipe.of("nowhere", scheme="none", resize=settings)
 
 
 def test_resize_is_written_as_read():

@@ -19,52 +19,52 @@ OTHERS = {"w4a8-int": "packed g128"}  # what others write, of a format that we w
 
 
 @pytest.fixture(scope="module")
-def found() -> Answers:
+def answers() -> Answers:
     pytest.importorskip("vllm")
     return asked(MACHINES)
 
 
 @pytest.mark.engine
-def test_the_table_is_vllms_choice(found):
-    assert found == json.loads((ROOT / "eval" / "kernels.json").read_text())
+def test_the_table_is_vllms_choice(answers):
+    assert answers == json.loads((ROOT / "eval" / "kernels.json").read_text())
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", NAMES)
-def test_kernels_are_those_that_vllm_picks(found, name):
+def test_kernels_are_those_that_vllm_picks(answers, name):
     target = targets.get(name)
     for key in FORMATS:
-        picked = ours(found, name, key)
+        picked = ours(answers, name, key)
         if key in target.refused:
             assert (key, machine_of(target)) in FAIL or not any(picked.values()), f"{key}: vLLM runs it in {picked}"
             continue
         words = {word and word.removesuffix(" (16 bits)") for word in picked.values()}
-        stated = {known for known in CLASSES if known in (target.kernel(key) or "")}
+        stated = {kernel for kernel in CLASSES if kernel in (target.kernel(key) or "")}
         assert words == stated, f"{key}: vLLM picks {picked}, the target says {target.kernel(key)}"
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", NAMES)
-def test_formats_computed_in_16_bits_are_said_to_be(found, name):
+def test_formats_computed_in_16_bits_are_said_to_be(answers, name):
     target = targets.get(name)
     in_16_bits = {
         key
         for key in FORMATS
-        if any(picked and picked.endswith("(16 bits)") for picked in ours(found, name, key).values())
+        if any(picked and picked.endswith("(16 bits)") for picked in ours(answers, name, key).values())
     }
     assert in_16_bits == set(target.weight_only)
 
 
 @pytest.mark.engine
-def test_other_w4a8_is_computed_in_16_bits_everywhere(found):
-    for machine, own in found.items():
-        assert (word(own["w4a8-int"]["packed g128"], "w4a8-int") or "").endswith("(16 bits)"), machine
+def test_other_w4a8_is_computed_in_16_bits_everywhere(answers):
+    for machine, formats in answers.items():
+        assert (word(formats["w4a8-int"]["packed g128"], "w4a8-int") or "").endswith("(16 bits)"), machine
 
 
 @pytest.mark.engine
-def test_the_way_round_the_int8_kernel(found):
-    assert found["10.0"]["w8a8-int"]["rows"]["kernel"] == WORKAROUND
-    assert found[f"10.0 without {WORKAROUND}"]["w8a8-int"]["rows"]["kernel"] == "TritonInt8ScaledMMLinearKernel"
+def test_the_way_round_the_int8_kernel(answers):
+    assert answers["10.0"]["w8a8-int"]["rows"]["kernel"] == WORKAROUND
+    assert answers[f"10.0 without {WORKAROUND}"]["w8a8-int"]["rows"]["kernel"] == "TritonInt8ScaledMMLinearKernel"
     assert f"VLLM_DISABLED_KERNELS={WORKAROUND}" in (targets.get("b200").refusal("w8a8-int") or "")
 
 
@@ -83,12 +83,12 @@ def test_formats_are_what_they_are_called():
                 assert format_key(scheme_of(config["config_groups"]["group_0"])) == key
 
 
-def ours(found: Answers, name: str, key: str) -> dict[str, str | None]:
+def ours(answers: Answers, name: str, key: str) -> dict[str, str | None]:
     """Kind of a format that we may write, and whose shape the target takes -> the word of the kernel."""
     target = targets.get(name)
     limit = target.limits.get(key, targets.Limit())
     kinds = {}
-    for kind, answer in found[machine_of(target)][key].items():
+    for kind, answer in answers[machine_of(target)][key].items():
         group = FORMATS[key][kind]["config_groups"]["group_0"]["weights"].get("group_size") or -1
         problem = limit.problem(*SHAPES.get(kind, SHAPE), group)
         if problem:

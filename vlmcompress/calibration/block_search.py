@@ -149,8 +149,10 @@ def _rounded(layer: nn.Linear, scale: Tensor, stock: bool) -> Iterator[None]:
 def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme, stock: bool) -> Callable[[Tensor], Tensor]:
     dtype, act = layer.weight.dtype, scheme.activations
     weight = layer.weight.float() * scale
-    edge = scheme.weights.qmax + 0.5 if stock else None
-    weight = fake_quantize(weight, *find_params(weight, scheme.weights, scale_dtype=dtype, edge=edge), scheme.weights)
+    max_code = scheme.weights.qmax + 0.5 if stock else None
+    weight = fake_quantize(
+        weight, *find_params(weight, scheme.weights, scale_dtype=dtype, max_code=max_code), scheme.weights
+    )
     if act is None:
         weight = weight.to(dtype)
         return lambda input: nn.functional.linear((input / scale).to(dtype), weight, layer.bias)

@@ -10,8 +10,8 @@ Conventions, the same as compressed-tensors 0.19 (a test holds us to it), so tha
 * Integers are signed, `qmin = -2^(b-1)`, `qmax = 2^(b-1) - 1`, for symmetric *and* asymmetric formats; `q` and `z`
   are int8. Formats that store unsigned codes add `2^(b-1)` to both.
 * Symmetric: `s = max|W| / qmax`, or `max|W| / (qmax + 1/2)`, whose step is finer and whose largest value lands half a step
-  outside and is clamped: whichever errs less, for each scale by itself. compressed-tensors takes the second (`edge`), engines
-  any. `z` is None.
+  outside and is clamped: whichever errs less, for each scale by itself. compressed-tensors takes the second
+  (`max_code`), engines any. `z` is None.
 * Asymmetric: `s = (max - min) / (2^b - 1)` over a range widened to hold 0, `z = round(qmin - min / s)`, so 0 stays
   exact.
 * float8_e4m3fn: `s = max|W| / 448`, `q` is a float8 tensor.
@@ -36,11 +36,11 @@ from vlmcompress.numerics._rounding import (
     fake_quantize,
     find_params,
     find_ranges,
-    fit,
-    leftover,
     quantize,
+    remainder,
     residual,
     row_chunks,
+    scale_from_range,
 )
 from vlmcompress.numerics._tensors import QTensor, quantize_with, round_activations, round_to_nearest
 
@@ -60,9 +60,9 @@ __all__ = [
     "find_global_scale",
     "find_params",
     "find_ranges",
-    "fit",
+    "scale_from_range",
     "label",
-    "leftover",
+    "remainder",
     "pack_fp4",
     "quantize",
     "quantize_with",

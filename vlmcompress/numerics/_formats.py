@@ -67,7 +67,7 @@ class Format:
         return float(2 ** (self.bits - 1) - 1)
 
     @cached_property
-    def edges(self) -> tuple[float, ...]:
+    def max_codes(self) -> tuple[float, ...]:
         """Codes at which the largest magnitude of a symmetric piece may be put; of equal errors the first is taken."""
         if self.kind == "int":
             return self.qmax + 0.5, self.qmax

@@ -46,8 +46,8 @@ def find_global_scale(tensors: Iterable[Tensor]) -> Tensor:
 
 def divisor(largest: Tensor) -> Tensor:
     """Compute `448 * 6 / largest`, float32 `[1]`, for the largest magnitude of a matrix; 1 where that is no number."""
-    found = FLOAT8_MAX * FLOAT4_MAX / largest.float().clamp_min(torch.finfo(torch.float32).tiny)
-    return found.nan_to_num(nan=1.0, posinf=1.0).view(1)
+    ratio = FLOAT8_MAX * FLOAT4_MAX / largest.float().clamp_min(torch.finfo(torch.float32).tiny)
+    return ratio.nan_to_num(nan=1.0, posinf=1.0).view(1)
 
 
 def on_grid(scale: Tensor, divided: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ def on_grid(scale: Tensor, divided: Tensor) -> Tensor:
 
 def stored(scale: Tensor) -> Tensor:
     """Round float32 scales, times the global scale, to float8; zero becomes the type's epsilon."""
-    found = scale.clamp(max=FLOAT8_MAX).to(FLOAT8)
-    return torch.where(found.float() == 0, torch.finfo(FLOAT8).eps, found.float()).to(FLOAT8)
+    rounded = scale.clamp(max=FLOAT8_MAX).to(FLOAT8)
+    return torch.where(rounded.float() == 0, torch.finfo(FLOAT8).eps, rounded.float()).to(FLOAT8)
 
 
 def pack_fp4(q: Tensor) -> Tensor:
@@ -81,11 +81,11 @@ def pack_fp4(q: Tensor) -> Tensor:
 def unpack_fp4(packed: Tensor) -> Tensor:
     """The 4-bit floats of bytes `packed [out, in / 2]` as float8 `[out, in]`; the inverse of `pack_fp4`."""
     table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=packed.device).to(FLOAT8).view(torch.uint8)
-    found = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.uint8, device=packed.device)
+    values = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.uint8, device=packed.device)
     for rows in _rows(packed):
         codes = torch.stack((packed[rows] & 15, packed[rows] >> 4), -1)
-        found[rows] = table[codes.int()].flatten(-2)
-    return found.view(FLOAT8)
+        values[rows] = table[codes.int()].flatten(-2)
+    return values.view(FLOAT8)
 
 
 def _rows(x: Tensor) -> list[slice]:

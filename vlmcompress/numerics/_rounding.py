@@ -21,7 +21,7 @@ def find_params(
     scale_dtype: torch.dtype = torch.float32,
     ratio: float | Tensor = 1.0,
     importance: Tensor | None = None,
-    edge: float | None = None,
+    max_code: float | None = None,
     global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point that cover `ratio` of the range of each piece of `w`.
@@ -33,7 +33,7 @@ def find_params(
         ratio: at most 1; less clips the largest values for a finer step. A number, or a tensor shaped like the scale.
         importance: weight of a squared error in each column, at least 0: `[in]` (the diagonal of a Gram matrix), or
             `[out, in]`; None: all alike. Columns of weight 0 widen no range, unless all of a piece have it.
-        edge: the code at which the largest magnitude of a symmetric piece is put; None: the one of `fmt.edges` with the
+        max_code: the code at which the largest magnitude of a symmetric piece is put; None: the one of `fmt.max_codes` with the
             least error of rounding to nearest.
         global_scale: of NVFP4, the number `[1]` that scales are stored relative to; None: that of the ranges given here,
             which is near enough to compare ways of rounding.
@@ -43,8 +43,8 @@ def find_params(
         float32, rounded to what is stored: float8 over the global scale.
     """
     low, high = find_ranges(w, fmt, importance)
-    how = {"scale_dtype": scale_dtype, "edge": edge, "global_scale": global_scale}
-    return fit(w, low.mul_(ratio), high.mul_(ratio), fmt, importance=importance, **how)  # type: ignore[arg-type]
+    kwargs = {"scale_dtype": scale_dtype, "max_code": max_code, "global_scale": global_scale}
+    return scale_from_range(w, low.mul_(ratio), high.mul_(ratio), fmt, importance=importance, **kwargs)  # type: ignore[arg-type]
 
 
 def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tup
     return low, high
 
 
-def fit(
+def scale_from_range(
     w: Tensor,
     low: Tensor,
     high: Tensor,
@@ -67,7 +67,7 @@ def fit(
     *,
     scale_dtype: torch.dtype = torch.float32,
     importance: Tensor | None = None,
-    edge: float | None = None,
+    max_code: float | None = None,
     global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """What `find_params` returns, for pieces of `w` that are to cover `low` to `high`, as of `find_ranges`."""
@@ -77,13 +77,16 @@ def fit(
         return scale, zero.to(torch.int8)
     top = torch.maximum(-low, high)
     divided = _fp4.divisor(top.amax()) if fmt.nvfp4 and global_scale is None else global_scale
-    tried = [as_stored(top / code, fmt, scale_dtype, divided) for code in (fmt.edges if edge is None else (edge,))]
+    tried = [
+        as_stored(top / code, fmt, scale_dtype, divided)
+        for code in (fmt.max_codes if max_code is None else (max_code,))
+    ]
     if len(tried) == 1:
         return tried[0], None
     first, second = tried
     every = [slice(None)] if fmt.group == 0 else row_chunks(w)
-    found = [_less_error(w[rows].float(), first[rows], second[rows], _of(importance, rows), fmt) for rows in every]
-    return torch.cat(found), None
+    scales = [_less_error(w[rows].float(), first[rows], second[rows], _of(importance, rows), fmt) for rows in every]
+    return torch.cat(scales), None
 
 
 def as_stored(scale: Tensor, fmt: Format, scale_dtype: torch.dtype, global_scale: Tensor | None = None) -> Tensor:
@@ -126,7 +129,7 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     return codes * scale if zero_point is None else (codes - zero_point) * scale
 
 
-def leftover(
+def remainder(
     x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *, out: Tensor | None = None
 ) -> Tensor:
     """What remains of `x` without the values that its float32 `codes` stand for; `out`: where to put it, may be `x`."""
@@ -156,22 +159,22 @@ def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format)
 
 def fake_quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
     """`dequantize(quantize(w))` in float32 `[out, in]`, without going through the storage dtype."""
-    found = torch.empty_like(w, dtype=torch.float32, memory_format=torch.contiguous_format)
+    rounded = torch.empty_like(w, dtype=torch.float32, memory_format=torch.contiguous_format)
     for rows in row_chunks(w):
         spread, zeros = _spread(scale, zero_point, rows)
-        part = encode(_pieces(w[rows].float(), fmt), spread, zeros, fmt, out=_pieces(found[rows], fmt))
+        part = encode(_pieces(w[rows].float(), fmt), spread, zeros, fmt, out=_pieces(rounded[rows], fmt))
         (part if zeros is None else part.sub_(zeros)).mul_(spread)
-    return found
+    return rounded
 
 
 def residual(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
     """`w - fake_quantize(w)`, what rounding takes away from `w [out, in]`; float32."""
-    found = torch.empty_like(w, dtype=torch.float32, memory_format=torch.contiguous_format)
+    rest = torch.empty_like(w, dtype=torch.float32, memory_format=torch.contiguous_format)
     for rows in row_chunks(w):
         pieces, (spread, zeros) = _pieces(w[rows].float(), fmt), _spread(scale, zero_point, rows)
-        part = encode(pieces, spread, zeros, fmt, out=_pieces(found[rows], fmt))
-        leftover(pieces, part if zeros is None else part.sub_(zeros), spread, None, out=part)
-    return found
+        part = encode(pieces, spread, zeros, fmt, out=_pieces(rest[rows], fmt))
+        remainder(pieces, part if zeros is None else part.sub_(zeros), spread, None, out=part)
+    return rest
 
 
 def _pieces(w: Tensor, fmt: Format) -> Tensor:
@@ -213,7 +216,7 @@ def _less_error(w: Tensor, first: Tensor, second: Tensor, importance: Tensor | N
     d = torch.empty_like(pieces)
     for scale in (first, second):
         spread, _ = _spread(scale, None)
-        leftover(pieces, encode(pieces, spread, None, fmt, out=d), spread, None, out=d).square_()
+        remainder(pieces, encode(pieces, spread, None, fmt, out=d), spread, None, out=d).square_()
         errors.append((d if importance is None else d.mul_(_counts(importance, w, fmt))).sum(-1).view_as(first))
     return torch.where(errors[1] < errors[0], second, first)
 

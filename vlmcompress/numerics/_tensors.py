@@ -64,7 +64,7 @@ def round_to_nearest(
     scale_dtype: torch.dtype = torch.float32,
     ratio: float | Tensor = 1.0,
     importance: Tensor | None = None,
-    edge: float | None = None,
+    max_code: float | None = None,
     global_scale: Tensor | None = None,
 ) -> QTensor:
     """Quantize `w [out, in]` to `fmt`, each element rounded to the nearest code; the other arguments are `find_params`'s.
@@ -73,8 +73,8 @@ def round_to_nearest(
     """
     if fmt.nvfp4 and global_scale is None:
         global_scale = _fp4.find_global_scale([w])
-    how = {"scale_dtype": scale_dtype, "edge": edge, "global_scale": global_scale}
-    params = find_params(w, fmt, ratio=ratio, importance=importance, **how)  # type: ignore[arg-type]
+    kwargs = {"scale_dtype": scale_dtype, "max_code": max_code, "global_scale": global_scale}
+    params = find_params(w, fmt, ratio=ratio, importance=importance, **kwargs)  # type: ignore[arg-type]
     return quantize_with(w, *params, fmt, global_scale)
 
 
@@ -93,7 +93,7 @@ def round_activations(x: Tensor, fmt: ActFormat, scale: Tensor | None = None) ->
     x = x.float()
     if fmt.nvfp4:
         divided = _fp4.find_global_scale([x]) if scale is None else scale.float()
-        steps, _ = find_params(x, NVFP4, edge=NVFP4.qmax, global_scale=divided)
+        steps, _ = find_params(x, NVFP4, max_code=NVFP4.qmax, global_scale=divided)
         return fake_quantize(x, steps, None, NVFP4)
     top = FLOAT8_MAX if fmt.kind == "float" else 2.0 ** (fmt.bits - 1) - 1
     if scale is None:

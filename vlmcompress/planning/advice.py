@@ -25,31 +25,31 @@ class Flag:
         return f"{self.name} {shlex.quote(self.value)}"
 
 
-def command(found: Capacity, row: Row, model: str, out: str = "OUT") -> str | None:
+def command(capacity: Capacity, row: Row, model: str, out: str = "OUT") -> str | None:
     """The call of `vlmcompress quantize` that writes the format; None where there is nothing to write."""
-    asked, name = found.request, row.weights.name
-    if row.weights.key == QUANTIZED or found.model.source is None:
+    request, name = capacity.request, row.weights.name
+    if row.weights.key == QUANTIZED or capacity.model.source is None:
         return None
-    kv = asked.kv_cache in ("fp8", "fp8_e4m3") and row.weights.scheme is not None
-    if row.weights.scheme is None and not asked.reduce:
+    kv = request.kv_cache in ("fp8", "fp8_e4m3") and row.weights.scheme is not None
+    if row.weights.scheme is None and not request.reduce:
         return None
     parts = ["vlmcompress", "quantize", model, "-o", out, "--scheme", "none" if row.weights.scheme is None else name]
-    parts += ["--target", asked.target_name] if asked.target_name else []
+    parts += ["--target", request.target_name] if request.target_name else []
     parts += ["--kv-cache", "fp8"] if kv else []
-    parts += ["--reduce", str(asked.reduce)] if asked.reduce else []
+    parts += ["--reduce", str(request.reduce)] if request.reduce else []
     return shlex.join(parts)
 
 
-def flags(found: Capacity, row: Row) -> list[Flag]:
+def flags(capacity: Capacity, row: Row) -> list[Flag]:
     """The flags of `vllm serve` for a format."""
-    asked, load = found.request, found.loads[found.served]
-    requests = math.floor(row.served[found.served].requests)
-    pictures = asked.pictures
-    given = []
-    if asked.tp > 1:
-        given.append(Flag("--tensor-parallel-size", str(asked.tp), "as asked"))
-    context = found.model.decoder.context
-    given.append(
+    request, load = capacity.request, capacity.loads[capacity.served]
+    requests = math.floor(row.served[capacity.served].requests)
+    pictures = request.pictures
+    serve_flags = []
+    if request.tp > 1:
+        serve_flags.append(Flag("--tensor-parallel-size", str(request.tp), "as asked"))
+    context = capacity.model.decoder.context
+    serve_flags.append(
         Flag(
             "--max-model-len",
             str(load.context),
@@ -61,43 +61,43 @@ def flags(found: Capacity, row: Row) -> list[Flag]:
             ),
         )
     )
-    most = max(1, min(requests, found.defaults.sequences))
+    most = max(1, min(requests, capacity.defaults.sequences))
     why = "more would not fit and be preempted" if most == requests else "vLLM's own limit; the cache holds more"
-    given.append(Flag("--max-num-seqs", str(most), why))
+    serve_flags.append(Flag("--max-num-seqs", str(most), why))
     limit = f'{{"image":{len(pictures.images)},"video":{int(pictures.video is not None)}}}'
-    given.append(Flag("--limit-mm-per-prompt", limit, "vLLM reserves memory for what a request may bring"))
-    if asked.kv_cache != "auto":
-        name = kv_cache.FLAGS.get(asked.kv_cache, asked.kv_cache)
-        given.append(Flag("--kv-cache-dtype", name, "as asked"))
-    if asked.speculative:
-        method, tokens = asked.speculative
-        given.append(
+    serve_flags.append(Flag("--limit-mm-per-prompt", limit, "vLLM reserves memory for what a request may bring"))
+    if request.kv_cache != "auto":
+        name = kv_cache.FLAGS.get(request.kv_cache, request.kv_cache)
+        serve_flags.append(Flag("--kv-cache-dtype", name, "as asked"))
+    if request.speculative:
+        method, tokens = request.speculative
+        serve_flags.append(
             Flag("--speculative-config", f'{{"method":"{method}","num_speculative_tokens":{tokens}}}', "as asked")
         )
-    return given
+    return serve_flags
 
 
-def reason(found: Capacity, row: Row) -> str:
+def reason(capacity: Capacity, row: Row) -> str:
     """Why this format is recommended."""
-    asked, weights = found.request, row.weights
+    request, weights = capacity.request, row.weights
     if weights.key == QUANTIZED:
         return "the checkpoint as it is"
-    if found.model.source is None:
+    if capacity.model.source is None:
         return "the model as it is: its family is not one that quantize knows"
-    base = next((other for other in found.rows if other.weights.scheme is None), row)
-    schemes = asked.target.schemes if asked.target else {}
+    base = next((other for other in capacity.rows if other.weights.scheme is None), row)
+    schemes = request.target.schemes if request.target else {}
     names = (weights.name, *weights.others)
     why = "the smallest that fits"
-    if asked.target and schemes.get(None) in names:
-        why = f"what {asked.target.title} serves best"
-    elif asked.target and schemes.get("memory") in names:
-        why = f"what {asked.target.title} serves best where memory is short"
+    if request.target and schemes.get(None) in names:
+        why = f"what {request.target.title} serves best"
+    elif request.target and schemes.get("memory") in names:
+        why = f"what {request.target.title} serves best where memory is short"
     if base is row or not base.fits:
         return f"{why}{'' if base is row else '; bf16 does not fit'}"
-    gain = row.served[found.served].requests / base.served[found.served].requests
+    gain = row.served[capacity.served].requests / base.served[capacity.served].requests
     return f"{why}; {gain:.2f} times the requests of bf16"
 
 
-def shown_model(found: Capacity) -> str:
+def shown_model(capacity: Capacity) -> str:
     """The model as people name it."""
-    return hub.shown(found.model.path)
+    return hub.shown(capacity.model.path)

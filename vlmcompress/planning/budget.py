@@ -50,7 +50,7 @@ class Budget:
     @property
     def largest(self) -> int:
         """The most bytes that an allocation within the budget writes."""
-        return self.fixed + min(self.nbytes, sum(max(own.values()) for own in self.sizes.values()))
+        return self.fixed + min(self.nbytes, sum(max(nbytes.values()) for nbytes in self.sizes.values()))
 
     def bits(self, nbytes: int) -> float:
         """Bits per weight of groups that take `nbytes` together."""
@@ -60,27 +60,27 @@ class Budget:
 def widths(recipe: Recipe) -> dict[str, QuantMethod]:
     """The widths of a recipe. Raises `UserError` for one that the scheme does not have or the target does not run."""
     assert recipe.bits is not None
-    among = recipe.bits.among
-    if among is None:
-        among = _default(recipe)
-    found = {str(one): _width(recipe, one) for one in among}
-    machine = targets.get(recipe.target) if recipe.target else None
-    for name, method in found.items():
-        if machine and (reason := machine.refusal(targets.format_key(method.scheme))):
+    among = recipe.bits.among or _default_widths(recipe)
+    table = {str(width): _method(recipe, width) for width in among}
+    target = targets.get(recipe.target) if recipe.target else None
+    for name, method in table.items():
+        if target and (reason := target.refusal(targets.format_key(method.scheme))):
             raise UserError(f"bits.among has {name}, and {reason}")
-    return found
+    return table
 
 
-def _default(recipe: Recipe) -> tuple[int | str, ...]:
+def _default_widths(recipe: Recipe) -> tuple[int | str, ...]:
+    """The widths where the recipe names none: those of `DEFAULT` that the target runs, and its 8-bit scheme for 8 bits."""
     if recipe.target is None:
         return DEFAULT
-    machine = targets.get(recipe.target)
-    runs = tuple(w for w in DEFAULT if not machine.refusal(targets.format_key(_width(recipe, w).scheme)))
-    wide = machine.schemes["throughput"]
+    target = targets.get(recipe.target)
+    runs = tuple(bits for bits in DEFAULT if not target.refusal(targets.format_key(_method(recipe, bits).scheme)))
+    wide = target.schemes["throughput"]
     return runs if 8 in runs or wide not in NAMED else (*runs, wide)
 
 
-def _width(recipe: Recipe, width: int | str) -> QuantMethod:
+def _method(recipe: Recipe, width: int | str) -> QuantMethod:
+    """The recipe's scheme at `width` bits, or the other scheme of that name. Raises `UserError` where there is no such."""
     options: Any = recipe.options
     if isinstance(width, int):
         if options.bits is None:
@@ -91,10 +91,10 @@ def _width(recipe: Recipe, width: int | str) -> QuantMethod:
         except ValueError as error:
             raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
     module = SCHEMES.get("none" if width == "bf16" else width)
-    own = module.Options()
-    if own.balance is not None and options.balance is not None:
-        own = dataclasses.replace(own, balance=options.balance)
-    return QuantMethod(module, own)
+    defaults = module.Options()
+    if defaults.balance is not None and options.balance is not None:
+        defaults = dataclasses.replace(defaults, balance=options.balance)
+    return QuantMethod(module, defaults)
 
 
 def budget_of(
@@ -128,47 +128,51 @@ def budget_of(
         raise UserError(
             "bits is shared out by statistics of the 16-bit model, which know no quantized blocks before; use gptq"
         )
-    exporter, target = recipe.exporter, recipe.target
-    found: dict[Key, dict[str, int]] = {}
+    exporter = recipe.exporter
+    sizes: dict[Key, dict[str, int]] = {}
     for group in groups:
         weights = source.weights(group)
         problems = {
-            name: list(shape_problems(source, group, method.scheme, exporter, target)) for name, method in table.items()
+            name: list(shape_problems(source, group, method.scheme, exporter, recipe.target))
+            for name, method in table.items()
         }
-        own = {name: _nbytes(method, weights, exporter) for name, method in table.items() if not problems[name]}
-        if not own:
+        nbytes = {name: _nbytes(method, weights, exporter) for name, method in table.items() if not problems[name]}
+        if not nbytes:
             raise UserError(next(iter(problems.values()))[0])
-        rest = found.get((group.layer, group.unit), dict.fromkeys(own, 0))
-        found[group.layer, group.unit] = {name: rest[name] + size for name, size in own.items() if name in rest}
-    memory = {f"{name}.weight" for group in groups for name in group.linears}
-    members = {name.removesuffix(".weight") for name in memory} | {source.names[name] for name in memory}
-    fixed = sum(spec.nbytes for name, spec in written.items() if name.partition(":")[0] not in members)
+        before = sizes.get((group.layer, group.unit), dict.fromkeys(nbytes, 0))
+        sizes[group.layer, group.unit] = {
+            name: before[name] + count for name, count in nbytes.items() if name in before
+        }
+    parameters = {f"{linear}.weight" for group in groups for linear in group.linears}
+    replaced = {name.removesuffix(".weight") for name in parameters} | {source.names[name] for name in parameters}
+    fixed = sum(spec.nbytes for name, spec in written.items() if name.partition(":")[0] not in replaced)
     count = sum(math.prod(weight.shape) for group in groups for weight in source.weights(group))
-    largest = sum(max(own.values()) for own in found.values())
-    budget = Budget(table, found, count, fixed, largest)
+    largest = sum(max(nbytes.values()) for nbytes in sizes.values())
+    budget = Budget(table, sizes, count, fixed, largest)
     return budget if recipe.bits is None else dataclasses.replace(budget, nbytes=_limit(recipe.bits, budget))
 
 
 def _limit(bits: Bits, budget: Budget) -> int:
     """Bytes for all groups. Raises `UserError` naming the smallest reachable where that is more."""
-    smallest = sum(min(own.values()) for own in budget.sizes.values())
+    smallest = sum(min(nbytes.values()) for nbytes in budget.sizes.values())
     if bits.max_size is not None:
         limit = parse_size(bits.max_size, "bits.max_size") - budget.fixed
         least = f"{math.ceil((budget.fixed + smallest) / 1000) / 1000:g}MB, of which {size(budget.fixed)} are not shared out"
-        asked = f"bits.max_size {bits.max_size}"
+        setting = f"bits.max_size {bits.max_size}"
     else:
         assert bits.budget is not None
         limit = math.floor(bits.budget * budget.weights / 8)
         least = f"{math.ceil(1e4 * budget.bits(smallest)) / 1e4:g} bits per weight, scales and zero points included"
-        asked = f"bits.budget {bits.budget:g}"
+        setting = f"bits.budget {bits.budget:g}"
     if smallest > limit:
         raise UserError(
-            f"{asked} can't be met with widths {', '.join(budget.widths)}; the smallest reachable is {least}"
+            f"{setting} can't be met with widths {', '.join(budget.widths)}; the smallest reachable is {least}"
         )
     return limit
 
 
 def _nbytes(method: QuantMethod, weights: Iterable[Spec], exporter: ModuleType) -> int:
+    """Bytes that weights take on disk with a method."""
     if method.scheme is None:
         return sum(weight.nbytes for weight in weights)
     stored = (exporter.specs(method.scheme, *weight.shape, weight.dtype) for weight in weights)

@@ -48,28 +48,28 @@ def looked_at(work: Plan) -> Preview | None:
     if source is None or (work.statistics and not (settings.data or _beside_statistics(work))):
         return None
     if settings.text is None:
-        found = preview(source, samples=settings.samples, seed=seed)
+        look = preview(source, samples=settings.samples, seed=seed)
     elif settings.samples < 2:
         raise UserError(f"calibrate.samples is {settings.samples}; with calibrate.text take at least 2")
     else:
-        found = _mixed(source, settings.text, settings.samples // 2, seed)
-    if found and found.whole and not work.statistics:
+        look = _mixed(source, settings.text, settings.samples // 2, seed)
+    if look and look.whole and not work.statistics:
         shown = {
-            "vision": sum(len(sample.images) for sample in found.samples),
+            "vision": sum(len(sample.images) for sample in look.samples),
             "text": 1,  # there is no question without words
-            "answer": sum(bool(sample.answer) for sample in found.samples),
+            "answer": sum(bool(sample.answer) for sample in look.samples),
         }
         check_balance(work.recipe, shown, source)
-    return found
+    return look
 
 
 def _mixed(source: str | Path, text: str, samples: int, seed: int) -> Preview | None:
     """A look at samples with images and as many of text alone, as `data.load_mixed` gives them."""
-    found, texts = preview(source, samples=samples, seed=seed), preview(text, samples=samples, seed=seed, text=True)
-    if found is None or texts is None:
+    images, texts = preview(source, samples=samples, seed=seed), preview(text, samples=samples, seed=seed, text=True)
+    if images is None or texts is None:
         return None
-    count = min(found.count, texts.count)
-    return Preview(2 * count, [*found.samples[:count], *texts.samples[:count]])
+    count = min(images.count, texts.count)
+    return Preview(2 * count, [*images.samples[:count], *texts.samples[:count]])
 
 
 def _beside_statistics(work: Plan) -> bool:

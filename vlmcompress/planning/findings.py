@@ -44,32 +44,32 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     if engine not in ENGINES:
         raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, ENGINES)}")
     target = targets.get(recipe.target) if recipe.target else None
-    found = [Finding("recipe", True, f"scheme {recipe.scheme} ({label(recipe.number_formats)})")]
-    found += _engine(recipe, target, engine)
+    report = [Finding("recipe", True, f"scheme {recipe.scheme} ({label(recipe.number_formats)})")]
+    report += _engine(recipe, target, engine)
     try:
         plan = make_plan(recipe, refuse=False)
     except UserError as error:
-        return [*found, Finding("model", False, str(error))]
-    found.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
-    found.append(_processor(recipe.model))
-    found += _names(plan, engine)
-    found += _reducer(plan, engine)
-    found += _draft(plan)
+        return [*report, Finding("model", False, str(error))]
+    report.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
+    report.append(_processor(recipe.model))
+    report += _names(plan, engine)
+    report += _reducer(plan, engine)
+    report += _draft(plan)
     if plan.problems:
-        found += [Finding("shapes", False, problem) for problem in plan.problems]
+        report += [Finding("shapes", False, problem) for problem in plan.problems]
     else:
-        found.append(Finding("shapes", True, f"{plan.linear_layers} linear layers can be quantized"))
-    found += _family(plan, target, engine)
+        report.append(Finding("shapes", True, f"{plan.linear_layers} linear layers can be quantized"))
+    report += _family(plan, target, engine)
     if target and engine == "vllm":
-        found.append(cache_finding(recipe, plan.source, target, everywhere=all(plan.blocks)))
+        report.append(cache_finding(recipe, plan.source, target, everywhere=all(plan.blocks)))
         if recipe.vision_attention:
-            found.append(_tower(target))
+            report.append(_tower(target))
     if not plan.problems:
-        found.append(_size(plan))
+        report.append(_size(plan))
         if target and target.memory:
-            found.append(_memory(plan, target))
-    found += _calibration(plan)
-    return [*found, *_output(recipe)]
+            report.append(_memory(plan, target))
+    report += _calibration(plan)
+    return [*report, *_output(recipe)]
 
 
 def _tower(target: Target) -> Finding:
@@ -91,7 +91,7 @@ def _output(recipe: Recipe) -> list[Finding]:
 
 def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]:
     """Whether the engine runs the number formats on the target."""
-    found = []
+    report = []
     parts: list[tuple[str, Any]] = [("decoder", recipe.number_formats)]
     if recipe.vision != "bf16":
         parts.append(("vision tower", recipe.vision_formats))
@@ -99,11 +99,11 @@ def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]
         key = targets.format_key(scheme)
         name = f"{engine}: {part}"
         if engine == "vllm":
-            found.append(_vllm(name, key, target))
+            report.append(_vllm(name, key, target))
             continue
         reason = _OTHERS[engine](key, scheme, target)
-        found.append(Finding(name, reason is None, reason or f"runs {label(scheme)}"))
-    return found
+        report.append(Finding(name, reason is None, reason or f"runs {label(scheme)}"))
+    return report
 
 
 def _vllm(name: str, key: str, target: Target | None) -> Finding:
@@ -162,8 +162,8 @@ def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     head = text.get("head_dim") or (hidden // heads if heads and hidden else None)
     if target.head_sizes and head and head not in target.head_sizes:
-        known = ", ".join(map(str, sorted(target.head_sizes)))
-        return [Finding("vllm: family", False, f"{target.title} has no attention for heads of {head}, only {known}")]
+        sizes = ", ".join(map(str, sorted(target.head_sizes)))
+        return [Finding("vllm: family", False, f"{target.title} has no attention for heads of {head}, only {sizes}")]
     return [Finding("vllm: family", True, f"{plan.source.spec.family} runs on {target.title}")]
 
 
@@ -238,15 +238,15 @@ def _memory(plan: Plan, target: Target) -> Finding:
 def _calibration(plan: Plan) -> list[Finding]:
     """Whether the run could read its calibration data, and how many samples they give."""
     try:
-        found = looked_at(plan)
+        preview = looked_at(plan)
     except UserError as error:
         return [Finding("calibration", False, str(error))]
     data = plan.recipe.calibrate.data
     if plan.statistics:
-        known = plan.statistics.facts["calibration"]
-        detail = f"statistics of {known['samples']} samples of '{known['source']}'"
-    elif found:
-        detail = f"{found.count} samples of {data or 'the images bundled with the demo model'}"
+        origin = plan.statistics.facts["calibration"]
+        detail = f"statistics of {origin['samples']} samples of '{origin['source']}'"
+    elif preview:
+        detail = f"{preview.count} samples of {data or 'the images bundled with the demo model'}"
     elif data and plan.reads_data:
         detail = f"{data}, which was not looked at"
     else:

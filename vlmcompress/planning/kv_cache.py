@@ -56,8 +56,8 @@ def width(name: str) -> Width:
 
 def has_scales(config: dict[str, Any]) -> bool:
     """Whether a checkpoint says that it brings scales for an FP8 cache."""
-    found = config.get("quantization_config") or {}
-    return bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))
+    quantization = config.get("quantization_config") or {}
+    return bool(quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"))
 
 
 def normalizes(model: nn.Module) -> bool:
@@ -84,21 +84,21 @@ def remarks(name: str, normalized: bool, target: Target | None, scales: bool) ->
             "fp8_e5m2 has two bits of mantissa and no scales, and is known to spoil Qwen2-VL and Qwen2.5-VL; use fp8"
         ]
     if name.startswith("fp8") and not name.endswith("head"):
-        found = [] if normalized else [f"FP8 cache: {risky}"]
+        lines = [] if normalized else [f"FP8 cache: {risky}"]
         if target and target.kv_fp8_refused:
-            found.append(f"FP8 cache: {target.kv_fp8_refused}")
+            lines.append(f"FP8 cache: {target.kv_fp8_refused}")
         elif target and target.kv_fp8:
-            found.append(f"FP8 cache on {target.title}: {target.kv_fp8}")
+            lines.append(f"FP8 cache on {target.title}: {target.kv_fp8}")
         if not scales:
-            found.append(
+            lines.append(
                 "FP8 cache: without scales in the checkpoint vLLM takes 1.0; quantize with --kv-cache fp8 calibrates them, "
                 "which since vLLM 0.28 nothing else does"
             )
         if ampere:
-            found.append(
+            lines.append(
                 "FP8 cache: A100 has no FP8 arithmetic; int8_per_token_head needs no scales and runs in Triton"
             )
-        return found
+        return lines
     if name not in ("auto", "bf16"):
         return []
     if ampere:

@@ -54,7 +54,7 @@ def arithmetic_type(scheme: Scheme | None) -> str:
 
 def blocks(model: Model) -> list[Block]:
     """The decoder's blocks as `hf_hooks.cost` counts them, where a token meets `active` of the experts."""
-    found = []
+    counts = []
     described = model.decoder
     layers: Any = model.meta_model.get_decoder()
     for block, about in zip(layers.layers, described.blocks, strict=True):
@@ -65,8 +65,8 @@ def blocks(model: Model) -> list[Block]:
                 entries += weight.numel() * described.active // described.experts if routed else weight.numel()
         queries = about.heads * about.head_dim if isinstance(about, Attention) else 0
         window = about.window if isinstance(about, Attention) else None
-        found.append(Block(entries, queries, 0, window))
-    return found
+        counts.append(Block(entries, queries, 0, window))
+    return counts
 
 
 def work(model: Model, visual: Sequence[int], text: int, patches: Sequence[int], full: int) -> Work:
@@ -81,9 +81,9 @@ def work(model: Model, visual: Sequence[int], text: int, patches: Sequence[int],
     linear = attention = 0
     for block, about, count in zip(blocks(model), model.decoder.blocks, visual, strict=True):
         n = count + text
-        seen = min(n, block.window or n)
+        span = min(n, block.window or n)
         linear += n * block.entries
-        attention += 2 * block.queries * (seen * (seen + 1) // 2 + (n - seen) * seen)
+        attention += 2 * block.queries * (span * (span + 1) // 2 + (n - span) * span)
         if isinstance(about, State):
             attention += 2 * n * sum(entries for entries, _ in about.parts)
     head = model.meta_model.get_output_embeddings()
@@ -145,12 +145,12 @@ def step_bytes(about: Read, model: Model, sequences: int, cache: float) -> float
     return about.always + about.routed * share + sequences * cache
 
 
-def prefill_seconds(found: Work, rates: Mapping[str, float], kind: str, devices: int) -> float | None:
+def prefill_seconds(prompt: Work, rates: Mapping[str, float], kind: str, devices: int) -> float | None:
     """The bound of a prefill; None where the machine's rates are not known."""
     fast, usual = rates.get(kind), rates.get("bf16")
     if not fast or not usual:
         return None
-    return 2 * (found.linear / fast + (found.attention + found.tower) / usual) / devices / 1e12
+    return 2 * (prompt.linear / fast + (prompt.attention + prompt.tower) / usual) / devices / 1e12
 
 
 def decode_seconds(

@@ -81,16 +81,16 @@ class Decoder:
             scale: bytes of a scale that each token has for each head's keys, and for its values.
             drafts: tokens that are drafted at once.
         """
-        found = []
+        layers = []
         for block in self.blocks:
             if isinstance(block, State):
-                more = block.drafted * drafts // tp * block.parts[0][1]
-                found.append(Layer(0, None, sum(n // tp * size for n, size in block.parts) + more))
+                drafted = block.drafted * drafts // tp * block.parts[0][1]
+                layers.append(Layer(0, None, sum(n // tp * size for n, size in block.parts) + drafted))
             elif block:
                 heads = max(1, block.kv_heads // tp)
                 content = block.head_dim * (width or self.itemsize) + scale
-                found.append(Layer(2 * heads * content, block.window, 0, heads))
-        return found
+                layers.append(Layer(2 * heads * content, block.window, 0, heads))
+        return layers
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
@@ -110,7 +110,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
             )
     vision: Any = config.get("vision_config")
     for key in _VISION if isinstance(vision, Mapping) else ():
-        for value in found if isinstance(found := vision.get(key), list) else [found]:
+        for value in sizes if isinstance(sizes := vision.get(key), list) else [sizes]:
             if value is not None and (type(value) is not int or value <= 0):
                 raise UserError(f"{file}: vision_config.{key} is {value!r}, not a whole number above zero; {restore}")
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
@@ -268,8 +268,8 @@ def open_model(path: Path) -> Model:
         spec = models.spec_for(config)
     except UserError:
         spec = None
-    found = config.get("quantization_config") or {}
-    quantized = str(found.get("quant_method") or "quantized") if found else ""
+    quantization = config.get("quantization_config") or {}
+    quantized = str(quantization.get("quant_method") or "quantized") if quantization else ""
     if spec and not quantized:
         source = Source.of(path) if weights else Source.outline(path)
         described = describe(source.meta_model)

@@ -128,8 +128,8 @@ class Rule:
         if self.spec.visual_grid == "shapes":
             factor = int(self.config.get("downsample_factor") or 2) ** 2
             return [piece.rows * piece.columns * factor for piece in layout.pieces]
-        one = (_first(vision.get("image_size"), 384) // _first(vision.get("patch_size"), 14)) ** 2
-        return [one] * (self._tiles(size) if self.spec.visual_grid == "anyres" else len(layout.pieces))
+        per_tile = (_first(vision.get("image_size"), 384) // _first(vision.get("patch_size"), 14)) ** 2
+        return [per_tile] * (self._tiles(size) if self.spec.visual_grid == "anyres" else len(layout.pieces))
 
     def _tiles(self, size: Size) -> int:
         from transformers.image_processing_utils import select_best_resolution
@@ -146,13 +146,13 @@ class Rule:
                 f"video {frames}x{width}x{height} is larger than {MOST_FRAMES:,} frames of {LARGEST / 1e6:.0f} Mpx"
             )
         family, vision = self.spec.family, self.config.get("vision_config") or {}
-        one = (_first(vision.get("image_size"), 384) // _first(vision.get("patch_size"), 14)) ** 2
+        per_tile = (_first(vision.get("image_size"), 384) // _first(vision.get("patch_size"), 14)) ** 2
         if family == "internvl":
             side = math.isqrt(int(self.processor.image_seq_length))
-            return (frames, side, side), one
+            return (frames, side, side), per_tile
         if family == "llava-onevision":
             side = math.isqrt(int(self.processor.num_image_tokens))
-            return (frames, math.ceil(side / 2), math.ceil(side / 2)), one
+            return (frames, math.ceil(side / 2), math.ceil(side / 2)), per_tile
         if self.spec.visual_grid == "thw":
             rows, columns = _video_grid(self.processor, self.spec, frames, width, height)
             merge = int(vision.get("spatial_merge_size") or 2) ** 2
@@ -185,12 +185,11 @@ def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None
 def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
     """Visual tokens in each decoder block: `left`, unless a method within the language model has another count by block."""
     grids = _grids(counted, chosen) if chosen and chosen.module.STAGE == "llm" else []
-    found = [chosen.left(grid, blocks) for grid in grids] if chosen else []
-    known = [one for one in found if one is not None]
-    if not known or len(known) < len(found):
+    counts = [chosen.left(grid, blocks) for grid in grids] if chosen else []
+    if not counts or None in counts:
         return [left] * blocks
     rest = counted.tokens - sum(math.prod(grid) for grid in grids)
-    return [rest + sum(block) for block in zip(*known, strict=True)]
+    return [rest + sum(block) for block in zip(*counts, strict=True)]  # type: ignore[arg-type]
 
 
 def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]]:
@@ -251,7 +250,7 @@ def _stand_in(path: Path, config: dict[str, Any], spec: ModelSpec) -> Any:
                 f"{note}, and an image has up to transformers' {image_processor.size['longest_edge'] / 1e6:.2f} Mpx",
             )
     tokens = config.get("image_seq_length") or config.get("mm_tokens_per_image") or (side // patch) ** 2
-    found = {
+    attributes = {
         "image_processor": image_processor,
         "num_additional_image_tokens": 1,
         "vision_feature_select_strategy": config.get("vision_feature_select_strategy", "default"),
@@ -261,8 +260,8 @@ def _stand_in(path: Path, config: dict[str, Any], spec: ModelSpec) -> Any:
         "notes": whole,
     }
     if spec.family == "llava-onevision":
-        found["vision_aspect_ratio"] = config.get("vision_aspect_ratio") or "anyres_max_9"
-    return SimpleNamespace(**found)
+        attributes["vision_aspect_ratio"] = config.get("vision_aspect_ratio") or "anyres_max_9"
+    return SimpleNamespace(**attributes)
 
 
 def _images(config: dict[str, Any], spec: ModelSpec, side: int, patch: int) -> Any:

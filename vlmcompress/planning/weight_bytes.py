@@ -63,16 +63,18 @@ def formats(model: Model, target: str | None) -> list[Weights]:
     source = model.source
     best = targets.get(target).schemes.values() if target else ()
     names = sorted(SCHEMES.names(), key=lambda name: (name not in best, name))
-    found: dict[str, Weights] = {}
+    rows_by_label: dict[str, Weights] = {}
     for name in names:
         module = SCHEMES.get(name)
         scheme = module.scheme(module.Options())
         key = label(scheme)
-        if key in found:
-            found[key] = replace(found[key], others=(*found[key].others, name))
+        if key in rows_by_label:
+            rows_by_label[key] = replace(rows_by_label[key], others=(*rows_by_label[key].others, name))
         else:
-            found[key] = _row(source, target, name, key, scheme)
-    rows = sorted(found.values(), key=lambda row: (row.refused is not None, row.scheme is not None, -(row.stored or 0)))
+            rows_by_label[key] = _row(source, target, name, key, scheme)
+    rows = sorted(
+        rows_by_label.values(), key=lambda row: (row.refused is not None, row.scheme is not None, -(row.stored or 0))
+    )
     return [replace(row, name="bf16") if row.scheme is None else row for row in rows]
 
 
@@ -82,8 +84,8 @@ def _row(source: Source, target: str | None, name: str, title: str, scheme: Sche
         return replace(row, refused=reason)
     if scheme is None:
         return replace(row, stored=stored_bytes(source.stored))
-    given: dict[str, Any] = {"model": str(source.path), "scheme": name}
-    recipe = resolve(given | ({"target": target} if target else {}), refuse=False, weights="headers").recipe
+    settings: dict[str, Any] = {"model": str(source.path), "scheme": name}
+    recipe = resolve(settings | ({"target": target} if target else {}), refuse=False, weights="headers").recipe
     plan = make_plan(recipe, source=source, refuse=False)
     carried = [problem for problem in plan.problems if not problem.startswith("the model carries the reducer")]
     return replace(row, refused=carried[0]) if carried else replace(row, stored=plan.bytes_after)

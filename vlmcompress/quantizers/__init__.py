@@ -124,8 +124,8 @@ def sketch(
                 prepared[key] = shared
     if cheap is not None:
         return [cheap(weight, stats, options, scale_dtype, shared) for weight in weights]
-    found = [method.quantize(weight, stats, options, scale_dtype, shared) for weight in weights]
-    return [q.dequantize(torch.float32).sub_(weight) for q, weight in zip(found, weights, strict=True)]
+    quantized = [method.quantize(weight, stats, options, scale_dtype, shared) for weight in weights]
+    return [q.dequantize(torch.float32).sub_(weight) for q, weight in zip(quantized, weights, strict=True)]
 
 
 def _balanced(stats: GroupStats | None, options: QuantizerOptions) -> GroupStats | None:

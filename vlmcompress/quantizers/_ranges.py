@@ -1,14 +1,26 @@
-"""Ranges of groups chosen by the squared error that each column counts for.
+"""Clipping ranges of groups of columns, chosen by squared error: each piece by itself, or under the whole Gram matrix.
 
 A range that covers all of a group has a step that its largest value alone decides. A smaller one has a finer step and clips;
-with symmetric codes, of which there is one more below zero than above, a larger one may be better, too. For each row and group
-the share of the plain range is taken whose error of rounding to nearest
+with symmetric codes, of which there is one more below zero than above, a larger one may be better, too.
+
+`least_error` takes for each row and group the share of the plain range whose error of rounding to nearest
 
     sum_j v_j (w_j - Q(w_j))^2
 
-is least. With `v_j = R_jj^2` of GPTQ's factor that is what column j adds to the output error once later columns have taken on
-what they can of its error; with the diagonal of the Gram matrix it is what it adds without feedback. The shares are a fixed
-grid, tried with each piece by itself. Cost: `steps` roundings of the weight, next to nothing beside feedback.
+is least. With `v_j = R_jj^2` of GPTQ's factor that is what column j adds to the output error after optimal compensation by
+later columns; with the diagonal of the Gram matrix it is what it adds without feedback. The shares are a fixed grid, tried with
+each piece by itself. Cost: `steps` roundings of the weight, next to nothing beside feedback.
+
+`refined` is coordinate descent on scales. A search that looks at one group of a row alone minimizes `d_g G_gg d_g^T` with the
+group's own block of G. The error of the row's output has products with all other groups' errors besides,
+
+    e(d) = d G d^T = d_g G_gg d_g^T + 2 d_g (sum over h != g of G_gh d_h) + what does not depend on d_g
+
+and where input channels are correlated they are as large. Here each group in turn takes the range of least `e`, the others
+being as they are, so that one group's error makes up for another's. Ranges wider than the group's own are among those tried,
+as any other grid may have errors of another sign. No row's error ever grows. Cost: for each sweep
+`out * in * (17 * group + in)` multiply-adds, and 17 roundings of the weight. What remains of the error is in the codes, which
+are those of rounding to nearest (`gptq` changes them). Loses: ranges fitted to few tokens fit others less.
 """
 
 from __future__ import annotations
@@ -18,9 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import Format, find_ranges, fit, residual, row_chunks
+from vlmcompress.numerics import Format, find_ranges, residual, row_chunks, scale_from_range
 
 LARGEST, SMALLEST = 1.2, 0.4  # shares of the plain range that are tried
+RATIOS = tuple(1.12 - 0.04 * k for k in range(16))
+"""Shares of the range of each group that are tried: down to half."""
+_ROWS = 256  # whose candidates are tried together
 
 
 def least_error(
@@ -32,7 +47,7 @@ def least_error(
     scale_dtype: torch.dtype = torch.float32,
     global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of `w [out, in]`, each piece with the share of its range that errs least; as `numerics.fit`.
+    """Scale and zero point of `w [out, in]`, each piece with the share of its range that errs least.
 
     Args:
         w: any float dtype.
@@ -43,9 +58,11 @@ def least_error(
         scale_dtype: dtype the scale is stored in.
         global_scale: of NVFP4, the number `[1]` that scales are relative to.
     """
-    found = [_least_error(w[rows].float(), importance, fmt, steps, scale_dtype, global_scale) for rows in row_chunks(w)]
-    zero = None if fmt.symmetric else torch.cat([zero for _, zero in found if zero is not None])
-    return torch.cat([scale for scale, _ in found]), zero
+    params = [
+        _least_error(w[rows].float(), importance, fmt, steps, scale_dtype, global_scale) for rows in row_chunks(w)
+    ]
+    zero = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None])
+    return torch.cat([scale for scale, _ in params]), zero
 
 
 def _least_error(
@@ -53,17 +70,79 @@ def _least_error(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `least_error` for some rows, float32."""
     low, high = find_ranges(w, fmt, importance)
-    how: dict[str, Any] = {"scale_dtype": scale_dtype, "importance": importance, "global_scale": global_scale}
+    kwargs: dict[str, Any] = {"scale_dtype": scale_dtype, "importance": importance, "global_scale": global_scale}
 
-    def tried(share: float, edge: float | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        scale, zero = fit(w, low * share, high * share, fmt, edge=edge, **how)
+    def tried(share: float, max_code: float | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        scale, zero = scale_from_range(w, low * share, high * share, fmt, max_code=max_code, **kwargs)
         error = residual(w, scale, zero, fmt).square_().mul_(importance)
         return scale, zero, error.view(*scale.shape, -1).sum(-1)
 
     scale, zero, least = tried(1.0, None)
     for share in torch.linspace(LARGEST if fmt.symmetric else 1.0, SMALLEST, steps).tolist():
-        other, other_zero, error = tried(share, fmt.edges[0])
+        other, other_zero, error = tried(share, fmt.max_codes[0])
         falls = error < least
         scale, least = torch.where(falls, other, scale), torch.minimum(error, least)
         zero = None if zero is None or other_zero is None else torch.where(falls, other_zero, zero)
     return scale, zero
+
+
+def refined(
+    w: Tensor, scale: Tensor, zero: Tensor | None, gram: Tensor, fmt: Format, sweeps: int
+) -> tuple[Tensor, Tensor | None]:
+    """Choose each group's range again, `sweeps` times.
+
+    Args:
+        w: `[out, in]`.
+        scale: `[out, n_groups]` in the dtype that it is stored in, to start from; `zero`: int8 zero points like it, or None.
+        gram: `[in, in]`, of the inputs.
+        fmt: an integer format, in groups or rows.
+
+    Returns:
+        scale and zero point, shaped as they came.
+    """
+    parts = [
+        _refined(
+            w[a : a + _ROWS].float(),
+            scale[a : a + _ROWS],
+            None if zero is None else zero[a : a + _ROWS],
+            gram,
+            fmt,
+            sweeps,
+        )
+        for a in range(0, len(w), _ROWS)
+    ]
+    zeros = None if zero is None else torch.cat([part for _, part in parts if part is not None])
+    return torch.cat([part for part, _ in parts]), zeros
+
+
+def _refined(
+    w: Tensor, scale: Tensor, zero: Tensor | None, gram: Tensor, fmt: Format, sweeps: int
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `refined` for some rows."""
+    low, high = find_ranges(w, fmt, gram.diagonal())
+    kwargs = {"scale_dtype": scale.dtype, "max_code": fmt.max_codes[0]}
+    tried = [scale_from_range(w, low * ratio, high * ratio, fmt, **kwargs) for ratio in RATIOS]  # type: ignore[arg-type]
+    # [1 + ratios, out, n_groups]; the first is the current one
+    scales = torch.stack([scale, *(tried_scale for tried_scale, _ in tried)])
+    zeros = None
+    if zero is not None:
+        zeros = torch.stack([zero, *(tried_zero for _, tried_zero in tried if tried_zero is not None)])
+    d = residual(w, scale, zero, fmt)
+    products, rows = d @ gram, torch.arange(len(w), device=w.device)
+    size = w.shape[1] // scale.shape[1]
+    for group in [*range(scale.shape[1])] * sweeps:
+        columns = slice(group * size, (group + 1) * size)
+        block_gram, old = gram[columns, columns], d[:, columns]
+        rest = products[:, columns] - old @ block_gram
+        own_zeros = None if zeros is None else zeros[..., group].flatten()[:, None]
+        errors = residual(
+            w[:, columns].repeat(len(scales), 1), scales[..., group].flatten()[:, None], own_zeros, fmt
+        ).unflatten(0, (len(scales), -1))
+        best = ((errors @ block_gram).add_(rest, alpha=2).mul_(errors)).sum(-1).argmin(0)
+        new = errors[best, rows]
+        products.addmm_(new - old, gram[columns])
+        d[:, columns] = new
+        scales[0, :, group] = scales[best, rows, group]
+        if zeros is not None:
+            zeros[0, :, group] = zeros[best, rows, group]
+    return scales[0], None if zeros is None else zeros[0]

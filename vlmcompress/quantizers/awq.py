@@ -16,7 +16,7 @@ the result is no worse than rounding to nearest on that objective.
 
 `clip` then looks, for each row and group of columns, for a smaller range whose finer step gains more than the clipped
 values lose, on the group's own block of G; a row keeps its clipped ranges only if its error under the whole of G
-falls. With `clip_sweeps` each group's range is then chosen again under the whole of G (`_joint_ranges`).
+falls. With `clip_sweeps` each group's range is then chosen again under the whole of G (`_ranges`).
 
 `balance` weighs the modalities in mean|X|, in L and in the clip search alike: the Gram form of MBQ (arXiv 2412.19509).
 
@@ -41,21 +41,21 @@ from vlmcompress.numerics import (
     Scheme,
     find_params,
     find_ranges,
-    fit,
     quantize_with,
     residual,
     round_to_nearest,
     row_chunks,
+    scale_from_range,
     weight_only,
 )
 from vlmcompress.quantizers._base import Needs, QuantizerOptions, Search
-from vlmcompress.quantizers._joint_ranges import refined
+from vlmcompress.quantizers._ranges import refined
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
 SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
 _SAMPLE = 256  # rows that scales are compared on
-_HEATS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))  # (eighths of these, how many scales go on from there)
+_ROUNDS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))  # (eighths of these, how many scales go on from there)
 _ROWS = 512  # rows whose ranges are searched at a time
 _FALLING = 0.02  # share of groups whose error still falls at which the search for their ranges goes on
 
@@ -122,7 +122,7 @@ def finalists(
 ) -> list[Tensor]:
     """Of `candidates` the `options.finalists` of least error, each `[in]`; arguments as of `smooth`."""
     scales, fmt = candidates(weights, stats, options), scheme(options).weights
-    return list(_ahead(weights, scales, stats.gram(), fmt, scale_dtype, None, options.finalists)[0][1:])
+    return list(_successive_halving(weights, scales, stats.gram(), fmt, scale_dtype, None, options.finalists)[0][1:])
 
 
 def least_error(
@@ -131,32 +131,32 @@ def least_error(
     gram: Tensor,
     fmt: Format,
     scale_dtype: torch.dtype,
-    edge: float | None = None,
+    max_code: float | None = None,
 ) -> Tensor | None:
     """Choose from `scales`, each `[in]`, the one of least error for the weights `[out_i, in]`; None if 1 has less.
 
-    `edge`: as of `numerics.find_params`.
+    `max_code`: as of `numerics.find_params`.
     """
-    (_, best), losses = _ahead(weights, scales, gram, fmt, scale_dtype, edge, 1)
+    (_, best), losses = _successive_halving(weights, scales, gram, fmt, scale_dtype, max_code, 1)
     return best if losses[1] < losses[0] else None
 
 
-def _ahead(
+def _successive_halving(
     weights: list[Tensor],
     scales: list[Tensor],
     gram: Tensor,
     fmt: Format,
     scale_dtype: torch.dtype,
-    edge: float | None,
+    max_code: float | None,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """1 and the `count` best of `scales`, in their order: `[1 + count, in]`, and their losses on the rows of `sample`."""
+    """The identity and the `count` best scales, by successive halving: `[1 + count, in]` in their order, and their losses."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
-    heats = _HEATS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
+    rounds = _ROUNDS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
     losses = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
-    for eighths, best in heats:
-        losses += _losses(torch.cat([rows[k::8] for k in eighths]), tried, gram, fmt, scale_dtype, edge)
+    for eighths, best in rounds:
+        losses += _losses(torch.cat([rows[k::8] for k in eighths]), tried, gram, fmt, scale_dtype, max_code)
         rivals = losses[1:].topk(min(max(best, count), len(losses) - 1), largest=False).indices.sort().values + 1
         ahead = torch.cat([rivals.new_zeros(1), rivals])  # 1 goes on in any case
         tried, losses = tried[ahead], losses[ahead]
@@ -172,13 +172,13 @@ def sample(weights: list[Tensor]) -> list[Tensor]:
 def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> list[Tensor]:
     """The scales `[in]` to try besides 1, spread evenly over the exponent: the published family, then that of `duo`."""
     x, points = stats.absmean(), options.grid - 1
-    found = [x.pow((k + 1) / points) for k in range(points)]
+    scales = [x.pow((k + 1) / points) for k in range(points)]
     if options.duo:
         w = _relative_magnitude(weights, scheme(options).weights)
-        found += [x.pow(a) / (w.pow(1 - a) + 1e-4) for a in torch.linspace(0, 1, points).tolist()]
-    found = [s.clamp(min=1e-4) for s in found]
-    found = [s / (s.max() * s.min()).sqrt() for s in found]
-    return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in found]
+        scales += [x.pow(a) / (w.pow(1 - a) + 1e-4) for a in torch.linspace(0, 1, points).tolist()]
+    scales = [s.clamp(min=1e-4) for s in scales]
+    scales = [s / (s.max() * s.min()).sqrt() for s in scales]
+    return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in scales]
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Tensor | None:
@@ -200,45 +200,47 @@ def quantize(
     return quantize_with(weight, *params, fmt)
 
 
-def clipped(weight: Tensor, gram: Tensor, fmt: Format, steps: int, **how: Any) -> tuple[Tensor, Tensor | None]:
+def clipped(weight: Tensor, gram: Tensor, fmt: Format, steps: int, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of `weight [out, in]`, clipped in rows whose error under `gram` that reduces.
 
-    `steps`: of the search down to half of the range; `how`: what `numerics.fit` is to get besides.
+    `steps`: of the search down to half of the range; `kwargs`: further arguments of `numerics.scale_from_range`.
     """
-    found = [_clipped(rows.float(), gram, fmt, steps, how) for rows in weight.split(_ROWS)]
-    zero = None if fmt.symmetric else torch.cat([zero for _, zero in found if zero is not None])
-    return torch.cat([scale for scale, _ in found]), zero
+    params = [_clipped(rows.float(), gram, fmt, steps, kwargs) for rows in weight.split(_ROWS)]
+    zero = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None])
+    return torch.cat([scale for scale, _ in params]), zero
 
 
-def _clipped(w: Tensor, gram: Tensor, fmt: Format, steps: int, how: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+def _clipped(
+    w: Tensor, gram: Tensor, fmt: Format, steps: int, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
     """Compute `clipped` for some rows."""
     low, high = find_ranges(w, fmt, gram.diagonal())
 
     def tried(ratio: float | Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        scale, zero = fit(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **how)
+        scale, zero = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
         return scale, zero, quadratic(residual(w, scale, zero, fmt), gram)
 
     scale, zero, error = tried(1.0)
-    clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, steps, how))
+    clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, steps, kwargs))
     better = (less < error)[:, None]
     scale = torch.where(better, clipped_scale, scale)
     return scale, None if zero is None or clipped_zero is None else torch.where(better, clipped_zero, zero)
 
 
 def _losses(
-    w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, edge: float | None = None
+    w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, max_code: float | None = None
 ) -> Tensor:
     """Losses `tr(D G D^T)`, `D = Q(W s) / s - W`, for each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
-    found, diagonal = [], gram.diagonal()
+    losses, diagonal = [], gram.diagonal()
     for some in scales.split(max(1, _SAMPLE // len(w))):  # one product for several candidates of few rows
         s, importance = some[:, None], diagonal
         if fmt.symmetric:  # else it only matters which are 0
             importance = (diagonal / s.square()).expand(-1, len(w), -1).flatten(0, 1)  # of the inputs divided by s
         scaled = (w * s).flatten(0, 1)
-        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=importance, edge=edge)
+        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=importance, max_code=max_code)
         d = residual(scaled, *params, fmt).view(-1, *w.shape).div_(s)
-        found.append(quadratic(d.flatten(0, 1), gram).view(len(some), -1).sum(1, dtype=torch.float64))
-    return torch.cat(found)
+        losses.append(quadratic(d.flatten(0, 1), gram).view(len(some), -1).sum(1, dtype=torch.float64))
+    return torch.cat(losses)
 
 
 def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
@@ -252,7 +254,7 @@ def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
 
 
 def _best_ratio(
-    w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, steps: int, how: Mapping[str, Any]
+    w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, steps: int, kwargs: Mapping[str, Any]
 ) -> Tensor:
     """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G.
 
@@ -266,7 +268,7 @@ def _best_ratio(
     least = torch.full_like(best, torch.inf)
     for k in range(steps):
         ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
-        params = fit(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **how)
+        params = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
         error = torch.cat([_own_errors(w, params, blocks, fmt, rows) for rows in row_chunks(w)])
         falls = error < least
         best = torch.where(falls, ratio, best)

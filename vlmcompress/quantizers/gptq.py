@@ -13,7 +13,7 @@ Cholesky factorization per group instead of two and an inversion, shared by all 
 Scales are found on the original weights: of plain ranges, or with `clip` of those whose squared error, each column
 weighed by `R_ii^2` as the norm above weighs it, is least (`_ranges`). `smooth: awq` scales input channels by AWQ's
 search first; `smooth: feedback` compares AWQ's candidates by that same norm instead, which knows what feedback will do.
-`sweeps` of local search change single codes and scales once all are known (`_descent`). `actorder: static` visits
+`sweeps` of local search change single codes and scales once all are known (`_coordinate_descent`). `actorder: static` visits
 columns by falling diagonal of H while groups keep their place, so that the engine needs no index; it is at least as
 accurate and costs nothing at serving time.
 
@@ -36,10 +36,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import Format, QTensor, Scheme, encode, find_params, leftover, residual, weight_only
+from vlmcompress.numerics import Format, QTensor, Scheme, encode, find_params, remainder, residual, weight_only
 from vlmcompress.quantizers import awq
 from vlmcompress.quantizers._base import Needs, QuantizerOptions, Search
-from vlmcompress.quantizers._descent import descend
+from vlmcompress.quantizers._coordinate_descent import descend
 from vlmcompress.quantizers._ranges import least_error
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
@@ -134,11 +134,13 @@ def smooth(
     """The scale `[in]` for the weights `[out_i, in]` that share an input; None where none is asked for, or none helps."""
     if options.smooth == "off":
         return None
-    given = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
+    awq_options = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
     if options.smooth == "awq":
-        return awq.smooth(weights, stats, given, scale_dtype)
+        return awq.smooth(weights, stats, awq_options, scale_dtype)
     residues = prepare(weights, stats, options).residues
-    return least_left(weights, awq.candidates(weights, stats, given), residues, scheme(options).weights, scale_dtype)
+    return least_left(
+        weights, awq.candidates(weights, stats, awq_options), residues, scheme(options).weights, scale_dtype
+    )
 
 
 def least_left(
@@ -158,7 +160,7 @@ def least_left(
     best, least = None, torch.inf
     for s in (None, *scales):
         scaled, counts = (rows, residues) if s is None else (rows * s, residues / s.square())
-        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=counts, edge=fmt.edges[0])
+        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=counts, max_code=fmt.max_codes[0])
         left = float((residual(scaled, *params, fmt).square_() @ counts).sum(dtype=torch.float64))
         if left < least:
             best, least = s, left
@@ -177,7 +179,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
             order = diagonal.argsort(descending=True, stable=True)
-        h = _visited(h, order)
+        h = _reordered(h, order)
         h.diagonal().copy_(diagonal[order])
         if _factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
@@ -190,15 +192,15 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
 
 def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[tuple[str, str], ...]:
     """Warn of a Gram matrix that is singular or needed more damping; `inputs`: those that are not always zero."""
-    found = []
+    warnings = []
     if tokens < inputs:
         what = "GPTQ saw fewer tokens than a layer has inputs: its Gram matrix is singular, and damped; take more --samples"
-        found.append((what, f"{tokens} tokens, {inputs} inputs"))
+        warnings.append((what, f"{tokens} tokens, {inputs} inputs"))
     if damp > options.damp:
         near = ", close to rounding to nearest" if damp >= 1 else ""
         what = "GPTQ could not factorize its Gram matrix with options.damp and damped it more; take more --samples"
-        found.append((what, f"{damp:.2g} instead of {options.damp:.2g}{near}"))
-    return tuple(found)
+        warnings.append((what, f"{damp:.2g} instead of {options.damp:.2g}{near}"))
+    return tuple(warnings)
 
 
 def quantize(
@@ -219,34 +221,34 @@ def quantize_group(
     feedback = prepare(weights, stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
     params = [ranges(w, feedback, stats, fmt, options, scale_dtype=scale_dtype) for w in weights]
-    return searched(weights, visit(weights, feedback, params, fmt, options.block), stats, options)
+    return searched(weights, quantize_columns(weights, feedback, params, fmt, options.block), stats, options)
 
 
-def searched(weights: list[Tensor], found: list[QTensor], stats: GroupStats, options: Any) -> list[QTensor]:
-    """What was `found` for the weights `[out_i, in]`, after the local search that the options ask for, if any.
+def searched(weights: list[Tensor], quantized: list[QTensor], stats: GroupStats, options: Any) -> list[QTensor]:
+    """The `quantized` weights `[out_i, in]` after the local search that the options ask for, if any.
 
     It looks at the Gram matrix as it is damped for feedback, so that what the tokens hardly tell apart stays near the weights.
     """
     if not options.sweeps:
-        return found
+        return quantized
     gram = stats.gram().clone()
     gram.diagonal().add_(options.damp * gram.diagonal().mean())
-    return descend(weights, found, gram, options.sweeps, options.refit)
+    return descend(weights, quantized, gram, options.sweeps, options.refit)
 
 
 def ranges(
-    weight: Tensor, feedback: Feedback, stats: GroupStats, fmt: Format, options: Any, **how: Any
+    weight: Tensor, feedback: Feedback, stats: GroupStats, fmt: Format, options: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of `weight [out, in]`: of its plain ranges, or with `clip` of those that err least.
 
-    `how`: what `numerics.find_params` is to get besides.
+    `kwargs`: further arguments of `numerics.find_params`.
     """
     if options.clip:
-        return least_error(weight, feedback.residues, fmt, options.clip_grid, **how)
-    return find_params(weight, fmt, importance=stats.importance(), **how)
+        return least_error(weight, feedback.residues, fmt, options.clip_grid, **kwargs)
+    return find_params(weight, fmt, importance=stats.importance(), **kwargs)
 
 
-def visit(
+def quantize_columns(
     weights: Sequence[Tensor],
     feedback: Feedback,
     params: Sequence[tuple[Tensor, Tensor | None]],
@@ -254,7 +256,7 @@ def visit(
     block: int = 128,
     global_scale: Tensor | None = None,
 ) -> list[QTensor]:
-    """Round weights `[out_i, in]` in one visit of their columns, with `feedback` of their group's input.
+    """Round weights `[out_i, in]` column by column, with `feedback` of their group's input.
 
     `params`: the scale and zero point of each, as of `numerics.find_params`; `global_scale`: theirs, of NVFP4.
     """
@@ -263,17 +265,20 @@ def visit(
         None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None]).float().T.contiguous()
     )
     together = weights[0].float() if len(weights) == 1 else torch.cat([w.float() for w in weights])
-    q = _visit(together, feedback, scales, zeros, fmt, block).split([len(w) for w in weights])
+    q = _quantize_columns(together, feedback, scales, zeros, fmt, block).split([len(w) for w in weights])
     return [QTensor.of(codes, scale, zero, fmt, global_scale) for codes, (scale, zero) in zip(q, params, strict=True)]
 
 
-def _visit(weight: Tensor, feedback: Feedback, scales: Tensor, zeros: Tensor | None, fmt: Format, block: int) -> Tensor:
+def _quantize_columns(
+    weight: Tensor, feedback: Feedback, scales: Tensor, zeros: Tensor | None, fmt: Format, block: int
+) -> Tensor:
     """Codes `[out, in]` of `weight [out, in]`; `scales` and `zeros` are `[n_groups, out]`.
 
     Works on W^T, where columns are contiguous. The sums over earlier errors are products of matrices, large ones for errors
     far back, then by blocks and by strips; only within a strip they are taken column by column.
     """
-    rows = weight.T.contiguous().index_select(0, feedback.order)  # [in, out], in the order of visits; then their errors
+    # [in, out] in the order in which columns are rounded; each row of it becomes the errors of its column
+    rows = weight.T.contiguous().index_select(0, feedback.order)
     codes, matrix = torch.empty_like(rows, dtype=fmt.dtype), feedback.matrix
     groups = (feedback.order // (len(rows) if fmt.group < 0 else fmt.group)).tolist()
     s = scales.unbind()
@@ -283,14 +288,14 @@ def _visit(weight: Tensor, feedback: Feedback, scales: Tensor, zeros: Tensor | N
         for a, b in _spans(first, end, block):
             targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
             for c, d in _spans(a, b, _STRIP):
-                strip, own = targets[c - first : d - first], rows[c:d]
+                strip, columns = targets[c - first : d - first], rows[c:d]
                 strip.addmm_(matrix[c:d, a:c], rows[a:c])
-                earlier, errors = matrix[c:d, c:d].tril(-1), own.T  # 0 for columns whose errors are not known yet
+                earlier, errors = matrix[c:d, c:d].tril(-1), columns.T  # 0 for columns whose errors are not known yet
                 for g, target, row, factors in zip(
-                    groups[c:d], strip.unbind(), own.unbind(), earlier.unbind(), strict=True
+                    groups[c:d], strip.unbind(), columns.unbind(), earlier.unbind(), strict=True
                 ):
                     encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=target)
-                    leftover(row, target, s[g], z[g], out=row)
+                    remainder(row, target, s[g], z[g], out=row)
         codes[first:end] = targets
     return codes.index_select(0, feedback.order.argsort()).T.contiguous()
 
@@ -312,10 +317,10 @@ def sketch(
     feedback = prepare([weight], stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
     params = ranges(weight, feedback, stats, fmt, options, scale_dtype=scale_dtype)
-    return fed_error(residual(weight, *params, fmt).neg_(), feedback)
+    return propagated_error(residual(weight, *params, fmt).neg_(), feedback)
 
 
-def fed_error(residual: Tensor, feedback: Feedback) -> Tensor:
+def propagated_error(residual: Tensor, feedback: Feedback) -> Tensor:
     """Estimate the error `[out, in]` that is left with `feedback`, from that of rounding to nearest; see `sketch`."""
     fed = torch.linalg.solve_triangular(feedback.matrix, residual[:, feedback.order].T, upper=False, unitriangular=True)
     error = torch.empty_like(residual)
@@ -323,13 +328,13 @@ def fed_error(residual: Tensor, feedback: Feedback) -> Tensor:
     return error
 
 
-def _visited(h: Tensor, order: Tensor) -> Tensor:
+def _reordered(h: Tensor, order: Tensor) -> Tensor:
     """Lower block triangle of `h [in, in]` with rows and columns in `order`; 0 elsewhere."""
-    found = torch.zeros_like(h)
+    reordered = torch.zeros_like(h)
     for a in range(0, len(h), _FACTORED):
         b = min(a + _FACTORED, len(h))
-        found[a:b, :b] = h.index_select(0, order[a:b]).index_select(1, order[:b])
-    return found
+        reordered[a:b, :b] = h.index_select(0, order[a:b]).index_select(1, order[:b])
+    return reordered
 
 
 def _factorize(h: Tensor) -> bool:
@@ -341,10 +346,10 @@ def _factorize(h: Tensor) -> bool:
     failed = []
     for a in reversed(range(0, len(h), _FACTORED)):
         b = min(a + _FACTORED, len(h))
-        own = h[a:b, :b].addmm_(h[b:, a:b].T, h[b:, :b], alpha=-1) if b < len(h) else h[a:b]
-        lower, info = torch.linalg.cholesky_ex(own[:, a:].flip(0, 1))
+        panel = h[a:b, :b].addmm_(h[b:, a:b].T, h[b:, :b], alpha=-1) if b < len(h) else h[a:b]
+        lower, info = torch.linalg.cholesky_ex(panel[:, a:].flip(0, 1))
         upper = lower.flip(0, 1)
-        own[:, a:] = upper.T
-        own[:, :a] = torch.linalg.solve_triangular(upper, own[:, :a], upper=True)
+        panel[:, a:] = upper.T
+        panel[:, :a] = torch.linalg.solve_triangular(upper, panel[:, :a], upper=True)
         failed.append(info)
     return not torch.stack(failed).any()

@@ -88,11 +88,11 @@ def scheme(options: Options) -> Scheme:
 
 def candidates(mean: Tensor, grid: int) -> list[Tensor]:
     """The scales `[in]` to try for inputs of mean magnitudes `mean [in]`; the first is 1."""
-    found = []
+    scales = []
     for k in range(grid):
         s = mean.float().pow(k / grid).clamp(min=1e-4)
-        found.append(s / (s.max() * s.min()).sqrt())
-    return found
+        scales.append(s / (s.max() * s.min()).sqrt())
+    return scales
 
 
 def loss(objective: str, sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> float:

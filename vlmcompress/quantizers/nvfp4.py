@@ -93,7 +93,7 @@ class Options(QuantizerOptions):
         return {name: getattr(self, name) for name in ("smooth", "clip", "clip_grid", "sweeps", "refit")}
 
     @property
-    def edge(self) -> float | None:
+    def max_code(self) -> float | None:
         """The code at which the largest value of a block is put; None: 6 or 4, whichever errs less."""
         return None if self.four_over_six else NVFP4.qmax
 
@@ -135,7 +135,7 @@ def smooth(
     if options.smooth == "feedback":
         residues = gptq.prepare(weights, stats, gptq.Options(damp=options.damp)).residues
         return gptq.least_left(weights, scales, residues, NVFP4, scale_dtype)
-    return awq.least_error(weights, scales, stats.gram(), NVFP4, scale_dtype, options.edge)
+    return awq.least_error(weights, scales, stats.gram(), NVFP4, scale_dtype, options.max_code)
 
 
 def prepare(weights: list[Tensor], stats: GroupStats | None, options: Options) -> Prepared:
@@ -168,16 +168,16 @@ def quantize_group(
 ) -> list[QTensor]:
     """Round the weights `[out_i, in]` of a group, which share a global scale."""
     ready = prepare(weights, stats, options) if prepared is None else prepared
-    how: dict[str, Any] = {"edge": options.edge, "global_scale": ready.global_scale}
+    kwargs: dict[str, Any] = {"max_code": options.max_code, "global_scale": ready.global_scale}
     if ready.feedback is not None and stats is not None:
         params = [_params(w, ready.feedback, stats, options, ready.global_scale) for w in weights]
-        found = gptq.visit(weights, ready.feedback, params, NVFP4, global_scale=ready.global_scale)
-        return gptq.searched(weights, found, stats, options)
+        quantized = gptq.quantize_columns(weights, ready.feedback, params, NVFP4, global_scale=ready.global_scale)
+        return gptq.searched(weights, quantized, stats, options)
     if ready.gram is not None:
         steps = awq.Options().clip_grid
-        clipped = [awq.clipped(w, ready.gram, NVFP4, steps, **how) for w in weights]
+        clipped = [awq.clipped(w, ready.gram, NVFP4, steps, **kwargs) for w in weights]
         return [quantize_with(w, *each, NVFP4, ready.global_scale) for w, each in zip(weights, clipped, strict=True)]
-    return [round_to_nearest(w, NVFP4, **how) for w in weights]
+    return [round_to_nearest(w, NVFP4, **kwargs) for w in weights]
 
 
 def sketch(
@@ -192,7 +192,7 @@ def sketch(
     if ready.feedback is None or stats is None:
         return quantize(weight, stats, options, scale_dtype, ready).dequantize(torch.float32).sub_(weight)
     params = _params(weight, ready.feedback, stats, options, ready.global_scale)
-    return gptq.fed_error(residual(weight, *params, NVFP4).neg_(), ready.feedback)
+    return gptq.propagated_error(residual(weight, *params, NVFP4).neg_(), ready.feedback)
 
 
 def _params(
@@ -201,7 +201,9 @@ def _params(
     """Scales of `weight [out, in]` before GPTQ's feedback."""
     if options.clip:
         return gptq.ranges(weight, feedback, stats, NVFP4, options, global_scale=global_scale)
-    return find_params(weight, NVFP4, importance=stats.importance(), edge=options.edge, global_scale=global_scale)
+    return find_params(
+        weight, NVFP4, importance=stats.importance(), max_code=options.max_code, global_scale=global_scale
+    )
 
 
 def input_scale(stats: GroupStats | None, options: Options) -> Tensor | None:

@@ -141,6 +141,6 @@ def corrected(weight: Tensor, cross: Tensor, feedback: gptq.Feedback, share: flo
     size = (matrix[1:, 0] * feedback.pivots[1:]).square().sum() + feedback.pivots[0] ** 2  # H_11 + d
     first = pull[0] / size  # t_1 - w_1
     move += follow * (first - move[0])
-    found = weight.clone()
-    found[:, order] += share * move.T
-    return found
+    targets = weight.clone()
+    targets[:, order] += share * move.T
+    return targets

@@ -145,8 +145,8 @@ class Recipe(_Frozen):
         Raises:
             UserError: there is no such key, or its value is not right.
         """
-        given = {"model": str(model), **({"out": str(out)} if out is not None else {}), **keys}
-        return resolve(given, file, caller="Recipe.of").recipe
+        settings = {"model": str(model), **({"out": str(out)} if out is not None else {}), **keys}
+        return resolve(settings, file, caller="Recipe.of").recipe
 
     @property
     def method(self) -> Quantizer:
@@ -196,7 +196,7 @@ class Resolved:
 
 
 def resolve(
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     file: str | Path | None = None,
     *,
     refuse: bool = True,
@@ -206,13 +206,13 @@ def resolve(
     """Resolve the recipe that the command line (or a caller) and a recipe file ask for.
 
     Args:
-        given: nested values of the command line or caller; a key that is absent was not given, a falsy value was.
+        settings: nested values of the command line or caller; absent keys are not set, falsy values are.
         file: a recipe file, or the name of a bundled one.
         refuse: raise `UserError` for what the target cannot run.
         weights: which part of the weight files is fetched of a model on the Hub; see `hub.local`.
-        caller: what messages call the place of the given values.
+        caller: what messages call the place of these settings.
     """
-    layers: list[Layer] = [(caller, given)]
+    layers: list[Layer] = [(caller, settings)]
     if file is not None:
         path = find(file)
         layers.append((f"recipe {path}", yaml_files.read(path, "recipe")))
@@ -239,24 +239,24 @@ def resolve(
         raise UserError("no model given; name the folder of the checkpoint")
     options, reduce = values.pop("options", {}), values.pop("reduce", None)
     recipe = _validate(Recipe, values, origins)
-    more = {"options": _options(recipe.scheme, options, origins), "reduce": _reducer(reduce, origins)}
-    recipe = recipe.model_copy(update=more)
+    fields = {"options": _options(recipe.scheme, options, origins), "reduce": _reducer(reduce, origins)}
+    recipe = recipe.model_copy(update=fields)
     if recipe.format not in FORMATS.names():
         raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
     if recipe.target and refuse:
-        asked = (recipe.number_formats, recipe.kv_cache, recipe.vision_formats, recipe.vision_attention)
-        targets.refuse(recipe.target, *asked)
+        formats = (recipe.number_formats, recipe.kv_cache, recipe.vision_formats, recipe.vision_attention)
+        targets.refuse(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     return Resolved(recipe.model_copy(update={"model": model}), origins)
 
 
-def _reducer(given: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
+def _reducer(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
     """The `recipe.reducer.ReducerChoice` that the merged settings name; None where they name none."""
-    if given is None:
+    if setting is None:
         return None
     from vlmcompress.recipe.reducer import merged  # which brings torch along
 
-    return merged(given, origins)
+    return merged(setting, origins)
 
 
 def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:
@@ -269,10 +269,10 @@ def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Laye
     return f"target {TARGETS.name(target)}", {"scheme": targets.default_scheme(target, goal)}
 
 
-def _check_keys(given: Mapping[str, Any], known: Iterable[str], prefix: str, origin: str) -> None:
-    for key in given:
-        if key not in known:
-            raise UserError(f"{origin}: unknown key '{prefix}{key}'{did_you_mean(str(key), known)}")
+def _check_keys(settings: Mapping[str, Any], allowed: Iterable[str], prefix: str, origin: str) -> None:
+    for key in settings:
+        if key not in allowed:
+            raise UserError(f"{origin}: unknown key '{prefix}{key}'{did_you_mean(str(key), allowed)}")
 
 
 def _wrong(key: str, value: Any, expected: str, origins: Mapping[str, str]) -> str:
@@ -294,15 +294,15 @@ def _validate(model: type[Recipe], values: dict[str, Any], origins: Mapping[str,
         raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
 
 
-def _options(scheme: str, given: Any, origins: Mapping[str, str]) -> QuantizerOptions:
+def _options(scheme: str, settings: Any, origins: Mapping[str, str]) -> QuantizerOptions:
     """The scheme's `Options` with the given values, each checked against the type of its field."""
     cls = SCHEMES.get(scheme).Options
-    if not isinstance(given, Mapping):
-        raise UserError(_wrong("options", given, "should be a mapping", origins))
+    if not isinstance(settings, Mapping):
+        raise UserError(_wrong("options", settings, "should be a mapping", origins))
     fields = [field.name for field in dataclasses.fields(cls)]
     hints = typing.get_type_hints(cls)
     values = {}
-    for key, value in given.items():
+    for key, value in settings.items():
         dotted = f"options.{key}"
         origin = origins.get(dotted, DEFAULT)
         if not fields:

@@ -28,8 +28,8 @@ class Resize(BaseModel):
     @field_validator("keep", mode="before")
     @classmethod
     def _fraction(cls, keep: Any) -> Any:
-        found = re.fullmatch(r"(\d+)/([1-9]\d*)", keep.strip()) if isinstance(keep, str) else None
-        return int(found[1]) / int(found[2]) if found else keep
+        match = re.fullmatch(r"(\d+)/([1-9]\d*)", keep.strip()) if isinstance(keep, str) else None
+        return int(match[1]) / int(match[2]) if match else keep
 
     @model_validator(mode="after")
     def _some(self) -> Any:
@@ -42,9 +42,9 @@ class Resize(BaseModel):
         """Whether it is known without looking at images."""
         return self.tokens is not None
 
-    def same(self, asked: Resize | None) -> bool:
+    def same(self, other: Resize | None) -> bool:
         """Whether this is what was asked for, apart from the `tokens` that a share came to."""
-        return asked is not None and self.keep == asked.keep and asked.tokens in (None, self.tokens)
+        return other is not None and self.keep == other.keep and other.tokens in (None, self.tokens)
 
     def __str__(self) -> str:
         """Write it in the command line's form."""

@@ -173,11 +173,11 @@ def refusals(
         kv_cache, vision_attention: "fp8" for a KV cache and for the tower's attention in FP8, or None.
     """
     target = get(name)
-    found = [target.refusal(format_key(scheme))]
+    reasons = [target.refusal(format_key(scheme))]
     if vision is not None and (reason := target.refusal(format_key(vision))):
-        found.append(f"vision tower: {reason}")
+        reasons.append(f"vision tower: {reason}")
     if kv_cache:
-        found.append(target.kv_fp8_refused)
+        reasons.append(target.kv_fp8_refused)
     if vision_attention and not target.vision_attention_fp8:
-        found.append(f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out")
-    return [reason for reason in found if reason]
+        reasons.append(f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out")
+    return [reason for reason in reasons if reason]

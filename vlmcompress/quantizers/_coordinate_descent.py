@@ -16,7 +16,7 @@ codes without zero points,
     s + sum_j c_j p_j / (c G c^T)       over the group's columns
 
 is the best scale, of which the dtype that it is stored in takes the nearest, if that is better than the old one. No step raises
-f, so more sweeps are never worse on the statistics that they are given. Rows know nothing of each other, and are taken at once.
+f, so more sweeps are never worse on the statistics that they are given. Rows are independent, and are taken at once.
 
 Cost: `out * in^2` multiply-adds a sweep, twice those of GPTQ's visit. Loses: it ends where no single code or scale can
 improve; what two together could, it does not see. It fits the calibration tokens closer than feedback alone does.
@@ -36,21 +36,21 @@ _STRIP = 16  # columns within which slopes follow each change one by one
 
 
 def descend(
-    weights: Sequence[Tensor], found: Sequence[QTensor], gram: Tensor, sweeps: int, refit: bool = True
+    weights: Sequence[Tensor], quantized: Sequence[QTensor], gram: Tensor, sweeps: int, refit: bool = True
 ) -> list[QTensor]:
-    """Lower `tr(dW G dW^T)` of each of `weights [out_i, in]`, starting from what was `found` for them.
+    """Lower `tr(dW G dW^T)` of each of `weights [out_i, in]`, starting from them `quantized`.
 
     Args:
         weights: what was quantized, all with the same input.
-        found: their quantized matrices, of one format with scales for rows or groups.
+        quantized: their quantized matrices, of one format with scales for rows or groups.
         gram: `[in, in]`, symmetric, with no negative eigenvalue.
-        sweeps: how often all columns are visited; 0 returns what was found.
+        sweeps: how often all columns are visited; 0 returns `quantized`.
         refit: whether scales are refitted to their codes, too.
     """
     if not sweeps:
-        return list(found)
-    first, lengths = found[0], [len(w) for w in weights]
-    search = _Search(weights, found, gram)
+        return list(quantized)
+    first, lengths = quantized[0], [len(w) for w in weights]
+    search = _Search(weights, quantized, gram)
     for _ in range(sweeps):
         search.sweep(refit)
     codes = search.codes.T.to(first.format.dtype).split(lengths)
@@ -58,30 +58,30 @@ def descend(
     return [
         QTensor.of(
             q.contiguous(),
-            s if one.global_scale is not None else s.to(one.scale.dtype),
-            one.zero_point,
-            one.format,
-            one.global_scale,
+            s if old.global_scale is not None else s.to(old.scale.dtype),
+            old.zero_point,
+            old.format,
+            old.global_scale,
         )
-        for q, s, one in zip(codes, scales, found, strict=True)
+        for q, s, old in zip(codes, scales, quantized, strict=True)
     ]
 
 
 class _Search:
     """The state of a search, transposed, as columns are visited: `codes`, `errors [in, out]` and `scales [n_groups, out]`."""
 
-    def __init__(self, weights: Sequence[Tensor], found: Sequence[QTensor], gram: Tensor):
-        self.gram, self.format = gram, found[0].format
-        self.scale_dtype, self.global_scale = found[0].scale.dtype, found[0].global_scale
-        self.codes = torch.cat([one.q.float() for one in found]).T.contiguous()
-        self.scales = torch.cat([one.step.float() for one in found]).T.contiguous()
-        zeros = [one.zero_point.float() for one in found if one.zero_point is not None]
+    def __init__(self, weights: Sequence[Tensor], quantized: Sequence[QTensor], gram: Tensor):
+        self.gram, self.format = gram, quantized[0].format
+        self.scale_dtype, self.global_scale = quantized[0].scale.dtype, quantized[0].global_scale
+        self.codes = torch.cat([tensor.q.float() for tensor in quantized]).T.contiguous()
+        self.scales = torch.cat([tensor.step.float() for tensor in quantized]).T.contiguous()
+        zeros = [tensor.zero_point.float() for tensor in quantized if tensor.zero_point is not None]
         self.zeros = torch.cat(zeros).T.contiguous() if zeros else None
         self.errors = torch.cat([w.float() for w in weights]).T.contiguous()
         self.size = len(self.codes) // len(self.scales)  # columns of a group
         for g in range(len(self.scales)):
-            own = slice(g * self.size, (g + 1) * self.size)
-            self.errors[own] -= decode(self.codes[own], *self._params(g))
+            columns = slice(g * self.size, (g + 1) * self.size)
+            self.errors[columns] -= decode(self.codes[columns], *self._params(g))
         inverse = 1 / gram.diagonal()
         self.inverse = torch.where(inverse.isfinite(), inverse, 0.0)  # columns of no weight stay as they are
 
@@ -109,21 +109,21 @@ class _Search:
         slope = (codes * slopes).sum(0)
         bend = (codes * (self.gram[a:b, a:b] @ codes)).sum(0)
         old = self.scales[g]
-        wanted = old + torch.where(bend > 0, slope / bend, 0.0)
-        new = as_stored(wanted, self.format, self.scale_dtype, self.global_scale)
+        target = old + torch.where(bend > 0, slope / bend, 0.0)
+        new = as_stored(target, self.format, self.scale_dtype, self.global_scale)
         step = new.float() - old
-        better = (wanted > 0) & (step * (2 * slope - step * bend) > 0)
+        better = (target > 0) & (step * (2 * slope - step * bend) > 0)
         self.scales[g] = torch.where(better, new.float(), old)
         return self._change(slice(a, b), codes * torch.where(better, -step, 0.0))
 
     def _recode(self, a: int, slopes: Tensor) -> Tensor:
         """Choose the codes of the columns from `a` on; returns how their errors change: `[columns, out]`, as `slopes`."""
         b = a + len(slopes)
-        own, changed = self.gram[a:b, a:b], torch.zeros_like(slopes)
+        block_gram, changed = self.gram[a:b, a:b], torch.zeros_like(slopes)
         for i, (code, slope) in enumerate(zip(self.codes[a:b].unbind(), slopes.unbind(), strict=True)):
             params = self._params((a + i) // self.size)
             old = decode(code, *params)
-            slope = torch.addmv(slope, changed[:i].T, own[i, :i])
+            slope = torch.addmv(slope, changed[:i].T, block_gram[i, :i])
             encode(torch.addcmul(old, slope, self.inverse[a + i]), *params, self.format, out=code)
             torch.sub(old, decode(code, *params), out=changed[i])
         return self._change(slice(a, b), changed)
