@@ -287,9 +287,7 @@ def test_smoothing_for_feedback_takes_what_feedback_leaves_least_of():
     assert best and torch.equal(scale, scales[best - 1])
 
 
-@pytest.mark.parametrize(
-    "fields", [{"smooth": "yes"}, {"clip": 1}, {"clip_grid": 2}, {"sweeps": -1}, {"refit": None}]
-)
+@pytest.mark.parametrize("fields", [{"smooth": "yes"}, {"clip": 1}, {"clip_grid": 2}, {"sweeps": -1}, {"refit": None}])
 def test_bad_steps(fields):
     (name,) = fields
     with pytest.raises(ValueError, match=f"^{name} must be"):
