@@ -31,10 +31,13 @@ def run(args: argparse.Namespace) -> Outcome:
     """Check names and files, then show or upload."""
     _process.import_transformers()
     from vlmcompress.checkpoint import publish
+    from vlmcompress.diagnosis.files import diagnose
 
     publish.check_id(args.repository, "repository")
     out = Path(args.out)
-    _check_whole(out)
+    for check in diagnose(out):
+        if not check.ok:
+            raise UserError(f"{out} is damaged, nothing is uploaded: {check.name}: {check.detail}")
     measured = _measured(out, args.results) if args.results else None
     upload = publish.plan(out, args.repository, base_model=args.base_model, measured=measured)
     data: dict[str, Any] = {
@@ -49,15 +52,6 @@ def run(args: argparse.Namespace) -> Outcome:
         return OK, data, _shown(upload, args.private)
     data["url"] = publish.push(upload, private=args.private)
     return OK, data, f"Uploaded {len(upload.sizes)} files to {data['url']}{_advice(upload)}"
-
-
-def _check_whole(out: Path) -> None:
-    """Raise `UserError` for a checkpoint that `doctor` finds damaged."""
-    from vlmcompress.diagnosis.files import diagnose
-
-    for check in diagnose(out):
-        if not check.ok:
-            raise UserError(f"{out} is damaged, nothing is uploaded: {check.name}: {check.detail}")
 
 
 def _measured(out: Path, folder: str) -> str:

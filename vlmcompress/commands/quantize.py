@@ -95,49 +95,35 @@ def plan_text(plan: Plan, resolved: Resolved, samples: int | None) -> str:
         (key, value if isinstance(value, str) else json.dumps(value), resolved.origin(key))
         for key, value in flat.items()
     ]
-    rows = [("part", "group", "format", "blocks", "layers [out, in]")] + [
-        (
-            r.part,
-            f"{r.group}, of {r.experts} experts" if r.experts else r.group,
-            r.format,
-            r.blocks,
-            ", ".join(f"{n} {list(s)}" for n, s in zip(r.linears, r.shapes, strict=True)),
-        )
-        for r in plan.rows
-    ]
-    calibrate = plan.recipe.calibrate
-    data = (
-        f"{samples or f'at most {calibrate.samples}'} samples"
-        if plan.needs_data or (calibrate.data and plan.reads_data)
-        else "no data needed"
-    )
+    rows: list[tuple] = [("part", "group", "format", "blocks", "layers [out, in]")]
+    for row in plan.rows:
+        group = f"{row.group}, of {row.experts} experts" if row.experts else row.group
+        layers = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.linears, row.shapes, strict=True))
+        rows.append((row.part, group, row.format, row.blocks, layers))
+    calibrate, data = plan.recipe.calibrate, "no data needed"
+    if plan.needs_data or (calibrate.data and plan.reads_data):
+        data = f"{samples or f'at most {calibrate.samples}'} samples"
     if plan.statistics:
         data = f"statistics of {plan.statistics.facts['calibration']['samples']} samples, no forward pass"
+    ratio = "as they are"
+    if plan.bytes_after != plan.bytes_before:
+        ratio = smaller(plan.bytes_before, max(plan.bytes_after, 1))
     prefix = {"float": "float: blocks are solved behind unquantized ones", None: "none: nothing is observed"}
     shared = allocation_text(plan.allocation) if plan.allocation else ""
     if plan.undecided:
         shared = "\nThe widths of groups are decided after the calibration; with --stats they are shown here."
     read = "Weights and statistics were read" if plan.allocation else "Of the model nothing was read but headers"
-    return "\n".join(
-        [
-            f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})",
-            table(settings),
-            f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}",
-            *([table(rows)] if plan.rows else []),
-            "",
-            table(
-                [
-                    ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({_ratio(plan)})"),
-                    *([("images", plan.visual_tokens.text)] if plan.visual_tokens else []),
-                    ("peak memory", f"about {size(plan.peak_bytes)}"),
-                    ("calibration", data),
-                    ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved behind quantized ones")),
-                ]
-            ),
-            *([shared] if shared else []),
-            f"\n{read}, and nothing written.",
-        ]
-    )
+    totals = [
+        ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({ratio})"),
+        *([("images", plan.visual_tokens.text)] if plan.visual_tokens else []),
+        ("peak memory", f"about {size(plan.peak_bytes)}"),
+        ("calibration", data),
+        ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved behind quantized ones")),
+    ]
+    lines = [f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})", table(settings)]
+    lines.append(f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}")
+    lines += [*([table(rows)] if plan.rows else []), "", table(totals), *([shared] if shared else [])]
+    return "\n".join([*lines, f"\n{read}, and nothing written."])
 
 
 def allocation_text(allocation: Mapping[str, Any]) -> str:
@@ -228,12 +214,6 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         )
         lines.append(f"  KV cache  {scales} {worst['share']:.2%} of visual values ({worst['where']})")
     return written_text(done, lines, verbose)
-
-
-def _ratio(plan: Plan) -> str:
-    if plan.bytes_after == plan.bytes_before:
-        return "as they are"
-    return smaller(plan.bytes_before, max(plan.bytes_after, 1))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -158,8 +158,9 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     answers = f", {written} answers by the original itself" if written else ""
     steps = f"{recovery['steps']} of at most {recovery['settings']['steps']}"
     best = f", step {recovery['best_step']} is kept" if recovery["changed"] else ""
+    change = f"{1 - kl['after'] / kl['before']:.0%} less" if recovery["changed"] else "no better"
     rows = [
-        ("held-out KL", f"{_nats(kl['before'])} -> {_nats(kl['after'])} nats an answer token, {_change(recovery)}"),
+        ("held-out KL", f"{_nats(kl['before'])} -> {_nats(kl['after'])} nats an answer token, {change}"),
         ("trained", f"{parts} numbers"),
         ("steps", steps + best + (f"; {recovery['ended']}" if recovery["ended"] else "")),
         ("data", f"{samples['trained_on']} samples of '{data['source']}', {samples['held_out']} held out{answers}"),
@@ -172,8 +173,3 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
 
 def _nats(value: float) -> str:
     return f"{value:.4f}" if value >= 0.001 else f"{value:.2g}"
-
-
-def _change(recovery: Mapping[str, Any]) -> str:
-    kl = recovery["held_out_kl"]
-    return f"{1 - kl['after'] / kl['before']:.0%} less" if recovery["changed"] else "no better"

@@ -244,13 +244,10 @@ def _folder(path: Path) -> _Table:
     names = [image.as_posix() for image in images]
 
     def rows(indices: list[int]) -> list[dict[str, Any]]:
-        return [{"image": names[index], "question": _prompt(names[index])} for index in indices]
+        prompts = (PROMPTS[hashlib.sha256(names[index].encode()).digest()[0] % len(PROMPTS)] for index in indices)
+        return [{"image": names[index], "question": prompt} for index, prompt in zip(indices, prompts, strict=True)]
 
     return _Table(path.name, path, ("image", "question"), list(names), rows, lambda index: names[index], True)
-
-
-def _prompt(name: str) -> str:
-    return PROMPTS[hashlib.sha256(name.encode()).digest()[0] % len(PROMPTS)]
 
 
 def _json_lines(path: Path) -> _Table:

@@ -89,7 +89,9 @@ def split(model: nn.Module, spec: ModelSpec) -> None:
     """Replace each block's fused experts by `Experts` on the meta device."""
     for path, fused in _fused(model, spec):
         experts, inner, width = fused.down_proj.shape[0], fused.down_proj.shape[2], fused.down_proj.shape[1]
-        model.set_submodule(path, Experts(_bare(experts, width, inner, fused.act_fn, fused.down_proj.dtype)))
+        with torch.device("meta"):
+            bare = [Expert(width, inner, fused.act_fn, fused.down_proj.dtype) for _ in range(experts)]
+        model.set_submodule(path, Experts(bare))
 
 
 def without_experts(kind: type[PreTrainedModel], spec: ModelSpec) -> type[PreTrainedModel]:
@@ -198,9 +200,3 @@ def _fused(model: nn.Module, spec: ModelSpec) -> list[tuple[str, Any]]:
         and path.endswith(f".{spec.experts}")
         and isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
     ]
-
-
-def _bare(count: int, width: int, inner: int, act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Expert]:
-    """Experts without weights."""
-    with torch.device("meta"):
-        return [Expert(width, inner, act, dtype) for _ in range(count)]

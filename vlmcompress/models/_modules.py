@@ -123,12 +123,12 @@ def _each(templates: Sequence[LinearGroup], linears: Iterable[str]) -> Iterator[
         of_expert = list(some)
         pattern = re.compile(re.escape(of_expert[0].linears[0]).replace(r"\{\}", r"(\d+)"))
         numbers = sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
-        yield from ((_numbered(template, number), number) for number in numbers for template in of_expert)
-
-
-def _numbered(template: LinearGroup, number: int) -> LinearGroup:
-    linears, smooth = (tuple(name.format(number) for name in part) for part in (template.linears, template.smooth))
-    return replace(template, name=template.name.format(number), linears=linears, smooth=smooth)
+        for number in numbers:
+            for template in of_expert:
+                parts = (template.linears, template.smooth)
+                linears, smooth = (tuple(name.format(number) for name in part) for part in parts)
+                named = replace(template, name=template.name.format(number), linears=linears, smooth=smooth)
+                yield named, number
 
 
 def _linears(model: nn.Module, block: str) -> dict[str, nn.Linear]:

@@ -86,9 +86,9 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
     embedding = meta_model.get_input_embeddings()
     name = next(key for key, value in meta_model.named_parameters() if value is embedding.weight)
     head, width = f"{spec.lm_head}.weight", int(embedding.get_parameter("weight").shape[1])
-    residual = Stream(
-        width, name, spec.lm_head, head in tied_names(meta_model), rows=[name, *_newlines(meta_model, spec)]
-    )
+    parameters = {key for key, _ in meta_model.named_parameters()}
+    newlines = [newline for newline in spec.newlines if newline in parameters]  # their rows enter the stream, too
+    residual = Stream(width, name, spec.lm_head, head in tied_names(meta_model), rows=[name, *newlines])
     templates = {template.name: template for template in spec.groups}
     for path, groups in zip(decoder_layers(meta_model, spec), decoder_blocks(meta_model, spec), strict=True):
         for group in groups:
@@ -125,12 +125,6 @@ def _refuse_known(spec: ModelSpec, stored: Iterable[str]) -> None:
 
 def _refused(spec: ModelSpec, why: str) -> UserError:
     return UserError(f"a rotation does not leave {spec.family} as it is: {why}; leave out --rotate")
-
-
-def _newlines(meta_model: nn.Module, spec: ModelSpec) -> list[str]:
-    """Parameters besides embedding and projector whose rows enter the stream."""
-    names = {name for name, _ in meta_model.named_parameters()}
-    return [name for name in spec.newlines if name in names]
 
 
 def _values(meta_model: nn.Module, v: str, group: Group, config: object) -> Iterator[Values]:
