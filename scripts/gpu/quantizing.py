@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import shutil
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from gpu import shapes
 from gpu.part import Place
 from gpu.steps import SCHEMES, SERVED
+
+SHALLOW, SOLVED = "qwen2.5-vl-7b", ("awq", "gptq")  # what is calibrated without an engine, and solved from that
 
 
 def run(place: Place, shape: str, name: str) -> dict[str, Any]:
@@ -26,13 +31,13 @@ def run(place: Place, shape: str, name: str) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    began, phases = time.monotonic(), Phases()
-    manifest = vlmcompress.quantize(recipe, overwrite=True, progress=phases).manifest
+    began = time.monotonic()
+    manifest = vlmcompress.quantize(recipe, overwrite=True).manifest
     seconds = time.monotonic() - began
     config = json.loads((source / "config.json").read_text())
     figures = {
         "seconds": round(seconds, 2),
-        "phases": manifest.get("timing") or phases.seconds(),
+        "phases": manifest["timing"],
         "samples": recipe.calibrate.samples if manifest["calibration"] else 0,
         "layers": config["text_config"]["num_hidden_layers"],
         "gb_before": round(manifest["size"]["weights_before"] / 1e9, 3),
@@ -45,6 +50,51 @@ def run(place: Place, shape: str, name: str) -> dict[str, Any]:
     return figures
 
 
+def without_engine(place: Place) -> dict[str, Any]:
+    """Collect a shallow model's statistics and solve schemes from them, as the command line does, with llm-compressor out of
+    sight, so that torch, transformers and compressed-tensors alone do it: seconds by phase and scheme, and peak memory."""
+    with hidden("llmcompressor"):
+        return _from_statistics(place)
+
+
+def _from_statistics(place: Place) -> dict[str, Any]:
+    import vlmcompress
+
+    source = shapes.model(place, SHALLOW, "shallow", apart=True)
+    stats = source.with_name("stats")
+    recipe = shapes.recipe(place, source, stats, "gptq", {})
+    began = time.monotonic()
+    manifest = vlmcompress.calibrate(recipe, overwrite=True).manifest
+    seconds, solve_seconds = time.monotonic() - began, {}
+    for scheme in SOLVED:
+        calibration = {"data": recipe.calibrate.data, "samples": recipe.calibrate.samples, "stats": str(stats)}
+        out = source.with_name(f"from-stats-{scheme}")
+        solving = vlmcompress.Recipe.of(str(source), str(out), scheme=scheme, calibrate=calibration)
+        began = time.monotonic()
+        vlmcompress.quantize(solving, overwrite=True)
+        solve_seconds[scheme] = round(time.monotonic() - began, 2)
+        shutil.rmtree(out)
+    shutil.rmtree(stats)
+    return {
+        "seconds": round(seconds, 2),
+        "phases": manifest["timing"],
+        "samples": recipe.calibrate.samples,
+        "solve_seconds": solve_seconds,
+        **peaks(),
+    }
+
+
+@contextlib.contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Within the context importing a package fails as if it were not installed."""
+    assert package not in sys.modules, f"{package} is imported already"
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
 def peaks() -> dict[str, float | None]:
     """Peak memory of this process: of the GPU, allocated and reserved, and of the host, mapped files included; in GB."""
     import torch
@@ -55,22 +105,3 @@ def peaks() -> dict[str, float | None]:
         "gpu_reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2) if cuda else None,
         "host_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
     }
-
-
-class Phases:
-    """A progress that sums up the seconds between its calls by the label of the later one, as that is what was done in
-    between; until the first call the model is loaded and samples are encoded."""
-
-    def __init__(self) -> None:
-        self._last, self._found = time.monotonic(), dict[str, float]()
-
-    def __call__(self, label: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        label = label if self._found else "loading"
-        self._found[label] = self._found.get(label, 0.0) + now - self._last
-        self._last = now
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds by label, and `rest` since the last call."""
-        seconds = self._found | {"rest": time.monotonic() - self._last}
-        return {label: round(value, 2) for label, value in seconds.items()}

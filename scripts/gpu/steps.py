@@ -88,7 +88,7 @@ STEPS: tuple[Step, ...] = (
         ("torch",),
     ),
     Step(
-        "transformers-only", "calibrating without vLLM: time and memory", "gpu.plain",
+        "transformers-only", "calibrating without vLLM: time and memory", "gpu.quantizing:without_engine",
         [Part("calibrate", 0.8)], QUANTIZES,
     ),
     _each_shape("kernels", "vLLM loads every scheme and runs the kernels that targets/ names", "gpu.kernels", 1.5),

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 import reduced_answers
 import torch
 from bench_reducers import DEMO, MODELS, ROOT, samples
-from methods_table import about
+from methods_table import about, numbered
 
 sys.path.insert(0, str(ROOT))
 from eval.world.freeze import SCHEMA
@@ -113,8 +113,7 @@ def _with(reducer: str, scorer: Path) -> str:
 def ask(work: Path, model: str) -> dict[str, Any]:
     """Ask the test split with every reducer, of the model as it is and as it was trained."""
     questions = samples(model, "test", None)
-    names: dict[str, int] = {}
-    clusters = [names.setdefault(about(sample), len(names)) for sample in questions]
+    clusters = numbered([about(sample) for sample in questions]).tolist()
     scorer = work / f"{model}.safetensors"
     trained = {reducer: work / f"{model}-recovered-{number}" for number, reducer in enumerate(RECOVERED)}
     kinds = ("learned:{}", "learned:{},merge=nearest", *UNTRAINED)

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import reduced_answers
 import torch
 from bench_reducers import DEMO, samples
-from methods_table import BEYOND, _numbers, about, difference
+from methods_table import BEYOND, about, difference, numbered
 
 from vlmcompress import models
 from vlmcompress.commands._process import quiet_libraries
@@ -37,7 +37,7 @@ def compare(model: str, split: str, per_family: int | None) -> list[dict[str, An
     """Ask all questions with every method, share and kind of positions."""
     vlm, questions = models.load(DEMO / model), samples(model, split, per_family)
     asker = reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, questions))
-    images, rows = _numbers([about(sample) for sample in questions]), []
+    images, rows = numbered([about(sample) for sample in questions]), []
     for method in METHODS:
         for share in SHARES:
             original, compact = (

@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import reduced_answers
 import torch
 from bench_reducers import DEMO, ROOT, samples
-from methods_table import about
+from methods_table import about, numbered
 from reduced_answers import Asker
 
 sys.path.insert(0, str(ROOT))
@@ -50,8 +50,7 @@ TWO_STAGES = ((64, 0.5), (49, 0.5))
 def ask(folder: Path, kept: Path) -> dict[str, Any]:
     """Ask about images made smaller to each of `LIMITS`, and with each reducer at the share that this leaves."""
     vlm, questions = models.load(folder), samples("demo-qwen", "test", None)
-    names: dict[str, int] = {}
-    clusters = [names.setdefault(about(sample), len(names)) for sample in questions]
+    clusters = numbered([about(sample) for sample in questions]).tolist()
     whole = Asker(vlm, reduced_answers.prepare(vlm, questions))
     before = whole.visual()
     done = json.loads(kept.read_text()) if kept.exists() else {}

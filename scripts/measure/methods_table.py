@@ -61,7 +61,7 @@ def summarise(work: Path, split: str, questions: Mapping[str, Sequence[Sample]])
     clusters = {model: [about(sample) for sample in samples] for model, samples in questions.items()}
     figures = [_figures(key, facts[key], measures, questions[key[0]], clusters[key[0]]) for key in facts]
     comparisons = [
-        _comparison(first, other, measures, _numbers(clusters[first[0]])) for first, other in _pairs(measures)
+        _comparison(first, other, measures, numbered(clusters[first[0]])) for first, other in _pairs(measures)
     ]
     return {
         "split": split,
@@ -91,7 +91,8 @@ def about(sample: Sample) -> str:
     return hashlib.sha256(b"".join(image.tobytes() for image in sample.images)).hexdigest()
 
 
-def _numbers(clusters: Sequence[str]) -> Tensor:
+def numbered(clusters: Sequence[str]) -> Tensor:
+    """Number names from 0 in their order: the clusters of questions about the same images, `[questions]`."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in clusters])
 

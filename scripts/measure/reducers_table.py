@@ -35,16 +35,8 @@ Row = dict[str, Any]
 
 
 def rows(path: Path, split: str, per_family: int | None) -> list[Row]:
-    """Read the rows measured so far; one that was cut off is left out."""
-    parsed = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if (row["split"], row["per_family"]) == (split, per_family):
-            parsed.append(row)
-    return parsed
+    """Read the rows measured so far on these questions."""
+    return [row for row in methods_table.rows(path) if (row["split"], row["per_family"]) == (split, per_family)]
 
 
 def summarise(measured: Sequence[Row], questions: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
@@ -89,9 +81,7 @@ class Answers:
             name: torch.tensor([sample.family == name for sample in samples])
             for name in sorted({sample.family or "" for sample in samples})
         }
-        numbers: dict[str, int] = {}
-        named = [methods_table.about(sample) for sample in samples]
-        self.clusters = torch.tensor([numbers.setdefault(name, len(numbers)) for name in named])
+        self.clusters = methods_table.numbered([methods_table.about(sample) for sample in samples])
         self.points: dict[tuple[str, str], list[Row]] = {}
         for row in measured:
             options = {name: value for name, value in row.get("options", {}).items() if name != "seed"}

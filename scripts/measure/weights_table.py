@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from methods_table import BEYOND, _numbers, about, difference, rows
+from methods_table import BEYOND, about, difference, numbered, rows
 from torch import Tensor
 from weight_methods import FORMATS, METHODS, STOCK
 
@@ -58,7 +58,7 @@ def summarise(work: Path, model: str, split: str, questions: Sequence[Sample]) -
         if row["model"] == model and row["split"] == split:
             grouped.setdefault((row["format"], row["method"]), []).append(row)
     loaded = {key: _stack(work, seed_rows) for key, seed_rows in grouped.items()}
-    clusters = {"answers": _numbers([about(sample) for sample in questions])} if questions else {}
+    clusters = {"answers": numbered([about(sample) for sample in questions])} if questions else {}
     keys = sorted(grouped, key=lambda key: order((model, split, *key)))
     return [{"model": model, "split": split} | _figures(key, grouped[key], loaded, clusters) for key in keys]
 

@@ -15,7 +15,7 @@ length, and a group has its own table of blocks, so
 
 Source: vLLM 0.32 `v1/core/kv_cache_utils.py` (`get_kv_cache_groups`, `unify_kv_cache_spec_page_size`,
 `get_max_concurrency_for_kv_cache_config`), `v1/kv_cache_interface.py` (`max_memory_usage_bytes`) and
-`platforms/interface.py` (`_align_hybrid_block_size`). `scripts/measure/plan_against_vllm.py` compares with its log.
+`platforms/interface.py` (`_align_hybrid_block_size`). `tests/planning/test_against_vllm.py` compares with its log.
 
 `Defaults` is what vLLM does unless told otherwise, as far as memory and batches depend on it: `config/cache.py`
 (`gpu_memory_utilization`, `DEFAULT_BLOCK_SIZE`), `engine/arg_utils.py` (`get_batch_defaults` of the OpenAI server),
