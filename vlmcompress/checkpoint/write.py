@@ -222,7 +222,8 @@ def plan_tensors(
             if tuple(weight.q.shape) != entry.spec.shape:
                 raise ValueError(f"{entry.name} is {entry.spec.shape}, its quantized form {tuple(weight.q.shape)}")
             prefix = name.removesuffix("weight")
-            for local, spec in exporter.specs(scheme, *weight.q.shape, Spec.of(weight.scale).dtype).items():
+            rows, columns = weight.q.shape
+            for local, spec in exporter.specs(scheme, rows, columns, Spec.of(weight.scale).dtype).items():
                 tensors.append(OutputTensor(prefix + local, spec, (module, local)))
         elif entry.name in values:
             value = values.pop(entry.name)
@@ -266,7 +267,8 @@ def output_specs(
     for name, scheme in schemes.items():
         weight = specs.pop(names[f"{name}.weight"])
         try:
-            layer = exporter.specs(scheme, *weight.shape, weight.dtype)
+            rows, columns = weight.shape
+            layer = exporter.specs(scheme, rows, columns, weight.dtype)
         except (UserError, ValueError):
             continue  # a shape that the scheme cannot have; the plan reports it
         specs |= {f"{name}:{local}": spec for local, spec in layer.items()}
