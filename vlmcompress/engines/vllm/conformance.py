@@ -111,7 +111,13 @@ def collect(
 
 def judge(answers: Answers) -> list[Finding]:
     """Run each of `CHECKS` on the answers."""
-    return [_judged(name, answers) for name in CHECKS]
+    findings = []
+    for name, check in CHECKS.items():
+        try:
+            findings.append(Finding(name, True, check(answers)))
+        except UserError as error:
+            findings.append(Finding(name, False, str(error)))
+    return findings
 
 
 def _readable(folder: Path, config: dict[str, Any], out: Path) -> Path:
@@ -174,13 +180,6 @@ def _ask(answers: Answers, plan: Sequence[dict[str, Any]], media: Path, view: Pa
             if event["event"] == "answer":
                 answers.engines[event["id"]] = event
                 progress("asking vLLM", len(answers.engines), len(plan))
-
-
-def _judged(name: str, answers: Answers) -> Finding:
-    try:
-        return Finding(name, True, CHECKS[name](answers))
-    except UserError as error:
-        return Finding(name, False, str(error))
 
 
 def tensor_places(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
