@@ -59,16 +59,8 @@ def build(
         source: folder of the original checkpoint.
         family: name of its `ModelSpec`.
         recipe: the resolved recipe as plain data, with its `seed`.
-        calibration: the data that statistics came from; None for a data-free scheme.
-        errors: linear layer (memory name) -> modality -> relative output error.
-        maxima: first linear layer of a group -> modality -> share of its input channels whose maximum is that modality's;
-            for schemes that quantize activations.
-        kv_cache: attention module (memory name) -> errors of an FP8 cache, from `statistics.kv_range.report`.
-        warnings: what happened otherwise than asked for, a line each.
-        allocation: how a budget of bits was shared out; None: one scheme for all groups.
-        visual_tokens: tokens of a prompt with one typical image, before and after the reducer; None: there is no reducer,
-            or its number of tokens is not known.
-        recovery: how the model was trained (`runs.recover`); None: it was not.
+        calibration: None for a data-free scheme. This and the others are entries of the table above, by memory names of
+            layers; an `allocation`, `visual_tokens` or `recovery` that is None is left out.
     """
     return {
         "schema_version": SCHEMA_VERSION,
