@@ -15,6 +15,8 @@ from types import FrameType
 from vlmcompress.common import distributed
 from vlmcompress.errors import UserError
 
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
 
 @contextlib.contextmanager
 def stdout_kept_clean() -> Iterator[None]:
@@ -64,9 +66,6 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from vlmcompress.common import distributed
 
+_UNUSABLE = {errno.ENAMETOOLONG: "the path is too long", errno.ELOOP: "its links lead in a circle"}
+
 
 def shortened(text: str, longest: int = 2000) -> str:
     """Cut the middle out of a text of more than `longest` characters, so that an error that quotes input stays a line."""
@@ -30,23 +32,15 @@ def reason(error: BaseException, longest: int = 300) -> str:
     return whole[0].rstrip(";.") if whole else text[: longest - 4].rpartition(" ")[0] + " ..."
 
 
-_WHY = {
-    errno.ENAMETOOLONG: "the path is too long",
-    errno.ELOOP: "its links lead in a circle",
-}
-
-
 def unusable(error: BaseException) -> str | None:
     """The message for an error about a path that no file can have: too long, a loop of links, a NUL; None for other errors.
 
     Such errors are raised wherever a path is first used, in pathlib or in a library, so they are told apart here and once.
     """
-    if isinstance(error, OSError) and error.errno in _WHY:
-        return f"cannot use {_shown(error.filename)}: {_WHY[error.errno]}; give another one"
-    if isinstance(error, RuntimeError) and str(error).startswith(
-        "Symlink loop from "
-    ):  # pathlib's own, until Python 3.13
-        return f"cannot use {_shown(str(error).split(' from ', 1)[1])}: {_WHY[errno.ELOOP]}; give another path"
+    if isinstance(error, OSError) and error.errno in _UNUSABLE:
+        return f"cannot use {_shown(error.filename)}: {_UNUSABLE[error.errno]}; give another one"
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):  # pathlib's, until Python 3.13
+        return f"cannot use {_shown(str(error).split(' from ', 1)[1])}: {_UNUSABLE[errno.ELOOP]}; give another path"
     if isinstance(error, ValueError) and str(error).startswith("embedded null "):
         return "cannot use a path with a NUL character in it; give another one"
     return None

@@ -22,6 +22,9 @@ from vlmcompress.common.text import duration
 Progress = Callable[[str, int, int], None]
 """A callback for progress, called with (label, done, total)."""
 
+_seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
+_within: ContextVar[list[float] | None] = ContextVar("within", default=None)  # seconds of phases within the present one
+
 
 def silent(_label: str, _done: int, _total: int) -> None:
     """A progress callback that shows nothing."""
@@ -90,10 +93,6 @@ class ProgressBar:
         since, before = self._first_step or (now, done)
         passed, steps = now - since, done - before
         return f"{duration(passed / steps * (total - done))} left" if steps > 0 and passed > 1 else ""
-
-
-_seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
-_within: ContextVar[list[float] | None] = ContextVar("within", default=None)  # seconds of phases within the present one
 
 
 @contextmanager

@@ -30,6 +30,21 @@ from typing import Any, Protocol, TypeVar
 from vlmcompress.common import hub, messages
 from vlmcompress.errors import UserError
 
+RETRIES = 3  # of a job whose worker or node was lost
+PASSED_ON = ("VLMCOMPRESS_", "OMP_")  # beginnings of names of environment variables
+OFFLINE = (hub.OFFLINE, "TRANSFORMERS_OFFLINE")
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of jobs that were cancelled
+    "RAY_task_oom_retries": str(RETRIES),  # by itself Ray would try for ever
+}
+NOT_LOADED = (
+    "could not be computed",
+    "failed to import on the worker",
+)  # what Ray says of a task's arguments and function
+PATIENCE = 10.0  # seconds: for a connection, and for a cancelled job to clean up
+NUDGE = 0.5  # seconds
+
 J = TypeVar("J")
 R = TypeVar("R")
 
@@ -49,11 +64,8 @@ def attempt(function: Callable[[J], R], job: J) -> R | Failed:
         return Failed(str(error))
 
 
-__all__ = ["Workers", "Failed", "InTurn", "of"]
-
-
 class Workers(Protocol):
-    """Workers that do jobs. `name` is for people, `size` is the number of jobs that it does at once."""
+    """Workers that do jobs: `name` for people, and `size`, the number of jobs that they do at once."""
 
     @property
     def name(self) -> str: ...
@@ -100,27 +112,7 @@ def of(address: str | None) -> Workers:
     Raises:
         UserError: Ray is not installed, or there is no such cluster.
     """
-    if address is None:
-        return InTurn()
-    from vlmcompress.common.workers import OnRay
-
-    return OnRay(address)
-
-
-RETRIES = 3  # of a job whose worker or node was lost
-PASSED_ON = ("VLMCOMPRESS_", "OMP_")  # beginnings of names of environment variables
-OFFLINE = (hub.OFFLINE, "TRANSFORMERS_OFFLINE")
-SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of jobs that were cancelled
-    "RAY_task_oom_retries": str(RETRIES),  # by itself Ray would try for ever
-}
-NOT_LOADED = (
-    "could not be computed",
-    "failed to import on the worker",
-)  # what Ray says of a task's arguments and function
-PATIENCE = 10.0  # seconds: for a connection, and for a cancelled job to clean up
-NUDGE = 0.5  # seconds
+    return InTurn() if address is None else OnRay(address)
 
 
 class OnRay:

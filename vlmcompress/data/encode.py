@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 Turn = dict[str, Any]  # {"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}, ...]}
 Inputs = dict[str, Tensor]
 IGNORED, TEXT, VISION, ANSWER = range(4)
+MOST = 2 << 30
+"""Bytes of encoded samples that are kept; others are encoded on each access."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, OverflowError, TemplateError)
 
 
@@ -217,10 +219,6 @@ def _end_ids(vlm: VLM) -> set[int]:
 
 def _image_token_id(vlm: VLM) -> int:
     return getattr(vlm.model.config, vlm.spec.image_token)
-
-
-MOST = 2 << 30
-"""Bytes of encoded samples that are kept; others are encoded on each access."""
 
 
 class Encoded(Sequence[Inputs]):

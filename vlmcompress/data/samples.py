@@ -35,6 +35,10 @@ from vlmcompress.common.hub import IMAGES
 from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
 
+MARK = "<image>"
+ROLES = ("system", "developer", "user", "assistant")
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}  # others as in ROLES
+Part = dict[str, Any]  # {"type": "text", "text": ...} or {"type": "image"}; while reading, the latter has a "source"
 MAX_PIXELS = 178_956_970  # the number at which Pillow, by default, refuses
 MAX_BYTES = 1 << 30
 """The most bytes in an image's file: what the pixels of the largest image take with 16 bits per channel."""
@@ -169,12 +173,6 @@ def _to_8_bit(values: np.ndarray, full: float | None) -> np.ndarray:
         limits = (1.0, 255.0, 65535.0) if (values % 1).any() else (255.0, 65535.0)
         full = next((limit for limit in limits if top <= limit), top)
     return np.clip(np.rint(values * (255.0 / full)), 0, 255).astype(np.uint8)
-
-
-MARK = "<image>"
-ROLES = ("system", "developer", "user", "assistant")
-SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}  # others as in ROLES
-Part = dict[str, Any]  # {"type": "text", "text": ...} or {"type": "image"}; while reading, the latter has a "source"
 
 
 @dataclass(frozen=True)

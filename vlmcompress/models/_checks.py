@@ -27,6 +27,9 @@ from vlmcompress.common import json_files
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models._spec import ModelSpec
 
+VISION_KEYS = ("vision_config", "visual", "vision_tower", "image_token_id", "image_token_index")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+REDUCED = "Vlmcompress"  # before the architecture of a checkpoint with a reducer
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ANY = 10**11
 """Bound of integers whose key has no bound in `_BOUNDS`."""
@@ -133,11 +136,6 @@ UNSUPPORTED: dict[str, str] = {
     "minicpmv4_6": "transformers 5.17 runs its tower only on tiles of one size, which an image and its tiles seldom have",
 }
 """Model type -> why it is not supported, and what to take instead where there is something."""
-
-
-VISION_KEYS = ("vision_config", "visual", "vision_tower", "image_token_id", "image_token_index")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-REDUCED = "Vlmcompress"  # before the architecture of a checkpoint with a reducer
 
 
 def unknown(config: Mapping[str, Any], model_types: Collection[str]) -> UserError:

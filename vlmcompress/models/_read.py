@@ -15,6 +15,8 @@ from vlmcompress.models._checks import check_claims, check_sizes
 from vlmcompress.models._experts import one_by_one
 from vlmcompress.models._spec import ModelSpec
 
+CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Where formats keep their config besides config.json; a folder has those of its own format only."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -142,10 +144,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     if any(Path(shard).name != shard for shard in weight_map.values()):
         raise UserError(f"{index} points outside its folder; download it again")
     return weight_map
-
-
-CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where formats keep their config besides config.json; a folder has those of its own format only."""
 
 
 def quantization_block(path: Path, config: Mapping[str, Any]) -> Any:
