@@ -20,7 +20,7 @@ from vlmcompress.hf_hooks import attach, scorer_file
 from vlmcompress.models import load
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.reducers import learned
-from vlmcompress.runs.recover import Asked, recover
+from vlmcompress.runs.recover import TrainingOptions, recover
 
 FEW = ("--steps", 4, "--every", 2, "--batch", 2)
 
@@ -108,7 +108,7 @@ def test_gradients_reach_the_projector_behind_every_kind_of_reducer(models, data
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, capsys):
-    model, training = models["llava"], Asked(steps=6, every=2, batch=2, lr=1e-3)
+    model, training = models["llava"], TrainingOptions(steps=6, every=2, batch=2, lr=1e-3)
 
     def recipe(name: str) -> Recipe:
         keys = {"data": str(data), "samples": 24}
@@ -148,12 +148,12 @@ def test_a_run_behind_another_scorer_is_no_going_on(models, data, tmp_path):
     recipe = Recipe.of(model, tmp_path / "out", scheme="none", reduce=reduce, calibrate=keys)
     trained(seed=0)
     with pytest.raises(KeyboardInterrupt):
-        recover(recipe, Asked(), progress=broken)
+        recover(recipe, TrainingOptions(), progress=broken)
     with pytest.raises(KeyboardInterrupt):
-        recover(recipe, Asked(), resume=True, progress=broken)
+        recover(recipe, TrainingOptions(), resume=True, progress=broken)
     trained(seed=1)
     with pytest.raises(UserError, match="--resume: the interrupted run had a reducer's file with the hash "):
-        recover(recipe, Asked(), resume=True)
+        recover(recipe, TrainingOptions(), resume=True)
 
 
 def test_the_model_answers_where_the_data_do_not(models, data, tmp_path, capsys):
@@ -255,4 +255,4 @@ def test_other_bad_input(models, data, tmp_path, capsys):
 
 def test_parts_that_are_not_there(models):
     with pytest.raises(UserError, match="no part 'lors'; did you mean 'lora'"):
-        Asked(train=("lors",))
+        TrainingOptions(train=("lors",))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vlmcompress.hf_hooks.gating import attend, gates, level, standard
+from vlmcompress.hf_hooks.gated import attend, gates, level, standard
 
 
 @pytest.mark.parametrize("temperature", [0.05, 0.3, 2.0])

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 import torch
 
-from vlmcompress.runs.train_loop import PATIENCE, Course, Settings, order, rate, train
+from vlmcompress.runs.train_loop import PATIENCE, Settings, TrainLog, order, rate, train
 
 
 class Kept:
@@ -28,39 +28,39 @@ class Kept:
         return self.state
 
 
-def noted(*values: float, first: float = 1.0) -> tuple[Course, list[bool]]:
-    course, better = Course(first), []
+def noted(*values: float, first: float = 1.0) -> tuple[TrainLog, list[bool]]:
+    log, better = TrainLog(first), []
     for value in values:
-        course.step += 25
-        better.append(course.note(value))
-    return course, better
+        log.step += 25
+        better.append(log.record(value))
+    return log, better
 
 
 def test_the_best_measurement_is_known():
-    course, better = noted(0.9, 0.5, 0.6, 0.4, 0.41)
+    log, better = noted(0.9, 0.5, 0.6, 0.4, 0.41)
     assert better == [True, True, False, True, False]
-    assert (course.best, course.best_step, course.ended) == (0.4, 100, None)
+    assert (log.best, log.best_step, log.ended) == (0.4, 100, None)
 
 
 def test_it_ends_when_nothing_falls_any_more():
-    course, _ = noted(0.5, *[0.6] * (PATIENCE - 1))
-    assert course.ended is None
-    course, _ = noted(0.5, *[0.6] * PATIENCE)
-    assert course.ended == f"the held-out divergence had not fallen for {PATIENCE} measurements"
-    course, better = noted(*[1.1] * PATIENCE)
-    assert course.ended and course.best_step == 0 and not any(better)
+    log, _ = noted(0.5, *[0.6] * (PATIENCE - 1))
+    assert log.ended is None
+    log, _ = noted(0.5, *[0.6] * PATIENCE)
+    assert log.ended == f"the held-out divergence had not fallen for {PATIENCE} measurements"
+    log, better = noted(*[1.1] * PATIENCE)
+    assert log.ended and log.best_step == 0 and not any(better)
 
 
 @pytest.mark.parametrize("value", [2.1, math.nan, math.inf])
 def test_divergence_ends_it(value):
-    course, better = noted(0.5, value)
-    assert course.ended.startswith("it diverged: at step 50") and better == [True, False] and course.best == 0.5
+    log, better = noted(0.5, value)
+    assert log.ended.startswith("it diverged: at step 50") and better == [True, False] and log.best == 0.5
 
 
 def test_nothing_is_trained_by_a_divergence_that_is_no_number():
     """Otherwise any later number would be better than the first, and `held_out_kl` would be no JSON."""
     weight, called = torch.ones(2, requires_grad=True), []
-    course, best = train(
+    log, best = train(
         {"w": weight},
         4,
         Settings(4, 2, 0.1, 2, 0),
@@ -69,7 +69,7 @@ def test_nothing_is_trained_by_a_divergence_that_is_no_number():
         changed=lambda step: None,
         store=Kept(),
     )
-    assert course.ended == "the held-out divergence was nan before training" and not best and not called
+    assert log.ended == "the held-out divergence was nan before training" and not best and not called
 
 
 def test_every_sample_once_in_each_turn():
@@ -110,9 +110,9 @@ def fitted(store: Kept, steps: int = 40, lr: float = 0.05, broken: float | None 
 
 
 def test_it_learns_and_keeps_the_best():
-    (course, best), trained = fitted(Kept())
-    assert course.step == 40 and course.best < 0.5 * course.first and course.ended is None
-    assert course.best == min(value for _, value in course.history)
+    (log, best), trained = fitted(Kept())
+    assert log.step == 40 and log.best < 0.5 * log.first and log.ended is None
+    assert log.best == min(value for _, value in log.history)
     assert set(best) == set(trained) and best["w"].abs().sum() > 0 and not best["unused"].any()
 
 
@@ -123,12 +123,12 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(breaks):
     with pytest.raises(KeyboardInterrupt):
         fitted(store)
     store.breaks = None
-    (course, resumed), now = fitted(store)
-    assert course == whole
+    (log, resumed), now = fitted(store)
+    assert log == whole
     assert all(torch.equal(resumed[name], best[name]) and torch.equal(now[name], trained[name]) for name in best)
 
 
 def test_a_loss_that_is_not_finite_ends_it():
-    (course, best), trained = fitted(Kept(), broken=math.nan)
-    assert course.ended == "it diverged: at step 1 the loss or its gradient was not finite"
+    (log, best), trained = fitted(Kept(), broken=math.nan)
+    assert log.ended == "it diverged: at step 1 the loss or its gradient was not finite"
     assert best == {} and not trained["w"].detach().any()

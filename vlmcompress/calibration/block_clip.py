@@ -1,6 +1,6 @@
 """Q-VLM's search for the clipping ranges of runs of decoder blocks, by the error of the run's output (`quantizers.qvlm`).
 
-What the blocks are given is recorded (`calibration.block_inputs`); then runs of blocks are called on their own, with one layer
+The inputs of the blocks are captured (`calibration.block_inputs`); then runs of blocks are called by themselves, with one layer
 group's range changed at a time. Memory: inputs and outputs of one run for all samples, three times
 over, and the blocks' other arguments (positions, masks). Time: `4 groups * (grid - 1) * sweeps` times the run's blocks for
 each block, some 100 forward passes of the decoder with the defaults.
@@ -131,7 +131,7 @@ def _descend(
     weights: _Weights,
     options: qvlm.Options,
 ) -> dict[Key, float]:
-    """Change one group's range at a time, as long as the run's output gets closer to `wanted`; the ranges are left set."""
+    """Change one group's range at a time, as long as the run's output gets closer to `targets`; the ranges are left set."""
 
     def error(block: int, xs: list[Tensor]) -> float:
         """Error of the run's output, from the inputs `xs` of one of its blocks on."""

@@ -7,7 +7,7 @@
   Its first run ends at the last layer whose input is captured.
 * "groups": a block is captured group by group; the caller modifies each group before the next one is captured.
 
-Where the cross-Gram matrix is wanted (`statistics.inputs`), copies of the batches run through the blocks as they were, each
+Where the cross-Gram matrix is captured (`statistics.inputs`), copies of the batches run through the blocks as they were, each
 batch just before it runs through the changed block: inputs of both are in memory for one batch only, hidden states between two
 blocks for all. Otherwise memory holds one block's statistics and, on an accelerator, one block's weights.
 """

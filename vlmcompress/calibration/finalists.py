@@ -1,4 +1,4 @@
-"""The best smoothing scales of AWQ's search on statistics, compared by what the module around their layers puts out.
+"""The best smoothing scales of AWQ's search on statistics, compared by the output of attention or MLP around their layers.
 
 `quantizers.awq` ranks scales by the squared error of each linear layer's own output, and that of q, k and v is not attention's:
 an error of the keys that all of them share is lost in the softmax, and one of the values comes through as it is. The published
@@ -43,7 +43,7 @@ LEAST, MOST = 2048, 8192  # tokens that are looked at, where a quarter of all is
 
 @dataclass
 class _Calls:
-    """With what a module was called, and what it put out: for each batch that is looked at."""
+    """The arguments and outputs of a module, for each batch that is looked at."""
 
     arguments: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -105,7 +105,7 @@ def _some(batches: Sequence[Batch]) -> list[Batch]:
 def _watched(
     model: nn.Module, block: nn.Module, layer: int, groups: Sequence[Group], batches: Sequence[Batch]
 ) -> dict[str, _Calls]:
-    """What the modules around `groups` are given and put out while the block runs, by name."""
+    """Record the arguments and outputs of the modules around `groups` while the block runs, by name."""
     calls = {_around(group): _Calls() for group in groups}
     run, device = widened(block), next(block.parameters()).device
     with contextlib.ExitStack() as hooks:

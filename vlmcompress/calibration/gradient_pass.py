@@ -1,4 +1,4 @@
-"""How much the answer's loss depends on what each linear layer puts out: a backward pass over each calibration sample.
+"""Gradients of the answer's loss at the output of each linear layer, by a backward pass over each calibration sample.
 
 The loss is the cross entropy of a sample's answer tokens, mean over them, teacher forced. At the output `Y [tokens, out]` of
 every linear layer of the decoder the gradient `dL/dY` is reduced to two numbers per modality: MBQ's mean magnitude (arXiv
@@ -210,7 +210,7 @@ class _Totals:
         self._codes = (torch.arange(self._rows, device=modality.device)[:, None] * _KINDS + modality.long()).flatten()
 
     def end(self, scale: float, indices: Sequence[int]) -> None:
-        """Add what was seen since `begin`, of a loss times `scale`. `indices` of the samples are for messages."""
+        """Add the gradients since `begin`, of a loss times `scale`. `indices` of the samples are for messages."""
         if missing := self.sums.keys() - self._seen.keys() - self._experts:
             raise UserError(
                 f"the answer's loss does not depend on {min(missing)}; the model's decoder is not as described"

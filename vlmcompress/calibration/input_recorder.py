@@ -1,4 +1,4 @@
-"""Hooks that record what a decoder block's linear layers are given, and the types that say what is recorded."""
+"""Hooks that record the inputs of a decoder block's linear layers, and the types that say what is recorded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TokenIndex:
         splits: by batch, its rows by modality.
         drawn: by batch, those of its rows that belong to a sample of the tokens of all batches.
         counts: modality -> its tokens in all samples, those of other workers included.
-        layer_draw: tokens that stand for all of them, for experts that are given too few; None: the model has no experts.
+        layer_draw: subsample of the tokens, for experts that are given too few; None: the model has no experts.
     """
 
     splits: list[Split]
@@ -178,7 +178,7 @@ class InputRecorder:
         self.hooks.close()
 
     def begin(self, number: int, batch: Batch, reference: dict[int, Tensor]) -> None:
-        """Get ready for a batch. `reference`: what the groups are given of it in the 16-bit model, where that is recorded."""
+        """Get ready for a batch. `reference`: the groups' inputs in the 16-bit model, where those are recorded."""
         self.number, self.batch, self.reference = number, batch, reference
         self.recorded: set[int] = set()  # indices of groups
         if self.routed:

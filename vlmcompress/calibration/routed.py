@@ -1,4 +1,4 @@
-"""Experts of a mixture under observation: which tokens each is given, and others for those that are given too few.
+"""Statistics of a mixture's experts: of the tokens that are routed to each, and of others for those that get too few.
 
 An expert is seen with the tokens that the router sends it. One that gets fewer than its input has channels has a Gram matrix
 of low rank, from which error feedback and clipping would learn what does not hold elsewhere. It is run on other tokens of its
@@ -42,7 +42,7 @@ def routed_to_all(model: nn.Module) -> Iterator[None]:
 
 
 class LayerDraw:
-    """Which tokens of a run stand for all of them: `width` at most, each modality with its share.
+    """Stratified subsample that tops up under-routed experts: `width` tokens at most, each modality with its share.
 
     Args:
         counts: modality -> its tokens in all samples.
@@ -66,7 +66,7 @@ class LayerDraw:
 
 
 class Routed:
-    """The experts of one block and what they are given.
+    """Records the tokens that the experts of one block are given.
 
     Attributes:
         owners: index of a group of linear layers -> the expert that it is in.
@@ -96,11 +96,11 @@ class Routed:
         return Routed(mixture, owners, draw, device)
 
     def begin(self, number: int, modality: Tensor) -> None:
-        """Tell which batch comes next, and what its tokens `[samples, tokens]` are."""
+        """Get ready for a batch. `modality`: of its tokens, `[samples, tokens]`."""
         self._codes, self._drawn = modality.flatten().to(self.device), self.draw.splits[number].drawn
 
     def watching(self) -> Any:
-        """Keep the drawn rows of the layer's input from now on; returns the handle that ends it."""
+        """Record the drawn rows of the layer's input until the returned handle is removed."""
 
         def keep(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             for name, (places, chosen) in self._drawn.items():
@@ -110,7 +110,7 @@ class Routed:
         return self.mixture.register_forward_pre_hook(keep)
 
     def split(self, index: int) -> Split:
-        """Modalities of the rows that the expert of a group is given now, and which of them a sample keeps."""
+        """Modalities of the rows that a group's expert is given now, and which of them are sampled."""
         rows = self.owners[index].rows
         assert rows is not None
         routed = split(self._codes[rows])
@@ -146,7 +146,7 @@ class Routed:
             expert.rows = None
 
     def _counted(self, collectors: Sequence[Collector]) -> dict[int, dict[str, int]]:
-        """What all workers have shown the experts so far."""
+        """Tokens that the experts have seen so far in all workers, by modality."""
         counts = torch.tensor([[collectors[index].count[name] for name in MODALITIES] for index in self.owners])
         rows = distributed.all_sum(counts.to(self.device)).tolist()
         return {index: dict(zip(MODALITIES, row, strict=True)) for index, row in zip(self.owners, rows, strict=True)}

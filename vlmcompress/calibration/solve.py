@@ -119,7 +119,7 @@ def solve_block(
         weights: linear -> weight `[out, in]`, any float dtype; not modified.
         stats: group name -> statistics of its input; empty for data-free methods. Used entries are removed: they are large.
         scale_dtype: the dtype in which group scales are stored (that of the model).
-        scales: group name -> smoothing scale `[in]` found earlier, for methods that search by block; None: leave the group.
+        scales: group name -> smoothing scale `[in]` from an earlier search by the model; None: the group is not smoothed.
         norms: norm -> its weight `[channels]` in the dtype that it is stored in; norms left out are divided exactly.
         norm_offset: norms compute `x * (norm_offset + weight)`.
 
@@ -196,7 +196,7 @@ def _smoothing(
     scale_dtype: torch.dtype,
     scales: Mapping[str, Tensor | None],
 ) -> Tensor | None:
-    """The scale `[in]` that smooths a group's input: one found before, or what its method finds; None: it stays as it is."""
+    """The smoothing scale `[in]` of a group's input, searched before or by its method; None: it is not smoothed."""
     chosen = method.of(group)
     if "block_scales" in chosen.needs.searches or group.name in scales:
         return scales.get(group.name)
@@ -228,7 +228,7 @@ def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
 
 
 class _Current:
-    """The block's weights as smoothed so far, each made in float32 only when asked for, as copies of all would double it."""
+    """The block's weights as smoothed so far, in float32; made on each use, as copies of all would double the memory."""
 
     def __init__(self, weights: Mapping[str, Tensor]):
         self.weights = weights

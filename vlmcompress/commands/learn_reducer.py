@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> Outcome:
     keep = choose("learned", {"keep": yaml_files.parse(args.keep, "--keep")}, f"--keep {args.keep}").options.keep
     values = _flags.recipe_values(args)
     _refuse_foreign(values)
-    from vlmcompress.runs.learn_reducer import Asked, learn_reducer
+    from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
 
-    training = Asked(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"})  # type: ignore[arg-type]
+    training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"})  # type: ignore[arg-type]
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
     assert recipe.out is not None

@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> Outcome:
     values = _flags.recipe_values(args)
     _refuse_foreign(values)
     teacher = _teacher(args.teacher, names, values)
-    from vlmcompress.runs.recover import Asked, recover
+    from vlmcompress.runs.recover import TrainingOptions, recover
     from vlmcompress.runs.recover_scales import recover_scales
 
-    training = Asked(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
+    training = TrainingOptions(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
     with closing(ProgressBar()) as progress:

@@ -1,7 +1,7 @@
 """Learned: the tokens that a small network values most, which was trained on images like yours.
 
 `vlmcompress learn-reducer` trains it, so that the language model answers behind the selection as it did with all tokens
-(`hf_hooks.gating`). That a scorer of projected tokens can be trained so is VisionSelector's finding (arXiv 2510.16598); the
+(`hf_hooks.gated`). That a scorer of projected tokens can be trained so is VisionSelector's finding (arXiv 2510.16598); the
 network and its training are our own, and it is much smaller: of `hidden` rows for each of `d` channels.
 
 The network sees a token `x_i` (each channel less its mean over the training images, in units of its spread), the image's

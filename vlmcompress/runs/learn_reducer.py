@@ -1,7 +1,7 @@
 """Train the scorer of the reducer `learned` on calibration images, by what the model says with all visual tokens.
 
 The model's weights stay as they are. Its next-token distributions at the answers are computed once and kept on disk, as for a
-recovery; then the scorer is trained so that they stay close where the model sees the selection alone (`hf_hooks.gating`). The
+recovery; then the scorer is trained so that they stay close where the model sees the selection alone (`hf_hooks.gated`). The
 held-out samples judge the selection itself, without noise. No labels are needed: where data have no answers, the model's own
 are taken. Workers of a team (`common.distributed`) share out the samples, and the first one writes.
 """
@@ -26,7 +26,7 @@ from vlmcompress.common.progress import Progress, phase, phase_seconds, silent, 
 from vlmcompress.data import Sample, data_hash
 from vlmcompress.data.encode import Encoded
 from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import gating, refusal, scorer_file
+from vlmcompress.hf_hooks import gated, refusal, scorer_file
 from vlmcompress.hf_hooks.gated import Gate, Gated
 from vlmcompress.models import VLM
 from vlmcompress.planning.calibration_data import data_source
@@ -35,7 +35,7 @@ from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce, too_s
 from vlmcompress.runs import objective, teacher_cache
 from vlmcompress.runs.recovery_files import RecoveryFiles
 from vlmcompress.runs.teacher_cache import LEAST_HELD_OUT, Data
-from vlmcompress.runs.train_loop import Course, Settings, train
+from vlmcompress.runs.train_loop import Settings, TrainLog, train
 
 MEASURED = 64
 """Samples that mean and spread of the channels are measured on."""
@@ -52,7 +52,7 @@ COMPARED = ("uniform", "coverage")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScorerTraining:
     """How a scorer is trained: the flags of the verb. UserError for a value that is not right."""
 
     keep: float = 0.25
@@ -81,13 +81,18 @@ class Asked:
 
 
 def learn_reducer(
-    recipe: Recipe, training: Asked, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent
+    recipe: Recipe,
+    training: ScorerTraining,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Train a scorer for `recipe.model` and write it to the file `recipe.out`; return the facts that it holds.
 
     Args:
         recipe: resolved recipe of scheme `none`; its model, data and seed are used.
-        asked: how it is trained.
+        training: how it is trained.
         resume: go on after an interrupted run with the same settings.
         overwrite: replace an existing file.
         progress: called with (label, done, total).
@@ -104,18 +109,16 @@ def learn_reducer(
             samples = teacher_cache.read(source, recipe)
             settings = _settings(recipe, training, samples)
         with distributed.process_group():
-            taught = teacher_cache.lesson(
+            taught = teacher_cache.cache_teacher(
                 recipe, recipe.model, source, samples, settings, resume=resume, progress=progress
             )
             vlm, files, data = taught.vlm, taught.files, taught.data
             vlm.model.requires_grad_(False)
             with phase("training"), torch.inference_mode(False):
                 batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-                course, best, others = _Training(vlm, training, recipe.seed, files, batches, data.held_out).run(
-                    progress
-                )
-            distributed.raise_any(None if best else _nothing(course))
-        facts = _facts(recipe, training, vlm, course, data, taught.origin, others)
+                log, best, others = _Training(vlm, training, recipe.seed, files, batches, data.held_out).run(progress)
+            distributed.raise_any(None if best else _nothing(log))
+        facts = _facts(recipe, training, vlm, log, data, taught.origin, others)
         if distributed.is_main():
             scorer_file.save(out, best, facts)
             files.remove()
@@ -126,17 +129,17 @@ class _Training:
     """A run: the model with gates on its visual tokens, and the scorer's tensors."""
 
     def __init__(
-        self, vlm: VLM, settings: Asked, seed: int, files: RecoveryFiles, batches: Encoded, held_out: int
+        self, vlm: VLM, settings: ScorerTraining, seed: int, files: RecoveryFiles, batches: Encoded, held_out: int
     ) -> None:
-        self.vlm, self.asked, self.seed, self.files, self.batches = vlm, settings, seed, files, batches
+        self.vlm, self.settings, self.seed, self.files, self.batches = vlm, settings, seed, files, batches
         self.first = len(batches) - held_out
         self.gated = Gated(vlm)
         self.step = 0
         self.weights: dict[str, Tensor] = {}
 
-    def run(self, progress: Progress) -> tuple[Course, dict[str, Tensor], dict[str, float]]:
+    def run(self, progress: Progress) -> tuple[TrainLog, dict[str, Tensor], dict[str, float]]:
         """Train; return how it went, the best tensors, and the held-out divergence behind the reducers `COMPARED`."""
-        settings = self.asked
+        settings = self.settings
         with self.gated:
             mean, spread = self._spread()
             start = learned.initial(mean, spread, settings.hidden, self.seed)
@@ -145,7 +148,7 @@ class _Training:
                 name: value.requires_grad_() for name, value in self.weights.items() if name not in learned.FIXED
             }
             others = {name: self._measured(_chosen_by(name, settings.keep)) for name in COMPARED}
-            course, best = train(
+            log, best = train(
                 trained,
                 self.first,
                 Settings(settings.steps, settings.batch, settings.lr, settings.every, self.seed, PATIENCE, DIVERGED),
@@ -156,7 +159,7 @@ class _Training:
                 progress=lambda label, done, total: progress("training the scorer", done, total),
             )
         fixed = {name: self.weights[name] for name in learned.FIXED} if best else {}
-        return course, best | fixed, others
+        return log, best | fixed, others
 
     def _changed(self, step: int) -> None:
         self.step = step
@@ -170,15 +173,15 @@ class _Training:
         # Of whole numbers Python's hash is the same in every process: only those of texts and bytes are salted.
         random = torch.Generator().manual_seed(hash((self.seed, self.step, index)) % 2**63)
         first, last = TEMPERATURES
-        temperature = first * (last / first) ** (self.step / self.asked.steps)
+        temperature = first * (last / first) ** (self.step / self.settings.steps)
         power = 2 * float(torch.rand((), generator=random)) - 1
-        share = min(MOST, self.asked.keep * SPREAD**power)
+        share = min(MOST, self.settings.keep * SPREAD**power)
 
         def soft(features: Tensor, grid: Grid) -> Tensor:
-            values = gating.standard(learned.worth(self.weights, features, grid))
+            values = gated.standard(learned.worth(self.weights, features, grid))
             noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
             best, cover = self._chosen(values.detach() + noise, features, grid, share)
-            return gating.gates(values, best, temperature).index_fill(0, cover, 1.0)
+            return gated.gates(values, best, temperature).index_fill(0, cover, 1.0)
 
         with torch.enable_grad():
             loss = self._loss(index, soft)
@@ -188,7 +191,7 @@ class _Training:
 
     def _hard(self, features: Tensor, grid: Grid) -> Tensor:
         values = learned.worth(self.weights, features, grid)
-        kept = torch.cat(self._chosen(values, features, grid, self.asked.keep))
+        kept = torch.cat(self._chosen(values, features, grid, self.settings.keep))
         return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
 
     def _chosen(self, values: Tensor, features: Tensor, grid: Grid, keep: float) -> tuple[Tensor, Tensor]:
@@ -218,10 +221,10 @@ class _Training:
         for index in itertools.islice(self._shown(range(self.first)), MEASURED):
             self.gated.gate = look
             distillation.gated_logits(self.vlm, self.batches[index])
-        if all(too_small(learned, grid, learned.Options(keep=self.asked.keep)) for grid in grids):
+        if all(too_small(learned, grid, learned.Options(keep=self.settings.keep)) for grid in grids):
             most = max(map(math.prod, grids))
             raise UserError(
-                f"--keep {self.asked.keep:g} of these images, of at most {most} tokens, is no token, so they would be kept "
+                f"--keep {self.settings.keep:g} of these images, of at most {most} tokens, is no token, so they would be kept "
                 f"whole; give at least {1 / most:.2g}"
             )
         every = torch.cat(rows)
@@ -257,7 +260,7 @@ def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
         raise UserError(reason)
 
 
-def _settings(recipe: Recipe, settings: Asked, samples: list[Sample]) -> dict[str, Any]:
+def _settings(recipe: Recipe, settings: ScorerTraining, samples: list[Sample]) -> dict[str, Any]:
     """All that decides a run, by names for messages."""
     return {
         **{f"--{name}": value for name, value in asdict(settings).items()},
@@ -269,8 +272,8 @@ def _settings(recipe: Recipe, settings: Asked, samples: list[Sample]) -> dict[st
     }
 
 
-def _nothing(course: Course) -> str:
-    why = f" ({course.ended})" if course.ended else ""
+def _nothing(log: TrainLog) -> str:
+    why = f" ({log.ended})" if log.ended else ""
     return (
         f"nothing was learnt: no measurement was better than an untrained scorer{why}; give more data, or a lower --lr"
     )
@@ -278,9 +281,9 @@ def _nothing(course: Course) -> str:
 
 def _facts(
     recipe: Recipe,
-    settings: Asked,
+    settings: ScorerTraining,
     vlm: VLM,
-    course: Course,
+    log: TrainLog,
     data: Data,
     origin: dict[str, Any],
     others: dict[str, float],
@@ -299,9 +302,9 @@ def _facts(
             "held_out": data.held_out,
             "answers_of_the_teacher": data.written,
         },
-        "held_out_kl": {"untrained": course.first, "learned": course.best, **others, "unit": "nats per answer token"},
-        "steps": course.step,
-        "best_step": course.best_step,
-        "ended": course.ended,
+        "held_out_kl": {"untrained": log.first, "learned": log.best, **others, "unit": "nats per answer token"},
+        "steps": log.step,
+        "best_step": log.best_step,
+        "ended": log.ended,
         "created_by": identity.versions(),
     }

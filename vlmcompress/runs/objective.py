@@ -1,4 +1,4 @@
-"""What the student is to come close to: the Kullback-Leibler divergence of its next-token distribution from the teacher's.
+"""The training objective: Kullback-Leibler divergence of the student's next-token distribution from the teacher's.
 
 `KL(p || q) = sum_i p_i (log p_i - log q_i)` in nats, the mean over a sample's answer tokens. The teacher's distribution `p` is
 computed once and kept. Of a vocabulary of up to `WHOLE` tokens all of it is kept, and the divergence is exact. Of a larger one
@@ -19,7 +19,7 @@ _LEAST = 1e-7  # of a mass that is left: a smaller one is what rounding leaves
 
 
 def targets(logits: Tensor, whole: int = WHOLE, top: int = TOP) -> dict[str, Tensor]:
-    """What is kept of a teacher's `logits [tokens, vocabulary]`.
+    """A teacher's log-probabilities to train by, of `logits [tokens, vocabulary]`.
 
     Args:
         whole: the largest vocabulary of which everything is kept.

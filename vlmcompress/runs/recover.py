@@ -35,7 +35,7 @@ from vlmcompress.reducers import TokenCounter
 from vlmcompress.runs import teacher_cache
 from vlmcompress.runs.inputs import Result, fit_counter, fit_reducer, fit_resize
 from vlmcompress.runs.teacher_cache import Data
-from vlmcompress.runs.train_student import Asked, Student, facts, trained
+from vlmcompress.runs.train_student import Student, TrainingOptions, facts, trained
 from vlmcompress.runs.write import write_checkpoint
 
 LEARNT_FROM = 128
@@ -43,13 +43,18 @@ LEARNT_FROM = 128
 
 
 def recover(
-    recipe: Recipe, training: Asked, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent
+    recipe: Recipe,
+    training: TrainingOptions,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
 ) -> Result:
     """Train `recipe.model` behind `recipe.reduce` into `recipe.out`.
 
     Args:
         recipe: resolved recipe of scheme `none`; its model, data, seed, reducer and `resize` are used.
-        asked: what is trained, and how.
+        training: what is trained, and how.
         resume: go on after an interrupted run with the same settings.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
@@ -65,7 +70,9 @@ def recover(
         return _recovered(recipe, training, recipe.out, resume, overwrite, progress)
 
 
-def _recovered(recipe: Recipe, training: Asked, out: Path, resume: bool, overwrite: bool, progress: Progress) -> Result:
+def _recovered(
+    recipe: Recipe, training: TrainingOptions, out: Path, resume: bool, overwrite: bool, progress: Progress
+) -> Result:
     work = _planned(recipe, training)
     source = data_source(recipe, recipe.model, "recover")
     assert source is not None
@@ -73,7 +80,9 @@ def _recovered(recipe: Recipe, training: Asked, out: Path, resume: bool, overwri
         samples = teacher_cache.read(source, recipe)
         settings = _settings(recipe, training, samples)
     with distributed.process_group():
-        taught = teacher_cache.lesson(recipe, recipe.model, source, samples, settings, resume=resume, progress=progress)
+        taught = teacher_cache.cache_teacher(
+            recipe, recipe.model, source, samples, settings, resume=resume, progress=progress
+        )
         files, data = taught.files, taught.data
         with phase("reducer"), distributed.shared_errors():
             vlm, recipe, batches, count = _behind(taught.vlm, work, data, progress)
@@ -101,7 +110,7 @@ def _recovered(recipe: Recipe, training: Asked, out: Path, resume: bool, overwri
     return Result(out, written)
 
 
-def _planned(recipe: Recipe, training: Asked) -> Plan:
+def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
     """The plan of a checkpoint with the reducer alone. UserError for what cannot be recovered, or served."""
     if recipe.reduce is None and recipe.resize is None:
         raise UserError("recover: nothing to recover from; say with --reduce what the model is to run behind")
@@ -119,7 +128,7 @@ def _planned(recipe: Recipe, training: Asked) -> Plan:
     return work
 
 
-def _settings(recipe: Recipe, training: Asked, samples: list[Sample]) -> dict[str, Any]:
+def _settings(recipe: Recipe, training: TrainingOptions, samples: list[Sample]) -> dict[str, Any]:
     """All that decides a run, by names for messages."""
     weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in recipe.model.glob("*.safetensors")]
     flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}

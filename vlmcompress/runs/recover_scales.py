@@ -37,14 +37,14 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.runs import teacher_cache
 from vlmcompress.runs.coded_linear import SCALE, Coded
 from vlmcompress.runs.inputs import Result
-from vlmcompress.runs.train_student import Asked, Student, facts, trained
+from vlmcompress.runs.train_student import Student, TrainingOptions, facts, trained
 
 FORMAT = "compressed-tensors"
 
 
 def recover_scales(
     recipe: Recipe,
-    training: Asked,
+    training: TrainingOptions,
     teacher: Path,
     *,
     resume: bool = False,
@@ -55,7 +55,7 @@ def recover_scales(
 
     Args:
         recipe: resolved recipe; its model, data and seed are used.
-        asked: what is trained, `scales` among it, and how.
+        training: what is trained, `scales` among it, and how.
         teacher: folder of the original in 16 bits.
         resume: go on after an interrupted run with the same settings.
         overwrite: replace an existing `out` that vlmcompress wrote.
@@ -72,7 +72,9 @@ def recover_scales(
         return _recovered(recipe, training, teacher, recipe.out, resume, progress)
 
 
-def _recovered(recipe: Recipe, training: Asked, teacher: Path, out: Path, resume: bool, progress: Progress) -> Result:
+def _recovered(
+    recipe: Recipe, training: TrainingOptions, teacher: Path, out: Path, resume: bool, progress: Progress
+) -> Result:
     source = data_source(recipe, teacher, "recover")
     assert source is not None
     with phase("loading"):
@@ -81,7 +83,9 @@ def _recovered(recipe: Recipe, training: Asked, teacher: Path, out: Path, resume
         samples = teacher_cache.read(source, recipe)
         settings = _settings(recipe, training, teacher) | {"samples with the hash": data_hash(samples)}
     with distributed.process_group():
-        taught = teacher_cache.lesson(recipe, teacher, source, samples, settings, resume=resume, progress=progress)
+        taught = teacher_cache.cache_teacher(
+            recipe, teacher, source, samples, settings, resume=resume, progress=progress
+        )
         files, data = taught.files, taught.data
         with phase("loading"), distributed.shared_errors():
             vlm = _quantized(taught.vlm, stored, recipe)
@@ -137,7 +141,7 @@ def _check_alike(stored: Stored, teacher: Path) -> None:
             )
 
 
-def _settings(recipe: Recipe, training: Asked, teacher: Path) -> dict[str, Any]:
+def _settings(recipe: Recipe, training: TrainingOptions, teacher: Path) -> dict[str, Any]:
     """All that decides a run besides the samples, by names for messages."""
     flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
     return {

@@ -1,4 +1,4 @@
-"""What an interrupted recovery has done so far, beside OUT: its settings, the teacher's answers, the state of its loop."""
+"""Files of an unfinished recovery beside OUT: its settings, the teacher's answers, the state of its training loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RecoveryFiles(BlockStore):
         }
 
     def note_answers(self, answers: Mapping[str, str]) -> None:
-        """Keep all answers that this worker knows of, in a file of its own."""
+        """Write all answers that this worker has to its own file."""
         self.note(f"answers-{distributed.rank()}", dict(answers))
 
     def has_part(self, part: int) -> bool:
@@ -57,18 +57,18 @@ class RecoveryFiles(BlockStore):
         return self._part(part).exists()
 
     def save_part(self, part: int, targets: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Keep what the teacher said: number of a sample -> what `objective.targets` made of it."""
+        """Write the teacher's targets (`objective.targets`) of some samples, by their numbers."""
         flat = {f"{index}/{key}": tensor.cpu() for index, tensors in targets.items() for key, tensor in tensors.items()}
         self.write(self._part(part), flat)
 
     def targets(self, index: int) -> dict[str, Tensor]:
-        """What was kept of the teacher for a sample; of the file only that is read."""
+        """Read the teacher's targets for one sample."""
         with self.opened(self._part(index // PART)) as file:
             names = [name for name in ("logs", "ids") if f"{index}/{name}" in file.keys()]  # noqa: SIM118
             return {name: file.get_tensor(f"{index}/{name}") for name in names}
 
     def save(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:  # type: ignore[override]
-        """Keep the state of the loop in the place of the one before."""
+        """Write the state of the loop; it replaces the one before."""
         self.write(self.folder / "state.safetensors", tensors, {"facts": json.dumps(facts)})
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:  # type: ignore[override]

@@ -54,7 +54,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TeacherCache:
     """A teacher, the files of the run, and the samples that it was shown; `origin` describes these for the manifest."""
 
     vlm: VLM
@@ -107,7 +107,7 @@ def read(source: str | Path, recipe: Recipe) -> list[Sample]:
     return samples
 
 
-def lesson(
+def cache_teacher(
     recipe: Recipe,
     teacher: Path,
     source: str | Path,
@@ -116,8 +116,8 @@ def lesson(
     *,
     resume: bool,
     progress: Progress,
-) -> Lesson:
-    """Load the model of the folder `teacher`, and keep what it says to the samples in files beside `recipe.out`.
+) -> TeacherCache:
+    """Load the model of the folder `teacher`, and cache its answers and log-probabilities in files beside `recipe.out`.
 
     `settings`: all that decides the run, by names for messages; a run that goes on has to have the same.
     """
@@ -129,7 +129,7 @@ def lesson(
             vlm.model.to(device)  # type: ignore[arg-type]
     with phase("teacher"):
         data = _answered(vlm, samples, source, files, progress)
-        return Lesson(vlm, files, data, _taught(vlm, data, recipe, files, progress))
+        return TeacherCache(vlm, files, data, _taught(vlm, data, recipe, files, progress))
 
 
 def _answered(
@@ -159,7 +159,7 @@ def _answered(
 
 
 def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress: Progress) -> dict[str, Any]:
-    """Keep what the teacher says to all samples, and return the manifest's description of the data."""
+    """Cache the teacher's log-probabilities for all samples; returns the manifest's description of the data."""
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
     parts = range(-(-len(batches) // PART))
     for start in range(0, len(parts), distributed.world_size()):
@@ -175,7 +175,7 @@ def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress
 
 
 def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress) -> dict[int, dict[str, Tensor]]:
-    """What is kept of the teacher for the samples of a part, by their numbers."""
+    """The teacher's targets for the samples of a part, by their numbers."""
     targets = {}
     for index in range(part * PART, min((part + 1) * PART, len(batches))):
         if not distillation.answer_tokens(batches[index])[1]:

@@ -58,7 +58,7 @@ class Settings:
 
 
 @dataclass
-class Course:
+class TrainLog:
     """How a run went so far.
 
     Attributes:
@@ -80,8 +80,8 @@ class Course:
         self.best = min(self.best, self.first)
         self.history = [(int(step), value) for step, value in self.history]
 
-    def note(self, value: float, patience: int = PATIENCE, diverged: float = DIVERGED) -> bool:
-        """Take up a measurement after `step`; return whether it is the best one so far. The others are as of `Settings`."""
+    def record(self, value: float, patience: int = PATIENCE, diverged: float = DIVERGED) -> bool:
+        """Record the held-out loss after `step`; True if it is the best so far. The others are as of `Settings`."""
         self.history.append((self.step, value))
         better = value < self.best
         if better:
@@ -133,7 +133,7 @@ def train(
     changed: Callable[[int], None],
     store: Store,
     progress: Progress = silent,
-) -> tuple[Course, dict[str, Tensor]]:
+) -> tuple[TrainLog, dict[str, Tensor]]:
     """Run the loop, from where the store's state was kept if it has one.
 
     Args:
@@ -152,27 +152,27 @@ def train(
     loop = _Loop(trained, settings)
     state = store.load()
     if state:
-        course, best = loop.restore(*state)
-        changed(course.step)
+        log, best = loop.restore(*state)
+        changed(log.step)
     else:
-        course, best = Course(held_out()), dict[str, Tensor]()
-        if not math.isfinite(course.first):
-            course.ended = f"the held-out divergence was {course.first:g} before training"
-    while course.step < settings.steps and not course.ended:
-        chosen = list(order(samples, course.step, settings.batch, settings.seed))
+        log, best = TrainLog(held_out()), dict[str, Tensor]()
+        if not math.isfinite(log.first):
+            log.ended = f"the held-out divergence was {log.first:g} before training"
+    while log.step < settings.steps and not log.ended:
+        chosen = list(order(samples, log.step, settings.batch, settings.seed))
         losses = [backward(index, 1 / settings.batch) for index in distributed.shard(chosen)]
-        if not math.isfinite(loop.added_up(sum(losses))) or not loop.update(course.step):
-            course.ended = f"it diverged: at step {course.step + 1} the loss or its gradient was not finite"
+        if not math.isfinite(loop.added_up(sum(losses))) or not loop.update(log.step):
+            log.ended = f"it diverged: at step {log.step + 1} the loss or its gradient was not finite"
             break
-        course.step += 1
-        changed(course.step)
-        if course.step % settings.every == 0 or course.step == settings.steps:
-            if course.note(held_out(), settings.patience, settings.diverged):
+        log.step += 1
+        changed(log.step)
+        if log.step % settings.every == 0 or log.step == settings.steps:
+            if log.record(held_out(), settings.patience, settings.diverged):
                 best = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
             if distributed.is_main():
-                store.save(loop.state(best), dataclasses.asdict(course))
-        progress("recovering", course.step, settings.steps)
-    return course, best
+                store.save(loop.state(best), dataclasses.asdict(log))
+        progress("recovering", log.step, settings.steps)
+    return log, best
 
 
 class _Loop:
@@ -216,7 +216,7 @@ class _Loop:
             tensors |= {f"{key}/{name}": moments[key].cpu() for key in _MOMENTS if moments}
         return tensors
 
-    def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[Course, dict[str, Tensor]]:
+    def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[TrainLog, dict[str, Tensor]]:
         """Take up what `state` gave; return how it went until then, and the best values."""
         for name, tensor in self.trained.items():
             with torch.no_grad():
@@ -229,4 +229,4 @@ class _Loop:
                 for key, moment in moments.items()
             }
         best = {name.removeprefix("best/"): moment for name, moment in state.items() if name.startswith("best/")}
-        return Course(**facts), best
+        return TrainLog(**facts), best

@@ -1,27 +1,32 @@
-"""The training of a recovery: what is asked for, the loop over a student that is in place, and what the manifest says of it."""
+"""What a recovery trains: the options of the verb, the student's tensors, the training, and what the manifest says of it.
+
+A parameter of a model in 16 bits has a float32 master: gradients are added up there, the optimizer changes it, and the model
+gets it rounded. Linear layers of the language model have adapters (`runs.lora`) and stay as they are until these are
+merged. Scales of quantized layers (`runs.coded_linear`) have the logarithm of what they are multiplied by for a master.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vlmcompress import models
 from vlmcompress.calibration import distillation
 from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress
 from vlmcompress.data.encode import Encoded
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM
-from vlmcompress.runs import objective
+from vlmcompress.runs import coded_linear, lora, objective
 from vlmcompress.runs.recovery_files import RecoveryFiles
 from vlmcompress.runs.teacher_cache import LEAST_HELD_OUT, Data
-from vlmcompress.runs.train_loop import Course, Settings, train
-from vlmcompress.runs.trained_tensors import PARTS, Trained, put
+from vlmcompress.runs.train_loop import Settings, TrainLog, train
 
 SCALES = "scales"
 BESIDE = ("projector", "norms")
@@ -29,7 +34,7 @@ BESIDE = ("projector", "norms")
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainingOptions:
     """What is trained, and how: the flags of the verb.
 
     Raises:
@@ -84,7 +89,7 @@ class Student:
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainingOutcome:
     """What training came to.
 
     Attributes:
@@ -93,13 +98,15 @@ class Found:
         counts: part -> how many numbers of it were trained.
     """
 
-    course: Course
+    log: TrainLog
     changed: dict[str, Tensor]
     after: float
     counts: dict[str, int]
 
 
-def trained(student: Student, training: Asked, seed: int, files: RecoveryFiles, progress: Progress) -> Found:
+def trained(
+    student: Student, training: TrainingOptions, seed: int, files: RecoveryFiles, progress: Progress
+) -> TrainingOutcome:
     """Train a model behind its reducer, and leave it as the best measurement had it, merged; or as it was."""
     vlm, batches = student.vlm, student.batches
     first = len(batches) - student.held_out
@@ -125,20 +132,20 @@ def trained(student: Student, training: Asked, seed: int, files: RecoveryFiles, 
     callbacks: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
     with torch.inference_mode(False), student.attached():
         with parts.attached():
-            course, best = train(parts.tensors, first, settings, **callbacks, store=files, progress=progress)
-        if not math.isfinite(course.first):
-            raise UserError(f"there is nothing to start from: {course.ended}; keep more, or choose another reducer")
+            log, best = train(parts.tensors, first, settings, **callbacks, store=files, progress=progress)
+        if not math.isfinite(log.first):
+            raise UserError(f"there is nothing to start from: {log.ended}; keep more, or choose another reducer")
         changed = parts.merged(best) if best else {}
         put(vlm.model, changed)
-        after = measured() if changed else course.first
-    if after < course.first:
-        return Found(course, changed, after, parts.counts)
-    return Found(course, {}, course.first, parts.counts)  # also where rounding to the model's type undid it
+        after = measured() if changed else log.first
+    if after < log.first:
+        return TrainingOutcome(log, changed, after, parts.counts)
+    return TrainingOutcome(log, {}, log.first, parts.counts)  # also where rounding to the model's type undid it
 
 
-def facts(training: Asked, outcome: Found, data: Data) -> dict[str, Any]:
+def facts(training: TrainingOptions, outcome: TrainingOutcome, data: Data) -> dict[str, Any]:
     """What the manifest says of a recovery."""
-    course = outcome.course
+    log = outcome.log
     return {
         "settings": asdict(training) | {"train": list(training.train)},
         "parameters": outcome.counts,
@@ -150,13 +157,156 @@ def facts(training: Asked, outcome: Found, data: Data) -> dict[str, Any]:
             "answers_of_the_teacher": data.written,
         },
         "held_out_kl": {
-            "before": course.first,
+            "before": log.first,
             "after": outcome.after,
             "unit": "nats per answer token, mean over samples",
         },
-        "steps": course.step,
-        "best_step": course.best_step if outcome.changed else 0,
-        "history": [list(measurement) for measurement in course.history],
-        "ended": course.ended,
+        "steps": log.step,
+        "best_step": log.best_step if outcome.changed else 0,
+        "history": [list(measurement) for measurement in log.history],
+        "ended": log.ended,
         "changed": bool(outcome.changed),
     }
+
+
+PARTS = {
+    "projector": "projector",
+    "norms": "norms of the language model",
+    "lora": "adapters of the language model",
+    "tower": "vision tower",
+    "scales": "scales of quantized layers",
+}
+"""What can be trained -> in words."""
+
+
+class Trained:
+    """The tensors that are trained of a model.
+
+    Args:
+        vlm: the model, on the device that it is trained on.
+        parts: names of `PARTS`.
+        rank: of the adapters.
+        seed: of the adapters' first values.
+        stored: names of the parameters that its checkpoint has; others stay as they are.
+
+    Raises:
+        UserError: the model has nothing of a part.
+    """
+
+    def __init__(self, vlm: VLM, parts: Collection[str], rank: int, seed: int, stored: Collection[str]) -> None:
+        self.model = vlm.model
+        self.counts: dict[str, int] = {}
+        self.masters: dict[str, Tensor] = {}
+        self.adapters: dict[str, Tensor] = {}
+        self.before: dict[str, Tensor] = {}  # scales as they were, float32
+        for part in PARTS:
+            if part not in parts:
+                continue
+            if part == "lora":
+                tensors = self._adapters(vlm, rank, seed, stored)
+                self.adapters = tensors
+            else:
+                names = [name for name in _names(vlm, part) if name in stored and name not in self.masters]
+                tensors = {name: vlm.model.get_parameter(name).detach().float().clone() for name in names}
+                if part == "scales":
+                    self.before = tensors
+                    tensors = {name: torch.zeros_like(scale) for name, scale in tensors.items()}
+                self.masters |= tensors
+            if not tensors:
+                raise UserError(f"--train {part}: the model has no {PARTS[part]} to train; leave it out")
+            self.counts[part] = sum(tensor.numel() for tensor in tensors.values())
+        for tensor in self.tensors.values():
+            tensor.requires_grad_()
+
+    def _adapters(self, vlm: VLM, rank: int, seed: int, stored: Collection[str]) -> dict[str, Tensor]:
+        groups = models.resolve(vlm.model, vlm.spec)
+        linears = [name for group in groups for name in group.linears if f"{name}.weight" in stored]
+        shapes = {name: tuple(vlm.model.get_parameter(f"{name}.weight").shape) for name in linears}
+        made = lora.create(shapes, rank, seed)  # type: ignore[arg-type]
+        return {name: tensor.to(vlm.model.device) for name, tensor in made.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by the name of the parameter, or of the adapter's matrix."""
+        return self.masters | self.adapters
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Within the context the model computes with them, and a backward pass adds their gradients."""
+        with contextlib.ExitStack() as stack:
+            for name, master in self.masters.items():
+                parameter = self.model.get_parameter(name).requires_grad_()
+                stack.callback(parameter.requires_grad_, False)
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._handing(name, master)).remove)
+            stack.enter_context(lora.attached(self.model, self.adapters))
+            yield
+
+    @torch.no_grad()
+    def changed(self) -> None:
+        """Give the model the present values of the masters, rounded to its type."""
+        for name, master in self.masters.items():
+            self.model.get_parameter(name).copy_(self._value(name, master))
+
+    def _value(self, name: str, master: Tensor) -> Tensor:
+        """What a parameter is for a value of its master, float32."""
+        return self.before[name] * master.exp() if name in self.before else master
+
+    def _handing(self, name: str, master: Tensor) -> Callable[[Tensor], None]:
+        """A hook that moves a parameter's gradient to its master."""
+
+        def hand(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            grad = parameter.grad.float()
+            if name in self.before:
+                grad = grad * self._value(name, master.detach())
+            master.grad = grad if master.grad is None else master.grad + grad
+            parameter.grad = None
+
+        return hand
+
+    @torch.no_grad()
+    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What parameters of the model are with some values of `tensors`: name -> tensor of its type, on its device."""
+        merged = {}
+        for name in self.masters:
+            parameter = self.model.get_parameter(name)
+            value = self._value(name, values[name].to(parameter.device))
+            merged[name] = value.to(parameter.dtype)
+        for layer in lora.layers(self.adapters):
+            weight = self.model.get_parameter(f"{layer}.weight")
+            down, up = (values[f"{layer}.{end}"].to(weight.device) for end in (lora.DOWN, lora.UP))
+            merged[f"{layer}.weight"] = lora.merged(weight, down, up)
+        return merged
+
+
+def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set parameters of a model."""
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+
+
+def _names(vlm: VLM, part: str) -> list[str]:
+    """Names of the parameters of a part, adapters apart."""
+    spec = vlm.spec
+    projector = (*spec.projector, *spec.newlines)
+    names = [name for name, parameter in vlm.model.named_parameters() if parameter.is_floating_point()]
+    coded = [name for name in names if name.endswith(f".{coded_linear.SCALE}")]
+    if part == "scales":
+        return coded
+    names = [name for name in names if name not in set(coded)]
+    if part == "norms":
+        text = spec.layers.rpartition(".")[0]
+        return [name for name in names if _below(name, (text,)) and _of_norm(vlm.model, name)]
+    if part == "projector":
+        return [name for name in names if _below(name, projector)]
+    return [name for name in names if _below(name, spec.vision) and not _below(name, projector)]
+
+
+def _below(name: str, roots: Collection[str]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def _of_norm(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is a norm's."""
+    return "norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()

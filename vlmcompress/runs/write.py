@@ -144,19 +144,19 @@ def _manifest(
 
 
 def _of_plan(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
-    """What the plan's model and recipe are to be warned of, a line each. `origin`: of the data that were read, if any."""
+    """Warnings about the plan's model and recipe, a line each. `origin`: of the data that were read, if any."""
     data = _unread(plan) if origin is None else unseen(origin)
     return [*_untied(plan), *data, *_changed(plan.source)]
 
 
 def _changed(source: Source) -> list[str]:
-    """Lines about what is wrong with the source and put right in what is written."""
+    """Lines about faults of the source that the written checkpoint no longer has."""
     lines = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
     return [*lines, *models.draft_dropped(source.spec, source.config, source.stored)]
 
 
 def _untied(plan: Plan) -> list[str]:
-    """A line about an output head that a rotation made a matrix of its own."""
+    """A line about an output head that is untied from the embedding by a rotation."""
     if not plan.recipe.rotate:
         return []
     now = plan.source.stored
@@ -166,7 +166,7 @@ def _untied(plan: Plan) -> list[str]:
 
 
 def _unread(plan: Plan) -> list[str]:
-    """A line about calibration data that are named and serve nothing."""
+    """A line about calibration data that were named but not read."""
     data = plan.recipe.calibrate.data
     if data is None or plan.reads_data or plan.statistics:
         return []

@@ -26,7 +26,7 @@ from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.runs.calibrate import calibrate
 from vlmcompress.runs.quantize import quantize
-from vlmcompress.runs.recover import Asked as Recovery
+from vlmcompress.runs.recover import TrainingOptions as Recovery
 from vlmcompress.runs.recover import recover
 from vlmcompress.search.candidate import Candidate, digest
 from vlmcompress.statistics.inputs import NEEDS

@@ -1,7 +1,7 @@
 """Balances: how much each modality weighs in what a method minimizes.
 
 Pooled over `N` tokens, a modality weighs what its share of tokens is, and most tokens are visual. A *balance* gives modality m,
-of `n_m` tokens, the share `p_m` of the whole instead (`sum p_m = 1`); `GroupStats` says what becomes of Gram matrices, means
+of `n_m` tokens, the share `p_m` of the whole instead (`sum p_m = 1`); `GroupStats` says how that changes Gram matrices, means
 and maxima. It is one of
 
 * `off`: all tokens alike.

@@ -22,7 +22,7 @@ divergence. With the labels of the data, `g = p - e_label`, this holds only wher
     g = r * s - p <r, s>,      r = sqrt(p)
     E[g g^T] = (D - p r^T) E[s s^T] (D - r p^T) = D^2 - D r p^T - p r^T D + p (r^T r) p^T = diag(p) - p p^T,      D = diag(r)
 
-as `E[s s^T] = 1`, `D r = p` and `r^T r = 1`. Tokens have signs of their own, so that on average products of different tokens
+as `E[s s^T] = 1`, `D r = p` and `r^T r = 1`. Each token has its own signs, so that on average products of different tokens
 vanish: one backward pass serves all of them. The labels play no part.
 """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vlmcompress.statistics.balance import MODALITIES
 
 Drawn = tuple[Tensor, Tensor]
-"""Places in a sample of rows, and which rows of a batch go there: `[n]` each."""
+"""(slot, row) index pairs of a sample of rows, `[n]` each."""
 
 
 @dataclass(frozen=True)
