@@ -1,9 +1,9 @@
 """The inputs of a decoder's blocks, captured in one pass over the samples in which no block is run.
 
-Every block is replaced by a stub that records its arguments and outputs zeros. So the first one's input comes of the model's own
-embeddings, vision tower and projector; positions and masks are those that the model computes; and what arrives at a later block
-is what the model adds between two of them (Qwen3-VL adds visual features behind the first ones). From there on a block can be
-called by itself, as often as needed, with no more than its own weights in memory.
+Every block is replaced by a stub that records its arguments and outputs zeros. So the first one's input comes of the model's
+own embeddings, vision tower and projector; positions and masks are those that the model computes; and what arrives at a later
+block is what the model adds between two of them (Qwen3-VL adds visual features behind the first ones). From there on a block
+can be called by itself, as often as needed, with no more than its own weights in memory.
 
 Samples run together that have the same inputs, so that a text and a text with an image never share a batch, and that are of
 like length. Shorter ones are padded on the left, where every token keeps its distance to all others. Its position is that in
