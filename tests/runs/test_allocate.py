@@ -84,7 +84,7 @@ def test_the_least_predicted_error_of_all_that_fit(world):
     base = recipe(world, None, {"budget": 3.9})
     work = make_plan(base)
     assert work.undecided and work.budget
-    allocation = allocate.planned(work, progress=silent).allocation
+    allocation = allocate.share_out(work, progress=silent).allocation
     errors = {(entry["block"], entry["group"]): entry["predicted"] for entry in allocation["groups"]}
     chosen = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
     sizes = work.budget.sizes
@@ -131,7 +131,7 @@ def test_the_size_of_the_whole(world, tmp_path, bits):
     written = done.manifest["size"]["weights_after"]
     limit = float(bits["max_size"].removesuffix("MB")) * 1e6
     assert 0.97 * limit < written <= limit
-    dry = allocate.planned(make_plan(recipe(world, None, bits)), progress=silent)
+    dry = allocate.share_out(make_plan(recipe(world, None, bits)), progress=silent)
     assert dry.bytes_after == written
     _, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
@@ -155,7 +155,7 @@ def test_without_statistics_they_are_collected_first(world, tmp_path):
     """The same widths as with statistics of the same data, solved behind quantized blocks; nothing is left behind."""
     out = tmp_path / "out"
     done = quantize(recipe(world, out, {"budget": 3.9}, stats=False))
-    with_stats = allocate.planned(make_plan(recipe(world, None, {"budget": 3.9})), progress=silent)
+    with_stats = allocate.share_out(make_plan(recipe(world, None, {"budget": 3.9})), progress=silent)
     widths = [
         [entry["width"] for entry in facts["groups"]] for facts in (done.manifest["allocation"], with_stats.allocation)
     ]
@@ -280,7 +280,7 @@ def test_statistics_that_lack_what_a_rule_or_width_needs(world, tmp_path):
         UserError,
         match="needs entropy, which .*bare lacks; calibrate again with --needs entropy,gram",
     ):
-        allocate.planned(make_plan(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
+        allocate.share_out(make_plan(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
     with pytest.raises(UserError, match="hold gram and the scheme needs absmax, too"):
         make_plan(recipe(world, None, {"budget": 6, "among": [4, "int8"]}, **bare))
 

@@ -47,7 +47,7 @@ def test_points_are_what_their_recipes_give(world, tmp_path, capsys):
         assert make_plan(resolve(keys).recipe).bytes_after == points[name]["nbytes"]
     shared = points["gptq 4 bits g128 auto"]
     keys = {"model": str(world / "llava"), "calibrate": {"stats": str(world / "stats")}, **shared["recipe"]}
-    planned = allocate.planned(make_plan(resolve(keys).recipe), progress=silent)
+    planned = allocate.share_out(make_plan(resolve(keys).recipe), progress=silent)
     assert planned.bytes_after == shared["nbytes"]
     assert planned.allocation["predicted"] == pytest.approx(shared["error"], rel=1e-6)
     assert shared["bits"] == pytest.approx(planned.allocation["bits"], abs=1e-3)

@@ -67,8 +67,8 @@ def search(
     others = dict(method.others)
     for key, percentile in chosen.items():
         options = _options(method.others.get(key, method))
-        members = {spec.name: getattr(options, spec.name) for spec in fields(qvlm.Options)}
-        others[key] = QuantMethod(qvlm, qvlm.Ranged(**members, percentile=percentile))
+        values = {spec.name: getattr(options, spec.name) for spec in fields(qvlm.Options)}
+        others[key] = QuantMethod(qvlm, qvlm.Ranged(**values, percentile=percentile))
     return replace(method, others=others)
 
 

@@ -33,28 +33,26 @@ Read = Callable[[str], Tensor]
 """A function from a linear layer's memory name to its weight `[out, in]`."""
 
 
-def planned(work: Plan, *, resume: bool = False, progress: Progress) -> Plan:
+def share_out(plan: Plan, *, resume: bool = False, progress: Progress) -> Plan:
     """Share out the plan's budget, from its statistics or from some that are first collected beside OUT.
 
     Args:
-        work: a plan that has `budget`.
+        plan: a plan that has `budget`.
         resume: go on collecting where an interrupted run stopped.
     """
-    statistics = work.statistics or _collected(work, resume, progress)
-    others, facts = decide(work, statistics, reader(work.source), progress)
-    assert work.budget is not None
-    return make_plan(work.recipe, source=work.source, allocation=Allocation(work.budget, others, facts))
+    statistics = plan.statistics or _collected(plan, resume, progress)
+    others, facts = decide(plan, statistics, reader(plan.source), progress)
+    assert plan.budget is not None
+    return make_plan(plan.recipe, source=plan.source, allocation=Allocation(plan.budget, others, facts))
 
 
 def hand_over(out: Path, store: BlockFiles) -> None:
     """Give a store the gradients of statistics that were collected for an allocation, so that no second pass collects them."""
-
     folder = _folder(out)
-    names = (
-        statistics_folder.read(folder).facts.get("gradients") if (folder / statistics_folder.NAME).is_file() else None
-    )
-    if names and store.noted("gradients") is None:
-        store.note("gradients", names)
+    if not (folder / statistics_folder.NAME).is_file() or store.noted("gradients") is not None:
+        return
+    if gradients := statistics_folder.read(folder).facts.get("gradients"):
+        store.note("gradients", gradients)
 
 
 def clean(out: Path) -> None:
@@ -63,18 +61,18 @@ def clean(out: Path) -> None:
 
 
 def decide(
-    work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS
+    plan: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS
 ) -> tuple[dict[Key, QuantMethod], dict[str, Any]]:
     """Choose a method for each group, and describe the choice for the manifest.
 
     Args:
-        work: a plan that has `budget`.
+        plan: a plan that has `budget`.
         statistics: statistics of the model, with Gram matrices.
         read: reads the weight of a linear layer.
         progress: called with (label, done, total).
         rows: number of rows of a group that errors are predicted on.
     """
-    budget, bits = work.budget, work.recipe.bits
+    budget, bits = plan.budget, plan.recipe.bits
     assert budget is not None and bits is not None
     rule = RULES[bits.by]
     if lacking := sorted(rule.needs - statistics.facts.keys()):
@@ -82,7 +80,7 @@ def decide(
         raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
     if bits.by == "error" and "gradients" not in statistics.facts:
         note(blind(statistics))
-    errors = predicted(work, statistics, read, progress, rows)
+    errors = predicted(plan, statistics, read, progress, rows)
     order = {key: list(sizes) for key, sizes in budget.sizes.items()}
     candidates = {
         key: [Candidate(budget.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
@@ -93,9 +91,9 @@ def decide(
         raise UserError(f"bits.by {bits.by}: {error}") from error
     picked = {key: order[key][index] for key, index in chosen.items()}
     unit = "nats" if "gradients" in statistics.facts else "relative squared output error"
-    groups = [group for block in work.blocks for group in block]
+    groups = [group for block in plan.blocks for group in block]
     others = {(group.layer, group.name): budget.widths[picked[group.layer, group.unit]] for group in groups}
-    return others, _facts(work, picked, errors, unit)
+    return others, _facts(plan, picked, errors, unit)
 
 
 def blind(statistics: Statistics) -> str:
@@ -112,26 +110,26 @@ def blind(statistics: Statistics) -> str:
 
 
 def predicted(
-    work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS, balance: Any = None
+    plan: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS, balance: Any = None
 ) -> dict[Key, dict[str, float]]:
     """Predict errors, group or all experts of a block -> width -> error, for the widths that the shapes allow.
 
     Args:
         balance: balance that weighs the modalities where there are no gradients to do so; None: the recipe's.
     """
-    assert work.budget is not None
-    balance = balance or work.recipe.options.balance or "off"
+    assert plan.budget is not None
+    balance = balance or plan.recipe.options.balance or "off"
     errors: dict[Key, dict[str, float]] = {}
-    for layer, groups in enumerate(work.blocks):
+    for layer, groups in enumerate(plan.blocks):
         stats = statistics.load(layer)[0] if groups else {}
         for group in groups:
             predictor, scale = predictor_of(group, stats.pop(group.name), statistics, read, balance, rows)
             sums = errors.setdefault((layer, group.unit), {})
-            for name, method in sorted(work.budget.widths.items(), key=_balance):  # as predictors want it
-                if name in work.budget.sizes[layer, group.unit]:
+            for name, method in sorted(plan.budget.widths.items(), key=_balance):  # as predictors want it
+                if name in plan.budget.sizes[layer, group.unit]:
                     error = scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
                     sums[name] = sums.get(name, 0.0) + error
-        progress("predicting", layer + 1, len(work.blocks))
+        progress("predicting", layer + 1, len(plan.blocks))
     return errors
 
 
@@ -164,15 +162,15 @@ def reader(source: Source) -> Read:
     return lambda name: tensor_files.read_tensor(source.entries[source.names[f"{name}.weight"]])
 
 
-def _facts(work: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[str, float]], unit: str) -> dict:
-    budget, bits = work.budget, work.recipe.bits
+def _facts(plan: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[str, float]], unit: str) -> dict:
+    budget, bits = plan.budget, plan.recipe.bits
     assert budget is not None and bits is not None
     nbytes = sum(budget.sizes[key][name] for key, name in picked.items())
     everywhere = [name for name in budget.widths if all(name in sizes for sizes in budget.sizes.values())]
     uniform = {
         name: {
             "bits": round(budget.bits(sum(sizes[name] for sizes in budget.sizes.values())), 4),
-            "predicted": sum(sizes[name] for sizes in errors.values()),
+            "predicted": sum(group_errors[name] for group_errors in errors.values()),
         }
         for name in everywhere
     }
@@ -200,22 +198,22 @@ def _folder(out: Path) -> Path:
     return folders.beside(out, "statistics")
 
 
-def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
+def _collected(plan: Plan, resume: bool, progress: Progress) -> Statistics:
     """Collect the statistics that an allocation needs, in a hidden sibling of OUT."""
 
-    recipe = work.recipe
-    assert recipe.out is not None and recipe.bits is not None and work.budget is not None
+    recipe = plan.recipe
+    assert recipe.out is not None and recipe.bits is not None and plan.budget is not None
     folder = _folder(recipe.out)
     if resume and (folder / statistics_folder.NAME).is_file():
         stored = statistics_folder.read(folder)
-        if not statistics_match.problems(stored, recipe, work.method, work.blocks):
+        if not statistics_match.problems(stored, recipe, plan.method, plan.blocks):
             statistics_match.verify(stored, recipe)
             return stored
-    methods = [work.method, *work.budget.widths.values()]
+    methods = [plan.method, *plan.budget.widths.values()]
     needs = RULES[recipe.bits.by].needs.union({"gram"}, *(method.needs.statistics for method in methods))
     collecting = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
     with torch.inference_mode(False):
-        read = work.source.path if recipe.rotate else None
+        read = plan.source.path if recipe.rotate else None
         calibrate(
             collecting, needs=needs, likes={"gradient"}, read=read, resume=resume, overwrite=True, progress=progress
         )

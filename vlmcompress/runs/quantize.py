@@ -57,7 +57,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
             if recipe.rotate:
                 plan = make_plan(recipe, source=make_rotated(recipe, progress))
             if plan.budget:
-                plan = allocate.planned(plan, resume=resume, progress=progress)
+                plan = allocate.share_out(plan, resume=resume, progress=progress)
             inputs = read_for_plan(plan, progress)
             learnt = learn(plan, inputs, progress)
             if plan.prefix != "quantized":  # only the reducer learnt from the samples

@@ -126,35 +126,35 @@ def run(
             left_out.append(name)
         else:
             table[name] = method
-    work = make_plan(recipe, widths=table)
-    assert work.budget is not None and work.statistics is not None
-    read = allocate.reader(work.source)
-    errors = allocate.predicted(work, work.statistics, read, progress, rows, balance=balances[-1])
-    sizes, points = work.budget.sizes, []
+    plan = make_plan(recipe, widths=table)
+    assert plan.budget is not None and plan.statistics is not None
+    read = allocate.reader(plan.source)
+    errors = allocate.predicted(plan, plan.statistics, read, progress, rows, balance=balances[-1])
+    sizes, points = plan.budget.sizes, []
     for name in table:
-        if any(name not in option_names for option_names in sizes.values()):
+        if any(name not in by_width for by_width in sizes.values()):
             left_out.append(name)
             continue
-        nbytes = sum(option_names[name] for option_names in sizes.values())
+        nbytes = sum(by_width[name] for by_width in sizes.values())
         scheme, options = schemes[name]
         keys = {"scheme": scheme, "options": options}
-        points.append(_point(work, name, keys, nbytes, sum(option_names[name] for option_names in errors.values())))
-    points += [p for budget in budgets if (p := _shared(work, errors, balances[-1], budget))]
+        points.append(_point(plan, name, keys, nbytes, sum(by_width[name] for by_width in errors.values())))
+    points += [p for budget in budgets if (p := _shared(plan, errors, balances[-1], budget))]
     unit = "nats per answer token" if "gradients" in facts else "relative squared output error"
-    return Sweep(_marked(points), unit, left_out), work
+    return Sweep(_marked(points), unit, left_out), plan
 
 
-def _point(work: Plan, name: str, keys: dict[str, Any], nbytes: int, predicted: float) -> Point:
-    assert work.budget is not None
-    if work.recipe.reduce:
-        keys = keys | {"reduce": work.recipe.reduce.plain()}
-    return Point(name, keys, work.budget.bits(nbytes), nbytes + work.budget.fixed, predicted)
+def _point(plan: Plan, name: str, keys: dict[str, Any], nbytes: int, predicted: float) -> Point:
+    assert plan.budget is not None
+    if plan.recipe.reduce:
+        keys = keys | {"reduce": plan.recipe.reduce.plain()}
+    return Point(name, keys, plan.budget.bits(nbytes), nbytes + plan.budget.fixed, predicted)
 
 
-def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point | None:
+def _shared(plan: Plan, errors: Mapping, balance: str, budget: float) -> Point | None:
     """Share a budget out among gptq's widths; None if no allocation meets it."""
-    assert work.budget is not None
-    everywhere = set.intersection(*(set(sizes) for sizes in work.budget.sizes.values()))
+    assert plan.budget is not None
+    everywhere = set.intersection(*(set(sizes) for sizes in plan.budget.sizes.values()))
     for group in sorted(_GROUPS, key=lambda group: (group != 128, -group)):
         size = "channel" if group == -1 else f"g{group}"
         names = {width: f"gptq w{width} {size} {balance}" for width in WIDTHS}
@@ -165,10 +165,10 @@ def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point |
         return None
     candidates = {
         key: [Candidate(sizes[name], errors[key][name]) for name in names.values()]
-        for key, sizes in work.budget.sizes.items()
+        for key, sizes in plan.budget.sizes.items()
     }
     try:
-        choice = RULES["error"].decide(candidates, int(budget * work.budget.weights / 8), {})
+        choice = RULES["error"].decide(candidates, int(budget * plan.budget.weights / 8), {})
     except ValueError:
         return None
     picked = [candidates[key][index] for key, index in choice.items()]
@@ -179,7 +179,7 @@ def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point |
     }
     nbytes = sum(candidate.nbytes for candidate in picked)
     return _point(
-        work, f"gptq {budget:g} bits {size} {balance}", keys, nbytes, sum(candidate.error for candidate in picked)
+        plan, f"gptq {budget:g} bits {size} {balance}", keys, nbytes, sum(candidate.error for candidate in picked)
     )
 
 
