@@ -83,7 +83,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, ov
         from vlmcompress.runs import allocate
 
         whole = resolve(values, file).recipe  # bits are shared out by the weights themselves
-        plan = allocate.planned(make_plan(whole), progress=silent)
+        plan = allocate.share_out(make_plan(whole), progress=silent)
     data = {"ok": True, **plan.to_dict(), "samples": samples, "origins": resolved.origins}
     return OK, data, plan_text(plan, resolved, samples)
 
