@@ -57,8 +57,8 @@ def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
     if reducer is None and resize is None:
         return None
     counted = recipe.engine == "vllm" and reducer is not None and reducer.takes_count
-    found = _example(recipe.model, reducer, resize) if example else None
-    return VisualTokens(reducer, counted, found, resize)
+    tokens = _example(recipe.model, reducer, resize) if example else None
+    return VisualTokens(reducer, counted, tokens, resize)
 
 
 def tokens_text(reducer: ReducerChoice | None, example: Mapping[str, Any] | None, resize: Resize | None = None) -> str:
@@ -80,13 +80,13 @@ def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) 
     if reducer is None and resize is None:
         return None
     try:
-        found = cost.plan(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)
+        counts = cost.plan(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)
     except UserError:  # about the processor, which `check` and calibration look at
         return None
-    reduced = list(found.reduced.values())[-1]  # by everything that is asked for
+    reduced = list(counts.reduced.values())[-1]  # by everything that is asked for
     after = reduced.visual if reduced else None
     size = "x".join(map(str, TYPICAL))
-    return {"image": size, "before": found.full.visual, "after": after, "text": found.text}
+    return {"image": size, "before": counts.full.visual, "after": after, "text": counts.text}
 
 
 def problems(recipe: Recipe, source: Source) -> list[str]:
@@ -113,18 +113,18 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
 
 def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
     """Why this model's images cannot be made smaller as the recipe asks: a line at most."""
-    asked = recipe.resize
-    if asked is None:
+    resize = recipe.resize
+    if resize is None:
         return []
     if reason := resizing.refusal(source.spec):
-        return [f"{asked}: {reason}"]
+        return [f"{resize}: {reason}"]
     try:
         processor = models.load_processor(recipe.model, recipe.trust_remote_code)
         every = resizing.settings(source.spec, processor)
         if len(every) == 1:
-            return [f"{asked}: the processor of {recipe.model} has no setting of fewer tokens"]
-        if asked.settled:
-            resizing.chosen(source.spec, processor, asked)
+            return [f"{resize}: the processor of {recipe.model} has no setting of fewer tokens"]
+        if resize.settled:
+            resizing.chosen(source.spec, processor, resize)
     except UserError as error:
         return [str(error)]
     return []

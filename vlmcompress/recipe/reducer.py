@@ -84,10 +84,10 @@ class ReducerChoice:
 
         So versions that do not know `positions` or `merge` read the mapping too, where these are not used.
         """
-        common = {one.name: one.default for one in dataclasses.fields(self.options) if one.kw_only}
-        found = self.options.settings()
-        own = {key: value for key, value in found.items() if key not in common or value != common[key]}
-        return {"method": self.method, **own}
+        common = {field.name: field.default for field in dataclasses.fields(self.options) if field.kw_only}
+        settings = self.options.settings()
+        chosen = {key: value for key, value in settings.items() if key not in common or value != common[key]}
+        return {"method": self.method, **chosen}
 
     def __str__(self) -> str:
         """Write the reducer in the command line's form: the share, and options that differ from their defaults.
@@ -95,9 +95,9 @@ class ReducerChoice:
         The hash of a file that an option names is left out.
         """
         default = type(self.options)()
-        given = {name: value for name, value in self.options.settings().items() if name not in ("keep", "sha256")}
+        settings = {name: value for name, value in self.options.settings().items() if name not in ("keep", "sha256")}
         parts = [] if self.options.keep is None else [_share(self.options.keep)]
-        parts += [f"{name}={_yaml_text(value)}" for name, value in given.items() if value != getattr(default, name)]
+        parts += [f"{name}={_yaml_text(value)}" for name, value in settings.items() if value != getattr(default, name)]
         return f"{self.method}:{','.join(parts)}" if parts else self.method
 
     def left(self, grid: Grid, blocks: int) -> list[int] | None:
@@ -105,13 +105,13 @@ class ReducerChoice:
         if self.module.STAGE != "llm":
             count = self.module.budget(grid, self.options)
             return None if count is None else [count] * blocks
-        found = [math.prod(grid)] * blocks
+        counts = [math.prod(grid)] * blocks
         for layer, options in self.options.drops(blocks):
             count = self.module.budget(grid, options)
             if count is None:
                 return None
-            found[layer:] = [count] * (blocks - layer)
-        return found
+            counts[layer:] = [count] * (blocks - layer)
+        return counts
 
     def too_small(self, grid: Grid) -> bool:
         """Whether the kept share of such a grid would round to no token, so that the grid is kept whole."""
@@ -133,16 +133,18 @@ def compared(texts: Sequence[str]) -> tuple[Resize | None, list[ReducerChoice]]:
     """Read the values of several `--reduce` that are to be compared: a `resize`, if there is one, and reducers."""
     where = "--reduce"
     stages = [split(text, f"{where} {text}") for text in texts]
-    given = [values for values in stages if values["method"] == RESIZE]
-    if len(given) > 1:
-        raise UserError(f"{where}: {RESIZE} is given {len(given)} times; give it once")
+    resizes = [values for values in stages if values["method"] == RESIZE]
+    if len(resizes) > 1:
+        raise UserError(f"{where}: {RESIZE} is given {len(resizes)} times; give it once")
     others = [parse(text) for text, values in zip(texts, stages, strict=True) if values["method"] != RESIZE]
     try:
-        return (Resize(**{key: one for key, one in given[0].items() if key != "method"}) if given else None), others
+        return (
+            Resize(**{key: value for key, value in resizes[0].items() if key != "method"}) if resizes else None
+        ), others
     except ValidationError as error:
-        found = error.errors()[0]
-        key = "".join(f" {part}" for part in found["loc"])
-        raise UserError(f"{where} {RESIZE}:{key} {found['msg'].removeprefix('Value error, ')}") from error
+        problem = error.errors()[0]
+        key = "".join(f" {part}" for part in problem["loc"])
+        raise UserError(f"{where} {RESIZE}:{key} {problem['msg'].removeprefix('Value error, ')}") from error
 
 
 def split(text: str, where: str) -> dict[str, Any]:
@@ -161,13 +163,13 @@ def split(text: str, where: str) -> dict[str, Any]:
     return values
 
 
-def read(given: Any, where: str = "reduce") -> ReducerChoice:
+def read(setting: Any, where: str = "reduce") -> ReducerChoice:
     """Read the reducer from a recipe's `reduce`: a mapping with `method` and options, or the command line's form."""
-    if isinstance(given, str):
-        return parse(given)
-    if not isinstance(given, Mapping) or not isinstance(given.get("method"), str):
-        raise UserError(f"{where} is {given!r}; write it like {{method: dart, keep: 0.5}}")
-    return choose(given["method"], {key: value for key, value in given.items() if key != "method"}, where)
+    if isinstance(setting, str):
+        return parse(setting)
+    if not isinstance(setting, Mapping) or not isinstance(setting.get("method"), str):
+        raise UserError(f"{where} is {setting!r}; write it like {{method: dart, keep: 0.5}}")
+    return choose(setting["method"], {key: value for key, value in setting.items() if key != "method"}, where)
 
 
 def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
@@ -182,8 +184,8 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
         if key not in hints:
             share = key == "keep"
             what = "has no share to keep" if share else f"has no option '{key}'"
-            own = [field.name for field in dataclasses.fields(cls) if not field.kw_only]
-            close = f"; its options are {', '.join(own)}" if share else did_you_mean(str(key), hints)
+            names = [field.name for field in dataclasses.fields(cls) if not field.kw_only]
+            close = f"; its options are {', '.join(names)}" if share else did_you_mean(str(key), hints)
             raise UserError(f"{where}: '{method}' {what}{close}")
         if key == "keep" and value == "auto":
             continue
@@ -199,26 +201,26 @@ def layered(layers: Sequence[Layer]) -> list[Layer]:
 
     A layer that names a method starts anew: options of weaker layers belong to another reducer and are left out.
     """
-    found: list[Layer] = []
+    prepared: list[Layer] = []
     named = False
     for origin, layer in layers:
-        given = layer.get("reduce")
+        setting = layer.get("reduce")
         rest = {key: value for key, value in layer.items() if key != "reduce"}
         if not named and "reduce" in layer:
-            resize, reduce = _stages(given, f"{origin}: reduce")
+            resize, reduce = _stages(setting, f"{origin}: reduce")
             if resize is not None and "resize" in rest:
                 raise UserError(f"{origin}: resize is given twice, once as a reducer; remove one")
             rest |= {} if resize is None else {"resize": resize}
             rest |= {"reduce": reduce} if reduce is not None or resize is None else {}
             named = not isinstance(reduce, Mapping) or "method" in reduce
-        found.append((origin, rest))
-    return found
+        prepared.append((origin, rest))
+    return prepared
 
 
-def _stages(given: Any, where: str) -> tuple[Any, Any]:
+def _stages(setting: Any, where: str) -> tuple[Any, Any]:
     """Part what `reduce` says into the recipe's `resize` and its reducer, as mappings; None: there is none of that."""
-    every = [split(one, f"{where} {one}") if isinstance(one, str) else one for one in _listed(given)]
-    methods = [one.get("method") if isinstance(one, Mapping) else None for one in every]
+    every = [split(stage, f"{where} {stage}") if isinstance(stage, str) else stage for stage in _listed(setting)]
+    methods = [stage.get("method") if isinstance(stage, Mapping) else None for stage in every]
     if methods.count(RESIZE) > 1 or len(every) - methods.count(RESIZE) > 1:
         names = " and ".join(map(str, methods))
         raise UserError(f"{where}: {names} do not go together; a recipe has {RESIZE} and one other reducer")
@@ -229,21 +231,21 @@ def _stages(given: Any, where: str) -> tuple[Any, Any]:
     return {key: value for key, value in every[0].items() if key != "method"}, (every[1] if len(every) > 1 else None)
 
 
-def _listed(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]
+def _listed(setting: Any) -> list[Any]:
+    return setting if isinstance(setting, list) else [setting]
 
 
-def merged(given: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
+def merged(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
     """The reducer that merged settings name; None where they name none. UserError for an unknown method or wrong option.
 
     Args:
-        given: the merged value of `reduce`.
+        setting: the merged value of `reduce`.
         origins: dotted key of a recipe -> where its value came from.
     """
-    if given is None:
+    if setting is None:
         return None
     origin = next((origin for key, origin in origins.items() if f"{key}.".startswith("reduce.")), "default")
-    return read(given, f"{origin}: reduce")
+    return read(setting, f"{origin}: reduce")
 
 
 def calibrated(reducer: ReducerChoice | None) -> ReducerChoice | None:
@@ -254,11 +256,11 @@ def calibrated(reducer: ReducerChoice | None) -> ReducerChoice | None:
     return reducer if reducer and reducer.module.STAGE != "llm" else None
 
 
-def same(known: ReducerChoice | None, asked: ReducerChoice | None) -> bool:
+def same(reducer: ReducerChoice | None, other: ReducerChoice | None) -> bool:
     """Whether a known reducer is the one asked for, apart from numbers that were learnt or will be read from a file."""
-    if known is None or asked is None or asked.learnt:
-        return known == asked
-    return known.with_thresholds(None) == asked.with_thresholds(None)
+    if reducer is None or other is None or other.learnt:
+        return reducer == other
+    return reducer.with_thresholds(None) == other.with_thresholds(None)
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
@@ -267,9 +269,9 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         if (
             hint in (float, float | None)
             and isinstance(value, str)
-            and (found := re.fullmatch(r"(\d+)/([1-9]\d*)", value.strip()))
+            and (fraction := re.fullmatch(r"(\d+)/([1-9]\d*)", value.strip()))
         ):
-            value = int(found[1]) / int(found[2])
+            value = int(fraction[1]) / int(fraction[2])
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except (ValueError, TypeError, OverflowError) as error:  # ValidationError is a ValueError
         kinds: dict[Any, str] = {
