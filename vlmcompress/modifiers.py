@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
-from vlmcompress.calibration.block_search import BlockSearch, mappings_of
+from vlmcompress.calibration.block_search import BlockSearch, loader, mappings_of
 from vlmcompress.calibration.gradient_pass import gradients
-from vlmcompress.calibration.sequential import loader
 from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, decoder_blocks

@@ -19,7 +19,7 @@ from llmcompressor.pipelines.cache import IntermediatesCache
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.calibration.sequential import alike, run_oneshot
+from vlmcompress.calibration.block_search import alike, run_oneshot
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM
 from vlmcompress.numerics import weight_only

@@ -11,7 +11,7 @@ from vlmcompress.calibration import distillation
 from vlmcompress.data import encode, load_samples
 from vlmcompress.hf_hooks import attach_carried
 from vlmcompress.models import load
-from vlmcompress.runs import objective
+from vlmcompress.runs import teacher_cache
 
 
 def divergence(source, folder, data, seed=0) -> float:
@@ -23,6 +23,6 @@ def divergence(source, folder, data, seed=0) -> float:
     divergences = []
     with attach_carried(model, teacher.processor, folder) or contextlib.nullcontext(), torch.no_grad():
         for batch in batches:
-            kept = objective.targets(distillation.teacher_logits(teacher, batch))
-            divergences.append(float(objective.divergence(kept, distillation.student_logits(student, batch))))
+            kept = teacher_cache.teacher_targets(distillation.teacher_logits(teacher, batch))
+            divergences.append(float(teacher_cache.divergence(kept, distillation.student_logits(student, batch))))
     return sum(divergences) / len(divergences)

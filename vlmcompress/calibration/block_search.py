@@ -7,6 +7,9 @@ get a copy, from which only the scales are taken. This costs twice the memory an
 
 `BlockSearch` rests on private parts of `AWQModifier` in llm-compressor 0.14: it replaces the step `_compute_best_scale` and
 calls `_run_samples` and `_smooth_activation_stats` (tests/calibration/test_block_search.py notices if they change).
+
+`run_oneshot` drives llm-compressor's sequential pipeline, which cuts the model into one subgraph per decoder block and runs the
+calibration set through each, sample by sample. The modality of each token travels in the field that it calls `loss_mask`.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from llmcompressor import oneshot
 from llmcompressor.core import active_session
+from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from pydantic import PrivateAttr
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from vlmcompress import models
-from vlmcompress.calibration.sequential import run_oneshot
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
@@ -246,3 +251,51 @@ def _no_pinning() -> Iterator[None]:
 
 def _exactly(name: str) -> str:
     return f"re:^{re.escape(name)}$"
+
+
+def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Give every batch the same keys, as the pipeline traces the model once, with the first batch.
+
+    A sample without an image gets the shortest sample with one appended, as tokens to ignore: attention is causal, so the
+    text before them is computed as if they weren't there, and statistics leave them out.
+    """
+    donors = [batch for batch in batches if "pixel_values" in batch]
+    if len(donors) in (0, len(batches)):
+        return batches
+    donor = min(donors, key=lambda batch: batch["input_ids"].shape[1])
+    length = donor["input_ids"].shape[1]
+
+    def extend(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        tail = {**donor, "modality": torch.zeros_like(donor["modality"])}
+        appended = {
+            key: torch.cat([value, tail[key]], 1) for key, value in batch.items() if tail[key].shape == (1, length)
+        }
+        return tail | appended
+
+    return [batch if "pixel_values" in batch else extend(batch) for batch in batches]
+
+
+def loader(batches: list[dict[str, Tensor]]) -> DataLoader:
+    """Load samples from `encode` as llm-compressor takes them: all with the same keys, modalities as `loss_mask`."""
+    items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in alike(batches)]
+    return DataLoader(items, batch_size=1, collate_fn=lambda rows: rows[0])  # type: ignore[arg-type]
+
+
+def run_oneshot(vlm: VLM, batches: list[dict[str, Tensor]], recipe: list[Modifier], layer_class: str) -> None:
+    """Run the calibration set through llm-compressor's sequential pipeline.
+
+    Args:
+        batches: from `encode`: the processor's tensors plus `modality [1, tokens]`; one sample each.
+        recipe: the modifiers to run.
+        layer_class: class name of a decoder block.
+    """
+    oneshot(
+        model=vlm.model,
+        processor=vlm.processor,
+        recipe=recipe,
+        dataset=loader(batches),
+        num_calibration_samples=len(batches),
+        sequential_targets=[layer_class],
+        use_loss_mask=True,
+        pipeline="sequential",
+    )

@@ -32,7 +32,7 @@ from vlmcompress.models import VLM
 from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce, too_small
-from vlmcompress.runs import objective, teacher_cache
+from vlmcompress.runs import teacher_cache
 from vlmcompress.runs.recovery_files import RecoveryFiles
 from vlmcompress.runs.teacher_cache import LEAST_HELD_OUT, Data
 from vlmcompress.runs.train_loop import Settings, TrainLog, train
@@ -166,7 +166,9 @@ class _Training:
 
     def _loss(self, index: int, gate: Gate) -> Tensor:
         self.gated.gate = gate
-        return objective.divergence(self.files.targets(index), distillation.gated_logits(self.vlm, self.batches[index]))
+        return teacher_cache.divergence(
+            self.files.targets(index), distillation.gated_logits(self.vlm, self.batches[index])
+        )
 
     def _backward(self, index: int, factor: float) -> float:
         """Add a sample's gradient, with a share and noise that its number, the step and the seed decide."""

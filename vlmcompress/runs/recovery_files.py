@@ -57,7 +57,7 @@ class RecoveryFiles(BlockStore):
         return self._part(part).exists()
 
     def save_part(self, part: int, targets: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Write the teacher's targets (`objective.targets`) of some samples, by their numbers."""
+        """Write the teacher's targets (`teacher_cache.teacher_targets`) of some samples, by their numbers."""
         flat = {f"{index}/{key}": tensor.cpu() for index, tensors in targets.items() for key, tensor in tensors.items()}
         self.write(self._part(part), flat)
 

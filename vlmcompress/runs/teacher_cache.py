@@ -1,6 +1,12 @@
 """The samples of a training run: read, given the teacher's answers where they have none, and shown to the teacher.
 
 Workers of a team share them out, some samples at a time, and tell each other then whether all is well.
+
+The objective is the Kullback-Leibler divergence of the student's next-token distribution from the teacher's,
+`KL(p || q) = sum_i p_i (log p_i - log q_i)` in nats, the mean over a sample's answer tokens. The teacher's distribution `p` is
+computed once and kept. Of a vocabulary of up to `WHOLE` tokens all of it is kept, and the divergence is exact. Of a larger one
+the `TOP` most likely tokens are kept, and all others together are one more outcome with the mass that is left: the divergence
+between these coarser distributions, which is never more than the exact one, and zero where that is.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vlmcompress import models
@@ -25,7 +32,6 @@ from vlmcompress.data.provenance import notes
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.recipe import Recipe
-from vlmcompress.runs import objective
 from vlmcompress.runs.recovery_files import PART, RecoveryFiles
 
 FEWEST = 16
@@ -180,7 +186,7 @@ def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress)
     for index in range(part * PART, min((part + 1) * PART, len(batches))):
         if not distillation.answer_tokens(batches[index])[1]:
             raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
-        targets[index] = objective.targets(distillation.teacher_logits(vlm, batches[index]))
+        targets[index] = teacher_targets(distillation.teacher_logits(vlm, batches[index]))
         if targets[index]["logs"].isnan().any():
             raise UserError(
                 f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
@@ -210,3 +216,46 @@ def _shown(data: Data) -> None:
                 f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
                 "or another --seed, which decides who is held out"
             )
+
+
+WHOLE = 1024
+TOP = 64
+_LEAST = 1e-7  # of a mass that is left: a smaller one is what rounding leaves
+
+
+def teacher_targets(logits: Tensor, whole: int = WHOLE, top: int = TOP) -> dict[str, Tensor]:
+    """A teacher's log-probabilities to train by, of `logits [tokens, vocabulary]`.
+
+    Args:
+        whole: the largest vocabulary of which everything is kept.
+        top: how many tokens are kept of a larger one.
+
+    Returns:
+        `logs [tokens, vocabulary]` float32, log-probabilities; or `logs [tokens, top]`, and `ids [tokens, top]` int32.
+    """
+    logs = logits.float().log_softmax(-1)
+    if logits.shape[-1] <= whole:
+        return {"logs": logs.contiguous()}
+    values, ids = logs.topk(top, -1)
+    return {"logs": values.contiguous(), "ids": ids.int().contiguous()}
+
+
+def divergence(kept: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+    """The divergence of a student's `logits [tokens, vocabulary]` from what `teacher_targets` kept: a scalar in nats, float32.
+
+    Raises:
+        ValueError: the two are of different numbers of tokens.
+    """
+    teacher = kept["logs"].to(logits.device)
+    if len(teacher) != len(logits):
+        raise ValueError(f"the teacher has {len(teacher)} answer tokens, the student {len(logits)}")
+    student = logits.float().log_softmax(-1)
+    if "ids" not in kept:
+        return (teacher.exp() * (teacher - student)).sum(-1).mean()
+    ids = kept["ids"].to(logits.device).long()
+    kept_logs = student.gather(-1, ids)
+    loss = (teacher.exp() * (teacher - kept_logs)).sum(-1)
+    left = 1 - teacher.exp().sum(-1)  # the mass of all other tokens
+    others = student.scatter(-1, ids, float("-inf")).logsumexp(-1)
+    rest = left * (left.clamp_min(_LEAST).log() - others)
+    return (loss + torch.where(left > _LEAST, rest, torch.zeros_like(rest))).mean()

@@ -23,7 +23,7 @@ from vlmcompress.common.progress import Progress
 from vlmcompress.data.encode import Encoded
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM
-from vlmcompress.runs import coded_linear, lora, objective
+from vlmcompress.runs import coded_linear, lora, teacher_cache
 from vlmcompress.runs.recovery_files import RecoveryFiles
 from vlmcompress.runs.teacher_cache import LEAST_HELD_OUT, Data
 from vlmcompress.runs.train_loop import Settings, TrainLog, train
@@ -114,7 +114,7 @@ def trained(
         parts = Trained(vlm, training.train, training.rank, seed, student.names)
 
     def loss(index: int) -> Tensor:
-        return objective.divergence(files.targets(index), distillation.student_logits(vlm, batches[index]))
+        return teacher_cache.divergence(files.targets(index), distillation.student_logits(vlm, batches[index]))
 
     def backward(index: int, factor: float) -> float:
         with distillation.graph(vlm):
@@ -149,8 +149,8 @@ def facts(training: TrainingOptions, outcome: TrainingOutcome, data: Data) -> di
     return {
         "settings": asdict(training) | {"train": list(training.train)},
         "parameters": outcome.counts,
-        "objective": f"KL(teacher || student) at answer tokens, of the teacher's {objective.TOP} most likely tokens "
-        f"and the rest together; of all tokens where the vocabulary has at most {objective.WHOLE}",
+        "objective": f"KL(teacher || student) at answer tokens, of the teacher's {teacher_cache.TOP} most likely tokens "
+        f"and the rest together; of all tokens where the vocabulary has at most {teacher_cache.WHOLE}",
         "samples": {
             "trained_on": len(data.samples) - data.held_out,
             "held_out": data.held_out,
