@@ -25,7 +25,7 @@ from vlmcompress.statistics.inputs import CROSS, NEEDS, GroupStats
 
 if TYPE_CHECKING:
     from vlmcompress.calibration.gradient_pass import Fisher
-    from vlmcompress.calibration.input_recorder import TokenWeights
+    from vlmcompress.calibration.input_recorder import BlockCapture, TokenWeights
 
 
 def quantize_blocks(
@@ -47,14 +47,12 @@ def quantize_blocks(
     Args:
         samples: from `encode`, one sample each; none: blocks are quantized without data.
         all_experts: every expert of a mixture is shown all tokens.
-        fisher: what the backward pass propagates, where the method needs one (`calibration.gradient_pass`).
-        seed: of its signs.
+        fisher, seed: what the backward pass propagates, where the method needs one (`calibration.gradient_pass`).
         lean: free a block's linear weights when its output has been passed on. What is loaded is mapped from files until it is
             changed, so memory holds the weights of one block, however large the model.
     """
     if not samples:
         return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
-    from vlmcompress.calibration import finalists
     from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
     from vlmcompress.calibration.gradient_pass import kept_sensitivities
 
@@ -64,16 +62,11 @@ def quantize_blocks(
             sensitivities = kept_sensitivities(store, vlm, blocks, samples, progress, fisher, seed)
     with phase("searching"):
         searched = _search(vlm, blocks, samples, method, sensitivities, progress)
-    method, norm_offset, device = searched.method, vlm.spec.norm_offset, vlm.model.device
+    method, norm_offset = searched.method, vlm.spec.norm_offset
     # Beside what the method reads: what errors are reported by, and the rounding of inputs.
     statistics = method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
-    spec = CaptureSpec(
-        statistics,
-        method.needs.prefix,
-        kv_cache=kv_cache,
-        token_weights=searched.token_weights,
-        all_experts=all_experts,
-    )
+    weights = searched.token_weights
+    spec = CaptureSpec(statistics, method.needs.prefix, kv_cache, token_weights=weights, all_experts=all_experts)
     quantized: dict[str, Any] = {}  # linear layers of the block before
     whole = BlockResult()
     for layer, captured in capture_blocks(vlm, blocks, samples, spec, finished=store.has, progress=progress):
@@ -85,14 +78,8 @@ def quantize_blocks(
         if captured is None:
             apply(store.load(layer), modules, norm_offset)
             continue
-        for name, stats in captured.stats.items():
-            stats.sensitivity = sensitivities.get((layer, name))
         groups = [group for group in blocks[layer] if group.name in captured.stats]
-        with phase("searching"):
-            best = finalists.choose(vlm, layer, groups, captured.batches, captured.stats, method)
-        scales = {name: scale.to(device) for (block, name), scale in searched.scales.items() if block == layer} | best
-        result = _solve(groups, _modules(vlm.model, groups), captured.stats, method, norm_offset, scales)
-        result.kv_ranges |= captured.kv_ranges
+        result = _solve_captured(vlm, layer, groups, captured, searched, sensitivities)
         apply(result, modules, norm_offset)
         whole.add(result)
         if groups[-1] is blocks[layer][-1]:  # with the prefix "groups" a block is captured in parts
@@ -100,6 +87,30 @@ def quantize_blocks(
             whole = BlockResult()
     if lean:
         _free(quantized)
+
+
+def _solve_captured(
+    vlm: VLM,
+    layer: int,
+    groups: list[Group],
+    captured: BlockCapture,
+    searched: _SearchResult,
+    sensitivities: Mapping[tuple[int, str], Sensitivity],
+) -> BlockResult:
+    """Solve the groups of a block that were captured, with what the searches before found for them."""
+    from vlmcompress.calibration import finalists
+
+    method, device = searched.method, vlm.model.device
+    for name, stats in captured.stats.items():
+        stats.sensitivity = sensitivities.get((layer, name))
+    scales: dict[str, Tensor | None] = {
+        name: scale.to(device) for (block, name), scale in searched.scales.items() if block == layer
+    }
+    with phase("searching"):
+        scales |= finalists.choose(vlm, layer, groups, captured.batches, captured.stats, method)
+    result = _solve(groups, _modules(vlm.model, groups), captured.stats, method, vlm.spec.norm_offset, scales)
+    result.kv_ranges |= captured.kv_ranges
+    return result
 
 
 def solve_blocks(
