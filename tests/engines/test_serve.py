@@ -150,12 +150,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproces
 def wait_until_up(process: subprocess.Popen, port: int, log: Path, seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-3000:]
+        assert process.poll() is None, log.read_text()[-12000:]
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.5)
-    raise AssertionError("the server did not come up: " + log.read_text()[-3000:])
+    raise AssertionError("the server did not come up: " + log.read_text()[-12000:])
 
 
 @pytest.mark.engine

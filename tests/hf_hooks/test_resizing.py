@@ -19,8 +19,6 @@ from vlmcompress.hf_hooks import resizing
 from vlmcompress.models import VLM
 from vlmcompress.recipe.resize import Resize
 
-pytestmark = pytest.mark.representatives
-
 FIXED = ("gemma3", "llava")
 SIZES = [(300, 300), (400, 180), (150, 390), (90, 70)]
 
@@ -72,6 +70,7 @@ def test_settings_do_what_they_say(vlm):
     assert tokens(first, [SIZES[0]]) < tokens(vlm, [SIZES[0]])
 
 
+@pytest.mark.representatives
 def test_the_largest_setting_that_leaves_the_share(vlm):
     """Oracle: every setting, tried on the real processor."""
     settings = resizing.settings(vlm.spec, vlm.processor)
@@ -95,6 +94,7 @@ def test_the_largest_setting_that_leaves_the_share(vlm):
         assert resizing.settle(vlm.spec, vlm.processor, prompts, found) == found
 
 
+@pytest.mark.representatives
 def test_a_checkpoint_is_loaded_with_the_setting(vlm, tmp_path):
     """The folder's own processor makes the images smaller, and the model takes what it makes."""
     settings = resizing.settings(vlm.spec, vlm.processor)

@@ -23,6 +23,7 @@ from vlmcompress.models import Group
 from vlmcompress.numerics import NVFP4, Format, Scheme, label
 from vlmcompress.planning.findings import findings
 from vlmcompress.planning.plan import make_plan
+from vlmcompress.planning.reducer import visual_tokens
 from vlmcompress.planning.shape_checks import shape_problems
 from vlmcompress.recipe import resolve
 from vlmcompress.runs.quantize import quantize
@@ -295,3 +296,13 @@ def test_a_quantized_source_is_called_one(models, tmp_path):
 
 def test_check_reports_an_unusable_model(tmp_path):
     assert "does not exist" in bad(tmp_path / "none", scheme="rtn")["model"]
+
+
+def test_an_example_is_worked_out_where_one_image_tells(models):
+    """Not of sizes that calibration images decide, nor of a method that leaves out whole images of several."""
+    sized = recipe(models["qwen2-5-vl"], scheme="int8", resize={"keep": 0.5})
+    assert visual_tokens(sized, example=True).example is None
+    chosen = recipe(models["llava"], scheme="int8", reduce="litevlm:0.5")
+    assert visual_tokens(chosen, example=True).text == "litevlm:0.5"
+    both = recipe(models["llava"], scheme="int8", reduce="uniform:0.5")
+    assert "-> 8 visual tokens" in visual_tokens(both, example=True).text
