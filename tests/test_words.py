@@ -17,11 +17,9 @@ FOLDERS = sorted(
 UNFINISHED: set[str] = {
     "tests/diagnosis",
     "tests/engines",
-    "tests/evaluation",
     "tests/hf_hooks",
     "tests/kit",
     "tests/reducers",
-    "tests/report",
     "tests/search",
     "vlmcompress/common",
     "vlmcompress/diagnosis",

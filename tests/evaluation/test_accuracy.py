@@ -112,8 +112,8 @@ def test_evaluation_in_a_real_engine(engine: str, tmp_path: Path, quick_engines)
              "answer": "?", "family": ("one", "two", "none")[i % 3]} for i in range(12)]  # fmt: skip
 
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    how = EvalOptions(engines.get(engine), engines.get(engine), journal=tmp_path / "report" / "answers.jsonl")
-    first = evaluate(twin, baseline, [data], None, how)
+    options = EvalOptions(engines.get(engine), engines.get(engine), journal=tmp_path / "report" / "answers.jsonl")
+    first = evaluate(twin, baseline, [data], None, options)
     (suite,) = first.suites
     assert suite.agreement == 1.0 and suite.overall.neither == 12 and not first.pictures
     assert suite.overall.low < 0 < suite.overall.high and suite.overall.verdict == "inconclusive"
@@ -121,10 +121,10 @@ def test_evaluation_in_a_real_engine(engine: str, tmp_path: Path, quick_engines)
 
     said = {s.id: s.baseline for s in first.samples}
     # No reference is longer than 32 characters: a longer one would let the models write on.
-    wanted = {identity: text.upper() + "."[: 32 - len(text)] for identity, text in said.items()}
-    rows = [row | {"answer": wanted[row["id"]]} for row in rows if normalise(said[row["id"]])]
+    expected = {identity: text.upper() + "."[: 32 - len(text)] for identity, text in said.items()}
+    rows = [row | {"answer": expected[row["id"]]} for row in rows if normalise(said[row["id"]])]
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    second = evaluate(candidate, baseline, [data], None, replace(how, baseline_engine=Dead(engine)))
+    second = evaluate(candidate, baseline, [data], None, replace(options, baseline_engine=Dead(engine)))
     (suite,) = second.suites
     assert suite.overall.baseline == 1.0 and suite.overall.candidate == 0.0
     assert suite.overall.high < 0 and suite.overall.verdict == "fail"
@@ -135,11 +135,11 @@ def test_evaluation_in_a_real_engine(engine: str, tmp_path: Path, quick_engines)
 
     # The report of an evaluation is a baseline, too; its journal has the candidate's answers, so that no engine starts.
     write(second, tmp_path / "report")
-    third = evaluate(candidate, tmp_path / "report", [data], None, replace(how, engine=Dead(engine)))
+    third = evaluate(candidate, tmp_path / "report", [data], None, replace(options, engine=Dead(engine)))
     assert third.suites[0].overall == suite.overall and third.samples == without_divergence(second)
     write_rows(data, *rows[1:])
     with pytest.raises(UserError, match="answered different samples"):
-        evaluate(candidate, tmp_path / "report", [data], None, replace(how, engine=Dead(engine)))
+        evaluate(candidate, tmp_path / "report", [data], None, replace(options, engine=Dead(engine)))
 
 
 class Dead:

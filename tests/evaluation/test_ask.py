@@ -34,23 +34,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ask(folder: Path, engine: Echo, data: str = "d.jsonl", **more) -> SuiteAnswers:
+def ask(folder: Path, engine: Echo, data: str = "d.jsonl", **options) -> SuiteAnswers:
     model = folder / "model"
-    return ask_suite(model, load_suite(folder / data, candidate=model, baseline=model), engine, **more)
+    return ask_suite(model, load_suite(folder / data, candidate=model, baseline=model), engine, **options)
 
 
 def test_scores_and_pairs(folder: Path) -> None:
     engine = Echo(lambda request: f" {question(request)}\n")
-    asked = ask(folder, engine)
-    assert [s.id for s in asked.samples] == ["one", "two", "none", "again"]
-    assert [s.score for s in asked.samples] == [1.0, 0.0, 1.0, 0.0] and all(s.parsed for s in asked.samples)
-    assert [s.text for s in asked.samples] == ["red", "blue", "no image", "x  y"]
-    assert [s.expected for s in asked.samples] == ["Red.", "green", "no image", "?"]
-    assert [s.family for s in asked.samples] == ["f", "other", "other", "other"]
-    one, two, none, again = (s.image for s in asked.samples)
-    assert one == again and two.split("+")[0] == one and none == "text:none"
+    answers = ask(folder, engine)
+    assert [s.id for s in answers.samples] == ["one", "two", "none", "again"]
+    assert [s.score for s in answers.samples] == [1.0, 0.0, 1.0, 0.0] and all(s.parsed for s in answers.samples)
+    assert [s.text for s in answers.samples] == ["red", "blue", "no image", "x  y"]
+    assert [s.expected for s in answers.samples] == ["Red.", "green", "no image", "?"]
+    assert [s.family for s in answers.samples] == ["f", "other", "other", "other"]
+    red, both, none, again = (s.image for s in answers.samples)
+    assert red == again and both.split("+")[0] == red and none == "text:none"
     assert [request.images() for request in engine.asked] == [1, 2, 0, 1]
-    assert asked.metrics == {"custom": {"exact_match": 0.5}} and asked.engine["name"] == "echo"
+    assert answers.metrics == {"custom": {"exact_match": 0.5}} and answers.engine["name"] == "echo"
 
 
 def test_fingerprint_is_of_the_questions(folder: Path) -> None:
@@ -74,12 +74,17 @@ def test_only_what_is_missing_is_asked(folder: Path) -> None:
         ask(folder, engine, journal=journal)
     with open_journal(folder / "journal.jsonl") as journal:
         rest = Echo(question)
-        asked = ask(folder, rest, journal=journal)
-        assert [r.id for r in rest.asked] == ["none", "again"] and asked.resumed == 2
-        assert [s.score for s in asked.samples] == [1.0, 0.0, 1.0, 0.0]
+        answers = ask(folder, rest, journal=journal)
+        assert [r.id for r in rest.asked] == ["none", "again"] and answers.resumed == 2
+        assert [s.score for s in answers.samples] == [1.0, 0.0, 1.0, 0.0]
         idle = Echo(question)
         whole = ask(folder, idle, journal=journal)
-        assert not idle.asked and whole.resumed == 4 and whole.engine == asked.engine and whole.samples == asked.samples
+        assert (
+            not idle.asked
+            and whole.resumed == 4
+            and whole.engine == answers.engine
+            and whole.samples == answers.samples
+        )
         (folder / "model" / "config.json").write_text('{"changed": true}')
         fresh = Echo(question)
         ask(folder, fresh, journal=journal)
@@ -115,8 +120,8 @@ def test_the_first_filter_counts(folder: Path) -> None:
     rows = [{"id": "one", "question": "it is 7", "answer": "7"}, {"id": "two", "question": "x", "answer": "x"}]
     model = folder / "model"
     data = write_rows(folder / "e.jsonl", *rows)
-    asked = ask_suite(model, load_suite(folder / "t.yaml", data, candidate=model, baseline=model), Echo(question))
-    assert [sample.score for sample in asked.samples] == [1.0, 0.0] and asked.metrics == {"t": {"exact_match": 0.5}}
+    answers = ask_suite(model, load_suite(folder / "t.yaml", data, candidate=model, baseline=model), Echo(question))
+    assert [sample.score for sample in answers.samples] == [1.0, 0.0] and answers.metrics == {"t": {"exact_match": 0.5}}
 
 
 @pytest.mark.engine
@@ -148,8 +153,8 @@ with open_journal(Path({str(path)!r})) as journal:
     with open_journal(path) as journal:
         before = len(journal)
         assert before >= 20
-        asked = ask_suite(DEMO_LLAVA, suite, ENGINE, Settings(), journal)
-        assert len(journal) == before + len(suite) - asked.resumed + 1  # and the engine's words about itself
-    scores = [sample.score for sample in asked.samples]
-    assert 20 <= asked.resumed < 200 and asked.engine["name"] == "vllm"
-    assert sum(scores) / len(scores) > 0.9 and len(asked.metrics) == 10
+        answers = ask_suite(DEMO_LLAVA, suite, ENGINE, Settings(), journal)
+        assert len(journal) == before + len(suite) - answers.resumed + 1  # and the engine's words about itself
+    scores = [sample.score for sample in answers.samples]
+    assert 20 <= answers.resumed < 200 and answers.engine["name"] == "vllm"
+    assert sum(scores) / len(scores) > 0.9 and len(answers.metrics) == 10

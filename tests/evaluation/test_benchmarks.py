@@ -146,25 +146,27 @@ def test_scores_of_known_answers(data: Path, name: str) -> None:
     def says(prompt: str) -> str:
         return next(answer for part, answer, _ in RIGHT[name] if part in prompt)
 
-    asked = ask(data, name, says)
-    scores = [next(score for part, _, score in RIGHT[name] if part in sample.question) for sample in asked.samples]
-    assert [sample.score for sample in asked.samples] == pytest.approx(scores)
-    assert all(sample.parsed for sample in asked.samples) and len({s.id for s in asked.samples}) == len(asked.samples)
-    (metrics,) = asked.metrics.values()
+    answers = ask(data, name, says)
+    scores = [next(score for part, _, score in RIGHT[name] if part in sample.question) for sample in answers.samples]
+    assert [sample.score for sample in answers.samples] == pytest.approx(scores)
+    assert all(sample.parsed for sample in answers.samples) and len({s.id for s in answers.samples}) == len(
+        answers.samples
+    )
+    (metrics,) = answers.metrics.values()
     assert next(iter(metrics.values())) == pytest.approx(sum(scores) / len(scores)) and metrics["parsed"] == 1.0
 
 
 @pytest.mark.parametrize("name", [name for name in RIGHT if name != "docvqa"])
 def test_answers_without_an_answer_are_counted(data: Path, name: str) -> None:
     open_texts = {"chartqa", "textvqa"}  # there any text is an answer
-    asked = ask(data, name, lambda _: " " if name in open_texts else "hm")
-    closed = [sample for sample in asked.samples if "How far" not in sample.question]
+    answers = ask(data, name, lambda _: " " if name in open_texts else "hm")
+    closed = [sample for sample in answers.samples if "How far" not in sample.question]
     assert closed and not any(sample.parsed or sample.score for sample in closed)
 
 
 def test_families_ids_and_targets(data: Path) -> None:
-    found = {name: ask(data, name, lambda _: "hm").samples for name in BENCHMARKS}
-    assert {name: [s.family for s in samples] for name, samples in found.items()} == {
+    by_benchmark = {name: ask(data, name, lambda _: "hm").samples for name in BENCHMARKS}
+    assert {name: [s.family for s in samples] for name, samples in by_benchmark.items()} == {
         "chartqa": ["human", "augmented"],
         "docvqa": ["form", "form"],
         "textvqa": ["textvqa", "textvqa"],
@@ -174,17 +176,19 @@ def test_families_ids_and_targets(data: Path) -> None:
         "refcoco": ["refcoco", "refcoco"],
         "gsm8k": ["gsm8k"],
     }
-    ids = {name: [s.id for s in samples] for name, samples in found.items()}
+    ids = {name: [s.id for s in samples] for name, samples in by_benchmark.items()}
     assert ids["docvqa"] == ["7", "8"] and ids["pope"][0] == "random-1" and ids["refcoco"] == ["0-0", "0-1"]
-    assert [s.expected for s in found["mmmu"]] == ["B", "2.5 | 5/2"]
-    assert found["refcoco"][0].expected == "0.100, 0.250, 0.600, 0.750" and found["gsm8k"][0].expected == "8"
-    first, second = (sample.image for sample in found["mmmu"])
-    assert first.split("+")[1] == second and first.split("+")[0] == found["textvqa"][1].image
+    assert [s.expected for s in by_benchmark["mmmu"]] == ["B", "2.5 | 5/2"]
+    assert (
+        by_benchmark["refcoco"][0].expected == "0.100, 0.250, 0.600, 0.750" and by_benchmark["gsm8k"][0].expected == "8"
+    )
+    first, second = (sample.image for sample in by_benchmark["mmmu"])
+    assert first.split("+")[1] == second and first.split("+")[0] == by_benchmark["textvqa"][1].image
 
 
 def test_pope_reports_f1(data: Path) -> None:
-    asked = ask(data, "pope", lambda _: "Yes")
-    assert asked.metrics["pope"] == {"accuracy": 1.0, "parsed": 1.0, "f1": 1.0}
+    answers = ask(data, "pope", lambda _: "Yes")
+    assert answers.metrics["pope"] == {"accuracy": 1.0, "parsed": 1.0, "f1": 1.0}
 
 
 def test_missing_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +218,7 @@ def test_all_benchmarks_in_the_real_engine(data: Path) -> None:
     tasks = ", ".join(BENCHMARKS)
     (data / "all.yaml").write_text(f"group: all\ntask: [{tasks}]\n")
     suite = load_suite(data / "all.yaml", candidate=DEMO_LLAVA, baseline=DEMO_LLAVA)
-    asked = ask_suite(DEMO_LLAVA, suite, ENGINE)
-    assert len(asked.samples) == sum(len(rows) for *_, rows in BENCHMARKS.values()) + 1  # two expressions of a region
-    assert set(asked.metrics) == set(BENCHMARKS) and suite.metric == "score" and suite.max_tokens == 512
-    assert all(sample.answer.prompt_tokens > 1 and 0 <= sample.score <= 1 for sample in asked.samples)
+    answers = ask_suite(DEMO_LLAVA, suite, ENGINE)
+    assert len(answers.samples) == sum(len(rows) for *_, rows in BENCHMARKS.values()) + 1  # two expressions of a region
+    assert set(answers.metrics) == set(BENCHMARKS) and suite.metric == "score" and suite.max_tokens == 512
+    assert all(sample.answer.prompt_tokens > 1 and 0 <= sample.score <= 1 for sample in answers.samples)

@@ -1,4 +1,4 @@
-"""Comparisons, verdicts, sample sizes and families against closed forms, scipy and simulation."""
+"""Comparisons, verdicts, sample sizes, families and divergences against closed forms, scipy and simulation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest, poisson
+from scipy.stats import binomtest, entropy, poisson
 
 from vlmcompress.evaluation import noninferiority
-from vlmcompress.evaluation.compare import by_family, compare, families, holm, pairs
+from vlmcompress.evaluation.compare import by_family, compare, divergence, families, holm, kl, pairs
 from vlmcompress.evaluation.paired import MeanDifference, monte_carlo_p, sign_flip_p
 from vlmcompress.results import Scored
 
@@ -23,22 +23,27 @@ def answers(both: int, lost: int, gained: int, neither: int) -> tuple[list[float
 
 
 def test_right_and_wrong() -> None:
-    found = compare(*answers(880, 9, 3, 8), margin=0.02)
-    assert (found.n, found.clusters, found.both, found.baseline_only, found.candidate_only, found.neither) == (
+    c = compare(*answers(880, 9, 3, 8), margin=0.02)
+    assert (c.n, c.clusters, c.both, c.baseline_only, c.candidate_only, c.neither) == (
         900, 900, 880, 9, 3, 8)  # fmt: skip
-    assert (found.baseline, found.candidate) == pytest.approx((889 / 900, 883 / 900))
-    assert found.difference == pytest.approx(-6 / 900)
-    assert found.p == pytest.approx(binomtest(3, 12).pvalue)
-    assert (found.method, found.design_effect, found.verdict, found.needed) == ("gaffke", 1.0, "pass", None)
+    assert (c.baseline, c.candidate) == pytest.approx((889 / 900, 883 / 900))
+    assert c.difference == pytest.approx(-6 / 900)
+    assert c.p == pytest.approx(binomtest(3, 12).pvalue)
+    assert (c.method, c.design_effect, c.verdict, c.needed) == (
+        "gaffke",
+        1.0,
+        "pass",
+        None,
+    )
 
 
 @pytest.mark.parametrize("lost, n", [(0, 100), (0, 380), (0, 420), (5, 900), (30, 900), (90, 900), (400, 400)])
 def test_the_verdict_is_where_the_limits_are(lost, n) -> None:
     """Pass iff the lower limit is above -margin, fail iff the upper one is below it."""
-    found = compare(*answers(n - lost, lost, 0, 0))
-    expected = "pass" if found.low > -0.01 else "fail" if found.high < -0.01 else "inconclusive"
-    assert found.verdict == expected
-    assert (found.needed is not None) == (expected == "inconclusive")
+    comparison = compare(*answers(n - lost, lost, 0, 0))
+    expected = "pass" if comparison.low > -0.01 else "fail" if comparison.high < -0.01 else "inconclusive"
+    assert comparison.verdict == expected
+    assert (comparison.needed is not None) == (expected == "inconclusive")
 
 
 def test_nothing_lost_passes_from_the_number_on_that_poisson_asks_for() -> None:
@@ -58,13 +63,13 @@ def test_graded_scores() -> None:
     rng = np.random.default_rng(1)
     before = rng.choice([0, 0.3, 0.6, 1.0], 3000)
     after = np.where(rng.random(3000) < 0.7, before, rng.choice([0, 0.3, 0.6, 1.0], 3000))
-    found = compare(before.tolist(), after.tolist())
+    comparison = compare(before.tolist(), after.tolist())
     change = after - before
     error = change.std(ddof=1) / math.sqrt(3000)
-    assert found.both is None
-    assert (found.low, found.high) == pytest.approx(
+    assert comparison.both is None
+    assert (comparison.low, comparison.high) == pytest.approx(
         (change.mean() - 1.96 * error, change.mean() + 1.96 * error), abs=0.1 * error)  # fmt: skip
-    assert found.p == pytest.approx(math.erfc(abs(change.mean() / error) / math.sqrt(2)), abs=0.02)
+    assert comparison.p == pytest.approx(math.erfc(abs(change.mean() / error) / math.sqrt(2)), abs=0.02)
 
 
 def test_graded_and_right_or_wrong_agree_on_the_same_scores() -> None:
@@ -88,9 +93,9 @@ def test_questions_about_one_picture_count_less() -> None:
 
 def test_nothing_differs_in_shared_pictures_is_no_reason_to_trust_all_questions() -> None:
     """Without any change nothing tells how dependent questions are: then images count, not questions."""
-    found = compare(*answers(800, 0, 0, 0), [i // 4 for i in range(800)])
-    assert found.design_effect == pytest.approx(4.0)
-    assert found.verdict == "inconclusive"
+    comparison = compare(*answers(800, 0, 0, 0), [i // 4 for i in range(800)])
+    assert comparison.design_effect == pytest.approx(4.0)
+    assert comparison.verdict == "inconclusive"
 
 
 def test_monte_carlo_p_is_the_exact_one() -> None:
@@ -126,11 +131,11 @@ def test_detectable_and_needed_with_many_changes_are_the_textbooks() -> None:
 @pytest.mark.parametrize("lost, gained", [(20, 9), (32, 6)])
 def test_needed_decides_in_four_of_five(lost, gained) -> None:
     """Simulation: with that many samples of the world that was seen, 80% of evaluations end in a verdict."""
-    found, rng = compare(*answers(600 - lost - gained, lost, gained, 0), margin=0.03), np.random.default_rng(0)
-    assert found.verdict == "inconclusive" and found.needed
+    comparison, rng = compare(*answers(600 - lost - gained, lost, gained, 0), margin=0.03), np.random.default_rng(0)
+    assert comparison.verdict == "inconclusive" and comparison.needed
     rates = [gained / 600, lost / 600, 1 - (gained + lost) / 600]
     decided = 0
-    for b, c, rest in rng.multinomial(found.needed, rates, size=300):
+    for b, c, rest in rng.multinomial(comparison.needed, rates, size=300):
         decided += noninferiority.verdict(MeanDifference([1] * b + [-1] * c + [0] * rest), 0.03, 0.95) != "inconclusive"
     assert decided / 300 == pytest.approx(0.8, abs=0.07)
 
@@ -147,10 +152,10 @@ def test_families_fail_only_after_correction() -> None:
     bare = next(k for k in range(1, 100) if compare(*answers(200 - k, k, 0, 0), margin=0.05).verdict == "fail")
     groups = {f"fine {i}": (*answers(200, 0, 0, 0), None) for i in range(19)}
     groups["barely"] = (*answers(200 - bare, bare, 0, 0), None)
-    found = families(groups, margin=0.05)
-    assert found["barely"].verdict == "inconclusive"
-    assert found["fine 0"].verdict == "pass" and found["fine 0"].adjusted_p == 1.0
-    assert found["barely"].adjusted_p == pytest.approx(20 * found["barely"].p)
+    compared = families(groups, margin=0.05)
+    assert compared["barely"].verdict == "inconclusive"
+    assert compared["fine 0"].verdict == "pass" and compared["fine 0"].adjusted_p == 1.0
+    assert compared["barely"].adjusted_p == pytest.approx(20 * compared["barely"].p)
     assert families({"barely": groups["barely"]}, margin=0.05)["barely"].verdict == "fail"
     groups["off"] = (*answers(100, 100, 0, 0), None)
     assert families(groups, margin={"off": 0.05})["off"].verdict == "fail"
@@ -187,3 +192,55 @@ def test_samples_without_image_stand_alone() -> None:
 def test_bad_scores(before, after, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         compare(before, after, **options)
+
+
+def top(probabilities: np.ndarray, k: int) -> dict[str, float]:
+    best = np.argsort(-probabilities)[:k]
+    return {f"t{i}": float(np.log(probabilities[i])) for i in best}
+
+
+def test_all_tokens_reported() -> None:
+    """Oracle: scipy's relative entropy."""
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.full(8, 0.5), 2)
+    assert kl(top(p, 8), top(q, 8)) == pytest.approx(entropy(p, q))
+    assert kl(top(p, 8), top(p, 8)) == 0.0
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 20, 50])
+def test_few_tokens_give_a_lower_bound_that_rises(k) -> None:
+    """Never above the divergence of the whole distributions; with more tokens it comes closer."""
+    rng = np.random.default_rng(k)
+    for _ in range(50):
+        p = rng.dirichlet(np.full(50, 0.1))
+        q = 0.8 * p + 0.2 * rng.dirichlet(np.full(50, 0.1))
+        p, q = (side + 1e-6 for side in (p, q))
+        p, q = p / p.sum(), q / q.sum()
+        true = float(entropy(p, q))
+        assert 0 <= kl(top(p, k), top(q, k)) <= true + 1e-9
+        if k == 50:
+            assert kl(top(p, k), top(q, k)) == pytest.approx(true, abs=1e-6)
+
+
+def test_nothing_in_common_is_finite() -> None:
+    """All of the baseline's probability is on a token that the candidate doesn't report: large, but a number."""
+    value = kl({"a": -1e-12}, {"b": -1e-12})
+    assert 0 <= value < 25
+
+
+def test_summary() -> None:
+    """By hand: two equal samples, one that moved, two that are not known."""
+    same, moved = {"a": np.log(0.9), "b": np.log(0.1)}, {"a": np.log(0.1), "b": np.log(0.9)}
+    summary, values = divergence([same, same, same, None, same], [same, same, moved, same, {}])
+    expected = 0.8 * np.log(9)
+    assert values == [0.0, 0.0, pytest.approx(expected), None, None]
+    assert summary is not None
+    assert (summary.n, summary.median, summary.same_first) == (3, 0.0, pytest.approx(2 / 3))
+    assert summary.mean == pytest.approx(expected / 3)
+    assert summary.p95 == pytest.approx(0.9 * expected)
+    assert divergence([None], [same]) == (None, [None])
+
+
+def test_sides_must_be_as_long() -> None:
+    with pytest.raises(ValueError):
+        divergence([None], [])

@@ -45,46 +45,48 @@ def ratio(middle: float, low: float, high: float, higher: bool = True) -> Ratio:
     return Ratio(baseline=1, candidate=middle, ratio=middle, **ends, higher_is_better=higher, unit="")
 
 
-def results(n: int = 1000, lost: dict[str, int] | None = None, sizes: tuple[int, int] = (100, 50), **more) -> Results:
+def results(
+    n: int = 1000, lost: dict[str, int] | None = None, sizes: tuple[int, int] = (100, 50), **changes
+) -> Results:
     samples = scored("world", n, lost or {})
     return Results(
-        created="", version="", samples=samples, bench=more.pop("bench", None),
+        created="", version="", samples=samples, bench=changes.pop("bench", None),
         baseline=Side(name="b", path="b", weight_bytes=sizes[0]),
         candidate=Side(name="c", path="c", weight_bytes=sizes[1]),
-        suites=[suite("world", samples, **more)] if n else [],
+        suites=[suite("world", samples, **changes)] if n else [],
     )  # fmt: skip
 
 
-def judged(gate: GateFile, found: Results) -> dict[str, str]:
-    return {rule.name: rule.verdict for rule in gates.judge(found, gate).rules}
+def judged(gate: GateFile, measured: Results) -> dict[str, str]:
+    return {rule.name: rule.verdict for rule in gates.judge(measured, gate).rules}
 
 
 def test_accuracy_overall_and_by_family() -> None:
     """60 of 500 charts lost: 6 points overall, 12 in one family, none in the other."""
-    found = results(lost={"chart": 60})
+    measured = results(lost={"chart": 60})
     gate = GateFile(suites={"*": SuiteRules(margin=0.03, families="all", family_margin=0.05)})
-    assert judged(gate, found) == {"world: accuracy": "fail", "world: chart": "fail", "world: count": "pass"}
+    assert judged(gate, measured) == {"world: accuracy": "fail", "world: chart": "fail", "world: count": "pass"}
     mild = GateFile(suites={"world": SuiteRules(margin=0.1, families={"chart": 0.2})})
-    assert judged(mild, found) == {"world: accuracy": "pass", "world: chart": "pass"}
-    assert gates.judge(found, mild).verdict == "pass"
-    rule = gates.judge(found, gate).rules[0]
+    assert judged(mild, measured) == {"world: accuracy": "pass", "world: chart": "pass"}
+    assert gates.judge(measured, mild).verdict == "pass"
+    rule = gates.judge(measured, gate).rules[0]
     assert rule.value.startswith("-6.0 points (-7.") and rule.limit == "-3.0 points"
-    named = [(rule.suite, rule.family, rule.margin) for rule in gates.judge(found, gate).rules]
+    named = [(rule.suite, rule.family, rule.margin) for rule in gates.judge(measured, gate).rules]
     assert named == [("world", None, 0.03), ("world", "chart", 0.05), ("world", "count", 0.05)]
 
 
 def test_too_few_samples_can_not_tell() -> None:
     gate = GateFile(suites={"*": SuiteRules(margin=0.01, minimum=300)})
-    found = gates.judge(results(n=200), gate)
-    assert found.verdict == "inconclusive"
-    assert {rule.name: rule.verdict for rule in found.rules} == {
+    judgement = gates.judge(results(n=200), gate)
+    assert judgement.verdict == "inconclusive"
+    assert {rule.name: rule.verdict for rule in judgement.rules} == {
         "world: accuracy": "inconclusive", "world: samples": "inconclusive"}  # fmt: skip
-    assert "200 samples can't tell; about 168 more would" in found.rules[0].reason
-    assert "100 more" in found.rules[1].reason
+    assert "200 samples can't tell; about 168 more would" in judgement.rules[0].reason
+    assert "100 more" in judgement.rules[1].reason
 
 
 @pytest.mark.parametrize(
-    "rules, more, verdict",
+    "rules, changes, verdict",
     [
         (SuiteRules(margin=0.05, unparsed=0.02), {"unparsed": 20}, "pass"),
         (SuiteRules(margin=0.05, unparsed=0.02), {"unparsed": 21}, "fail"),
@@ -94,12 +96,12 @@ def test_too_few_samples_can_not_tell() -> None:
         (SuiteRules(margin=0.05, families=["charts"]), {}, "inconclusive"),
     ],
 )
-def test_other_rules_of_a_suite(rules, more, verdict) -> None:
-    assert gates.judge(results(**more), GateFile(suites={"world": rules})).verdict == verdict
+def test_other_rules_of_a_suite(rules, changes, verdict) -> None:
+    assert gates.judge(results(**changes), GateFile(suites={"world": rules})).verdict == verdict
 
 
 @pytest.mark.parametrize(
-    "found, at_least, verdict",
+    "metric, at_least, verdict",
     [
         (ratio(1.5, 1.4, 1.6), 1.3, "pass"),
         (ratio(1.5, 1.2, 1.6), 1.3, "inconclusive"),
@@ -110,16 +112,16 @@ def test_other_rules_of_a_suite(rules, more, verdict) -> None:
         (ratio(1.5, 1.4, 1.6, higher=False), 1.0, "fail"),
     ],
 )
-def test_speed(found, at_least, verdict) -> None:
+def test_speed(metric, at_least, verdict) -> None:
     gate = GateFile(speed=[SpeedRule(metric="m", at_least=at_least)])
-    assert judged(gate, results(bench=bench(m=found))) == {"speed: m, serve cold": verdict}
+    assert judged(gate, results(bench=bench(m=metric))) == {"speed: m, serve cold": verdict}
 
 
 def test_what_was_not_measured_is_not_passed() -> None:
     gate = GateFile(suites={"chartqa": SuiteRules()}, speed=[SpeedRule(metric="ttft_p50_ms", at_least=1)], size=0.6)
-    found = gates.judge(results(sizes=(100, 0)), gate)
-    assert [rule.verdict for rule in found.rules] == ["inconclusive"] * 3
-    assert found.verdict == "inconclusive"
+    judgement = gates.judge(results(sizes=(100, 0)), gate)
+    assert [rule.verdict for rule in judgement.rules] == ["inconclusive"] * 3
+    assert judgement.verdict == "inconclusive"
     other = gates.judge(results(bench=bench(ttft_p90_ms=ratio(1, 1, 1))), gate)
     assert "choose from ttft_p90_ms" in other.rules[1].reason
     everything = GateFile(suites={"*": SuiteRules()})

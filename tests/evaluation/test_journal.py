@@ -21,9 +21,9 @@ IDENTITY = Identity("model", "vllm")
 ANSWER = Answer("a", " red\n", "stop", 90, 2, {" red": -0.25})
 
 
-def request(text: str = "what?", image: str = "file:///tmp/x/1234.png", **more) -> Request:
+def request(text: str = "what?", image: str = "file:///tmp/x/1234.png", **options) -> Request:
     content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": text}]
-    return Request("a", [{"role": "user", "content": content}], **more)
+    return Request("a", [{"role": "user", "content": content}], **options)
 
 
 def test_key_knows_what_decides_an_answer() -> None:

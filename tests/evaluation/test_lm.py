@@ -15,7 +15,7 @@ from vlmcompress.evaluation.lm import EngineLM, cut, place
 RED, BLUE = Image.new("RGB", (4, 4), "red"), Image.new("RGB", (4, 4), "blue")
 
 
-class Asked:
+class EchoIds:
     """Answers every request with its id and keeps them."""
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ def instance(lm: EngineLM, index: int, text: str, images=None, **options) -> Ins
     return Instance("generate_until", {}, arguments, 0, ("task", index, 1))
 
 
-def make(tmp_path: Path) -> tuple[EngineLM, Asked]:
-    asked = Asked()
-    return EngineLM(asked, lambda found: f"s{found.doc_id}", tmp_path), asked
+def make(tmp_path: Path) -> tuple[EngineLM, EchoIds]:
+    engine = EchoIds()
+    return EngineLM(engine, lambda instance: f"s{instance.doc_id}", tmp_path), engine
 
 
 def test_images_stand_where_the_text_says(tmp_path: Path) -> None:
-    lm, asked = make(tmp_path)
+    lm, engine = make(tmp_path)
     texts = lm.generate_until(
         [
             instance(lm, 0, "a <image> b <image>", [RED, BLUE], until=["\n"], max_gen_toks=7),
@@ -49,7 +49,7 @@ def test_images_stand_where_the_text_says(tmp_path: Path) -> None:
     )
     assert texts == ["s0", "s1\nand more", "s2\nand ", "s0"]
     assert [a.finish for a in lm.answers.values()] == ["stop", "length", "stop"]
-    (requests,) = asked.calls
+    (requests,) = engine.calls
     assert [r.id for r in requests] == ["s0", "s1", "s2"] and [r.max_tokens for r in requests] == [7, 256, 256]
     assert len(list(tmp_path.iterdir())) == 2
     colours = {(255, 0, 0): "red", (0, 0, 255): "blue"}

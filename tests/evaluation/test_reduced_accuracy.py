@@ -21,15 +21,15 @@ from vlmcompress.results import load
 class _Counting(Echo):
     """Tells tokens of images, `visual` of each, beside 10 others; None: it can't tell."""
 
-    def __init__(self, visual, known=True):
+    def __init__(self, visual, reported=True):
         super().__init__(question)
-        self.visual, self.known = visual, known
+        self.visual, self.reported = visual, reported
 
-    def answer(self, model, requests, *, on_answer, **more):
-        run = super().answer(model, requests, on_answer=lambda _: None, **more)
+    def answer(self, model, requests, *, on_answer, **options):
+        run = super().answer(model, requests, on_answer=lambda _: None, **options)
         for request in requests:
-            seen = self.visual * request.images()
-            counts = {"prompt_tokens": 10 + seen, "visual_tokens": seen if self.known else None}
+            visual = self.visual * request.images()
+            counts = {"prompt_tokens": 10 + visual, "visual_tokens": visual if self.reported else None}
             run.answers[request.id] = dataclasses.replace(run.answers[request.id], **counts)
             on_answer(run.answers[request.id])
         return run
@@ -39,7 +39,7 @@ Counting: Any = _Counting
 
 
 @pytest.fixture
-def asked(tmp_path):
+def checkpoints(tmp_path):
     """Two checkpoints, of which the second carries a reducer, and questions about one image and none."""
     rows = [
         {"id": str(i), "question": f"{i}?", "answer": f"{i}?", "image": picture(tmp_path, f"{i}.png")} for i in range(3)
@@ -51,28 +51,28 @@ def asked(tmp_path):
     return full, less, data
 
 
-def test_tokens_of_both_sides_are_compared(asked, tmp_path):
-    full, less, data = asked
-    found = evaluate(less, full, [None], data, EvalOptions(Counting(20), Counting(80)))
-    (suite,) = found.suites
+def test_tokens_of_both_sides_are_compared(checkpoints, tmp_path):
+    full, less, data = checkpoints
+    results = evaluate(less, full, [None], data, EvalOptions(Counting(20), Counting(80)))
+    (suite,) = results.suites
     assert suite.prompt_tokens == (280, 100) and suite.visual_tokens == (240, 60)
-    assert (found.baseline.reducer, found.candidate.reducer) == ("", "dart:0.25")
-    assert [(s.baseline_visual, s.candidate_visual) for s in found.samples] == [(80, 20)] * 3 + [(0, 0)]
+    assert (results.baseline.reducer, results.candidate.reducer) == ("", "dart:0.25")
+    assert [(s.baseline_visual, s.candidate_visual) for s in results.samples] == [(80, 20)] * 3 + [(0, 0)]
     said = "Prompts: 70.0 tokens a request before, 25.0 after; 60.0 and 15.0 of them visual, 25.0% of which are left."
-    assert words.tokens(suite) == [said] and said in terminal(Findings.of(found))
+    assert words.tokens(suite) == [said] and said in terminal(Findings.of(results))
     (tmp_path / "report").mkdir()
-    (tmp_path / "report" / "results.json").write_text(json.dumps(found.to_dict()))
-    assert load(tmp_path / "report").suites == found.suites
+    (tmp_path / "report" / "results.json").write_text(json.dumps(results.to_dict()))
+    assert load(tmp_path / "report").suites == results.suites
 
 
-def test_an_engine_that_does_not_tell_visual_tokens(asked):
-    full, less, data = asked
-    (suite,) = evaluate(less, full, [None], data, EvalOptions(Counting(20, known=False), Counting(80))).suites
+def test_an_engine_that_does_not_tell_visual_tokens(checkpoints):
+    full, less, data = checkpoints
+    (suite,) = evaluate(less, full, [None], data, EvalOptions(Counting(20, reported=False), Counting(80))).suites
     assert suite.visual_tokens is None
     assert words.tokens(suite) == ["Prompts: 70.0 tokens a request before, 25.0 after."]
 
 
-def test_equal_prompts_are_not_spoken_of(asked):
-    full, less, data = asked
+def test_equal_prompts_are_not_spoken_of(checkpoints):
+    full, less, data = checkpoints
     (suite,) = evaluate(less, full, [None], data, EvalOptions(Counting(80), Counting(80))).suites
     assert words.tokens(suite) == []

@@ -197,7 +197,7 @@ def test_final_number(answer: str, number: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("answer", "box"),
     [
         ("(0.1, 0.2, 0.3, 0.4)", (0.1, 0.2, 0.3, 0.4)),
         ("<box>(1,2),(3,4)</box>", (1, 2, 3, 4)),
@@ -207,8 +207,8 @@ def test_final_number(answer: str, number: float | None) -> None:
         ("top left", None),
     ],
 )
-def test_box(answer: str, found: tuple | None) -> None:
-    assert scoring.box(answer) == found
+def test_box(answer: str, box: tuple | None) -> None:
+    assert scoring.box(answer) == box
 
 
 def test_iou() -> None:

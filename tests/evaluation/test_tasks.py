@@ -27,8 +27,8 @@ metadata: {{version: 1.0, scoring: as written}}
 """
 
 
-def load(suite, data=None, **more) -> LoadedSuite:
-    return load_suite(suite, data, candidate=DEMO_LLAVA, baseline=DEMO_LLAVA, **more)
+def load(suite, data=None, **options) -> LoadedSuite:
+    return load_suite(suite, data, candidate=DEMO_LLAVA, baseline=DEMO_LLAVA, **options)
 
 
 def ids(suite: LoadedSuite) -> list[str]:

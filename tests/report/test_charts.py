@@ -48,15 +48,15 @@ def test_logarithmic_axis_holds_its_range_with_few_ticks(low: float, factor: flo
 
 
 def test_interval_is_to_scale() -> None:
-    found = comparison("broken")
+    broken = comparison("broken")
     axis = linear(-0.1, 0.1)
-    svg = parse(panels.accuracy(Row("all", found, True), axis))
+    svg = parse(panels.accuracy(Row("all", broken, True), axis))
     group = svg.find("g")
     assert group is not None and group.get("class") == "fail"
     line, dot = group.find("line"), group.find("circle")
     assert line is not None and dot is not None
     left, right, middle = across(line, "x1"), across(line, "x2"), across(dot, "cx")
-    share = (found.difference - found.low) / (found.high - found.low)
+    share = (broken.difference - broken.low) / (broken.high - broken.low)
     assert (middle - left) / (right - left) == pytest.approx(share, abs=1e-3)
     lost = svg.find("rect")
     assert lost is not None and across(lost, "width") == pytest.approx(6 + 88 * (axis.share(-0.01)), abs=0.01)
@@ -69,13 +69,13 @@ def test_accuracy_axis_is_not_flattened_by_one_wild_family() -> None:
 
 
 def test_a_row_that_is_not_judged_has_no_verdict_and_no_margin() -> None:
-    found = comparison("broken")
+    broken = comparison("broken")
     axis = linear(-0.1, 0.1)
-    svg = parse(panels.accuracy(Row("chart", found, False), axis))
+    svg = parse(panels.accuracy(Row("chart", broken, False), axis))
     group = svg.find("g")
     assert group is not None and group.get("class") == "even" and svg.find("rect") is None
     assert (svg.findtext("title") or "").endswith("p = 0.000137")
-    wide = found.model_copy(update={"margin": 0.3})  # beyond the axis: nothing of the chart is
+    wide = broken.model_copy(update={"margin": 0.3})  # beyond the axis: nothing of the chart is
     assert parse(panels.accuracy(Row("chart", wide, True), axis)).find("rect") is None
 
 
@@ -173,17 +173,17 @@ def test_legends_are_in_equal_factors() -> None:
 
 def test_heatmap_has_a_cell_a_layer_and_the_worst_expert() -> None:
     errors = layer_errors() | {f"model.layers.0.mlp.experts.{i}.up": {"text": 0.001 * i} for i in range(1, 9)}
-    found = heatmap.grids(errors)
-    assert [(g.part, g.modality, g.blocks) for g in found] == [
+    grids = heatmap.grids(errors)
+    assert [(g.part, g.modality, g.blocks) for g in grids] == [
         ("language_model", "text", 4),
         ("language_model", "vision", 4),
         ("model.layers", "text", 1),
     ]
-    assert found[2].cells == {"mlp.experts.*.up": {0: 0.008}}
-    scale = heatmap.extremes(found)
-    cells = parse(heatmap.heatmap(found[1], scale)).findall("rect")
+    assert grids[2].cells == {"mlp.experts.*.up": {0: 0.008}}
+    scale = heatmap.extremes(grids)
+    cells = parse(heatmap.heatmap(grids[1], scale)).findall("rect")
     shades = [float(cell.get("fill-opacity", "")) for cell in cells]
-    flat = [error for row in found[1].cells.values() for error in row.values()]
+    flat = [error for row in grids[1].cells.values() for error in row.values()]
     assert len(cells) == 16 and np.all(np.diff(np.array(shades)[np.argsort(flat)]) >= 0)
     assert heatmap.strength(scale[0], scale) == pytest.approx(0.06) and heatmap.strength(scale[1], scale) == 1.0
 
@@ -192,8 +192,8 @@ def test_heatmap_has_a_cell_a_layer_and_the_worst_expert() -> None:
 def test_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
     runs = [scatter.Point(str(i), gain, comparison("awq", difference=d / 100)) for i, (gain, d) in enumerate(pairs)]
     best = {(gain, d) for gain, d in pairs if not any(g >= gain and e >= d and (g, e) != (gain, d) for g, e in pairs)}
-    found = [(p.gain, round(100 * p.accuracy.difference)) for p in scatter.undominated(runs)]
-    assert set(found) == best and found == sorted(found)
+    front = [(p.gain, round(100 * p.accuracy.difference)) for p in scatter.undominated(runs)]
+    assert set(front) == best and front == sorted(front)
 
 
 def test_a_side_without_a_good_request_has_no_dot() -> None:

@@ -49,17 +49,17 @@ def test_one_run_in_two_folders_gives_its_report(tmp_path: Path) -> None:
 
 
 def test_comparison_of_three(tmp_path: Path) -> None:
-    found: dict[str, Any] = {
+    runs: dict[str, Any] = {
         "a": make_results("awq"),
         "b": make_results("awq", suites=[make_suite(outcome="broken")], gate=None, bench=make_bench(1.9)),
         "c": make_results("../x y", bench=None, suites=[make_suite("other")]),
     }
-    files = comparison.write([*written(tmp_path, **found)[:2], tmp_path / "c" / "results.json"], tmp_path / "out")
+    files = comparison.write([*written(tmp_path, **runs)[:2], tmp_path / "c" / "results.json"], tmp_path / "out")
     data = json.loads(files["json"].read_text())
     assert [row["name"] for row in data["runs"]] == ["awq", "awq-2", "../x y"]
     assert [row["folder"] for row in data["runs"]] == ["awq", "awq-2", "-x-y"]
     assert [row["verdict"] for row in data["runs"]] == ["pass", "fail", "pass"]
-    ratios = [found[name].bench.summary["serve"]["cold"]["request_throughput"].ratio for name in "ab"]
+    ratios = [runs[name].bench.summary["serve"]["cold"]["request_throughput"].ratio for name in "ab"]
     assert [row["faster"] for row in data["runs"]] == [*ratios, None]
     assert data["runs"][1]["suites"]["world"]["difference"] == pytest.approx(-17 / 400)
     page = Balanced(files["html"].read_text())
@@ -82,8 +82,10 @@ def test_headline_of_one_that_passes() -> None:
 def test_passes_of_several_margins_are_counted_apart() -> None:
     """30 points are no floor like 1 point; and a speed of one repeat makes nobody the fastest."""
     margins = {0.01: "broken", 0.02: "awq", 0.3: "awq"}
-    suites = [[make_suite(overall=compared(known, margin=margin))] for margin, known in margins.items()]
-    results = [make_results(f"m{i}", gate=None, suites=one) for i, one in enumerate([*suites, suites[0], suites[2]])]
+    suites = [[make_suite(overall=compared(outcome, margin=margin))] for margin, outcome in margins.items()]
+    results = [
+        make_results(f"m{i}", gate=None, suites=suite) for i, suite in enumerate([*suites, suites[0], suites[2]])
+    ]
     bench = results[1].bench
     assert bench is not None
     ratio = bench.summary["serve"]["cold"]["request_throughput"].model_copy(update={"ratio": 3.0, "interval": None})

@@ -34,17 +34,17 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def candidates() -> list[dict[str, Any]]:
     """Recipes of demo-llava with their measured accuracy, as a search would list them."""
-    rows = json.loads((ROOT / "eval" / "accuracy.json").read_text())
-    found = []
-    for row in (row for row in rows if row["model"] == "demo-llava"):
+    measured = json.loads((ROOT / "eval" / "accuracy.json").read_text())
+    rows = []
+    for row in (row for row in measured if row["model"] == "demo-llava"):
         o = row["overall"]
         shared = {"believed": o["difference"], "front": False, "winner": False, "rough": False, "chance": 0.5}
         figures = {"name": row["recipe"], "gain": row["ratio"], "questions": o["n"], "difference": o["difference"]}
-        found.append({**figures, "low": o["low"], "high": o["high"], "divergence": 0.01, "why": "behind", **shared})
-    mark(found)
-    winner = max((row for row in found if row["low"] > -0.02), key=lambda row: row["gain"])
+        rows.append({**figures, "low": o["low"], "high": o["high"], "divergence": 0.01, "why": "behind", **shared})
+    mark(rows)
+    winner = max((row for row in rows if row["low"] > -0.02), key=lambda row: row["gain"])
     winner.update(winner=True, why="")
-    return found
+    return rows
 
 
 CONFIRMED = {"verdict": "inconclusive", "questions": 1500, "difference": -0.006, "low": -0.025, "high": 0.01}
@@ -52,18 +52,18 @@ CONFIRMED = {"verdict": "inconclusive", "questions": 1500, "difference": -0.006,
 
 def settings_of_a_sweep() -> list[Point]:
     """Widths, group sizes and budgets of four schemes; errors fall by a factor of five a bit."""
-    found, least = [], float("inf")
+    settings, least = [], float("inf")
     for i, scheme in enumerate(("rtn", "gptq", "gptq-plus", "awq")):
         for bits, group in itertools.product((2, 3, 4, 8), (32, 128)):
             size = bits + 16 / group + 0.01 * i
-            found.append(
+            settings.append(
                 Point(f"{scheme} w{bits} g{group} auto", {"scheme": scheme}, size, int(1e6 * size), 5**-size / (i + 1))
             )
     for bits in (2.5, 3.25, 3.5, 3.6, 5.0):
         keys = {"scheme": "gptq", "bits": {"budget": bits}}
-        found.append(Point(f"gptq {bits:g} bits g128 auto", keys, bits, int(1e6 * bits), 5**-bits / 4))
+        settings.append(Point(f"gptq {bits:g} bits g128 auto", keys, bits, int(1e6 * bits), 5**-bits / 4))
     points = []
-    for point in sorted(found, key=lambda p: (p.nbytes, p.error)):
+    for point in sorted(settings, key=lambda p: (p.nbytes, p.error)):
         points.append(Point(point.name, point.recipe, point.bits, point.nbytes, point.error, point.error < least))
         least = min(least, point.error)
     return points
@@ -99,21 +99,21 @@ def parse(markup: object) -> ElementTree.Element:
 def texts(svg: ElementTree.Element) -> list[tuple[str, Box]]:
     """Texts with the boxes that a real font gives them."""
     size = float(re.findall(r"font-size: ([\d.]+)px", svg.get("style", ""))[0])
-    font, found = ImageFont.load_default(10 * size), []  # so large that hinting does not count
+    font, boxes = ImageFont.load_default(10 * size), []  # so large that hinting does not count
     for text in svg.iter(f"{SVG}text"):
         x, y, long = float(text.get("x", "")), float(text.get("y", "")), font.getlength(text.text or "") / 10
         left = x - {"end": long, "middle": long / 2}.get(text.get("text-anchor", ""), 0.0)
-        found.append((text.text or "", Box(left, y - 0.75 * size, left + long, y + 0.2 * size)))
-    return found
+        boxes.append((text.text or "", Box(left, y - 0.75 * size, left + long, y + 0.2 * size)))
+    return boxes
 
 
 @pytest.mark.parametrize("frame", [PAGE, HALF, PHONE], ids=lambda frame: frame.name)
 @pytest.mark.parametrize("name", DRAWN)
 def test_no_text_covers_another_or_leaves_the_drawing(name: str, frame: Frame) -> None:
-    found = texts(parse(DRAWN[name](frame)))
-    for (one, a), (two, b) in itertools.combinations(found, 2):
-        assert not a.shared(b), (one, two)
-    assert all(box.within(Box(0, 0, frame.width + 4, frame.height)) for _, box in found)
+    boxes = texts(parse(DRAWN[name](frame)))
+    for (first, a), (second, b) in itertools.combinations(boxes, 2):
+        assert not a.shared(b), (first, second)
+    assert all(box.within(Box(0, 0, frame.width + 4, frame.height)) for _, box in boxes)
 
 
 @settings(max_examples=8, deadline=None)
@@ -169,10 +169,10 @@ def test_a_search_shows_error_bars_names_and_a_verdict() -> None:
 
 
 def test_the_page_of_a_search_says_its_verdict_in_a_badge() -> None:
-    asked = {"model": "demo-llava", "target": "cpu", "max_drop": 0.02, "optimize": "memory", "gains": "modelled"}
+    request = {"model": "demo-llava", "target": "cpu", "max_drop": 0.02, "optimize": "memory", "gains": "modelled"}
     counts = {"questions": {"search": 900, "asked": 900, "full_grid": 9000}, "seconds": 60.0, "left_out": {}}
     rest = {"ended_by_budget": False, "one_more_point": None, "nearest": None, "rate": None}
-    data = {**asked, **counts, **rest, "candidates": candidates(), "winner": {"name": "x"}}
+    data = {**request, **counts, **rest, "candidates": candidates(), "winner": {"name": "x"}}
     text = search.page({**data, "confirmed": {**CONFIRMED, "images": 500, "missing": 70, "unit": "images"}})
     assert 'class="pill inconclusive"' in text and 'class="verdict inconclusive"' in text
     assert "on 1,500 other questions about 500 images" in text and "about 70 more images would decide" in text
@@ -200,9 +200,9 @@ def test_schemes_look_different() -> None:
     def rgb(colour: str) -> tuple[int, ...]:
         return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
 
-    for (one, shape), (two, other) in itertools.combinations(LOOKS.values(), 2):
-        distance = sum((a - b) ** 2 for a, b in zip(rgb(one), rgb(two), strict=True)) ** 0.5
-        assert distance > (100 if shape == other else 50), (one, two)
+    for (first, shape), (second, other) in itertools.combinations(LOOKS.values(), 2):
+        distance = sum((a - b) ** 2 for a, b in zip(rgb(first), rgb(second), strict=True)) ** 0.5
+        assert distance > (100 if shape == other else 50), (first, second)
 
 
 class Rows(HTMLParser):

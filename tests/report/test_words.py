@@ -13,9 +13,9 @@ from vlmcompress.report.findings import Findings, made, main_speed, rows, rules
 from vlmcompress.results import Calibration, Gate, Made, Ratio, Rule, Side, Suite
 
 
-def ratio(middle: float, low: float, high: float, higher_is_better: bool = True, **more: Any) -> Ratio:
+def ratio(middle: float, low: float, high: float, higher_is_better: bool = True, **changes: Any) -> Ratio:
     ends = {"low": low, "high": high, "interval": (low, high)}
-    values = {"baseline": 1, "candidate": middle, "ratio": middle, **ends, **more}
+    values = {"baseline": 1, "candidate": middle, "ratio": middle, **ends, **changes}
     return Ratio(**values, higher_is_better=higher_is_better, unit="")
 
 
@@ -24,7 +24,7 @@ def test_typeset_touches_numbers_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "found, pace, spread",
+    "change, pace, spread",
     [
         (ratio(1.4, 1.3, 1.5), "1.40x faster", "1.30x to 1.50x"),
         (ratio(0.8, 0.75, 0.9), "1.25x slower", "1.11x to 1.33x"),
@@ -37,12 +37,12 @@ def test_typeset_touches_numbers_only() -> None:
         (ratio(math.inf, 1.0, math.inf), "not comparable", ""),
     ],
 )
-def test_pace(found: Ratio, pace: str, spread: str) -> None:
-    assert (words.pace(found), words.spread(found)) == (pace, spread)
+def test_pace(change: Ratio, pace: str, spread: str) -> None:
+    assert (words.pace(change), words.spread(change)) == (pace, spread)
 
 
 @pytest.mark.parametrize(
-    "name, known",
+    "name, written",
     [
         ("ttft_p50_ms", "TTFT median, ms"),
         ("e2e_p99_ms", "E2E p99, ms"),
@@ -50,12 +50,12 @@ def test_pace(found: Ratio, pace: str, spread: str) -> None:
         ("cache_misses", "cache misses"),
     ],
 )
-def test_metric(name: str, known: str) -> None:
-    assert words.metric(name) == known
+def test_metric(name: str, written: str) -> None:
+    assert words.metric(name) == written
 
 
 @pytest.mark.parametrize(
-    "known, sentence",
+    "outcome, sentence",
     [
         (
             "awq",
@@ -74,8 +74,8 @@ def test_metric(name: str, known: str) -> None:
         ),
     ],
 )
-def test_verdict(known: str, sentence: str) -> None:
-    assert words.verdict(comparison(known)) == sentence
+def test_verdict(outcome: str, sentence: str) -> None:
+    assert words.verdict(comparison(outcome)) == sentence
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_main_speed_prefers_cold_requests_and_skips_what_cannot_be_compared() ->
         bench.summary["serve"]["cold"]["request_throughput"],
     )
     dead = {**bench.summary["serve"]["cold"], "request_throughput": ratio(0.0, 0.0, 0.0)}
-    found = main_speed(bench.model_copy(update={"summary": {"serve": {"cold": dead}}}))
-    assert found is not None and found[0] == "TTFT median served cold"
+    main = main_speed(bench.model_copy(update={"summary": {"serve": {"cold": dead}}}))
+    assert main is not None and main[0] == "TTFT median served cold"
     assert main_speed(bench.model_copy(update={"summary": {}})) is None
 
 
@@ -174,10 +174,10 @@ def test_a_row_has_the_verdict_of_the_rule_that_judges_it() -> None:
     assert [(row.name, row.judged) for row in alone] == [("all", True), ("chart", False), ("count", False)]
     assert fallen(suite, None) == ["More than 1 point lost, shown after correction for 2 families: count."]
     wide = Gate(name="g", verdict="pass", rules=[rule(None, "pass", 0.05), rule("count", "pass", 0.3)])
-    found = {
+    verdicts = {
         row.name: (row.comparison.verdict, row.comparison.margin) if row.judged else None for row in rows(suite, wide)
     }
-    assert found == {"all": ("pass", 0.05), "chart": None, "count": ("pass", 0.3)}
+    assert verdicts == {"all": ("pass", 0.05), "chart": None, "count": ("pass", 0.3)}
     assert fallen(suite, wide) == []
     other = wide.model_copy(update={"rules": [r.model_copy(update={"suite": "other"}) for r in wide.rules]})
     assert rows(suite, other) == alone
@@ -194,8 +194,8 @@ def test_rules_of_families_are_one_line() -> None:
         "1 can't tell, 1 pass",
         "-30.0 points",
     )
-    own = gate.model_copy(update={"rules": [families[0], rule("count", "pass", 0.1)]})
-    assert rules(own)[0].limit == "a margin each"
+    several = gate.model_copy(update={"rules": [families[0], rule("count", "pass", 0.1)]})
+    assert rules(several)[0].limit == "a margin each"
     plain = gate.model_copy(update={"rules": [Rule(name="world: chart", verdict="pass", value="", limit="")] * 2})
     assert rules(plain) == plain.rules  # results from before rules named their family
 
