@@ -231,7 +231,7 @@ class Rows(HTMLParser):
 
 @pytest.mark.parametrize("hidden", ["stacked", "minor"], ids=["page", "phone"])
 def test_each_family_shows_its_samples_difference_and_interval(hidden: str) -> None:
-    rows = Rows(html.page(Findings.of(make_results())), hidden).rows
+    rows = Rows(html.page(Findings(make_results())), hidden).rows
     for family in ("chart", "count"):
         (row,) = (row for row in rows if row.startswith(f" {family} "))
         assert re.search(r"\b90\b", row) and "−5.1 to +5.1" in row and re.search(r"(?<![\d.+−])0\.0\b", row), row

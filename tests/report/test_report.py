@@ -52,7 +52,7 @@ def test_writes_what_load_reads(results: Results, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_page_is_well_formed_and_self_contained(name: str) -> None:
-    text = page(Findings.of(make_results(**VARIANTS[name])))
+    text = page(Findings(make_results(**VARIANTS[name])))
     parsed = Balanced(text)
     assert not parsed.all("script") and not parsed.all("link") and "\x00" not in text
     assert not re.search(r"(src|href)=\"(?!data:|#)|https?:|@import|url\(", text)
@@ -64,7 +64,7 @@ def test_page_is_well_formed_and_self_contained(name: str) -> None:
 
 
 def test_page_shows_everything(results: Results) -> None:
-    text = page(Findings.of(results))
+    text = page(Findings(results))
     parsed = Balanced(text)
     assert [a["id"] for a in parsed.all("section")] == [
         *("gate", "accuracy", "speed", "memory", "layers", "examples", "made", "method")
@@ -112,7 +112,7 @@ def test_text_has_contrast(scheme: str) -> None:
 
 
 def test_markdown_says_the_verdict_first_and_keeps_tables_whole(results: Results) -> None:
-    text = markdown(Findings.of(results))
+    text = markdown(Findings(results))
     assert text.startswith(
         "# demo-awq against demo\n\nGate default: pass (2 pass).  \nA loss of 1 point or more is ruled out: -0.2 points "
     )
@@ -128,7 +128,7 @@ def test_markdown_says_the_verdict_first_and_keeps_tables_whole(results: Results
 
 def test_markdown_fits_a_summary() -> None:
     families = {f"family {i} {'x' * 2000}": comparison("family") for i in range(100)}
-    text = markdown(Findings.of(make_results(suites=[make_suite(families=families)])))
+    text = markdown(Findings(make_results(suites=[make_suite(families=families)])))
     assert len(text.encode()) < 64_000 and "The rest did not fit" in text and text.startswith("# demo-awq")
 
 
@@ -139,7 +139,7 @@ def test_junit_of_a_gate() -> None:
         Rule(name=f"accuracy {HOSTILE}", verdict="fail", value="-4.2", limit="-1.0", reason="lost"),
     ]
     results = make_results(gate=Gate(name="g", verdict="fail", rules=rules))
-    root = ElementTree.fromstring(junit(Findings.of(results)).encode())
+    root = ElementTree.fromstring(junit(Findings(results)).encode())
     assert {k: root.get(k) for k in ("tests", "failures", "skipped", "errors")} == {
         "tests": "3",
         "failures": "1",
@@ -154,7 +154,7 @@ def test_junit_of_a_gate() -> None:
 def test_junit_without_a_gate_has_the_suites() -> None:
     """Families are not judged unless a gate asks for it."""
     results = make_results(gate=None, suites=[make_suite("s", "broken")])
-    root = ElementTree.fromstring(junit(Findings.of(results)).encode())
+    root = ElementTree.fromstring(junit(Findings(results)).encode())
     assert [case.get("name") for case in root.iter("testcase")] == ["all"]
     assert (root.get("failures"), root.get("skipped")) == ("1", "0")
 
@@ -163,7 +163,7 @@ def test_one_verdict_a_row() -> None:
     """The page's table of accuracy judges a family by the gate's rule on it, and no other."""
     limit = {"limit": "-30.0 points", "suite": "world", "margin": 0.3}
     rules = [Rule(name="world: chart", verdict="pass", value="", family="chart", **limit)]
-    text = page(Findings.of(make_results(gate=Gate(name="g", verdict="pass", rules=rules))))
+    text = page(Findings(make_results(gate=Gate(name="g", verdict="pass", rules=rules))))
     table = text[text.index('<section id="accuracy">') :].partition("</table>")[0]
     marks = [re.findall(r'class="pill (\w+)"', row) for row in re.split(r'<tr(?: class="all")?><th', table)[2:]]
     assert marks == [["pass"], ["pass"], [], []]
@@ -180,7 +180,7 @@ def test_old_results_load(results: Results, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(data))
     old = load(tmp_path)
     assert old.candidate.made is None and old.suites == results.suites
-    findings = Findings.of(old)
+    findings = Findings(old)
     assert 'id="made"' not in page(findings) and "How demo" not in markdown(findings)
 
 
@@ -198,7 +198,7 @@ def test_old_results_load(results: Results, tmp_path: Path) -> None:
     ],
 )
 def test_badge(changes: dict[str, Any], message: str, colour: str) -> None:
-    content = badge(Findings.of(make_results(**changes)))
+    content = badge(Findings(make_results(**changes)))
     assert content["schemaVersion"] == 1 and message in str(content["message"]) and content["color"] == colour
 
 

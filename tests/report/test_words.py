@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit.made_results import comparison, make_bench, make_results, make_suite
 from vlmcompress.report import words
-from vlmcompress.report.findings import Findings, made, main_speed, rows, rules
+from vlmcompress.report.findings import Findings, made, rows
 from vlmcompress.results import Calibration, Gate, Made, Ratio, Rule, Side, Suite
 
 
@@ -118,26 +118,27 @@ def test_verdict_when_nothing_would_decide() -> None:
 
 
 def test_headline_of_one_suite_and_of_several() -> None:
-    assert Findings.of(make_results()).headline[:2] == [
+    assert Findings(make_results()).headline[:2] == [
         "Gate default: pass (2 pass).",
         "A loss of 1 point or more is ruled out: -0.2 points (95% interval -0.9 to +0.3); 3 answers lost, 1 won.",
     ]
     several = make_results(gate=None, suites=[make_suite("a", "fp8"), make_suite("b", "broken")])
-    headline = Findings.of(several).headline
+    headline = Findings(several).headline
     assert headline[0] == "Accuracy: fail (1 fail, 1 pass)."
     assert headline[1].startswith("a: Accuracy rose")
 
 
 def test_main_speed_prefers_cold_requests_and_skips_what_cannot_be_compared() -> None:
     bench = make_bench()
-    assert main_speed(bench) == (
+    assert Findings(make_results(bench=bench)).main_speed == (
         "requests/s served cold",
         bench.summary["serve"]["cold"]["request_throughput"],
     )
     dead = {**bench.summary["serve"]["cold"], "request_throughput": ratio(0.0, 0.0, 0.0)}
-    main = main_speed(bench.model_copy(update={"summary": {"serve": {"cold": dead}}}))
+    without = bench.model_copy(update={"summary": {"serve": {"cold": dead}}})
+    main = Findings(make_results(bench=without)).main_speed
     assert main is not None and main[0] == "TTFT median served cold"
-    assert main_speed(bench.model_copy(update={"summary": {}})) is None
+    assert Findings(make_results(bench=bench.model_copy(update={"summary": {}}))).main_speed is None
 
 
 def test_work_is_counted_apart_by_state_and_side() -> None:
@@ -145,7 +146,7 @@ def test_work_is_counted_apart_by_state_and_side() -> None:
     runs = [
         run.model_copy(update={"cached_tokens": 7, "failed": 1}) if run.state == "warm" else run for run in bench.runs
     ]
-    work = Findings.of(make_results(bench=bench.model_copy(update={"runs": runs}))).work
+    work = Findings(make_results(bench=bench.model_copy(update={"runs": runs}))).work
     rows = {what: sides for what, *sides in work}
     assert (
         rows["visual tokens a request, cold"] == ["64.0", "64.0"] and rows["text tokens a request, cold"][0] == "24.0"
@@ -163,7 +164,7 @@ def rule(family: str | None, verdict: str, margin: float) -> Rule:
 
 
 def fallen(suite: Suite, gate: Gate | None) -> list[str]:
-    return Findings.of(make_results(suites=[suite], gate=gate)).suites[0].fallen
+    return Findings(make_results(suites=[suite], gate=gate)).suites[0].fallen
 
 
 def test_a_row_has_the_verdict_of_the_rule_that_judges_it() -> None:
@@ -187,7 +188,7 @@ def test_rules_of_families_are_one_line() -> None:
     size = Rule(name="size", verdict="pass", value="0.5x", limit="at most 0.6x")
     families = [rule("chart", "pass", 0.3), rule("count", "inconclusive", 0.3)]
     gate = Gate(name="g", verdict="inconclusive", rules=[rule(None, "pass", 0.05), *families, size])
-    shown = rules(gate)
+    shown = Findings(make_results(gate=gate)).rules
     assert [r.name for r in shown] == ["world: accuracy", "world: each of 2 families", "size"]
     assert (shown[1].verdict, shown[1].value, shown[1].limit) == (
         "inconclusive",
@@ -195,9 +196,9 @@ def test_rules_of_families_are_one_line() -> None:
         "-30.0 points",
     )
     several = gate.model_copy(update={"rules": [families[0], rule("count", "pass", 0.1)]})
-    assert rules(several)[0].limit == "a margin each"
+    assert Findings(make_results(gate=several)).rules[0].limit == "a margin each"
     plain = gate.model_copy(update={"rules": [Rule(name="world: chart", verdict="pass", value="", limit="")] * 2})
-    assert rules(plain) == plain.rules  # results from before rules named their family
+    assert Findings(make_results(gate=plain)).rules == plain.rules  # results from before rules named their family
 
 
 MADE = Made(

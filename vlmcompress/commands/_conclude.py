@@ -55,7 +55,7 @@ def conclude(
     files = write(results, folder) if folder else {}
     code = EXIT[results.gate.verdict] if results.gate else OK
     data = {"ok": code == OK, **results.to_dict(pictures=False), "files": {kind: str(p) for kind, p in files.items()}}
-    findings = Findings.of(results)
+    findings = Findings(results)
     lines = [terminal(findings), "", *findings.headline]
     if files:
         lines.append(f"Report: {files['html']}")

@@ -67,7 +67,7 @@ def _measured(out: Path, folder: str) -> str:
         raise UserError(
             f"--results {folder} is about another checkpoint than {out} ('{candidate.name}'); run eval again"
         )
-    return card_section(Findings.of(results))
+    return card_section(Findings(results))
 
 
 def _shown(upload: Upload, private: bool) -> str:

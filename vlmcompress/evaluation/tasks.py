@@ -115,7 +115,10 @@ def load_suite(
     else:
         raise UserError(f"no suite is called '{name}'{did_you_mean(name, catalogue.names())}")
     name = Path(name).stem if Path(name).suffix in YAML else Path(name).name
-    return _choose(name, str(source or _configured_source(tasks)), tasks, limit, seed)
+    if not source:
+        config = next(iter(tasks.values())).config
+        source = (config.dataset_kwargs or {}).get("data_files") or config.dataset_path or ""
+    return _choose(name, str(source), tasks, limit, seed)
 
 
 @contextlib.contextmanager
@@ -187,11 +190,6 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _configured_source(tasks: Mapping[str, Any]) -> str:
-    config = next(iter(tasks.values())).config
-    return str((config.dataset_kwargs or {}).get("data_files") or config.dataset_path or "")
-
-
 def _custom(path: Path) -> Any:
     """Make a task of plain data; each row is one conversation."""
     from vlmcompress.evaluation.lm import Conversations
@@ -216,7 +214,12 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
         documents = [(identity, row[2]) for identity, row in zip(ids, rows, strict=True) if row[0] == task]
         indices = [index for index, (identity, _) in enumerate(documents) if identity in chosen]
         if indices:
-            kept[task] = _restrict(loaded, indices)
+            # the selected documents are already processed
+            loaded.dataset = {
+                loaded.config.test_split or loaded.config.validation_split: loaded.eval_docs.select(indices)
+            }
+            loaded.config.process_docs = None
+            kept[task] = loaded
             places += [Place(*documents[document], task, index) for index, document in enumerate(indices)]
     metrics = {metric(task) for task in kept.values()}
     first = next(iter(kept.values()))
@@ -225,7 +228,7 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
         source=source,
         metric=metrics.pop() if len(metrics) == 1 else "score",
         scoring=str((first.config.metadata or {}).get("scoring", "")),
-        max_tokens=max(_max_tokens(task) for task in kept.values()),
+        max_tokens=max(int((task.config.generation_kwargs or {}).get("max_gen_toks", 256)) for task in kept.values()),
         available=len(rows),
         seed=seed,
         derived_ids=any(derived for *_, derived in rows),
@@ -295,18 +298,6 @@ def _unique(ids: Sequence[tuple[str, str]], source: str) -> list[str]:
     return plain if len(set(plain)) == len(plain) else [f"{task}/{identity}" for task, identity in ids]
 
 
-def _restrict(task: Any, indices: Sequence[int]) -> Any:
-    """Reduce a task to some of its documents, already processed."""
-    documents = task.eval_docs.select(indices)
-    task.dataset = {task.config.test_split or task.config.validation_split: documents}
-    task.config.process_docs = None
-    return task
-
-
 def metric(task: Any) -> str:
     """The metric by which samples are compared: the first of the task's metrics."""
     return next(iter(task.aggregation()))
-
-
-def _max_tokens(task: Any) -> int:
-    return int((task.config.generation_kwargs or {}).get("max_gen_toks", 256))

@@ -19,7 +19,8 @@ from markupsafe import Markup
 from vlmcompress.common.folders import dump, save
 from vlmcompress.common.text import points, size, times
 from vlmcompress.errors import UserError
-from vlmcompress.report import files, findings, html, words
+from vlmcompress.report import files, html, words
+from vlmcompress.report.findings import Findings
 from vlmcompress.report.plot import HALF, both
 from vlmcompress.report.scatter import Point, pareto
 from vlmcompress.report.text import MARKS, escape, table
@@ -136,7 +137,8 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
         name = _unused(run.candidate.name, [row.name for row in rows])
         folder = re.sub(r"[^\w.-]", "-", name).lstrip(".") or "run"
         before, after = run.baseline.weight_bytes, run.candidate.weight_bytes
-        speed = findings.main_speed(run.bench) if run.bench else None
+        findings = Findings(run)
+        speed_of, speed = findings.main_speed or ("", None)
         rows.append(
             Row(
                 name=name,
@@ -145,12 +147,12 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
                 baseline=run.baseline.name,
                 weight_bytes=after,
                 smaller=before / after if before and after else None,
-                faster=words.gain(speed[1], speed[1].ratio) if speed else None,
-                speed_of=speed[0] if speed else "",
-                speed_shown=speed is not None and not words.unclear(speed[1]),
-                verdict=findings.overall(run),
+                faster=words.gain(speed, speed.ratio) if speed else None,
+                speed_of=speed_of,
+                speed_shown=speed is not None and not words.unclear(speed),
+                verdict=findings.verdict,
                 held_to=_held_to(run),
-                suites={suite.name: findings.rows(suite, run.gate)[0].comparison for suite in run.suites},
+                suites={s.suite.name: s.overall for s in findings.suites},
             )
         )
     return rows
@@ -239,10 +241,10 @@ def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
     sections = []
     for name in dict.fromkeys(suite.name for run in runs for suite in run.suites):
         measured = [
-            (row, findings.rows(suite, run.gate))
+            (row, s.rows)
             for run, row in zip(runs, rows, strict=True)
-            for suite in run.suites
-            if suite.name == name
+            for s in Findings(run).suites
+            if s.suite.name == name
         ]
         families = dict.fromkeys(family.name for _, (_, *by_family) in measured for family in by_family)
         section = {

@@ -30,7 +30,7 @@ def write(results: Results, folder: str | Path) -> dict[str, Path]:
     Raises:
         UserError: the folder can't be written.
     """
-    findings = Findings.of(results)
+    findings = Findings(results)
     return save(
         folder,
         {

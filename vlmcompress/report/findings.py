@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from vlmcompress.common.text import figures, size, smaller
 from vlmcompress.evaluation.compare import changed_answers
 from vlmcompress.report import words
-from vlmcompress.results import Bench, Comparison, Gate, Made, Ratio, Results, Rule, Scored, Side, Suite, Verdict
+from vlmcompress.results import Comparison, Gate, Made, Ratio, Results, Rule, Scored, Side, Suite, Verdict
 
 _WORK = {
     "text_tokens": "text tokens a request",
@@ -21,8 +23,6 @@ _WORK = {
 }
 _PREFIX = {"float": "seen behind unquantized blocks", "quantized": "seen behind quantized blocks"}
 
-BothSides = list[tuple[str, str, str]]  # rows: what, baseline, candidate
-
 
 class Row(NamedTuple):
     """A line of a table of accuracy. Margin and verdict of `comparison` count only if the line is `judged`."""
@@ -30,113 +30,6 @@ class Row(NamedTuple):
     name: str
     comparison: Comparison
     judged: bool
-
-
-@dataclass(frozen=True)
-class SuiteFindings:
-    """A suite's accuracy.
-
-    Attributes:
-        rows: all samples together, then the families; see `rows`.
-        fallen: a sentence on families that fell without a rule of the gate, if there are any.
-        notes: sentences on tokens and on how far the answers agree.
-        suspect: (what, (of the baseline, of the candidate)): counts of answers that are suspect in themselves.
-    """
-
-    suite: Suite
-    rows: list[Row]
-    fallen: list[str]
-    notes: list[str]
-    suspect: list[tuple[str, tuple[int, int]]]
-
-    @property
-    def overall(self) -> Comparison:
-        return self.rows[0].comparison
-
-
-class SpeedTable(NamedTuple):
-    """Metrics of a benchmark in one mode ("serve", "offline") and state ("cold", "warm")."""
-
-    mode: str
-    state: str
-    metrics: dict[str, Ratio]
-
-
-@dataclass(frozen=True)
-class Findings:
-    """All that a report shows, in its order.
-
-    Attributes:
-        verdict: the gate's; without a gate the worst of the suites'; None if nothing was judged.
-        headline: sentences for someone who reads one paragraph.
-        rules: the gate's rules, those of a suite's families as one.
-        work: work done by both sides; `memory`: what they take.
-        changed: samples with different answers, lost ones first.
-        made: how the candidate was made, as (what, how).
-        method: how the figures were made; `about`: machine, engine, version and date.
-    """
-
-    results: Results
-    verdict: Verdict | None
-    headline: list[str]
-    glossary: str
-    rules: list[Rule]
-    suites: list[SuiteFindings]
-    speed: list[SpeedTable]
-    main_speed: tuple[str, Ratio] | None
-    work: BothSides
-    memory: BothSides
-    changed: list[Scored]
-    layers: str
-    made: list[tuple[str, str]]
-    method: list[str]
-    about: str
-
-    @classmethod
-    def of(cls, results: Results) -> Findings:
-        suites, bench = [_suite(suite, results.gate) for suite in results.suites], results.bench
-        return cls(
-            results=results,
-            verdict=overall(results),
-            headline=_headline(results, suites),
-            glossary=words.glossary(results),
-            rules=rules(results.gate) if results.gate else [],
-            suites=suites,
-            speed=[SpeedTable(mode, *row) for mode, states in bench.summary.items() for row in states.items()]
-            if bench
-            else [],
-            main_speed=main_speed(bench) if bench else None,
-            work=_work(bench) if bench else [],
-            memory=_memory(results),
-            changed=changed_answers(results.samples),
-            layers=words.layers(results.candidate.layer_errors),
-            made=made(results.candidate),
-            method=[words.accuracy_method(suite) for suite in results.suites]
-            + ([words.speed_method(bench)] if bench else []),
-            about=_about(results),
-        )
-
-
-def _suite(suite: Suite, gate: Gate | None) -> SuiteFindings:
-    table = rows(suite, gate)
-    fallen = [row.name for row in table[1:] if not row.judged and row.comparison.verdict == "fail"]
-    lost = ""
-    if fallen:
-        limit = words.margin(next(c.margin for c in suite.families.values()))
-        lost = (
-            f"More than {limit} lost, shown after correction for {len(suite.families)} families: {', '.join(fallen)}."
-        )
-    return SuiteFindings(
-        suite=suite,
-        rows=table,
-        fallen=[lost] if lost else [],
-        notes=words.tokens(suite) + words.agreement(suite),
-        suspect=[
-            ("no answer found in the text", suite.unparsed),
-            ("empty answers", suite.empty),
-            (f"cut off at {suite.max_tokens} tokens", suite.cut_off),
-        ],
-    )
 
 
 def rows(suite: Suite, gate: Gate | None) -> list[Row]:
@@ -158,18 +51,183 @@ def _by(rule: Rule | None, c: Comparison) -> Comparison:
     return c.model_copy(update={"margin": rule.margin, "verdict": rule.verdict, "needed": needed})
 
 
-def rules(gate: Gate) -> list[Rule]:
-    """A gate's rules, with those of a suite's families merged into one, as `rows` shows each of them."""
-    merged: list[Rule] = []
-    for rule in gate.rules:
-        if rule.family is None:
-            merged.append(rule)
-        elif not any(other.suite == rule.suite and other.family is not None for other in merged):
-            merged.append(_together([r for r in gate.rules if r.suite == rule.suite and r.family is not None]))
-    return merged
+@dataclass(frozen=True)
+class SuiteFindings:
+    """A suite's accuracy: all samples together and the families, see `rows`, and sentences about them."""
+
+    suite: Suite
+    rows: list[Row]
+
+    @property
+    def overall(self) -> Comparison:
+        return self.rows[0].comparison
+
+    @property
+    def fallen(self) -> list[str]:
+        """At most one sentence: families that no rule judges and that lost more than the margin, significant among all."""
+        names = [row.name for row in self.rows[1:] if not row.judged and row.comparison.verdict == "fail"]
+        if not names:
+            return []
+        families = self.suite.families
+        limit = words.margin(next(c.margin for c in families.values()))
+        return [f"More than {limit} lost, shown after correction for {len(families)} families: {', '.join(names)}."]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on tokens and on how far the answers agree."""
+        return words.tokens(self.suite) + words.agreement(self.suite)
+
+    @property
+    def suspect(self) -> list[tuple[str, tuple[int, int]]]:
+        """Counts of answers that are suspect in themselves: what, (of the baseline, of the candidate)."""
+        return [
+            ("no answer found in the text", self.suite.unparsed),
+            ("empty answers", self.suite.empty),
+            (f"cut off at {self.suite.max_tokens} tokens", self.suite.cut_off),
+        ]
 
 
-def _together(families: list[Rule]) -> Rule:
+class SpeedTable(NamedTuple):
+    """Metrics of a benchmark in one mode ("serve", "offline") and state ("cold", "warm")."""
+
+    mode: str
+    state: str
+    metrics: dict[str, Ratio]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a report on results shows; each part is worked out when it is first read."""
+
+    results: Results
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The gate's verdict; without a gate the worst of the suites'; None if nothing was judged."""
+        if self.results.gate:
+            return self.results.gate.verdict
+        verdicts = [suite.overall.verdict for suite in self.results.suites]
+        return words.worst(verdicts) if verdicts else None
+
+    @cached_property
+    def headline(self) -> list[str]:
+        """Sentences for someone who reads one paragraph."""
+        results, lines, several = self.results, [], len(self.suites) > 1
+        if gate := results.gate:
+            lines.append(f"Gate {gate.name}: {words.tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
+        elif several and self.verdict:
+            lines.append(f"Accuracy: {words.tally(self.verdict, [s.suite.overall.verdict for s in self.suites])}.")
+        lines += [f"{s.suite.name}: " * several + words.verdict(s.overall) for s in self.suites]
+        lines += [f"{s.suite.name}: " * several + line for s in self.suites for line in s.fallen]
+        before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
+        if before and after and before != after:
+            lines.append(f"Weights are {smaller(before, after)} ({size(before)} to {size(after)}).")
+        lines += [f"{s.suite.name}: " * several + line for s in self.suites for line in words.tokens(s.suite)]
+        if results.bench and self.main_speed:
+            name, ratio = self.main_speed
+            repeats = f"{results.bench.repeats} repeats" if results.bench.repeats > 1 else "one repeat"
+            ends = f"{extremes} in {repeats}" if (extremes := words.spread(ratio)) else repeats
+            lines.append(f"Speed: {words.pace(ratio)}, {name} ({ends}).")
+        return lines
+
+    @cached_property
+    def rules(self) -> list[Rule]:
+        """The gate's rules, with those of a suite's families merged into one, as `rows` shows each of them."""
+        rules = self.results.gate.rules if self.results.gate else []
+        merged: list[Rule] = []
+        for rule in rules:
+            if rule.family is None:
+                merged.append(rule)
+            elif not any(other.suite == rule.suite and other.family is not None for other in merged):
+                merged.append(_merged([r for r in rules if r.suite == rule.suite and r.family is not None]))
+        return merged
+
+    @cached_property
+    def suites(self) -> list[SuiteFindings]:
+        return [SuiteFindings(suite, rows(suite, self.results.gate)) for suite in self.results.suites]
+
+    @property
+    def speed(self) -> list[SpeedTable]:
+        summary = self.results.bench.summary if self.results.bench else {}
+        return [SpeedTable(mode, *row) for mode, states in summary.items() for row in states.items()]
+
+    @cached_property
+    def main_speed(self) -> tuple[str, Ratio] | None:
+        """The speed that stands for the benchmark: served and cold if measured, requests per second before latency."""
+        summary = self.results.bench.summary if self.results.bench else {}
+        for mode, state in product(("serve", "offline"), ("cold", "warm")):
+            metrics = summary.get(mode, {}).get(state, {})
+            rates = [n for n, r in metrics.items() if r.higher_is_better and "goodput" not in n and "token" not in n]
+            for name in (*rates, "e2e_p50_ms", *metrics):
+                if name in metrics and words.comparable(metrics[name]):
+                    return f"{words.metric(name).removesuffix(', ms')} {words.MODES[mode]} {state}", metrics[name]
+        return None
+
+    @property
+    def work(self) -> list[tuple[str, str, str]]:
+        """Work done by baseline and candidate, by state: tokens, answers from caches, failures."""
+        runs = self.results.bench.runs if self.results.bench else []
+
+        def amount(name: str, side: str, state: str) -> str:
+            selected = [run for run in runs if (run.side, run.state) == (side, state)]
+            total = sum(getattr(run, name) for run in selected)
+            requests = max(1, sum(run.completed for run in selected))
+            return figures(total / requests) if "a request" in _WORK[name] else f"{total:,}"
+
+        states = dict.fromkeys(run.state for run in runs)
+        return [
+            (f"{what}, {state}", amount(name, "baseline", state), amount(name, "candidate", state))
+            for (name, what), state in product(_WORK.items(), states)
+        ]
+
+    @property
+    def memory(self) -> list[tuple[str, str, str]]:
+        """Memory of baseline and candidate: weights, and the KV cache if the benchmark measured it."""
+        before, after = self.results.baseline.weight_bytes, self.results.candidate.weight_bytes
+        table = [("weights", size(before), size(after))] if before and after else []
+        memory = self.results.bench.memory if self.results.bench else {}
+        if {"baseline", "candidate"} <= memory.keys():
+            b, c = memory["baseline"], memory["candidate"]
+            table += [
+                ("KV cache, a token", size(b.kv_bytes_per_token), size(c.kv_bytes_per_token)),
+                ("KV cache, a mean request", size(b.kv_bytes_per_request), size(c.kv_bytes_per_request)),
+                ("KV cache, all of it", size(b.kv_cache_bytes), size(c.kv_cache_bytes)),
+                ("mean requests that fit at once", figures(b.max_concurrency), figures(c.max_concurrency)),
+            ]
+        return table
+
+    @cached_property
+    def changed(self) -> list[Scored]:
+        """Samples with different answers, lost ones first."""
+        return changed_answers(self.results.samples)
+
+    @property
+    def made(self) -> list[tuple[str, str]]:
+        """How the candidate was made, as rows (what, how); empty where nothing is known."""
+        return made(self.results.candidate)
+
+    @property
+    def method(self) -> list[str]:
+        """How the figures were made."""
+        bench = self.results.bench
+        speed = [words.speed_method(bench)] if bench else []
+        return [*map(words.accuracy_method, self.results.suites), *speed]
+
+    @property
+    def about(self) -> str:
+        """Machine, engine, version and date in a line."""
+        machine, engine = self.results.machine, self.results.candidate.engine
+        parts = [
+            " ".join(str(engine[key]) for key in ("name", "version", "device") if key in engine),
+            ", ".join(f"{key} {value}" for key, value in machine.items() if isinstance(value, str | int | float)),
+            f"vlmcompress {self.results.version}",
+            self.results.created,
+        ]
+        return "; ".join(part for part in parts if part) + "."
+
+
+def _merged(families: list[Rule]) -> Rule:
+    """The rules of a suite's families as one."""
     if len(families) == 1:
         return families[0]
     verdicts = [rule.verdict for rule in families]
@@ -183,78 +241,6 @@ def _together(families: list[Rule]) -> Rule:
             "reason": "each under Accuracy",
         }
     )
-
-
-def overall(results: Results) -> Verdict | None:
-    """The gate's verdict; without a gate the worst of the suites'; None if nothing was judged."""
-    if results.gate:
-        return results.gate.verdict
-    return words.worst([suite.overall.verdict for suite in results.suites]) if results.suites else None
-
-
-def main_speed(bench: Bench) -> tuple[str, Ratio] | None:
-    """The speed that stands for a benchmark: served and cold if measured, requests per second before latency."""
-    for mode in ("serve", "offline"):
-        for state in ("cold", "warm"):
-            metrics = bench.summary.get(mode, {}).get(state, {})
-            rates = [n for n, r in metrics.items() if r.higher_is_better and "goodput" not in n and "token" not in n]
-            for name in (*rates, "e2e_p50_ms", *metrics):
-                if name in metrics and words.comparable(metrics[name]):
-                    return f"{words.metric(name).removesuffix(', ms')} {words.MODES[mode]} {state}", metrics[name]
-    return None
-
-
-def _headline(results: Results, suites: list[SuiteFindings]) -> list[str]:
-    lines, several = [], len(suites) > 1
-    if gate := results.gate:
-        lines.append(f"Gate {gate.name}: {words.tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
-    elif several and (verdict := overall(results)):
-        lines.append(f"Accuracy: {words.tally(verdict, [s.suite.overall.verdict for s in suites])}.")
-    lines += [f"{s.suite.name}: " * several + words.verdict(s.overall) for s in suites]
-    lines += [f"{s.suite.name}: " * several + line for s in suites for line in s.fallen]
-    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
-    if before and after and before != after:
-        lines.append(f"Weights are {smaller(before, after)} ({size(before)} to {size(after)}).")
-    lines += [f"{s.suite.name}: " * several + line for s in suites for line in words.tokens(s.suite)]
-    if results.bench and (main := main_speed(results.bench)):
-        name, ratio = main
-        repeats = f"{results.bench.repeats} repeats" if results.bench.repeats > 1 else "one repeat"
-        ends = f"{extremes} in {repeats}" if (extremes := words.spread(ratio)) else repeats
-        lines.append(f"Speed: {words.pace(ratio)}, {name} ({ends}).")
-    return lines
-
-
-def _work(bench: Bench) -> BothSides:
-    """Work done by both sides: tokens, answers from caches, failures, by state."""
-
-    def amount(name: str, side: str, state: str) -> str:
-        runs = [run for run in bench.runs if (run.side, run.state) == (side, state)]
-        total = sum(getattr(run, name) for run in runs)
-        requests = max(1, sum(run.completed for run in runs))
-        return figures(total / requests) if "a request" in _WORK[name] else f"{total:,}"
-
-    states = dict.fromkeys(run.state for run in bench.runs)
-    return [
-        (f"{what}, {state}", amount(name, "baseline", state), amount(name, "candidate", state))
-        for name, what in _WORK.items()
-        for state in states
-    ]
-
-
-def _memory(results: Results) -> BothSides:
-    """Memory of both sides: weights, and the KV cache if the benchmark measured it."""
-    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
-    table = [("weights", size(before), size(after))] if before and after else []
-    memory = results.bench.memory if results.bench else {}
-    if {"baseline", "candidate"} <= memory.keys():
-        b, c = memory["baseline"], memory["candidate"]
-        table += [
-            ("KV cache, a token", size(b.kv_bytes_per_token), size(c.kv_bytes_per_token)),
-            ("KV cache, a mean request", size(b.kv_bytes_per_request), size(c.kv_bytes_per_request)),
-            ("KV cache, all of it", size(b.kv_cache_bytes), size(c.kv_cache_bytes)),
-            ("mean requests that fit at once", figures(b.max_concurrency), figures(c.max_concurrency)),
-        ]
-    return table
 
 
 def made(side: Side) -> list[tuple[str, str]]:
@@ -303,11 +289,3 @@ def _plain(value: object) -> str:
     if isinstance(value, list | dict):
         return json.dumps(value)
     return "none" if value is None else str(value)
-
-
-def _about(results: Results) -> str:
-    """Machine, engine, version and date in a line."""
-    machine = [f"{key} {value}" for key, value in results.machine.items() if isinstance(value, str | int | float)]
-    engine = [str(results.candidate.engine[k]) for k in ("name", "version", "device") if k in results.candidate.engine]
-    parts = [" ".join(engine), ", ".join(machine), f"vlmcompress {results.version}", results.created]
-    return "; ".join(part for part in parts if part) + "."

@@ -53,7 +53,7 @@ def markdown(findings: Findings) -> str:
     results = findings.results
     sections = [f"# {escape(results.candidate.name)} against {escape(results.baseline.name)}"]
     sections.append("  \n".join(map(escape, findings.headline)))
-    sections.append(escape(findings.glossary))
+    sections.append(escape(words.glossary(results)))
     if gate := results.gate:
         rules = [(r.name, MARKS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules]
         sections += [f"## Gate {escape(gate.name)}", table(["rule", "", "found", "limit", ""], rules, right=())]
@@ -73,7 +73,7 @@ def markdown(findings: Findings) -> str:
         worst = sorted(errors, reverse=True)[:_LAYERS]
         largest = [(layer, words.error_kind(kind), percentage(error)) for error, layer, kind in worst]
         sections += ["## Layers with the largest error", table(["layer", "tokens", "error"], largest, right=(2,))]
-        sections.append(findings.layers)
+        sections.append(words.layers(layer_errors))
     if findings.made:
         heading = f"## How {escape(results.candidate.name)} was made"
         sections += [heading, table(["", ""], findings.made, right=())]
@@ -83,11 +83,12 @@ def markdown(findings: Findings) -> str:
 
 def card_section(findings: Findings) -> str:
     """What a model card says of results: the verdict, accuracy and speed, under headings of the third level."""
+    results = findings.results
     sections = [
-        f"Compared with {escape(findings.results.baseline.name)}.",
+        f"Compared with {escape(results.baseline.name)}.",
         "\n".join(f"- {escape(line)}" for line in findings.headline),
         *_figures(findings),
-        escape(findings.glossary),
+        escape(words.glossary(results)),
         escape(findings.about),
     ]
     return "\n\n".join(re.sub(r"^## ", "### ", section) for section in sections)
