@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -143,10 +143,11 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    for filter_ in (points, words.percent, words.metric, words.error_kind, words.typeset, size):
-        environment.filters[filter_.__name__] = filter_
-    for filter_ in (figures, percentage, times, dotted):
-        environment.filters[filter_.__name__] = filter_
+    filters: tuple[Callable[..., object], ...] = (
+        *(points, words.percent, words.metric, words.error_kind, words.typeset),
+        *(size, figures, percentage, times, dotted),
+    )
+    environment.filters |= {filter_.__name__: filter_ for filter_ in filters}
     environment.filters["tick"] = lambda verdict: words.VERDICTS[verdict]
     environment.globals["smaller"] = smaller
     return environment

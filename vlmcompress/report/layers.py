@@ -122,7 +122,8 @@ def _cell(layer: str, kind: str, first: LayerErrors, other: LayerErrors | None) 
         return text
     after = other.errors.get(layer, {}).get(kind)
     text += f" -> {'-' if after is None else percentage(after)}"
-    return text if before is None or after is None else f"{text} ({times(layer_errors.ratio(before, after))})"
+    factor = None if before is None or after is None else layer_errors.ratio(before, after)
+    return text if factor is None else f"{text} ({times(factor)})"
 
 
 def cache(errors: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
