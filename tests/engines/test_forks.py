@@ -33,11 +33,11 @@ def quick() -> str:
 def test_as_python_does(quick: str, tmp_path: Path, way: str) -> None:
     """Oracle: Python itself."""
     (tmp_path / "shown.py").write_text(SHOW)
-    how = {"-c": ["-c", SHOW], "-m": ["-m", "shown"], "file": [str(tmp_path / "shown.py")]}[way]
+    arguments = {"-c": ["-c", SHOW], "-m": ["-m", "shown"], "file": [str(tmp_path / "shown.py")]}[way]
     both = []
     for python in (quick, sys.executable):
         done = subprocess.run(
-            ["nice", "-n", "3", python, *how, "5", "a b"],
+            ["nice", "-n", "3", python, *arguments, "5", "a b"],
             cwd=tmp_path,
             env=os.environ | {"SAID": "word", "PYTHONPATH": str(tmp_path)},
             input="given",
@@ -60,16 +60,16 @@ def test_what_was_asked_for_is_imported_already(quick: str) -> None:
 HOLD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_signals(quick: str, how: signal.Signals) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals(quick: str, sent: signal.Signals) -> None:
     """The program ends as the fork does, and the fork with the program, whose output then closes."""
     with subprocess.Popen([quick, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         fork, began = int(program.stdout.readline()), time.monotonic()
-        program.send_signal(how)
+        program.send_signal(sent)
         _, said = program.communicate()
-    assert program.returncode == -how and wait_until_gone(fork) and time.monotonic() - began < 30
-    assert ("KeyboardInterrupt" in said) is (how == signal.SIGINT)
+    assert program.returncode == -sent and wait_until_gone(fork) and time.monotonic() - began < 30
+    assert ("KeyboardInterrupt" in said) is (sent == signal.SIGINT)
 
 
 def test_without_its_parent_it_ends(tmp_path: Path) -> None:
