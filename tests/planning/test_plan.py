@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import Group
 from vlmcompress.numerics import NVFP4, Format, Scheme, label
+from vlmcompress.planning import checks
 from vlmcompress.planning.findings import findings
 from vlmcompress.planning.plan import make_plan
 from vlmcompress.planning.reducer import visual_tokens
@@ -193,6 +195,17 @@ def test_calibration_need_and_memory(models):
 def test_label():
     assert label(None) == "bf16"
     assert label(Scheme(Format("int", 4, 64, symmetric=False))) == "w4a16 int g64 asym"
+
+
+def test_every_check_is_in_the_list():
+    functions = {function for _, function in inspect.getmembers(checks, inspect.isfunction)}
+    takes_a_survey = {function for function in functions if list(inspect.signature(function).parameters) == ["survey"]}
+    assert takes_a_survey - {checks.problems} == set(checks.CHECKS)
+
+
+def test_a_plan_is_final(models):
+    with pytest.raises(AttributeError):
+        make_plan(recipe(models["llava"], scheme="rtn")).budget = None
 
 
 def bad(model: Path, engine: str = "vllm", **settings) -> dict[str, str]:

@@ -189,7 +189,7 @@ def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks:
     if not counts or None in counts:
         return [left] * blocks
     rest = counted.tokens - sum(math.prod(grid) for grid in grids)
-    return [rest + sum(block) for block in zip(*counts, strict=True)]  # type: ignore[arg-type]
+    return [rest + sum(block) for block in zip(*counts, strict=True)]
 
 
 def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]]:

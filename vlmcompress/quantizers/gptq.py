@@ -105,10 +105,15 @@ def check_steps(options: Any) -> None:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Error feedback of a group: the `order [in]` of columns; `matrix [in, in]` with `R_ji / R_ii` at row i, column
-    j < i, whose rest is not read; `residues [in]`, `R_ii^2` by column, what its squared error counts for once others have
-    taken on what they can. `pivots [in]`: `R_ii` in the order of visits. `warnings`: defects of the Gram matrix,
-    with details."""
+    """Error feedback of a group.
+
+    Attributes:
+        order: `[in]`, the order in which columns are rounded.
+        matrix: `[in, in]` with `R_ji / R_ii` at row i, column j < i; the rest is not read.
+        residues: `[in]`, `R_ii^2`: weight of column i's rounding error after optimal compensation by later columns.
+        pivots: `[in]`, `R_ii` in the order of `order`.
+        warnings: defects of the Gram matrix, with details.
+    """
 
     order: Tensor
     matrix: Tensor
@@ -217,7 +222,7 @@ def quantize_group(
     scale_dtype: torch.dtype,
     prepared: Feedback | None = None,
 ) -> list[QTensor]:
-    """Round weights `[out_i, in]` in one visit of their columns: rows know nothing of each other."""
+    """Round weights `[out_i, in]` column by column; rows are independent, so all weights are done at once."""
     feedback = prepare(weights, stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
     params = [ranges(w, feedback, stats, fmt, options, scale_dtype=scale_dtype) for w in weights]

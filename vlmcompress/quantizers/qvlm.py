@@ -2,7 +2,7 @@
 
 Errors of one block are undone or amplified by the next, so the best range of each layer alone is not the best of all. Searching
 all blocks at once is too much; Q-VLM cuts the decoder into runs of at most `depth` blocks where the entropy of a block's input,
-given that of the block before, says that they hang together (`partition`), and chooses the ranges of a run by
+given that of the block before, says that they depend on each other (`partition`), and chooses the ranges of a run by
 
     || F_run(x; quantized) - F_run(x; float) ||^2
 
