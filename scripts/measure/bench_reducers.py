@@ -65,7 +65,6 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "learned-adaptive": [{}],
     "cdpruner": [{}, {"relevance": "question"}],
     "scope": [{}],
-    "holov": [{}],
     "dart": [{}, {"pivots": 4}, {"pivots": 4, "text_pivots": 4}],
     "divprune": [{}, {"merge": "nearest"}],
     "fastv": [{}, {"layer": 1}],

@@ -36,10 +36,10 @@ from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.common.text import points, times
 from vlmcompress.data.sources import bundled
 from vlmcompress.evaluation.compare import compare, divergence
-from vlmcompress.search.belief import Evidence
 from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
-from vlmcompress.search.race import LIKELY, Race, Rules, Trial
+from vlmcompress.search.posterior import Evidence
 from vlmcompress.search.speed import STAND_IN, Load, Measured, Modelled
+from vlmcompress.search.successive_halving import LIKELY, Rules, SuccessiveHalving, Trial
 from vlmcompress.search.trial import Setup, attempt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,7 @@ def grid(model: str, work: Path, split: str, count: int, candidates: Sequence[Ca
     for candidate in lacking:
         began = time.monotonic()
         answers = attempt(about, candidate, count) if candidate.choices else before
-        pairs = list(zip(before.asked.samples, answers.asked.samples, strict=True))
+        pairs = list(zip(before.suite.samples, answers.suite.samples, strict=True))
         _, moved = divergence([old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs])
         rows[candidate.name] = {
             "scores": {new.id: new.score for _, new in pairs},
@@ -144,7 +144,7 @@ class Recorded:
     order: Sequence[str]
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> dict[str, Trial]:
-        """See `race.Trials`."""
+        """See `successive_halving.Trials`."""
         return {
             candidate.name: Trial(self.evidence(candidate.name, questions), self.gains[candidate.name])
             for candidate in candidates
@@ -161,11 +161,11 @@ class Recorded:
         )
 
     def gain(self, candidate: Candidate) -> float | None:
-        """See `race.Trials`."""
+        """See `successive_halving.Trials`."""
         return self.gains[candidate.name]
 
     def measured(self, candidates: Sequence[Candidate]) -> dict[str, float]:
-        """See `race.Trials`."""
+        """See `successive_halving.Trials`."""
         return {}
 
 
@@ -187,19 +187,19 @@ def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> 
     to_the_end = {"first": suite, "joint": candidates, "finalists": candidates}
     rows_by_floor = []
     for floor in floors:
-        full = Race(factors, Recorded(rows, gains, names), Rules(floor, suite, images, **to_the_end))
+        full = SuccessiveHalving(factors, Recorded(rows, gains, names), Rules(floor, suite, images, **to_the_end))
         best = full.run()
         searches = []
         for seed in range(SEEDS):
             order = list(names)
             random.Random(seed).shuffle(order)
-            race = Race(factors, Recorded(rows, gains, order), Rules(floor, suite, images))
-            winner = race.run()
+            halving = SuccessiveHalving(factors, Recorded(rows, gains, order), Rules(floor, suite, images))
+            winner = halving.run()
             searches.append(
                 {
                     "winner": winner.candidate.name if winner else None,
                     "gain": winner.gain if winner else 1.0,
-                    "saved": candidates * suite / race.asked,
+                    "saved": candidates * suite / halving.questions_asked,
                 }
             )
         gain = best.gain if best else 1.0
@@ -220,12 +220,12 @@ def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> 
     return rows_by_floor
 
 
-def _alone(race: Race, factor: Factor) -> dict[str, Any]:
+def _alone(halving: SuccessiveHalving, factor: Factor) -> dict[str, Any]:
     """The candidate worth most of those that change one thing alone and are likely to be confirmed, if there is one."""
     names = {choice.name for choice in factor.choices}
     tried = [
         standing
-        for name, standing in race.standings.items()
+        for name, standing in halving.standings.items()
         if name in names and standing.gain > 1 and standing.chance >= LIKELY
     ]
     best = max(tried, key=lambda standing: standing.worth, default=None)

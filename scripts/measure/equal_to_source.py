@@ -32,13 +32,13 @@ TOKENS = 16
 
 def ours(source: Path, out: Path) -> str:
     """Write the unquantized checkpoint; return how, in words."""
-    from vlmcompress.engines.vllm import plugin
+    from vlmcompress.engines import reducer_support
     from vlmcompress.recipe import resolve
     from vlmcompress.recipe.reducer import parse
     from vlmcompress.runs.quantize import quantize
 
     (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
-    if plugin.refusal(architecture, parse("uniform:1.0")) is None:
+    if reducer_support.refusal(architecture, parse("uniform:1.0")) is None:
         quantize(resolve({"model": str(source), "out": str(out), "scheme": "none", "reduce": "uniform:1.0"}).recipe)
         return "reduce uniform:1.0"
     _copy(source, out)

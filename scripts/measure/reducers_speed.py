@@ -34,7 +34,7 @@ SIDE = 32  # tokens down and across: 1,024 together
 WORDS = 48  # tokens of the question
 SHARES = (0.5, 0.25, 1 / 9)
 METHODS = (
-    "random", "resize", "coverage", "learned", "cdpruner", "scope", "holov", "dart", "divprune", "visionzip", "vscan",
+    "random", "resize", "coverage", "learned", "cdpruner", "scope", "dart", "divprune", "visionzip", "vscan",
     "tome", "fastv", "dart-llm", "surrogate",
 )  # fmt: skip
 TEXT = {

@@ -10,7 +10,7 @@ there are three questions an image. A candidate loses right answers and gets wro
 images that are hard for all, and a combination's changes resemble those of its parts. Its loss is the sum of theirs times
 something that the search does not know (1.1 on average, with a deviation of 0.25). A question's divergence is the larger the
 nearer its answer is to changing, times a factor of the candidate's own (deviation 0.3 of its logarithm). 900 questions decide,
-and the winner is asked 2,000 others once, by the test of `vlmcompress eval`. In worlds *at odds* with the search's beliefs the
+and the winner is asked 2,000 others once, by the test of `vlmcompress eval`. In worlds *at odds* with the search's model the
 two deviations are 0.5 and 0.8.
 
 Beside the search itself, the same worlds are searched without the divergence, by asking the whole grid all questions
@@ -34,9 +34,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vlmcompress.evaluation import noninferiority
 from vlmcompress.evaluation.paired import NORMAL
-from vlmcompress.search.belief import ERROR, Belief, Evidence, beliefs, worth
 from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
-from vlmcompress.search.race import Race, Rules, Standing, Trial
+from vlmcompress.search.posterior import ERROR, Evidence, Posterior, posteriors, worth
+from vlmcompress.search.successive_halving import Rules, Standing, SuccessiveHalving, Trial
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "search_simulated.json"
 FLOORS = (0.01, 0.02, 0.03)
@@ -62,12 +62,12 @@ METHODS = {
 }
 AT_ODDS = {"vary": 0.8, "unlike": 0.5}
 ODD = ("search", "truth")
-"""Methods that search worlds at odds with beliefs, too."""
+"""Methods that search worlds at odds with posteriors, too."""
 
 
 @dataclass
 class World:
-    """Truth about all candidates of the grid, and their answers to the questions; `Trials` of a race.
+    """Truth about all candidates of the grid, and their answers to the questions; `Trials` of a halving.
 
     Attributes:
         losses, gains: by name; a loss is a share.
@@ -112,7 +112,7 @@ class World:
         return self.evidences[key]
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> Mapping[str, Trial]:
-        """Ask candidates; see `race.Trials`."""
+        """Ask candidates; see `successive_halving.Trials`."""
         return {
             candidate.name: Trial(self.evidence(candidate, questions), self.gains[candidate.name])
             for candidate in candidates
@@ -231,42 +231,42 @@ def searches(world: World, floor: float, methods: Sequence[str] = tuple(METHODS)
     rules = Rules(floor, QUESTIONS, CONFIRMING / SHARED)
     outcomes: dict[str, Outcome] = {}
     for method in methods:
-        race = Race(FACTORS, Blind(world) if method == "no divergence" else world, rules)
+        halving = SuccessiveHalving(FACTORS, Blind(world) if method == "no divergence" else world, rules)
         if method in ("search", "no divergence"):
-            result = outcome(world, floor, race.run(), race.asked)
-            kept = [name for name in race.standings if world.losses[name] <= floor]
-            out = [name for name in kept if race.standings[name].out.startswith("loses more")]
+            result = outcome(world, floor, halving.run(), halving.questions_asked)
+            kept = [name for name in halving.standings if world.losses[name] <= floor]
+            out = [name for name in kept if halving.standings[name].out.startswith("loses more")]
             outcomes[method] = replace(result, kept=len(kept), refuted=len(out))
         else:
-            winner = CHOOSING[method](world, race)
+            winner = CHOOSING[method](world, halving)
             outcomes[method] = outcome(world, floor, winner, 0 if method == "truth" else len(GRID) * QUESTIONS)
     return outcomes
 
 
-def by_grid(world: World, race: Race) -> Standing | None:
+def by_grid(world: World, halving: SuccessiveHalving) -> Standing | None:
     """The candidate that is worth most after all questions."""
     evidence = {candidate.name: world.evidence(candidate, QUESTIONS) for candidate in GRID}
-    believed = beliefs(evidence, race.rules.margin)
+    believed = posteriors(evidence, halving.rules.margin)
     return _best(
         Standing(
             candidate,
             world.gains[candidate.name],
-            chance=race.chance(believed[candidate.name], evidence[candidate.name]),
+            chance=halving.chance(believed[candidate.name], evidence[candidate.name]),
         )
         for candidate in GRID
     )
 
 
-def by_observation(world: World, race: Race) -> Standing | None:
+def by_observation(world: World, halving: SuccessiveHalving) -> Standing | None:
     """The highest gain whose observed loss is within the floor."""
     differences = {candidate.name: world.evidence(candidate, QUESTIONS).differences for candidate in GRID}
-    within = [candidate for candidate in GRID if float(np.mean(differences[candidate.name])) >= -race.rules.margin]
+    within = [candidate for candidate in GRID if float(np.mean(differences[candidate.name])) >= -halving.rules.margin]
     return _best(Standing(candidate, world.gains[candidate.name], chance=1.0) for candidate in within)
 
 
-def by_truth(world: World, race: Race) -> Standing | None:
+def by_truth(world: World, halving: SuccessiveHalving) -> Standing | None:
     """What is worth most to one who knows all losses."""
-    chances = {candidate.name: race.chance(Belief(-world.losses[candidate.name], 0.0)) for candidate in GRID}
+    chances = {candidate.name: halving.chance(Posterior(-world.losses[candidate.name], 0.0)) for candidate in GRID}
     return _best(Standing(candidate, world.gains[candidate.name], chance=chances[candidate.name]) for candidate in GRID)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.kit import rtn
+from tests.kit.edits import edited
 from tests.kit.tiny import build
 from vlmcompress.checkpoint import card, manifest
 from vlmcompress.checkpoint import write as checkpoint
@@ -69,6 +71,22 @@ def test_the_source_is_told_by_its_headers(made, tmp_path):
     assert identity.source_identity(other) == before
     (other / "model.safetensors").write_bytes(b"\x02" + b"\0" * 7 + b"{}")
     assert identity.source_identity(other)["headers_sha256"] != before["headers_sha256"]
+
+
+def test_content_is_told_apart_by_any_byte(tmp_path):
+    """In one process, where hashes are kept, and although the time of last change stays; wherever the folder lies."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(bytes(8))
+    (model / "report.html").write_text("not what answers depend on")
+    hashes = {identity.model_hash(model)}
+    for place in range(8):
+        with edited(model / "model.safetensors", bytes(i == place for i in range(8))):
+            hashes.add(identity.model_hash(model))
+    assert len(hashes) == 9
+    shutil.copytree(model, tmp_path / "copy")
+    (tmp_path / "copy" / "report.html").unlink()
+    assert identity.model_hash(tmp_path / "copy") == identity.model_hash(model)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}', '{"schema_version": 99}'])

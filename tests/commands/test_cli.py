@@ -282,7 +282,7 @@ def test_list(capfd):
 
 
 def test_list_reducers_says_what_their_modules_say(capfd):
-    from vlmcompress.engines.vllm.plugin import FAMILIES, refusal
+    from vlmcompress.engines.reducer_support import FAMILIES, refusal
     from vlmcompress.recipe.reducer import parse
     from vlmcompress.reducers import REGISTRY
 

@@ -13,7 +13,7 @@ from tests.kit.reduction_data import checkpoint, vlm
 from vlmcompress import cli, reducers
 from vlmcompress.data.encode import encode_prompt
 from vlmcompress.data.samples import Sample
-from vlmcompress.hf_hooks import capture
+from vlmcompress.hf_hooks import picture
 from vlmcompress.hf_hooks.picture import Counts
 from vlmcompress.hf_hooks.pixels import signals
 from vlmcompress.recipe.reducer import parse
@@ -31,7 +31,7 @@ def noise(*size: int) -> Image.Image:
 def looked(family: str, images: list[Image.Image], text: str) -> list[reducers.Reduction]:
     model = vlm(family)
     layouts = [model.spec.layout(model.processor, *image.size, len(images)) for image in images]
-    return capture.decide(model, encode_prompt(Sample("x", images, "what is it"), model), layouts, parse(text))
+    return picture.decide(model, encode_prompt(Sample("x", images, "what is it"), model), layouts, parse(text))
 
 
 def features(family: str, images: list[Image.Image]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.edits import other_weights
 from tests.kit.inputs import encode
 from tests.kit.next_steps import follow
 from vlmcompress import cli
@@ -123,6 +124,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, ca
         assert run(capsys, *arguments, "-o", out)[0] == 130 and not out.exists()
     code, _, err = run(capsys, *arguments, "-o", out, "--resume", "--lr", "0.02")
     assert code == 2 and "--resume: the interrupted run had --lr 0.01, this one has 0.02" in err
+    with other_weights(models["llava"]):
+        code, _, err = run(capsys, *arguments, "-o", out, "--resume")
+        assert code == 2 and "--resume: the interrupted run had a model with the files {" in err
     assert run(capsys, *arguments, "-o", out, "--resume")[0] == 0
     assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 

@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.edits import other_weights
 from tests.kit.next_steps import follow
 from tests.kit.recovering import divergence
 from vlmcompress import cli
@@ -124,6 +125,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, ca
     arguments = ("--reduce", "divprune:0.25", "--calib", data, "--samples", 24, "-o", tmp_path / "resumed", "--resume")
     code, _, err = run(capsys, "recover", model, *arguments, *FEW)
     assert code == 2 and "--resume: the interrupted run had --steps 6, this one has 4; give the same" in err
+    with other_weights(model), pytest.raises(UserError, match="the interrupted run had a model with the files {"):
+        recover(recipe("resumed"), training, resume=True)
     steps = []
     resumed = recover(recipe("resumed"), training, resume=True, progress=lambda *report: steps.append(report))
     assert [done for label, done, _ in steps if label == "recovering"] == [5, 6]

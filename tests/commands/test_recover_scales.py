@@ -10,9 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, spread, tiny
+from tests.kit.edits import other_weights
 from tests.kit.next_steps import follow
 from tests.kit.recovering import divergence
 from vlmcompress import cli
+from vlmcompress.errors import UserError
+from vlmcompress.recipe import Recipe
+from vlmcompress.runs.recover_scales import recover_scales
+from vlmcompress.runs.train_student import TrainingOptions
 
 FEW = ("--samples", 24, "--steps", 12, "--every", 4, "--batch", 2, "--lr", 2e-3)
 SCHEMES = {
@@ -46,6 +51,22 @@ def run(capsys, *arguments):
 def asked(world: Path, name: str, out: Path, train: str = "scales") -> tuple:
     arguments = ("--teacher", world / "model", "--train", train, "--calib", world / "calib.jsonl")
     return "recover", world / name, *arguments, "-o", out
+
+
+def test_a_run_with_a_retrained_teacher_is_no_going_on(world, tmp_path):
+    """Its weights have the same shapes and the same time of last change."""
+
+    def broken(_label: str, _done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    calibrate = {"data": str(world / "calib.jsonl"), "samples": 24}
+    recipe = Recipe.of(world / "int8", tmp_path / "out", scheme="none", calibrate=calibrate)
+    train = TrainingOptions(train=("scales",))
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            recover_scales(recipe, train, world / "model", resume=resume, progress=broken)
+    with other_weights(world / "model"), pytest.raises(UserError, match="had --teacher with the files "):
+        recover_scales(recipe, train, world / "model", resume=True)
 
 
 @pytest.mark.parametrize(("name", "train"), [("int4", "scales,norms"), ("int8", "scales")])

@@ -102,8 +102,8 @@ def test_missing_extra_and_changed_files(patient):
 def test_a_truncated_shard(patient):
     path = patient / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    found = failures(patient)
-    assert "download" in found["weights"] and "not examined" in found["tensors"]
+    failed = failures(patient)
+    assert "download" in failed["weights"] and "not examined" in failed["tensors"]
 
 
 def test_no_weights_at_all(patient):
@@ -113,8 +113,8 @@ def test_no_weights_at_all(patient):
 
 def test_a_deleted_tensor(patient):
     edit_tensors(patient, lambda tensors: tensors.pop(f"{LAYER}.weight_scale"))
-    found = failures(patient)
-    assert "self_attn.q_proj.weight_scale" in found["tensors"] and "files" not in found
+    failed = failures(patient)
+    assert "self_attn.q_proj.weight_scale" in failed["tensors"] and "files" not in failed
 
 
 def test_a_renamed_tensor(patient):
@@ -136,8 +136,8 @@ def test_fused_layers_with_global_scales_of_their_own(source, tmp_path, scale):
     """vLLM takes the largest of the three for all of them."""
     rtn.write(source, tmp_path / "out", rtn.SCHEMES["nvfp4"])
     edit_tensors(tmp_path / "out", lambda tensors: tensors[f"{LAYER}.{scale}"].mul_(1.5))
-    found = failures(tmp_path / "out")
-    assert found.keys() == {"layers"} and f"one {scale}: {LAYER}.{scale}" in found["layers"]
+    failed = failures(tmp_path / "out")
+    assert failed.keys() == {"layers"} and f"one {scale}: {LAYER}.{scale}" in failed["layers"]
 
 
 def test_nan_in_float8(source, tmp_path):
@@ -169,8 +169,8 @@ def test_a_plain_tensor_of_another_shape(patient):
 
 def test_a_scheme_mismatch_among_fused_layers(patient):
     edit_json(patient, "config.json", lambda c: c["quantization_config"]["ignore"].append(r"re:.*layers\.0\..*q_proj"))
-    found = failures(patient)
-    assert "q_proj: unquantized" in found["fused"] and "tensors" in found
+    failed = failures(patient)
+    assert "q_proj: unquantized" in failed["fused"] and "tensors" in failed
 
 
 def test_tensor_names_that_only_transformers_finds(patient, source, tmp_path):
@@ -213,8 +213,8 @@ def test_a_group_size_that_does_not_divide(patient):
         config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 96
 
     edit_json(patient, "config.json", resize)
-    found = failures(patient)
-    assert found.keys() & {"layers", "tensors"}
+    failed = failures(patient)
+    assert failed.keys() & {"layers", "tensors"}
 
 
 def test_another_format_than_the_numbers_say(patient):

@@ -29,7 +29,7 @@ def loud(monkeypatch):
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
-def made(folder: Path, errors: object, **more) -> Path:
+def made(folder: Path, errors: object, **keys) -> Path:
     """A folder with a manifest of these errors."""
     folder.mkdir()
     calibration = {
@@ -44,7 +44,7 @@ def made(folder: Path, errors: object, **more) -> Path:
         "calibration": calibration,
         "errors": errors,
         "files": {},
-    } | more
+    } | keys
     (folder / manifest.MANIFEST).write_text(json.dumps(content))
     return folder
 
@@ -53,13 +53,13 @@ def made(folder: Path, errors: object, **more) -> Path:
 def checkpoints(tmp_path_factory) -> tuple[Path, Path, Path]:
     """The demo model rounded, and by GPTQ without and with balance."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for name, more in {
+    for name, extra in {
         "rounded": {"scheme": "rtn"},
         "unbalanced": {"scheme": "gptq"},
         "balanced": {"scheme": "gptq", "options": {"balance": "ratio"}},
     }.items():
-        given = {"model": str(DEMO_LLAVA), "out": str(folder / name), "calibrate": {"samples": 16}} | more
-        quantize(resolve(given).recipe)
+        keys = {"model": str(DEMO_LLAVA), "out": str(folder / name), "calibrate": {"samples": 16}} | extra
+        quantize(resolve(keys).recipe)
     return folder / "rounded", folder / "unbalanced", folder / "balanced"
 
 
@@ -72,9 +72,14 @@ def test_figures(tmp_path, capfd):
     """Means, geometric means and counts, worst layer first."""
     before = made(tmp_path / "before", {A: {"text": 0.01, "vision": 0.04}, B: {"text": 0.02, "vision": 0.01}})
     after = made(tmp_path / "after", {A: {"text": 0.02, "vision": 0.01}, B: {"text": 0.08, "vision": 0.0}})
-    one = report(capfd, before)
-    assert one["summary"]["text"] == {"mean": 0.015, "median": 0.015, "worst": {"layer": B, "error": 0.02}, "layers": 2}
-    assert [row["layer"] for row in one["layers"]] == [A, B]
+    figures = report(capfd, before)
+    assert figures["summary"]["text"] == {
+        "mean": 0.015,
+        "median": 0.015,
+        "worst": {"layer": B, "error": 0.02},
+        "layers": 2,
+    }
+    assert [row["layer"] for row in figures["layers"]] == [A, B]
     two = report(capfd, before, after)
     assert [row["layer"] for row in two["layers"]] == [B, A]
     text, vision = two["change"]["text"], two["change"]["vision"]
@@ -93,16 +98,16 @@ def test_what_balance_did(checkpoints, tmp_path, capfd):
     """The manifests' errors, unchanged; balanced by ratio, the few answer tokens gain what the many visual ones lose."""
     _, off, ratio = checkpoints
     page = tmp_path / "deep" / "errors.html"
-    found = report(capfd, off, ratio, "-o", page)
+    figures = report(capfd, off, ratio, "-o", page)
     recorded = [json.loads((folder / manifest.MANIFEST).read_text())["errors"] for folder in (off, ratio)]
-    assert {row["layer"]: row["error"] for row in found["layers"]} == recorded[0]
-    assert {row["layer"]: row["other"] for row in found["layers"]} == recorded[1]
-    assert found["change"]["answer"]["ratio"] < 0.8 < 1.2 < found["change"]["vision"]["ratio"]
-    assert found["differences"] == [] and any("answer tokens" in note for note in found["notes"])
+    assert {row["layer"]: row["error"] for row in figures["layers"]} == recorded[0]
+    assert {row["layer"]: row["other"] for row in figures["layers"]} == recorded[1]
+    assert figures["change"]["answer"]["ratio"] < 0.8 < 1.2 < figures["change"]["vision"]["ratio"]
+    assert figures["differences"] == [] and any("answer tokens" in note for note in figures["notes"])
     cells = re.findall(r'<rect [^>]*class="(cell[^"]*)"', page.read_text())
     layers = len(recorded[0])
     assert cells.count("cell") == 2 * 3 * layers and cells.count("cell gain") + cells.count("cell loss") == 3 * layers
-    assert cells.count("cell loss") == sum(c["worse"] for c in found["change"].values())
+    assert cells.count("cell loss") == sum(c["worse"] for c in figures["change"].values())
 
 
 def test_a_checkpoint_that_saw_no_data(checkpoints, capfd):
@@ -146,11 +151,11 @@ def test_bad_input(case, tmp_path, capfd):
 
 
 def test_nothing_in_common(tmp_path):
-    one, other = (
+    first, other = (
         layer_errors.read(made(tmp_path / name, {layer: {"text": 0.1}})) for name, layer in (("a", A), ("b", B))
     )
     with pytest.raises(UserError, match="no quantized layer in common"):
-        layer_errors.change(one, other)
+        layer_errors.change(first, other)
 
 
 def test_changes_are_to_scale():

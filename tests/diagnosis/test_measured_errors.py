@@ -40,9 +40,9 @@ def stats(tmp_path_factory) -> Path:
     return out
 
 
-def quantized(out: Path, scheme: str, stats: Path | None, **more) -> Path:
-    given = {"model": str(DEMO_LLAVA), "out": str(out), "scheme": scheme} | more
-    return quantize(resolve(given | ({"calibrate": {"stats": str(stats)}} if stats else {})).recipe).out
+def quantized(out: Path, scheme: str, stats: Path | None, **keys) -> Path:
+    recipe_keys = {"model": str(DEMO_LLAVA), "out": str(out), "scheme": scheme} | keys
+    return quantize(resolve(recipe_keys | ({"calibrate": {"stats": str(stats)}} if stats else {})).recipe).out
 
 
 INT8 = Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True))
@@ -79,11 +79,11 @@ def test_measured_is_recorded(stats, tmp_path, scheme):
     options, near = SCHEMES[scheme]
     out = quantized(tmp_path / "out", scheme, stats, options=options)
     recorded = manifest.read(out)["errors"]
-    found = measure(out, statistics_folder.read(stats), DEMO_LLAVA)
-    assert found.errors.keys() == recorded.keys() and len(recorded) == 28
+    measured = measure(out, statistics_folder.read(stats), DEMO_LLAVA)
+    assert measured.errors.keys() == recorded.keys() and len(recorded) == 28
     for name, error in recorded.items():
         within = 0.25 if "up_proj" in name and near > 0.01 else near
-        assert dict(found.errors[name]) == pytest.approx(error, rel=within), name
+        assert dict(measured.errors[name]) == pytest.approx(error, rel=within), name
 
 
 def test_a_data_free_checkpoint_beside_one_that_saw_data(stats, tmp_path, capfd):
@@ -92,18 +92,18 @@ def test_a_data_free_checkpoint_beside_one_that_saw_data(stats, tmp_path, capfd)
     same = quantized(tmp_path / "same", "rtn", stats)
     command = ["report-error", str(rounded), str(gptq), "--stats", str(stats), "--model", str(DEMO_LLAVA), "--json"]
     assert cli.main(command) == 0
-    found = json.loads(capfd.readouterr().out)
+    figures = json.loads(capfd.readouterr().out)
     recorded = manifest.read(same)["errors"]
-    assert all(row["error"] == pytest.approx(recorded[row["layer"]], rel=1e-4) for row in found["layers"])
-    assert found["differences"] == [] and all(change["ratio"] < 1 for change in found["change"].values())
+    assert all(row["error"] == pytest.approx(recorded[row["layer"]], rel=1e-4) for row in figures["layers"])
+    assert figures["differences"] == [] and all(change["ratio"] < 1 for change in figures["change"].values())
 
 
 def test_skipped_layers_stay_out(stats, tmp_path):
     out = quantized(tmp_path / "out", "awq", stats, skip=["v_proj", "q_proj", "k_proj", r"layers\.0\."])
-    found = measure(out, statistics_folder.read(stats), DEMO_LLAVA)
-    assert found.errors.keys() == manifest.read(out)["errors"].keys() and len(found.errors) == 3 * 4
+    measured = measure(out, statistics_folder.read(stats), DEMO_LLAVA)
+    assert measured.errors.keys() == manifest.read(out)["errors"].keys() and len(measured.errors) == 3 * 4
     for name, error in manifest.read(out)["errors"].items():
-        assert dict(found.errors[name]) == pytest.approx(error, rel=0.25 if "up_proj" in name else 0.09), name
+        assert dict(measured.errors[name]) == pytest.approx(error, rel=0.25 if "up_proj" in name else 0.09), name
 
 
 def other_model(folder: Path) -> None:
@@ -156,5 +156,7 @@ def test_the_same_errors_in_another_format(stats, tmp_path):
     """Oracle: the checkpoint in compressed-tensors, whose weights are the same."""
     plain = quantized(tmp_path / "ct", "rtn", stats)
     convert(plain, tmp_path / "gptq", "gptq")
-    found = [measure(folder, statistics_folder.read(stats), DEMO_LLAVA).errors for folder in (plain, tmp_path / "gptq")]
-    assert found[0] == found[1]
+    errors = [
+        measure(folder, statistics_folder.read(stats), DEMO_LLAVA).errors for folder in (plain, tmp_path / "gptq")
+    ]
+    assert errors[0] == errors[1]

@@ -114,7 +114,7 @@ def test_another_model_on_a_node_is_refused(tmp_path: Path) -> None:
     """On one machine: what a worker finds differs from what the run was started with."""
     model = tmp_path / "model"
     shutil.copytree(DEMO_LLAVA, model)
-    part = data_parallel.Part(engines.get("hf"), str(model), None, data_parallel.fingerprint(model), Settings())
+    part = data_parallel.Part(engines.get("hf"), str(model), None, data_parallel.model_hash(model), Settings())
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)

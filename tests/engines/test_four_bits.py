@@ -20,7 +20,7 @@ from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16Linea
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import pack_quantized_values_into_int32
 from vllm.scalar_type import scalar_types
-from vlmcompress.engines.vllm.plugin._four_bits import KERNEL, replace
+from vlmcompress.engines.vllm.plugin._cpu import KERNEL, replace
 
 ROWS, COLUMNS, GROUP = 96, 64, 32  # inputs and outputs
 torch.cpu._init_amx()  # as a worker of vLLM does

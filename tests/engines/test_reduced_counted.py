@@ -85,7 +85,7 @@ def inputs_of(vlm, request):
 @pytest.mark.parametrize("text", ["dymu:thresholds=[0.9, 0.9, 0.9, 0.9]", "learned-adaptive:level=0.5"])
 def test_without_counts_it_is_refused(text, tmp_path):
     pytest.importorskip("vllm")
-    from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
+    from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
     vlm = cases.loaded(DEMO_LLAVA)
     reducer = cases.chosen(cases.trained(text, vlm, tmp_path))

@@ -20,10 +20,12 @@ from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.reduced_cases import reduced
 from vlmcompress.checkpoint import reducer_block
+from vlmcompress.engines import reducer_support
+from vlmcompress.engines.reducer_support import FAMILIES, refusal
 from vlmcompress.engines.vllm import plugin
-from vlmcompress.engines.vllm.plugin import FAMILIES, refusal, supported
+from vlmcompress.engines.vllm.plugin._loading import supported
 from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
-from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
+from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs, load
 from vlmcompress.recipe.reducer import parse
@@ -76,7 +78,7 @@ def test_every_family_serves_the_baselines_and_no_method_within_the_language_mod
     served = {name for name in REGISTRY.names() if refusal(architecture, parse(name)) is None}
     assert {"random", "uniform", "dart", "divprune"} <= served
     assert not served & {"fastv", "dart-llm", "dyrate", "pevlm"}
-    assert refusal(plugin.PREFIX + architecture, parse("dart:0.5")) is None
+    assert refusal(reducer_support.PREFIX + architecture, parse("dart:0.5")) is None
 
 
 def test_text_pivots_need_the_question():
@@ -110,7 +112,7 @@ def test_relevance_needs_the_question(method):
 
 def test_choosing_among_images_needs_encoders_of_whole_images():
     served = {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
-    assert {name.replace("-", "_") for name in plugin.served("litevlm")} == served
+    assert {name.replace("-", "_") for name in reducer_support.served("litevlm")} == served
     reason = refusal("LlavaNextForConditionalGeneration", parse("litevlm")) or ""
     assert "does not serve 'litevlm' with llava-next (without what it needs before the encoder)" in reason
     assert "\n" not in reason
@@ -149,7 +151,7 @@ def test_what_vllm_sets_for_an_architecture_it_sets_for_the_reduced_one():
 
     plugin.register()
     found = {}
-    for name in ("Qwen3_5ForConditionalGeneration", plugin.PREFIX + "Qwen3_5ForConditionalGeneration"):
+    for name in ("Qwen3_5ForConditionalGeneration", reducer_support.PREFIX + "Qwen3_5ForConditionalGeneration"):
         cache = SimpleNamespace(mamba_ssm_cache_dtype="auto")
         text = SimpleNamespace(hf_text_config=SimpleNamespace(mamba_ssm_dtype="float64"))
         MODELS_CONFIG_MAP[name].verify_and_update_config(SimpleNamespace(cache_config=cache, model_config=text))
@@ -167,7 +169,7 @@ def test_importing_the_plugin_imports_nothing_heavy():
 def test_a_longer_table_is_that_of_a_longer_model():
     """Oracle: vLLM's own table, made as long at once."""
     pytest.importorskip("vllm")
-    from vlmcompress.engines.vllm.plugin._rope import lengthened
+    from vlmcompress.engines.vllm.plugin._positions import lengthened
 
     angles = torch.outer(torch.arange(5000.0), 10000 ** -torch.arange(0, 1, 1 / 32))
     table = 1.7 * torch.cat([angles.cos(), angles.sin()], 1)

@@ -17,7 +17,8 @@ import pytest
 from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.engines.vllm import conformance, plugin
+from vlmcompress.engines import reducer_support
+from vlmcompress.engines.vllm import conformance
 from vlmcompress.engines.vllm.conformance_plan import make_questions
 from vlmcompress.engines.vllm.conformance_reference import Reference
 from vlmcompress.recipe import resolve
@@ -48,7 +49,7 @@ SERVED = [
     (family, reducer)
     for family, name in ARCHITECTURES.items()
     for reducer in REDUCERS
-    if plugin.refusal(name, parse(reducer)) is None
+    if reducer_support.refusal(name, parse(reducer)) is None
 ]
 FEW = [
     ("llava", "visionzip:0.5", "fp8"),

@@ -56,7 +56,7 @@ class Encoder(torch.nn.Module):
 
 @pytest.mark.parametrize("pixels", [torch.zeros(2, 3), [torch.zeros(3), torch.zeros(4)]])
 def test_the_model_fetches_pixels_and_nothing_else(pixels):
-    from vlmcompress.engines.vllm.plugin._resuming import ResumableModel
+    from vlmcompress.engines.vllm.plugin._loading import ResumableModel
 
     class Model(ResumableModel, Encoder):
         pass

@@ -32,19 +32,19 @@ def bare(vlm) -> dict[str, torch.Tensor]:
 def test_keeps_what_the_original_keeps(family, rule, layer, monkeypatch):
     """Oracle: the method within the language model, with positions, masks and deepstack of the model itself."""
     vlm = tiny(family)
-    inputs, found = bare(vlm), recorded(monkeypatch)
+    inputs, calls = bare(vlm), recorded(monkeypatch)
     with attach(vlm, RULES[rule], {"keep": 0.4, "layer": layer}) as attached:
         vlm.model(**inputs)
         (original,) = attached.seen
     with attach(vlm, "surrogate", {"keep": 0.4, "layer": layer, "rule": rule}) as attached:
         vlm.model(**inputs)
         (surrogate,) = attached.seen
-    wanted, ahead = found[0], found[1].ahead
-    torch.testing.assert_close(ahead.saliency, wanted.saliency)
-    torch.testing.assert_close(ahead.keys, wanted.keys)
+    expected, ahead = calls[0], calls[1].ahead
+    torch.testing.assert_close(ahead.saliency, expected.saliency)
+    torch.testing.assert_close(ahead.keys, expected.keys)
     if rule == "dart":
         for name in ("features", "query", "query_keys"):
-            torch.testing.assert_close(getattr(ahead, name), getattr(wanted, name))
+            torch.testing.assert_close(getattr(ahead, name), getattr(expected, name))
     assert torch.equal(surrogate.reduction.anchor, original.reduction.anchor)
 
 

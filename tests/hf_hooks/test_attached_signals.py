@@ -21,8 +21,8 @@ def eager(vlm, inputs, part: str):
     """Attention maps `[b, heads, s, s]` of each layer of the tower or the language model."""
     module = vlm.model.get_submodule(part)
     kernel = module.config._attn_implementation
-    found = {}
-    hook = module.register_forward_hook(lambda m, a, k, out: found.update(maps=out.attentions), with_kwargs=True)
+    attention = {}
+    hook = module.register_forward_hook(lambda m, a, k, out: attention.update(maps=out.attentions), with_kwargs=True)
     ask = module.register_forward_pre_hook(lambda m, a, k: (a, k | {"output_attentions": True}), with_kwargs=True)
     try:
         module.set_attn_implementation("eager")
@@ -31,14 +31,14 @@ def eager(vlm, inputs, part: str):
         module.set_attn_implementation(kernel)
         hook.remove()
         ask.remove()
-    return found["maps"]
+    return attention["maps"]
 
 
-@pytest.mark.parametrize("method", ["visionzip", "vscan", "scope", "holov"])
+@pytest.mark.parametrize("method", ["visionzip", "vscan", "scope"])
 def test_encoder(method, monkeypatch):
     vlm = tiny("llava")
     inputs = encode(vlm, ONE, TWO)
-    found = recorded(monkeypatch)
+    calls = recorded(monkeypatch)
     with attach(vlm, method, given(method)) as attached:
         vlm.model(**inputs)
     maps = eager(vlm, inputs, "model.vision_tower")
@@ -46,8 +46,8 @@ def test_encoder(method, monkeypatch):
     states = tower(inputs["pixel_values"], output_hidden_states=True).hidden_states
     layers = tower.encoder.layers
     keys = layers[-2].self_attn.k_proj(layers[-2].layer_norm1(states[-3]))[:, 1:]
-    assert len(found) == len(attached.seen) == 3
-    for number, signals in enumerate(found):
+    assert len(calls) == len(attached.seen) == 3
+    for number, signals in enumerate(calls):
         torch.testing.assert_close(signals.saliency, maps[-2][number, :, 0, 1:].mean(0), atol=1e-7, rtol=1e-6)
         torch.testing.assert_close(signals.keys, keys[number])
         assert signals.grid == (1, 4, 4) and signals.heads == 4
@@ -62,17 +62,17 @@ def test_encoder(method, monkeypatch):
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llava"])
 def test_methods_that_take_attention_do_without_where_there_is_none(family, monkeypatch):
-    vlm, found = tiny(family), recorded(monkeypatch)
+    vlm, calls = tiny(family), recorded(monkeypatch)
     with attach(vlm, "scope", {"keep": 0.4}):
         vlm.model(**encode(vlm, ONE, TWO))
-    assert found and all(signals.saliency is None and signals.features is not None for signals in found)
+    assert calls and all(signals.saliency is None and signals.features is not None for signals in calls)
 
 
 def test_attention_is_taken_only_where_the_model_has_it_and_the_method_reads_it():
     spec, config = tiny("llava").spec, copy.deepcopy(tiny("llava").model.config)
-    names = ("scope", "holov", "cdpruner", "uniform", "fastv", "litevlm", "vscan", "visionzip")
+    names = ("scope", "cdpruner", "uniform", "fastv", "litevlm", "vscan", "visionzip")
     heard = {name for name in names if listens(spec, config, REGISTRY.get(name))}
-    assert heard == {"scope", "holov", "vscan", "visionzip"}
+    assert heard == {"scope", "vscan", "visionzip"}
     config.vision_feature_select_strategy = "full"
     assert not listens(spec, config, REGISTRY.get("scope"))
     config = copy.deepcopy(tiny("llava").model.config)
@@ -85,13 +85,13 @@ def test_attention_is_taken_only_where_the_model_has_it_and_the_method_reads_it(
 def test_last_token(family, layer, monkeypatch):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO, NONE)
-    found = recorded(monkeypatch)
+    calls = recorded(monkeypatch)
     with attach(vlm, "fastv", {"keep": 0.4, "layer": layer}) as attached:
         vlm.model(**inputs)
     text = vlm.spec.layers.rpartition(".")[0]
     maps = [eager(vlm, encode(vlm, prompt), text)[layer - 1] for prompt in (ONE, TWO)]  # unpadded, eager has no NaN
-    assert len(found) == len(attached.seen) >= 3
-    for signals, unit in zip(found, attached.seen, strict=True):
+    assert len(calls) == len(attached.seen) >= 3
+    for signals, unit in zip(calls, attached.seen, strict=True):
         padding = inputs["input_ids"].shape[1] - maps[unit.row].shape[-1]
         expected = maps[unit.row][0, :, -1].mean(0)[unit.columns - padding]
         assert expected.std() > 1e-4
@@ -103,7 +103,7 @@ def test_states_within_the_language_model(family, monkeypatch):
     """dart-llm: states through the final norm, and only text behind the image asks."""
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
-    found = recorded(monkeypatch)
+    calls = recorded(monkeypatch)
     with attach(vlm, "dart-llm", {"keep": 0.4, "layer": 1}) as attached:
         vlm.model(**inputs)
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
@@ -113,7 +113,7 @@ def test_states_within_the_language_model(family, monkeypatch):
     hook.remove()
     states = text.norm(entered[0])
     keys = cache.layers[0].keys.transpose(1, 2).flatten(2)
-    for signals, unit in zip(found, attached.seen, strict=True):
+    for signals, unit in zip(calls, attached.seen, strict=True):
         torch.testing.assert_close(signals.features, states[unit.row, unit.columns])
         torch.testing.assert_close(signals.keys, keys[unit.row, unit.columns])
         ids = inputs["input_ids"][unit.row]
@@ -131,18 +131,18 @@ def test_projected(family, monkeypatch):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
     embeds = reference.arguments(vlm, inputs)["inputs_embeds"]
-    found = recorded(monkeypatch)
+    calls = recorded(monkeypatch)
     with attach(vlm, "dart", {"keep": 0.4}) as attached:
         vlm.model(**inputs)
-    own = {
+    expected = {
         name: value
         for name, value in inputs.items()
         if any(part in name for part in ("pixel", "grid", "image", "spatial"))
     }
-    features = vlm.model.get_image_features(**own).pooler_output
+    features = vlm.model.get_image_features(**expected).pooler_output
     where = inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)
     rows = embeds.masked_scatter(where[..., None], torch.cat([part.flatten(0, -2) for part in features]))
-    for signals, unit in zip(found, attached.seen, strict=True):
+    for signals, unit in zip(calls, attached.seen, strict=True):
         torch.testing.assert_close(signals.features, rows[unit.row, unit.columns])
         where[unit.row, unit.columns] = False  # each token is of one unit
     rest = embeds[where]
@@ -152,7 +152,7 @@ def test_projected(family, monkeypatch):
         assert not len(rest)
     tokenizer = vlm.processor.tokenizer
     lines = [number for text, number in tokenizer.get_added_vocab().items() if not text.strip()]  # Gemma's, of newlines
-    for signals, unit in zip(found, attached.seen, strict=True):
+    for signals, unit in zip(calls, attached.seen, strict=True):
         ids = inputs["input_ids"][unit.row]
         words = (ids < 256) | torch.isin(ids, torch.tensor(lines, dtype=torch.long))
         torch.testing.assert_close(signals.query, embeds[unit.row, words])
@@ -174,11 +174,11 @@ def test_whole_images(family):
     inputs = encode(vlm, ONE, TWO)
     with attach(vlm, "relevance", given("relevance")) as attached:
         vlm.model(**inputs)
-    images = [one.check() for one in attached.images()]
+    images = [reduction.check() for reduction in attached.images()]
     where = inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)
-    assert sum(len(one.target) for one in images) == where.sum()
+    assert sum(len(reduction.target) for reduction in images) == where.sum()
     embeds = reference.arguments(vlm, inputs)["inputs_embeds"]
     kept = reference.merged(embeds, attached.seen)[reference.hidden_mask(where, attached.seen).bool()]
-    parts = embeds[where].split([len(one.target) for one in images])
-    rows = torch.cat([one.apply(part) for one, part in zip(images, parts, strict=True)])
+    parts = embeds[where].split([len(reduction.target) for reduction in images])
+    rows = torch.cat([reduction.apply(part) for reduction, part in zip(images, parts, strict=True)])
     torch.testing.assert_close(rows, kept, atol=1e-5, rtol=1e-5)

@@ -76,11 +76,11 @@ def test_an_error_within_the_model_leaves_nothing_behind():
 def test_text_alone_is_untouched(family, method):
     vlm = tiny(family)
     inputs = encode(vlm, NONE)
-    how = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    plain, answer = vlm.model(**inputs).logits, vlm.model.generate(**inputs, **how)
+    generation = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    plain, answer = vlm.model(**inputs).logits, vlm.model.generate(**inputs, **generation)
     with attach(vlm, method, given(method)) as attached:
         assert torch.equal(vlm.model(**inputs).logits, plain)
-        again = vlm.model.generate(**inputs, **how)
+        again = vlm.model.generate(**inputs, **generation)
     assert torch.equal(torch.stack(answer.logits), torch.stack(again.logits)) and not attached.seen
 
 
@@ -102,7 +102,6 @@ def test_what_is_refused_and_what_is_not():
         "dart",
         "divprune",
         "evs",
-        "holov",
         "learned",
         "learned-adaptive",
         "pool",
@@ -155,7 +154,7 @@ def test_images_too_small_for_the_share_are_kept_whole_and_said_once(method):
         vlm.model(**inputs)
         vlm.model(**inputs)
     assert [(len(unit.reduction.anchor), len(unit.columns)) for unit in attached.seen] == [(9, 9), (1, 15), (1, 12)]
-    (warning,) = [str(one.message) for one in said if one.category is KeptWhole]
+    (warning,) = [str(warned.message) for warned in said if warned.category is KeptWhole]
     assert warning.startswith("keep=0.05") and warning.endswith("one token of a 3x3 grid; such images are kept whole")
 
 

@@ -57,7 +57,7 @@ def encoded(vlm: VLM, picture: torch.Tensor, method: str, options: dict) -> tupl
         normed = before(states)
         keys = attention.k_proj(normed)
         states = states + scales[0] * attention(normed[None], attention_mask=None)[0][0]
-        rows = torch.stack([key(keys, groups, one, aside) for one in range(len(groups))])
+        rows = torch.stack([key(keys, groups, image_index, aside) for image_index in range(len(groups))])
         rows = torch.nn.functional.normalize(rows, dim=-1)
         best, partner = (rows[::2] @ rows[1::2].T).max(1)
         count = pairs(method, options, number, len(layers), best, len(groups))
@@ -84,19 +84,19 @@ def parts_of(layer: torch.nn.Module) -> tuple:
 @contextlib.contextmanager
 def looped(vlm: VLM, method: str, options: dict):
     """The model with the loop's rows behind its encoder; gives the groups of blocks of each picture."""
-    found: list[list[list[int]]] = []
+    groups_by_picture: list[list[list[int]]] = []
 
     def run(module, args, kwargs, output):
         pictures = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
         results = [encoded(vlm, picture, method, options) for picture in pictures]
-        found[:] = [groups for _, groups in results]
+        groups_by_picture[:] = [groups for _, groups in results]
         output.last_hidden_state = torch.stack([rows for rows, _ in results])
         return output
 
     tower = vlm.model.get_submodule(vlm.spec.vision[0])
     hook = tower.register_forward_hook(run, with_kwargs=True)
     try:
-        yield found
+        yield groups_by_picture
     finally:
         hook.remove()
 
@@ -143,9 +143,9 @@ def test_nothing_merged_changes_no_bit(family, method, options, dtype):
 
 def test_a_shorter_encoder_really_runs():
     """Every layer's MLP and the next layer's attention see what is left: 4 patches of each of 16, 12 and 8 blocks, and CLS."""
-    vlm, seen = wide("internvl"), []
+    vlm, lengths = wide("internvl"), []
     hooks = [
-        module.register_forward_hook(lambda module, args, output: seen.append(output.shape[-2]))
+        module.register_forward_hook(lambda module, args, output: lengths.append(output.shape[-2]))
         for layer in vlm.model.get_submodule(vlm.spec.vision_layers)
         for module in (layer.attention.k_proj, layer.mlp)
     ]
@@ -155,7 +155,7 @@ def test_a_shorter_encoder_really_runs():
     finally:
         for hook in hooks:
             hook.remove()
-    assert seen == [1 + 64, 1 + 48, 1 + 48, 1 + 32]
+    assert lengths == [1 + 64, 1 + 48, 1 + 48, 1 + 32]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -174,13 +174,13 @@ def test_virtual_unmerging_keeps_all_tokens(family):
 def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
     """On one batch the share is kept on average; a file of them is read by its model, and by no other encoder."""
     vlm, file = wide(family), tmp_path / "dymu.json"
-    given = [encode(vlm, prompt) for prompt in (ONE, TWO, NONE)]
-    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.5"))
-    kept = learning.kept(vlm, given, learnt)
+    batches = [encode(vlm, prompt) for prompt in (ONE, TWO, NONE)]
+    learnt = learning.learn(vlm, batches, chosen.parse("dymu:0.5"))
+    kept = learning.kept(vlm, batches, learnt)
     assert len(learnt.options.thresholds) == 2 and abs(sum(kept) / len(kept) - 8) < 0.5 and len(set(kept)) > 1
     counts = []
     with attach(vlm, learnt) as attached:
-        for inputs in given[:2]:
+        for inputs in batches[:2]:
             vlm.model(**inputs)
             counts += [len(unit.reduction.anchor) for unit in attached.seen]
     assert counts == kept
@@ -195,17 +195,17 @@ def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_counts_from_pixels_are_met_exactly(family):
     vlm = wide(family)
-    given = [encode(vlm, prompt) for prompt in (ONE, TWO)]
-    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.6"))
-    counter = learning.counter(vlm, given, learnt)
+    batches = [encode(vlm, prompt) for prompt in (ONE, TWO)]
+    learnt = learning.learn(vlm, batches, chosen.parse("dymu:0.6"))
+    counter = learning.counter(vlm, batches, learnt)
     assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
-    said = [counter.count(picture) for inputs in given for picture in learning.pictures(vlm, inputs)]
+    said = [counter.count(picture) for inputs in batches for picture in learning.pictures(vlm, inputs)]
     with attach(vlm, learnt, counter=counter) as attached:
-        found = []
-        for inputs in given:
+        counts = []
+        for inputs in batches:
             vlm.model(**inputs)
-            found += [len(unit.reduction.anchor) for unit in attached.seen]
-    assert found == said
+            counts += [len(unit.reduction.anchor) for unit in attached.seen]
+    assert counts == said
 
 
 def test_refused():

@@ -17,9 +17,9 @@ FIVE = ([picture(seed) for seed in range(5)], "how many are alike?")
 OPTIONS = {"sink": 1, "frames": 2}
 
 
-def parts(seen: list[Reduced], row: int, s: int) -> list[int]:
+def parts(units: list[Reduced], row: int, s: int) -> list[int]:
     """`[s]`: 0 for the sink, the number of its block for every other token, -1 for the question."""
-    images = sorted({unit.span for unit in seen if unit.row == row})
+    images = sorted({unit.span for unit in units if unit.row == row})
     labels = []
     for column in range(s):
         number = sum(first + tokens <= column for first, tokens in images)  # images that end before
@@ -30,13 +30,13 @@ def parts(seen: list[Reduced], row: int, s: int) -> list[int]:
     return labels
 
 
-def masked(vlm: VLM, inputs: dict[str, torch.Tensor], seen: list[Reduced], prompt: int) -> torch.Tensor:
+def masked(vlm: VLM, inputs: dict[str, torch.Tensor], units: list[Reduced], prompt: int) -> torch.Tensor:
     """Logits with the mask on every block; tokens from column `prompt` on see everything."""
     mask = inputs["attention_mask"].bool()
     rows, s = mask.shape
     square = torch.zeros(rows, 1, s, s, dtype=torch.bool)
     for row in range(rows):
-        labels = [*parts(seen, row, prompt), *[-1] * (s - prompt)]
+        labels = [*parts(units, row, prompt), *[-1] * (s - prompt)]
         for query in range(s):
             for key in range(query + 1):
                 near = labels[query] in (-1, labels[key]) or labels[key] == 0
@@ -50,12 +50,12 @@ def test_equals_dense_masked_attention(family):
     inputs = encode(vlm, FIVE, ONE, NONE)
     prompt = inputs["input_ids"].shape[1]
     with attach(vlm, "pevlm", OPTIONS) as attached:
-        found = vlm.model(**inputs).logits
+        logits = vlm.model(**inputs).logits
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
     real = inputs["attention_mask"].bool()
     expected = masked(vlm, inputs, attached.seen, prompt)
-    torch.testing.assert_close(found[real], expected[real], atol=1e-9, rtol=1e-9)
-    assert (found[0, -1] - vlm.model(**inputs).logits[0, -1]).abs().max() > 1e-3
+    torch.testing.assert_close(logits[real], expected[real], atol=1e-9, rtol=1e-9)
+    assert (logits[0, -1] - vlm.model(**inputs).logits[0, -1]).abs().max() > 1e-3
     full = masked(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.seen, prompt)
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, -STEPS - 1 : -1], atol=2e-5, rtol=1e-4)
     assert all(len(unit.reduction.anchor) == len(unit.columns) for unit in attached.seen)
@@ -70,15 +70,17 @@ def test_a_block_is_as_if_encoded_alone(family):
         cache = vlm.model(**inputs).past_key_values
     labels = torch.tensor(parts(attached.seen, 0, inputs["input_ids"].shape[1]))
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    given = reference.arguments(vlm, inputs)
-    positions = given.get("position_ids")
+    arguments = reference.arguments(vlm, inputs)
+    positions = arguments.get("position_ids")
     if positions is None:
         positions = torch.arange(len(labels))[None]
     for block in (1, 2):
-        own = ((labels == 0) | (labels == block)).nonzero().flatten()
-        alone = text(inputs_embeds=given["inputs_embeds"][:, own], position_ids=positions[..., own], use_cache=True)
+        columns = ((labels == 0) | (labels == block)).nonzero().flatten()
+        alone = text(
+            inputs_embeds=arguments["inputs_embeds"][:, columns], position_ids=positions[..., columns], use_cache=True
+        )
         for layer, other in zip(cache.layers, alone.past_key_values.layers, strict=True):
-            torch.testing.assert_close(layer.keys[:, :, own], other.keys, atol=1e-9, rtol=1e-9)
+            torch.testing.assert_close(layer.keys[:, :, columns], other.keys, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen3-vl"])

@@ -23,17 +23,17 @@ def test_equals_the_language_model_on_what_is_left(family):
     inputs = encode(vlm, ONE, TWO, NONE)
     with attach(vlm, parse(COMPACT)) as attached:
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
-        seen = attached.seen
-    assert seen
+        units = attached.seen
+    assert units
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
     rows = reference.arguments(vlm, inputs)["inputs_embeds"]
-    kept = reference.hidden_mask(inputs["attention_mask"], seen).bool()
+    kept = reference.hidden_mask(inputs["attention_mask"], units).bool()
     answers = vlm.model.get_input_embeddings()(out.sequences[:, -STEPS:])
     for number, (row, mask, answer) in enumerate(zip(rows, kept, answers, strict=True)):
         whole = torch.cat([row[mask], answer])[None]
         expected = vlm.model.lm_head(text(inputs_embeds=whole).last_hidden_state)[0, -STEPS - 1 : -1]
-        found = torch.stack([step[number] for step in out.logits])
-        torch.testing.assert_close(found.double(), expected.double(), atol=2e-5, rtol=1e-4)
+        logits = torch.stack([step[number] for step in out.logits])
+        torch.testing.assert_close(logits.double(), expected.double(), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -26,21 +26,21 @@ SIZE = (190, 100)
 
 def ran(family: str, chosen: ReducerChoice | None, images: int) -> tuple[int, int, int]:
     """Bytes of the cache behind a prompt, multiply-adds that its linear layers took, and its length."""
-    one, work = vlm(family), [0]
+    model, work = vlm(family), [0]
 
     def count(module: nn.Linear, args: tuple, _: torch.Tensor) -> None:
         work[0] += args[0].numel() // args[0].shape[-1] * module.weight.numel()
 
-    blocks = [one.model.get_submodule(name) for name in decoder_layers(one.model, one.spec)]
+    blocks = [model.model.get_submodule(name) for name in decoder_layers(model.model, model.spec)]
     named = [(name, module) for block in blocks for name, module in block.named_modules()]
-    linears = [module for name, module in named if isinstance(module, nn.Linear) or name == one.spec.router]
+    linears = [module for name, module in named if isinstance(module, nn.Linear) or name == model.spec.router]
     linears = [module for module in linears if getattr(module, "weight", None) is not None]  # a dense MLP has no router
     hooks = [module.register_forward_hook(count) for module in linears]
-    inputs = encode_prompt(Sample("x", [Image.new("RGB", SIZE)] * images, "hm"), one)
-    inputs["pixel_values"] = inputs["pixel_values"].to(one.model.dtype)
-    attached = attach(one, chosen.method, chosen.options) if chosen else None
+    inputs = encode_prompt(Sample("x", [Image.new("RGB", SIZE)] * images, "hm"), model)
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.model.dtype)
+    attached = attach(model, chosen.method, chosen.options) if chosen else None
     try:
-        cache = one.model(**inputs, use_cache=True).past_key_values
+        cache = model.model(**inputs, use_cache=True).past_key_values
     finally:
         for hook in hooks:
             hook.remove()
@@ -53,10 +53,10 @@ def ran(family: str, chosen: ReducerChoice | None, images: int) -> tuple[int, in
     return sum(tensor.nbytes for tensor in held), work[0], inputs["input_ids"].shape[1]
 
 
-def attention(found: list[planning.Block], lengths: list[int]) -> int:
+def attention(blocks: list[planning.Block], lengths: list[int]) -> int:
     """Multiply-adds of attention, pair by pair."""
     total = 0
-    for block, n in zip(found, lengths, strict=True):
+    for block, n in zip(blocks, lengths, strict=True):
         pairs = sum(1 for query in range(n) for key in range(query + 1) if query - key < (block.window or n))
         total += 2 * block.queries * pairs
     return total
@@ -65,20 +65,21 @@ def attention(found: list[planning.Block], lengths: list[int]) -> int:
 @pytest.mark.parametrize("family", REGISTRY.names())
 @pytest.mark.parametrize("images", [1, 2])
 def test_the_prompt_of_every_family(family, images):
-    found = planning.plan(checkpoint(family), [SIZE] * images, "hm", [])
+    planned = planning.plan(checkpoint(family), [SIZE] * images, "hm", [])
     cache, linear, length = ran(family, None, images)
     blocks = planning.blocks(vlm(family))
     text = vlm(family).model.config.get_text_config()
-    own = [text.per_layer_config[layer] for layer in range(len(blocks))]  # Gemma 4's heads are of two widths
+    configs = [text.per_layer_config[layer] for layer in range(len(blocks))]  # Gemma 4's heads are of two widths
     widths = [
-        one.num_attention_heads * (getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
-        for one in own
+        config.num_attention_heads
+        * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        for config in configs
     ]
     assert all(block.queries == width for block, width in zip(blocks, widths, strict=True) if block.cached)
-    assert found.full.prompt == length == found.full.visual + found.text
-    assert found.full.multiply_adds == linear + attention(blocks, [length] * len(blocks))
+    assert planned.full.prompt == length == planned.full.visual + planned.text
+    assert planned.full.multiply_adds == linear + attention(blocks, [length] * len(blocks))
     limits = [block.window or length for block in blocks]
-    assert found.full.kv_bytes_prompt == 2 * sum(
+    assert planned.full.kv_bytes_prompt == 2 * sum(
         block.cached * min(length, limit) for block, limit in zip(blocks, limits, strict=True)
     )
     # transformers keeps one token less than a sliding window
@@ -86,10 +87,10 @@ def test_the_prompt_of_every_family(family, images):
         block.cached * (limit - 1 if limit < length else length) for block, limit in zip(blocks, limits, strict=True)
     )
     assert (
-        found.text_only.kv_bytes
+        planned.text_only.kv_bytes
         == 0
-        < found.full.kv_bytes
-        <= found.full.kv_bytes_prompt - found.text_only.kv_bytes_prompt
+        < planned.full.kv_bytes
+        <= planned.full.kv_bytes_prompt - planned.text_only.kv_bytes_prompt
     )
 
 
@@ -107,14 +108,14 @@ def test_the_prompt_of_every_family(family, images):
 )
 def test_reduced_as_the_model_is(family, text, images):
     chosen = parse(text)
-    found = planning.plan(checkpoint(family), [SIZE] * images, "hm", [chosen])
-    cost = found.reduced[str(chosen)]
+    planned = planning.plan(checkpoint(family), [SIZE] * images, "hm", [chosen])
+    cost = planned.reduced[str(chosen)]
     cache, linear, length = ran(family, chosen, images)
     blocks = planning.blocks(vlm(family))
     inside = chosen.method in ("fastv", "pyramiddrop")  # before the last of two blocks
     lengths = [length if inside else cost.prompt] + [cost.prompt] * (len(blocks) - 1)
-    assert [count + found.text for count in cost.blocks] == lengths and cost.differs == inside
-    assert cost.visual < found.full.visual and cost.prompt == cost.visual + found.text
+    assert [count + planned.text for count in cost.blocks] == lengths and cost.differs == inside
+    assert cost.visual < planned.full.visual and cost.prompt == cost.visual + planned.text
     assert cost.kv_bytes_prompt == cache
     assert cost.multiply_adds == linear + attention(blocks, lengths)
 
@@ -123,13 +124,13 @@ def test_no_weights_are_needed(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint("qwen2-5-vl"), folder)
     (folder / "model.safetensors").unlink()
-    found = planning.plan(folder, [SIZE], "hm", [parse("random:0.5")])
-    assert found.to_dict() == planning.plan(checkpoint("qwen2-5-vl"), [SIZE], "hm", [parse("random:0.5")]).to_dict()
+    planned = planning.plan(folder, [SIZE], "hm", [parse("random:0.5")])
+    assert planned.to_dict() == planning.plan(checkpoint("qwen2-5-vl"), [SIZE], "hm", [parse("random:0.5")]).to_dict()
 
 
 def test_fp8_cache_is_half():
-    found = [planning.plan(checkpoint("llava"), [SIZE], "", [], size) for size in (None, 1)]
-    assert found[0].full.kv_bytes == 2 * found[1].full.kv_bytes
+    plans = [planning.plan(checkpoint("llava"), [SIZE], "", [], size) for size in (None, 1)]
+    assert plans[0].full.kv_bytes == 2 * plans[1].full.kv_bytes
 
 
 def test_verb(capfd):
@@ -183,8 +184,8 @@ def test_blocks_that_see_different_counts_are_shown(capfd):
         (["--image-size", "64x64", "--kv-cache", "fp4"], "--kv-cache fp4: no such type"),
     ],
 )
-def test_bad_input(capfd, more, message):
-    assert cli.main(["tokens", str(checkpoint("llava")), *more]) == 2
+def test_bad_input(capfd, flags, message):
+    assert cli.main(["tokens", str(checkpoint("llava")), *flags]) == 2
     shown = capfd.readouterr().err
     assert message in shown and shown.count("\n") == 1
 

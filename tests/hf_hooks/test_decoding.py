@@ -30,8 +30,8 @@ def test_generated_tokens_equal_the_full_recompute(family, method):
     # generate counts positions from the first real token, forward from the padding: rotations differ in float32's last bits
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, -STEPS - 1 : -1], atol=2e-5, rtol=1e-4)
     lengths = [inputs["input_ids"].shape[1] + STEPS - 1] * LAYERS
-    for first, seen in attached.stages:
-        kept = reference.hidden_mask(inputs["attention_mask"], seen).sum(1).max()
+    for first, units in attached.stages:
+        kept = reference.hidden_mask(inputs["attention_mask"], units).sum(1).max()
         lengths[first:] = [int(kept) + STEPS - 1] * (LAYERS - first)
     assert lengths[-1] < inputs["input_ids"].shape[1] + STEPS - 1
     assert [part.keys.shape[2] for part in out.past_key_values.layers] == lengths
@@ -52,16 +52,16 @@ def test_forward_by_hand_equals_the_full_recompute(family, method, masked):
     tokens = torch.randint(0, 256, (rows, 3), generator=torch.Generator().manual_seed(3))
     with attach(vlm, method, given(method)) as attached:
         out = vlm.model(**inputs, use_cache=True)
-        found = [out.logits[:, -1:]]
+        logits = [out.logits[:, -1:]]
         for start, end in ((0, 1), (1, 3)) if not masked else ((0, 1), (1, 2), (2, 3)):
-            more = {}
+            extra = {}
             if masked:
-                more["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens[:, :end])], 1)
-            out = vlm.model(input_ids=tokens[:, start:end], past_key_values=out.past_key_values, **more)
-            found.append(out.logits)
+                extra["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens[:, :end])], 1)
+            out = vlm.model(input_ids=tokens[:, start:end], past_key_values=out.past_key_values, **extra)
+            logits.append(out.logits)
     inputs.setdefault("attention_mask", torch.ones(rows, length, dtype=torch.long))
     full = reference.logits(vlm, extended(inputs, tokens), attached.stages)
-    torch.testing.assert_close(torch.cat(found, 1), full[:, -4:], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(logits, 1), full[:, -4:], atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llava", "idefics3", "internvl"])
@@ -80,12 +80,12 @@ def test_a_second_turn_with_an_image_of_its_own(family, method):
         last = vlm.model(input_ids=torch.tensor([[65]]), past_key_values=out.past_key_values)
     pixels = {"pixel_values": torch.cat([first["pixel_values"], second["pixel_values"]], int(family == "idefics3"))}
     if "pixel_attention_mask" in first:
-        parts = [one["pixel_attention_mask"] for one in (first, second)]
+        parts = [inputs["pixel_attention_mask"] for inputs in (first, second)]
         pixels["pixel_attention_mask"] = torch.cat(parts, 1)
-    stages = [(first, seen + more) for (first, seen), (_, more) in zip(stages, later, strict=True)]
+    stages = [(first, units + later_units) for (first, units), (_, later_units) in zip(stages, later, strict=True)]
     full = reference.logits(vlm, extended({**both, **pixels}, torch.tensor([[65]])), stages)
-    own = reference.hidden_mask(both["attention_mask"], stages[-1][1])[0].bool()[length:]
-    torch.testing.assert_close(out.logits[0], full[0, length:-1][own], atol=1e-9, rtol=1e-9)
+    visible = reference.hidden_mask(both["attention_mask"], stages[-1][1])[0].bool()[length:]
+    torch.testing.assert_close(out.logits[0], full[0, length:-1][visible], atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(last.logits[0], full[0, -1:], atol=1e-9, rtol=1e-9)
 
 
@@ -97,10 +97,10 @@ def test_beams_and_no_cache(family):
     """
     vlm = tiny(family)
     inputs = encode(vlm, ONE, (TWO[0][:1], TWO[1]))
-    how = {**GREEDY, "num_beams": 2, "output_scores": True}
+    generation = {**GREEDY, "num_beams": 2, "output_scores": True}
     with attach(vlm, "random", {"keep": 0.4}):
-        cached = vlm.model.generate(**inputs, **how, return_dict_in_generate=True)
-        whole = vlm.model.generate(**inputs, **how, return_dict_in_generate=True, use_cache=False)
+        cached = vlm.model.generate(**inputs, **generation, return_dict_in_generate=True)
+        whole = vlm.model.generate(**inputs, **generation, return_dict_in_generate=True, use_cache=False)
     assert torch.equal(cached.sequences, whole.sequences)
     torch.testing.assert_close(cached.sequences_scores, whole.sequences_scores, atol=1e-5, rtol=1e-5)
 
@@ -110,22 +110,22 @@ def test_caches_emptied_or_cut(method):
     """An emptied cache starts over; one cut behind the prompt goes on; one cut within it is refused."""
     vlm = tiny("llava")
     inputs, words = encode(vlm, ONE), encode(vlm, NONE)
-    one, other = torch.tensor([[65]]), torch.tensor([[66]])
+    token, other = torch.tensor([[65]]), torch.tensor([[66]])
     with attach(vlm, method, given(method)):
         out = vlm.model(**inputs)
         cache = out.past_key_values
-        expected = vlm.model(input_ids=one, past_key_values=cache).logits
+        expected = vlm.model(input_ids=token, past_key_values=cache).logits
         vlm.model(input_ids=other, past_key_values=cache)
         cache.crop(-2)
-        again = vlm.model(input_ids=one, past_key_values=cache).logits
+        again = vlm.model(input_ids=token, past_key_values=cache).logits
         torch.testing.assert_close(again, expected, atol=1e-9, rtol=1e-9)
         cache.crop(-3)
         with pytest.raises(UserError, match="cut within the prompt"):
-            vlm.model(input_ids=one, past_key_values=cache)
+            vlm.model(input_ids=token, past_key_values=cache)
         cache.crop(-cache.get_seq_length())
         vlm.model(**words, past_key_values=cache)
-        last = vlm.model(input_ids=one, past_key_values=cache).logits
-    both = torch.cat([words["input_ids"], one], 1)
+        last = vlm.model(input_ids=token, past_key_values=cache).logits
+    both = torch.cat([words["input_ids"], token], 1)
     torch.testing.assert_close(last, vlm.model(input_ids=both).logits[:, -1:], atol=1e-9, rtol=1e-9)
 
 

@@ -71,7 +71,9 @@ def encoded(vlm: VLM, picture: torch.Tensor, method: str, options: dict) -> tupl
     groups, layers = [[patch] for patch in range(len(states) - aside)], tower.encoder.layers
     layers = layers[:-1] if aside else layers
     for number, layer in enumerate(layers):
-        change, keys = attended(layer.self_attn, layer.layer_norm1(states), [1] * aside + [len(one) for one in groups])
+        change, keys = attended(
+            layer.self_attn, layer.layer_norm1(states), [1] * aside + [len(members) for members in groups]
+        )
         states = states + change
         rows = torch.nn.functional.normalize(keys[aside:], dim=-1)
         best, partner = (rows[::2] @ rows[1::2].T).max(1)
@@ -97,9 +99,9 @@ def looped(vlm: VLM, method: str, options: dict):
     base, features, counts = vlm.model.model, [], []
 
     def run(module, args):
-        found = [encoded(vlm, picture, method, options) for picture in args[0]]
-        features[:] = [rows for rows, _ in found]
-        counts[:] = [rows for _, rows in found]
+        images = [encoded(vlm, picture, method, options) for picture in args[0]]
+        features[:] = [rows for rows, _ in images]
+        counts[:] = [rows for _, rows in images]
 
     hooks = [
         base.vision_tower.register_forward_pre_hook(run),
@@ -149,10 +151,10 @@ def test_nothing_merged_changes_no_bit(options, dtype):
 def test_a_shorter_encoder_really_runs():
     """Every layer's MLP and the next layer's attention see what is left."""
     vlm = tiny("llava")
-    seen = []
+    lengths = []
     layers = vlm.model.model.vision_tower.encoder.layers
     hooks = [
-        module.register_forward_hook(lambda module, args, output: seen.append(output[0].shape[-2]), always_call=True)
+        module.register_forward_hook(lambda module, args, output: lengths.append(output[0].shape[-2]), always_call=True)
         for layer in layers[:-1]
         for module in (layer.self_attn.k_proj, layer.mlp)
     ]
@@ -162,7 +164,7 @@ def test_a_shorter_encoder_really_runs():
     finally:
         for hook in hooks:
             hook.remove()
-    assert seen == [1 + 16, 1 + 12, 1 + 12, 1 + 8]
+    assert lengths == [1 + 16, 1 + 12, 1 + 12, 1 + 8]
 
 
 def test_refused():

@@ -13,16 +13,16 @@ from vlmcompress.hf_hooks.gated import attend, gates, level, standard
 @pytest.mark.parametrize("count", [1, 7, 19])
 def test_the_soft_selection_adds_up(count, temperature):
     values = torch.randn(20, generator=torch.Generator().manual_seed(0))
-    found = torch.sigmoid((values - level(values, count, temperature)) / temperature).sum()
-    assert float(found) == pytest.approx(count, abs=1e-3)
+    total = torch.sigmoid((values - level(values, count, temperature)) / temperature).sum()
+    assert float(total) == pytest.approx(count, abs=1e-3)
 
 
 def test_forward_it_is_the_selection_and_backward_the_soft_one():
     values = torch.randn(12, generator=torch.Generator().manual_seed(1)).requires_grad_()
     chosen, weight = torch.tensor([3, 0, 7]), torch.arange(12.0)
-    found = gates(values, chosen, 0.3)
-    assert found.detach().tolist() == [1.0 if i in (0, 3, 7) else 0.0 for i in range(12)]
-    (found * weight).sum().backward()
+    gated = gates(values, chosen, 0.3)
+    assert gated.detach().tolist() == [1.0 if i in (0, 3, 7) else 0.0 for i in range(12)]
+    (gated * weight).sum().backward()
     soft = torch.sigmoid((values.detach() - level(values.detach(), 3, 0.3)) / 0.3)
     torch.testing.assert_close(values.grad, weight * soft * (1 - soft) / 0.3)
 
@@ -50,13 +50,13 @@ def test_closed_gates_hide_tokens(form):
     gate = torch.ones(2, 9)
     gate[0, [1, 4]], gate[1, [0, 5, 6]] = 0.0, 0.0
     allowed = causal(9)[None] & (gate[:, None].bool() | torch.eye(9, dtype=torch.bool)[None])
-    wanted = F.scaled_dot_product_attention(query, key, value, allowed[:, None], enable_gqa=True, scale=0.3)
+    expected = F.scaled_dot_product_attention(query, key, value, allowed[:, None], enable_gqa=True, scale=0.3)
     mask = {
         "none": None,
         "bool": causal(9)[None, None],
         "numbers": torch.zeros(1, 1, 9, 9).masked_fill(~causal(9), torch.finfo(torch.float32).min),
     }[form]
-    torch.testing.assert_close(attend(query, key, value, gate, mask, 0.3), wanted, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(attend(query, key, value, gate, mask, 0.3), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_open_gates_change_nothing_for_the_last_tokens_either():
@@ -94,9 +94,9 @@ def test_a_closed_key_that_would_take_all_attention_hides_nothing_else(form):
     gate = torch.ones(2, 9)
     gate[:, 2] = 0.0
     allowed = (causal(9) & (gate[0].bool() | torch.eye(9, dtype=torch.bool)))[None, None]
-    wanted = F.scaled_dot_product_attention(query, key, value, allowed, enable_gqa=True, scale=0.3)
+    expected = F.scaled_dot_product_attention(query, key, value, allowed, enable_gqa=True, scale=0.3)
     gate, mask = gate.requires_grad_(), None if form == "none" else causal(9)[None, None]
-    found = attend(query, key, value, gate, mask, 0.3)
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
-    found.square().sum().backward()
+    attended = attend(query, key, value, gate, mask, 0.3)
+    torch.testing.assert_close(attended, expected, atol=1e-6, rtol=1e-5)
+    attended.square().sum().backward()
     assert gate.grad.isfinite().all() and gate.grad[:, 2].abs().min() > 0

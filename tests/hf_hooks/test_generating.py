@@ -29,17 +29,17 @@ def attention(vlm: VLM, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         vlm.model.set_attn_implementation("sdpa")
 
 
-def steps(given: torch.Tensor, units: list[Reduced], first: int, factor: float) -> list[list[list[int]]]:
+def steps(logits: torch.Tensor, units: list[Reduced], first: int, factor: float) -> list[list[list[int]]]:
     """For each step, for each image, the indices of its tokens that are left behind it."""
-    left, found = [list(range(len(unit.columns))) for unit in units], []
+    left, kept_by_step = [list(range(len(unit.columns))) for unit in units], []
     for step in range(STEPS):
         for number, unit in enumerate(units):
-            scores = given[unit.row, first + step, unit.columns].tolist()
+            scores = logits[unit.row, first + step, unit.columns].tolist()
             rate = min(1.0, max(OPTIONS["least"], factor * sum(scores[index] for index in left[number])))
             best = sorted(left[number], key=lambda index: (-scores[index], index))
             left[number] = sorted(best[: math.ceil(rate * len(unit.columns))])
-        found.append([list(own) for own in left])
-    return found
+        kept_by_step.append([list(columns) for columns in left])
+    return kept_by_step
 
 
 def recomputed(
@@ -50,8 +50,8 @@ def recomputed(
     s = mask.shape[1]
     square = torch.ones(s, s, dtype=torch.bool).tril() & mask[:, None, None, :]
     for query in range(prompt, s):
-        for unit, own in zip(units, left[query - prompt], strict=True):
-            gone = [column for index, column in enumerate(unit.columns.tolist()) if index not in own]
+        for unit, columns in zip(units, left[query - prompt], strict=True):
+            gone = [column for index, column in enumerate(unit.columns.tolist()) if index not in columns]
             square[unit.row, 0, query, gone] = False
     square = square | torch.eye(s, dtype=torch.bool)
     return reference.logits_under(vlm, inputs, square, first=1)
@@ -71,14 +71,14 @@ def test_each_step_sees_what_the_steps_before_have_left(family):
         units = attached.seen
     longer = extended(inputs, out.sequences[:, -STEPS:])
     left = steps(attention(vlm, longer), units, prompt - 1, factor)
-    counts = [sum(map(len, one)) for one in left]
+    counts = [sum(map(len, step)) for step in left]
     assert len(set(counts)) > 2 and counts == sorted(counts, reverse=True)
     assert [unit.reduction.anchor.tolist() for unit in units] == left[-1]
     full = recomputed(vlm, longer, units, left, prompt)
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, prompt - 1 : -1], atol=2e-5, rtol=1e-4)
     visual = torch.zeros(3, dtype=torch.long)
-    for unit, own in zip(units, left[-1], strict=True):
-        visual[unit.row] -= len(unit.columns) - len(own)
+    for unit, columns in zip(units, left[-1], strict=True):
+        visual[unit.row] -= len(unit.columns) - len(columns)
     longest = int((inputs["attention_mask"].sum(1) + visual).max()) + STEPS - 1
     lengths = [part.keys.shape[2] for part in out.past_key_values.layers]
     assert lengths == [prompt + STEPS - 1] + [longest] * (LAYERS - 1)
@@ -88,16 +88,18 @@ def test_each_step_sees_what_the_steps_before_have_left(family):
 def test_nothing_dropped_changes_no_token(family):
     vlm = tiny(family)
     before, inputs, words = traces(vlm.model), encode(vlm, ONE, TWO), encode(vlm, NONE)
-    how = LONGER | {"output_logits": True, "return_dict_in_generate": True}
-    plain, text = vlm.model.generate(**inputs, **how), vlm.model.generate(**words, **how)
+    generation = LONGER | {"output_logits": True, "return_dict_in_generate": True}
+    plain, text = vlm.model.generate(**inputs, **generation), vlm.model.generate(**words, **generation)
     with attach(vlm, "dyrate", OPTIONS | {"factor": 1e6}):
-        assert torch.equal(torch.stack(vlm.model.generate(**inputs, **how).logits), torch.stack(plain.logits))
+        assert torch.equal(torch.stack(vlm.model.generate(**inputs, **generation).logits), torch.stack(plain.logits))
     with attach(vlm, "dyrate", OPTIONS):
         assert torch.equal(
             vlm.model(**inputs).logits, vlm.model(**inputs, use_cache=False).logits
         )  # the prompt is whole
-        assert torch.equal(torch.stack(vlm.model.generate(**words, **how).logits), torch.stack(text.logits))
-        assert not torch.equal(torch.stack(vlm.model.generate(**inputs, **how).logits), torch.stack(plain.logits))
+        assert torch.equal(torch.stack(vlm.model.generate(**words, **generation).logits), torch.stack(text.logits))
+        assert not torch.equal(
+            torch.stack(vlm.model.generate(**inputs, **generation).logits), torch.stack(plain.logits)
+        )
     assert traces(vlm.model) == before
 
 
@@ -120,12 +122,12 @@ def test_a_second_turn_with_an_image_of_its_own():
 
 def test_caches_that_are_reordered_or_cut_are_refused():
     vlm = tiny("llava")
-    inputs, one = encode(vlm, ONE), torch.tensor([[65]])
+    inputs, token = encode(vlm, ONE), torch.tensor([[65]])
     with attach(vlm, "dyrate", OPTIONS):
         with pytest.raises(UserError, match="beam search"):
             vlm.model.generate(**inputs, **LONGER, num_beams=2)
         cache = vlm.model(**inputs).past_key_values
-        vlm.model(input_ids=one, past_key_values=cache)
+        vlm.model(input_ids=token, past_key_values=cache)
         cache.crop(-1)
         with pytest.raises(UserError, match="cut or reordered"):
-            vlm.model(input_ids=one, past_key_values=cache)
+            vlm.model(input_ids=token, past_key_values=cache)

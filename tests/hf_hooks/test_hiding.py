@@ -40,10 +40,10 @@ def test_the_oracle_sees_positions(family):
     with attach(vlm, "uniform", given("uniform")) as attached:
         vlm.model(**inputs)
     full = reference.logits(vlm, inputs, attached.stages)
-    own = reference.hidden_mask(inputs["attention_mask"], attached.seen)[0].bool()
+    visible = reference.hidden_mask(inputs["attention_mask"], attached.seen)[0].bool()
     arguments = reference.arguments(vlm, inputs)
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    closed = text(inputs_embeds=arguments["inputs_embeds"][:, own]).last_hidden_state
+    closed = text(inputs_embeds=arguments["inputs_embeds"][:, visible]).last_hidden_state
     assert (vlm.model.lm_head(closed)[0, -1] - full[0, -1]).abs().max() > 1e-3
 
 
@@ -104,9 +104,9 @@ def test_a_batch_is_its_prompts_one_by_one(family, method):
         apart = []
         for prompt, expected in zip(prompts, batch, strict=True):
             attached.seen = []
-            own = vlm.model(**placed(vlm, encode(vlm, prompt))).logits[0, -1]
+            logits = vlm.model(**placed(vlm, encode(vlm, prompt))).logits[0, -1]
             apart += attached.seen
-            torch.testing.assert_close(own, expected, atol=1e-9, rtol=1e-9)
+            torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9)
     for left, right in zip(together, apart, strict=True):
         assert torch.equal(left.reduction.target, right.reduction.target) and left.grid == right.grid
 

@@ -47,12 +47,12 @@ def test_gates_are_what_dropping_is(family, loaded):
         with pytest.raises(UserError, match="hiding tokens from attention"):
             Gated(vlm)
         return
-    batch, chosen, own = encode(vlm, 1), options(vlm), vlm.model.dtype
+    batch, chosen, dtype = encode(vlm, 1), options(vlm), vlm.model.dtype
     vlm.model.double()
     try:
         batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
         with torch.no_grad(), attach(vlm, "learned", chosen):
-            wanted = vlm.model(**batch).logits[:, -1]
+            expected = vlm.model(**batch).logits[:, -1]
 
         def gate(features, grid):
             kept = REGISTRY.get("learned").reduce(Signals(grid, features=features), chosen).anchor
@@ -61,11 +61,11 @@ def test_gates_are_what_dropping_is(family, loaded):
         with torch.no_grad(), Gated(vlm) as gated:
             open_gates = vlm.model(**batch).logits[:, -1]
             gated.gate = gate
-            found = vlm.model(**batch).logits[:, -1]
+            logits = vlm.model(**batch).logits[:, -1]
         with torch.no_grad():
             whole = vlm.model(**batch).logits[:, -1]
     finally:
-        vlm.model.to(own)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        vlm.model.to(dtype)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(open_gates, whole, atol=1e-5, rtol=1e-4)
-    assert (wanted - whole).abs().max() > 1e-5, "nothing was dropped that matters"
+    assert (expected - whole).abs().max() > 1e-5, "nothing was dropped that matters"

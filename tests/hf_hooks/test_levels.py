@@ -17,18 +17,18 @@ from vlmcompress.reducers import REGISTRY, fit_counter, learned
 ADAPTIVE = REGISTRY.get("learned-adaptive")
 
 
-def chosen(vlm, **given) -> ReducerChoice:
+def chosen(vlm, **settings) -> ReducerChoice:
     width = vlm.model.config.get_text_config().hidden_size
     weights = learned.initial(torch.zeros(width), torch.full((width,), 0.05), hidden=8, seed=1)
-    return ReducerChoice("learned-adaptive", ADAPTIVE.Options(network=learned.Network(weights), **given))
+    return ReducerChoice("learned-adaptive", ADAPTIVE.Options(network=learned.Network(weights), **settings))
 
 
 def prompts(images: int) -> list:
     """One question about each of so many pictures, of which more and more is flat, and then less again."""
-    found = [picture(seed, (84, 84)) for seed in range(images)]
-    for seed, image in enumerate(found):
+    pictures = [picture(seed, (84, 84)) for seed in range(images)]
+    for seed, image in enumerate(pictures):
         image.paste((90, 90, 90), (0, 0, 84, 84 * (seed % 6) // 6))
-    return [([image], QUESTION) for image in found]
+    return [([image], QUESTION) for image in pictures]
 
 
 def batches(vlm, images: int) -> list[dict[str, torch.Tensor]]:
@@ -39,12 +39,12 @@ def batches(vlm, images: int) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", ["llava", "qwen2-5-vl"])
 def test_images_keep_the_share_on_average(family):
     vlm = tiny(family)
-    given = batches(vlm, 10)
-    learnt = learning.learn(vlm, given, chosen(vlm, keep=0.5))
+    inputs_by_batch = batches(vlm, 10)
+    learnt = learning.learn(vlm, inputs_by_batch, chosen(vlm, keep=0.5))
     assert learnt.learnt and learnt.asked_for == chosen(vlm, keep=0.5) and same(learnt, chosen(vlm, keep=0.5))
-    kept, shares = learning.kept(vlm, given, learnt), []
+    kept, shares = learning.kept(vlm, inputs_by_batch, learnt), []
     with torch.no_grad(), attach(vlm, learnt) as attached:
-        for inputs in given[:-1]:
+        for inputs in inputs_by_batch[:-1]:
             vlm.model(**inputs)
             shares += [(len(unit.reduction.anchor), len(unit.columns)) for unit in attached.seen]
     assert [count for count, _ in shares] == kept and len({count / n for count, n in shares}) > 2
@@ -70,12 +70,12 @@ def test_the_count_that_is_told_is_met():
     counter = learning.counter(vlm, batches(vlm, 10), learnt)
     wide = dataclasses.replace(counter, weights=tuple(4 * weight for weight in counter.weights))
     inputs = encode(vlm, *prompts(6))
-    wanted = [wide.count(pixels) for pixels in inputs["pixel_values"]]
-    assert len(set(wanted)) > 1 and counter.buckets == tuple(range(1, 17))
+    expected = [wide.count(pixels) for pixels in inputs["pixel_values"]]
+    assert len(set(expected)) > 1 and counter.buckets == tuple(range(1, 17))
     with torch.no_grad(), attach(vlm, learnt, counter=wide) as attached:
         vlm.model(**inputs)
-    assert [len(unit.reduction.anchor) for unit in attached.seen] == wanted
-    for row, (unit, count) in enumerate(zip(attached.seen, wanted, strict=True)):
+    assert [len(unit.reduction.anchor) for unit in attached.seen] == expected
+    for row, (unit, count) in enumerate(zip(attached.seen, expected, strict=True)):
         alone = {name: value[row : row + 1] for name, value in inputs.items()}
         fixed = learned.Options(keep=count / 16, network=learnt.options.network)
         with torch.no_grad(), attach(vlm, "learned", fixed) as other:
@@ -99,10 +99,12 @@ def test_counts_that_do_not_go_together_are_refused():
 
 def test_the_mean_of_the_counts_that_are_told_is_that_of_the_images():
     vlm = tiny("llava")
-    given = batches(vlm, 18)
-    learnt = learning.learn(vlm, given, chosen(vlm, keep=0.5))
-    counter = learning.counter(vlm, given, learnt)
-    pixels = [image for inputs in given[:-1] for image in inputs["pixel_values"]]
-    told = [counter.count(image) for image in pixels]
-    assert sum(told) / len(told) == pytest.approx(sum(learning.kept(vlm, given, learnt)) / len(told), abs=0.5)
+    inputs_by_batch = batches(vlm, 18)
+    learnt = learning.learn(vlm, inputs_by_batch, chosen(vlm, keep=0.5))
+    counter = learning.counter(vlm, inputs_by_batch, learnt)
+    pixels = [image for inputs in inputs_by_batch[:-1] for image in inputs["pixel_values"]]
+    counts = [counter.count(image) for image in pixels]
+    assert sum(counts) / len(counts) == pytest.approx(
+        sum(learning.kept(vlm, inputs_by_batch, learnt)) / len(counts), abs=0.5
+    )
     assert json.loads(json.dumps(counter.plain()))["margin"] == -0.125

@@ -19,13 +19,13 @@ from vlmcompress.hf_hooks import attach
 KINDS = {"lfm2-vl": "conv", "qwen3-5": "linear_attention"}
 
 
-def shorter(vlm, inputs, seen):
+def shorter(vlm, inputs, units):
     """Logits `[1, m, words]` of the rows that are left of one prompt, each at its old position."""
-    own = reference.hidden_mask(inputs["attention_mask"], seen)[0].nonzero().flatten()
-    given = reference.arguments(vlm, inputs)
-    rows = reference.merged(given["inputs_embeds"], seen)[:, own]
-    places = given.get("position_ids")
-    places = own[None] if places is None else places[..., own]
+    columns = reference.hidden_mask(inputs["attention_mask"], units)[0].nonzero().flatten()
+    arguments = reference.arguments(vlm, inputs)
+    rows = reference.merged(arguments["inputs_embeds"], units)[:, columns]
+    places = arguments.get("position_ids")
+    places = columns[None] if places is None else places[..., columns]
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
     return vlm.model.lm_head(text(inputs_embeds=rows, position_ids=places).last_hidden_state)
 
@@ -57,11 +57,11 @@ def test_hiding_is_something_else(family):
         reduced = vlm.model(**inputs).logits
     square = reference.hidden_mask(inputs["attention_mask"], attached.seen).bool()[:, None, None, :]
     square = square & torch.ones(square.shape[-1], square.shape[-1]).tril().bool() | torch.eye(square.shape[-1]).bool()
-    given = reference.arguments(vlm, inputs)
+    arguments = reference.arguments(vlm, inputs)
     kinds = vlm.model.config.text_config.layer_types
     masks = {kind: square if kind == "full_attention" else None for kind in kinds}
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    hidden = vlm.model.lm_head(text(**given | {"attention_mask": masks}).last_hidden_state)
+    hidden = vlm.model.lm_head(text(**arguments | {"attention_mask": masks}).last_hidden_state)
     assert (hidden[0, -1] - reduced[0, -1]).abs().max() > 1e-3
 
 
@@ -80,8 +80,8 @@ def test_a_padded_batch_is_its_prompts_one_by_one(family):
             batch["position_ids"] = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
         together = vlm.model(**batch).logits[:, -1]
         for prompt, expected in zip(prompts, together, strict=True):
-            own = vlm.model(**encode(vlm, prompt)).logits[0, -1]
-            torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+            logits = vlm.model(**encode(vlm, prompt)).logits[0, -1]
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_images_that_see_all_of_themselves_still_do():

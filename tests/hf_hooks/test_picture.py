@@ -26,13 +26,19 @@ def middles(drawing: Image.Image) -> list[tuple[int, int, int]]:
 
 def test_kept_merged_and_dropped():
     (drawing,) = drawn(WHOLE, Reduction.join(torch.tensor([0, 0, 2, -1, 5, 5])))
-    seen = middles(drawing)
-    assert seen[2] == (200, 120, 40)
-    assert seen[0] == seen[1] and seen[4] == seen[5] and len({seen[0], seen[2], seen[3], seen[4]}) == 4
-    assert len(set(seen[3])) == 1 and seen[3][0] < 60  # gray and dark
+    colours = middles(drawing)
+    assert colours[2] == (200, 120, 40)
+    assert (
+        colours[0] == colours[1]
+        and colours[4] == colours[5]
+        and len({colours[0], colours[2], colours[3], colours[4]}) == 4
+    )
+    assert len(set(colours[3])) == 1 and colours[3][0] < 60  # gray and dark
     corners = [drawing.getpixel((200 * column, 200 * row)) for row in range(2) for column in range(3)]
     assert corners[0] == picture.color_of(0) and corners[5] == picture.color_of(2) and corners[2] == (255, 255, 255)
-    assert corners[1] == seen[1] and corners[4] == seen[4] and corners[3] == seen[3]  # no edge where nothing is put
+    assert (
+        corners[1] == colours[1] and corners[4] == colours[4] and corners[3] == colours[3]
+    )  # no edge where nothing is put
 
 
 def test_everything_kept_is_the_image():
@@ -60,8 +66,8 @@ def test_tiles_and_the_whole_image_are_drawn_apart():
 def test_newlines_take_no_room():
     layout = Layout((Piece(2, 2, (0.0, 0.0, 60.0, 40.0), "rows"),))
     (drawing,) = drawn(layout, Reduction.keep(torch.tensor([0, 2, 4, 5]), 6))  # first, newline, last, newline
-    seen = [drawing.getpixel((150 + 300 * column, 100 + 200 * row)) for row in range(2) for column in range(2)]
-    assert [color == (200, 120, 40) for color in seen] == [True, False, False, True]
+    colours = [drawing.getpixel((150 + 300 * column, 100 + 200 * row)) for row in range(2) for column in range(2)]
+    assert [color == (200, 120, 40) for color in colours] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +85,8 @@ def test_counts(parent, text):
 def test_sheet_has_room_for_all():
     images = [Image.new("RGB", SIZE, "red"), Image.new("RGB", (20, 50), "blue")]
     layouts = [WHOLE, Layout((Piece(1, 1, (0.0, 0.0, 20.0, 50.0)),))]
-    found = [Reduction.keep(torch.tensor([1]), 6), Reduction.identity(1)]
-    small, large = (picture.sheet(images, layouts, [("dart:0.25", found)] * count) for count in (1, 3))
+    reductions = [Reduction.keep(torch.tensor([1]), 6), Reduction.identity(1)]
+    small, large = (picture.sheet(images, layouts, [("dart:0.25", reductions)] * count) for count in (1, 3))
     assert large.width > small.width + 900 and small.height == large.height > 2 * picture.SIDE * 40 / 60
     colors = {color for _, color in large.getcolors(large.width * large.height)}
     assert {(255, 0, 0), (0, 0, 255)} <= colors

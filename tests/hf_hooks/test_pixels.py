@@ -38,11 +38,11 @@ NOISE = ([picture(3)], QUESTION)
 
 
 @contextmanager
-def hiding(vlm: VLM, inputs: dict[str, torch.Tensor], seen: list[Reduced]) -> Iterator[None]:
+def hiding(vlm: VLM, inputs: dict[str, torch.Tensor], units: list[Reduced]) -> Iterator[None]:
     """The tower takes all patches, and none can see a dropped one (but that one itself)."""
     tower: Any = vlm.model.get_submodule("model.visual")
     grid, merge = inputs["image_grid_thw"], tower.spatial_merge_size
-    kept = torch.cat([unit.reduction.target >= 0 for unit in seen])
+    kept = torch.cat([unit.reduction.target >= 0 for unit in units])
     if hasattr(tower, "window_size"):
         order, _ = get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
         kept = kept[order]
@@ -55,9 +55,9 @@ def hiding(vlm: VLM, inputs: dict[str, torch.Tensor], seen: list[Reduced]) -> It
 
     def attend(module, query, key, value, attention_mask, **kwargs):
         nonlocal start
-        own = kept[start : start + key.shape[2]]
+        visible = kept[start : start + key.shape[2]]
         start += key.shape[2]
-        mask = (own | torch.eye(len(own)).bool())[None, None]
+        mask = (visible | torch.eye(len(visible)).bool())[None, None]
         return AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)
 
     AttentionInterface.register("hiding", attend)
@@ -156,9 +156,9 @@ def test_levels_of_normalized_pixels(mean, std, wrong):
         image.paste((level,) * 3, (x, y, x + 28, y + 28))
     inputs = images_of(images=[image], return_tensors="pt")
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        (found,) = signals(images_of, inputs["pixel_values"].to(dtype), inputs["image_grid_thw"])
-        pixels = found.pixels.reshape(256, 4, 3, -1).amax((1, 3))  # of a token's patches
-        assert torch.equal(pixels, found.pixels.reshape(256, 4, 3, -1).amin((1, 3)))
+        (image_signals,) = signals(images_of, inputs["pixel_values"].to(dtype), inputs["image_grid_thw"])
+        pixels = image_signals.pixels.reshape(256, 4, 3, -1).amax((1, 3))  # of a token's patches
+        assert torch.equal(pixels, image_signals.pixels.reshape(256, 4, 3, -1).amin((1, 3)))
         levels = torch.arange(256.0)[:, None].expand(-1, 3)
         off = {
             (level, channel, int(pixels[level, channel])) for level, channel in (pixels != levels).nonzero().tolist()

@@ -23,27 +23,27 @@ def maps(vlm: VLM, inputs: dict[str, torch.Tensor], stages: reference.Stages) ->
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
     s = inputs["input_ids"].shape[1]
     masks = [torch.zeros(s, s).masked_fill(~torch.ones(s, s).tril().bool(), -torch.inf)] * LAYERS
-    for first, seen in stages:
-        gone = reference.hidden_mask(inputs["attention_mask"], seen)[0] == 0
+    for first, units in stages:
+        gone = reference.hidden_mask(inputs["attention_mask"], units)[0] == 0
         hidden = masks[0].clone()
         hidden[:, gone] = -torch.inf
         masks[first:] = [hidden.fill_diagonal_(0)] * (LAYERS - first)
-    given = reference.arguments(vlm, inputs)
+    arguments = reference.arguments(vlm, inputs)
     hooks = [
         block.register_forward_pre_hook(
-            lambda _, args, kwargs, own=mask: (args, kwargs | {"attention_mask": own[None, None].double()}),
+            lambda _, args, kwargs, blocked=mask: (args, kwargs | {"attention_mask": blocked[None, None].double()}),
             with_kwargs=True,
         )
         for block, mask in zip(text.layers, masks, strict=True)
     ]
     vlm.model.set_attn_implementation("eager")
     try:
-        found = text(**given, output_attentions=True).attentions
+        attentions = text(**arguments, output_attentions=True).attentions
     finally:
         vlm.model.set_attn_implementation("sdpa")
         for hook in hooks:
             hook.remove()
-    return torch.stack([one[0, :, -1].mean(0) for one in found])
+    return torch.stack([attention[0, :, -1].mean(0) for attention in attentions])
 
 
 def slow(vlm: VLM, inputs: dict[str, torch.Tensor], units: list[Reduced], ratio: float) -> reference.Stages:
@@ -53,19 +53,19 @@ def slow(vlm: VLM, inputs: dict[str, torch.Tensor], units: list[Reduced], ratio:
     for block in range(1, LAYERS):
         scores = maps(vlm, inputs, stages)[block - 1]
         for number, unit in enumerate(units):
-            own = scores[unit.columns].tolist()
-            count = max(1, math.floor(ratio**block * len(own) + 0.5))
-            left[number] = sorted(sorted(left[number], key=lambda index: (-own[index], index))[:count])
-        seen = []
-        for unit, own in zip(units, left, strict=True):
-            kept = Reduction.keep(torch.tensor(own), len(unit.columns))
-            seen.append(Reduced(**vars(unit) | {"reduction": kept}))
-        stages.append((block, seen))
+            unit_scores = scores[unit.columns].tolist()
+            count = max(1, math.floor(ratio**block * len(unit_scores) + 0.5))
+            left[number] = sorted(sorted(left[number], key=lambda index: (-unit_scores[index], index))[:count])
+        stage_units = []
+        for unit, kept_tokens in zip(units, left, strict=True):
+            kept = Reduction.keep(torch.tensor(kept_tokens), len(unit.columns))
+            stage_units.append(Reduced(**vars(unit) | {"reduction": kept}))
+        stages.append((block, stage_units))
     return stages
 
 
 def anchors(stages: reference.Stages) -> list[tuple[int, list[list[int]]]]:
-    return [(first, [unit.reduction.anchor.tolist() for unit in seen]) for first, seen in stages]
+    return [(first, [unit.reduction.anchor.tolist() for unit in units]) for first, units in stages]
 
 
 @pytest.mark.parametrize("family", INSIDE)
@@ -79,7 +79,7 @@ def test_equals_hiding_what_a_loop_drops(family, prompt):
     with attach(vlm, "pyramiddrop", {"ratio": 0.5, "stages": LAYERS}) as attached:
         out = vlm.model(**inputs)
         assert anchors(attached.stages) == anchors(stages) and attached.stages[-1][1] is attached.seen
-        counts = [sum(map(len, own)) for _, own in anchors(stages)]
+        counts = [sum(map(len, unit_anchors)) for _, unit_anchors in anchors(stages)]
         assert counts[0] > counts[1] > 0
         full = reference.logits(vlm, inputs, stages)
         reference.compare(out.logits, full, inputs["attention_mask"], attached.seen)
@@ -92,22 +92,22 @@ def test_equals_hiding_what_a_loop_drops(family, prompt):
 def test_what_each_drop_is_told_in_a_padded_batch(family, monkeypatch):
     """The attention on what is left, as in the prompt alone: no padding and no dropped token has a part in it."""
     vlm, options = tiny(family), {"ratio": 0.5, "stages": LAYERS}
-    found = recorded(monkeypatch)
+    calls = recorded(monkeypatch)
     with attach(vlm, "pyramiddrop", options):
         vlm.model(**encode(vlm, ONE, TWO, NONE))
-    wanted: list[list[torch.Tensor]] = [[] for _ in range(LAYERS - 1)]
+    expected: list[list[torch.Tensor]] = [[] for _ in range(LAYERS - 1)]
     for prompt in (ONE, TWO):
         inputs = encode(vlm, prompt)
         with attach(vlm, "pyramiddrop", options) as attached:  # what it drops, `slow` drops: see above
             vlm.model(**inputs)
         left = [unit.columns for unit in attached.seen]
-        for turn, (_, seen) in enumerate(attached.stages):
+        for turn, (_, units) in enumerate(attached.stages):
             scores = maps(vlm, inputs, attached.stages[:turn])[turn]
-            wanted[turn] += [scores[columns] for columns in left]
-            left = [unit.columns[unit.reduction.anchor] for unit in seen]
-    assert len(found) >= 3 * (LAYERS - 1) and len(found[0].saliency) > len(found[-1].saliency)
-    told = [signals.saliency.double() for signals in found[: sum(map(len, wanted))]]
-    torch.testing.assert_close(told, sum(wanted, []), atol=1e-6, rtol=1e-5)
+            expected[turn] += [scores[columns] for columns in left]
+            left = [unit.columns[unit.reduction.anchor] for unit in units]
+    assert len(calls) >= 3 * (LAYERS - 1) and len(calls[0].saliency) > len(calls[-1].saliency)
+    saliencies = [signals.saliency.double() for signals in calls[: sum(map(len, expected))]]
+    torch.testing.assert_close(saliencies, sum(expected, []), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2-5-vl", "qwen3-vl"])
@@ -118,7 +118,7 @@ def test_drops_that_begin_at_the_second(family):
     inputs = encode(vlm, *prompts)
     with attach(vlm, "pyramiddrop", {"ratio": 0.97, "stages": LAYERS}) as attached:
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
-    first, last = ([len(unit.reduction.anchor) for unit in seen] for _, seen in attached.stages)
+    first, last = ([len(unit.reduction.anchor) for unit in units] for _, units in attached.stages)
     assert first == [len(unit.columns) for unit in attached.seen] and sum(last) < sum(first)
     s, steps = inputs["input_ids"].shape[1], GREEDY["max_new_tokens"]
     longest = int(reference.hidden_mask(inputs["attention_mask"], attached.seen).sum(1).max())
@@ -138,7 +138,7 @@ def test_what_a_model_has_no_room_for_is_refused_in_one_line():
         with pytest.raises(UserError, match=message) as error:
             attach(vlm, "pyramiddrop", options)
         assert "\n" not in str(error.value)
-    check(vlm, "pyramiddrop", parse("pyramiddrop:0.5,stages=3").options)
+    check(vlm, parse("pyramiddrop:0.5,stages=3"))
 
 
 def test_stages_that_end_before_deepstack_does_are_refused():
@@ -149,8 +149,8 @@ def test_stages_that_end_before_deepstack_does_are_refused():
         with pytest.raises(
             UserError, match="layers before 2 still receive .*; the first stage ends before layer 1, so use"
         ):
-            check_config(vlm.spec, config, "pyramiddrop", parse("pyramiddrop:0.5,stages=3").options)
+            check_config(vlm.spec, config, parse("pyramiddrop:0.5,stages=3"))
         with pytest.raises(UserError, match="layers before 2 still receive visual features .* use layer 2 or later"):
-            check_config(vlm.spec, config, "fastv", parse("fastv:0.5,layer=1").options)
+            check_config(vlm.spec, config, parse("fastv:0.5,layer=1"))
     finally:
         config.vision_config.deepstack_visual_indexes = deep

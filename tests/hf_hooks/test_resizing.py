@@ -26,8 +26,8 @@ SIZES = [(300, 300), (400, 180), (150, 390), (90, 70)]
 @pytest.fixture(params=[name for name in FAMILIES if name not in FIXED])
 def vlm(request, loaded) -> VLM:
     """A model of a family whose images can be made smaller, with the room that real ones have."""
-    found = loaded(request.param)
-    processor = copy.deepcopy(found.processor)
+    model = loaded(request.param)
+    processor = copy.deepcopy(model.processor)
     images_of = processor.image_processor
     larger = {
         "gemma4": {"max_soft_tokens": 280},
@@ -38,7 +38,7 @@ def vlm(request, loaded) -> VLM:
     if request.param in ("idefics3", "smolvlm"):
         larger[request.param] = {"size": {"longest_edge": 4 * images_of.max_image_size["longest_edge"]}}
     processor.image_processor = type(images_of).from_dict(images_of.to_dict() | larger.get(request.param, {}))
-    return VLM(found.model, processor, found.spec, found.path)
+    return VLM(model.model, processor, model.spec, model.path)
 
 
 def tokens(vlm: VLM, sizes: list[tuple[int, int]]) -> int:
@@ -58,7 +58,9 @@ def some(settings: list) -> list:
 def test_settings_do_what_they_say(vlm):
     """Oracle: the processor itself. No image has more tokens than the setting says; the last setting changes nothing."""
     settings = resizing.settings(vlm.spec, vlm.processor)
-    assert len(settings) > 1 and [one.tokens for one in settings] == sorted({one.tokens for one in settings})
+    assert len(settings) > 1 and [image_setting.tokens for image_setting in settings] == sorted(
+        {image_setting.tokens for image_setting in settings}
+    )
     for setting in some(settings):
         smaller = VLM(vlm.model, setting.applied(vlm.processor), vlm.spec, vlm.path)
         counts = [tokens(smaller, [size]) for size in SIZES]
@@ -76,22 +78,24 @@ def test_the_largest_setting_that_leaves_the_share(vlm):
     settings = resizing.settings(vlm.spec, vlm.processor)
     draw = random.Random(vlm.spec.family)
     prompts = [((draw.randint(60, 400), draw.randint(60, 400)),) for _ in range(4)] + [((300, 200), (200, 100)), ()]
-    asked = [sizes for sizes in prompts if sizes]
-    now = sum(tokens(vlm, list(sizes)) for sizes in asked)
+    with_images = [sizes for sizes in prompts if sizes]
+    now = sum(tokens(vlm, list(sizes)) for sizes in with_images)
     for keep in (0.8, 0.6):
         left = {}
         for setting in settings if len(settings) < 12 else settings[:: len(settings) // 10]:
             smaller = VLM(vlm.model, setting.applied(vlm.processor), vlm.spec, vlm.path)
-            left[setting.tokens] = sum(tokens(smaller, list(sizes)) for sizes in asked)
+            left[setting.tokens] = sum(tokens(smaller, list(sizes)) for sizes in with_images)
         if min(left.values()) > keep * now:
             with pytest.raises(UserError, match="ask for a larger share"):
                 resizing.settle(vlm.spec, vlm.processor, prompts, Resize(keep=keep))
             continue
-        found = resizing.settle(vlm.spec, vlm.processor, prompts, Resize(keep=keep))
-        assert found.keep == keep and found.tokens >= max(one for one, count in left.items() if count <= keep * now)
-        fewer = resizing.resized(VLM(copy.copy(vlm.model), vlm.processor, vlm.spec, vlm.path), found)
-        assert sum(tokens(fewer, list(sizes)) for sizes in asked) <= keep * now
-        assert resizing.settle(vlm.spec, vlm.processor, prompts, found) == found
+        resize = resizing.settle(vlm.spec, vlm.processor, prompts, Resize(keep=keep))
+        assert resize.keep == keep and resize.tokens >= max(
+            token_count for token_count, count in left.items() if count <= keep * now
+        )
+        fewer = resizing.resized(VLM(copy.copy(vlm.model), vlm.processor, vlm.spec, vlm.path), resize)
+        assert sum(tokens(fewer, list(sizes)) for sizes in with_images) <= keep * now
+        assert resizing.settle(vlm.spec, vlm.processor, prompts, resize) == resize
 
 
 @pytest.mark.representatives
@@ -109,15 +113,17 @@ def test_a_checkpoint_is_loaded_with_the_setting(vlm, tmp_path):
         (tmp_path / name).write_text(json.dumps(content))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | setting.config))
-    found = models.load(tmp_path)
+    reloaded = models.load(tmp_path)
     smaller = VLM(vlm.model, setting.applied(vlm.processor), vlm.spec, vlm.path)
-    assert [tokens(found, [size]) for size in SIZES] == [tokens(smaller, [size]) for size in SIZES]
+    assert [tokens(reloaded, [size]) for size in SIZES] == [tokens(smaller, [size]) for size in SIZES]
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    text = found.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    batch = found.processor(text=[text], images=[[Image.new("RGB", SIZES[0], "gray")]], return_tensors="pt")
-    batch = {key: one.to(found.model.dtype) if one.is_floating_point() else one for key, one in batch.items()}
+    text = reloaded.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    batch = reloaded.processor(text=[text], images=[[Image.new("RGB", SIZES[0], "gray")]], return_tensors="pt")
+    batch = {
+        key: tensor.to(reloaded.model.dtype) if tensor.is_floating_point() else tensor for key, tensor in batch.items()
+    }
     with torch.no_grad():
-        assert found.model(**batch).logits.isfinite().all()
+        assert reloaded.model(**batch).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", FIXED)
@@ -133,8 +139,8 @@ def test_older_keys_say_the_same(tmp_path):
     content = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     setting = models.ImageSetting(64, {"size": {"shortest_edge": 3136, "longest_edge": 50176}})
-    found = resizing.files(tmp_path, setting)["preprocessor_config.json"]
-    assert found == content | {"size": {"shortest_edge": 3136, "longest_edge": 50176}, "max_pixels": 50176}
+    preprocessor = resizing.files(tmp_path, setting)["preprocessor_config.json"]
+    assert preprocessor == content | {"size": {"shortest_edge": 3136, "longest_edge": 50176}, "max_pixels": 50176}
 
 
 def test_refused(loaded):

@@ -31,11 +31,11 @@ def path(tmp_path):
 
 
 def test_it_reads_what_it_wrote(path):
-    found = scorer_file.read(path)
-    assert found.facts == FACTS and found.weights.keys() == WEIGHTS.keys()
-    assert all(torch.equal(found.weights[name], value) for name, value in WEIGHTS.items())
+    scorer = scorer_file.read(path)
+    assert scorer.facts == FACTS and scorer.weights.keys() == WEIGHTS.keys()
+    assert all(torch.equal(scorer.weights[name], value) for name, value in WEIGHTS.items())
     again = scorer_file.save(path.with_name("again.safetensors"), WEIGHTS, FACTS)
-    assert again.sha256 == found.sha256, "equal content gives equal bytes"
+    assert again.sha256 == scorer.sha256, "equal content gives equal bytes"
 
 
 def test_a_reducer_gets_its_network(path):
@@ -84,9 +84,9 @@ def test_the_scorer_of_another_model_is_refused(path, other, text):
 
 
 def written(weights=WEIGHTS, text=None, **facts):
-    given = json.dumps({"schema_version": 1, **FACTS, **facts}) if text is None else text
+    content = json.dumps({"schema_version": 1, **FACTS, **facts}) if text is None else text
     return safetensors.torch.save(
-        {name: value.contiguous() for name, value in weights.items()}, {scorer_file.FACTS: given}
+        {name: value.contiguous() for name, value in weights.items()}, {scorer_file.FACTS: content}
     )
 
 

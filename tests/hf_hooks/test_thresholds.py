@@ -28,7 +28,7 @@ def batches(vlm, images: int) -> list[dict[str, torch.Tensor]]:
 def slow_learn(vlm, inputs, keep):
     """Layer by layer on whole batches: the best pairs of all images together, then the mean of the thresholds."""
     tower = vlm.model.model.vision_tower
-    found = []
+    levels = []
     for pixels in inputs:
         states = tower.pre_layrnorm(tower.embeddings(pixels))
         merger = Merger(DYMU, DYMU.Options(thresholds=(1.0, 1.0)), [(1, 4, 4)] * len(pixels), 2, aside=1)
@@ -47,17 +47,17 @@ def slow_learn(vlm, inputs, keep):
             merger.options = DYMU.Options(thresholds=(*taus, 1.0)[:2])
             states = merger.merge(number, states, keys, 4)
             states = states + layer.mlp(layer.layer_norm2(states))
-        found.append(taus)
-    return [sum(column) / len(found) for column in zip(*found, strict=True)]
+        levels.append(taus)
+    return [sum(column) / len(levels) for column in zip(*levels, strict=True)]
 
 
 @pytest.mark.parametrize("keep", [0.4, 0.7])
 def test_learnt_as_published(keep, monkeypatch):
     monkeypatch.setattr(learning, "BATCH", 6)
     vlm = tiny("llava")
-    given = batches(vlm, 11)
-    learnt = learning.learn(vlm, given, chosen.parse(f"dymu:{keep}"))
-    pixels = torch.cat([inputs["pixel_values"] for inputs in given[:-1]])
+    inputs_by_batch = batches(vlm, 11)
+    learnt = learning.learn(vlm, inputs_by_batch, chosen.parse(f"dymu:{keep}"))
+    pixels = torch.cat([inputs["pixel_values"] for inputs in inputs_by_batch[:-1]])
     slow = slow_learn(vlm, [pixels[:6], pixels[6:]], keep)
     assert learnt.method == "dymu" and learnt.options.keep == keep
     assert learnt.options.thresholds == pytest.approx(slow, abs=1e-6)
@@ -65,12 +65,12 @@ def test_learnt_as_published(keep, monkeypatch):
 
 def test_one_batch_keeps_the_share_on_average():
     vlm = tiny("llava")
-    given = batches(vlm, 10)
-    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.5"))
-    kept = learning.kept(vlm, given, learnt)
+    inputs_by_batch = batches(vlm, 10)
+    learnt = learning.learn(vlm, inputs_by_batch, chosen.parse("dymu:0.5"))
+    kept = learning.kept(vlm, inputs_by_batch, learnt)
     assert abs(sum(kept) / 10 - 8) < 0.5 and len(set(kept)) > 1  # an odd row that finds no room merges in no layer
     with attach(vlm, learnt) as attached:
-        for inputs, count in zip(given, kept, strict=False):
+        for inputs, count in zip(inputs_by_batch, kept, strict=False):
             vlm.model(**inputs)
             assert [len(unit.reduction.anchor) for unit in attached.seen] == [count]
     assert learning.learn(vlm, [], learnt) == learnt  # nothing is left to learn
@@ -78,17 +78,17 @@ def test_one_batch_keeps_the_share_on_average():
 
 def test_tiles_count_as_pictures():
     vlm = tiny("llava-next")
-    given = [encode(vlm, ONE), encode(vlm, TWO)]
-    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.5"))
-    tiles = [len(learning.pictures(vlm, inputs)) for inputs in given]
-    assert tiles[0] < tiles[1] and len(learning.kept(vlm, given, learnt)) == sum(tiles)
+    inputs_by_batch = [encode(vlm, ONE), encode(vlm, TWO)]
+    learnt = learning.learn(vlm, inputs_by_batch, chosen.parse("dymu:0.5"))
+    tiles = [len(learning.pictures(vlm, inputs)) for inputs in inputs_by_batch]
+    assert tiles[0] < tiles[1] and len(learning.kept(vlm, inputs_by_batch, learnt)) == sum(tiles)
 
 
 def test_a_file_for_one_model(tmp_path):
     vlm, file = tiny("llava"), tmp_path / "new" / "dymu.json"
-    given = batches(vlm, 4)
-    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.5"))
-    kept = learning.kept(vlm, given, learnt)
+    inputs_by_batch = batches(vlm, 4)
+    learnt = learning.learn(vlm, inputs_by_batch, chosen.parse("dymu:0.5"))
+    kept = learning.kept(vlm, inputs_by_batch, learnt)
     content = threshold_file.save(file, vlm, learnt, kept, {"source": "here"})
     assert json.loads(json.dumps(content)) == json.loads(file.read_text()) and content["kept"]["mean"] == sum(kept) / 4
     named = chosen.parse(f"dymu:thresholds={file}")
@@ -163,12 +163,12 @@ def test_verb(capfd, tmp_path):
     assert content["reduce"]["keep"] == 0.5 and content["calibration"]["images"] == 3
     with attach(loaded("llava"), chosen.parse(f"dymu:thresholds={file}")) as attached:
         assert attached.options.thresholds == tuple(content["reduce"]["thresholds"])
-    for more, message in (
+    for flags, message in (
         (["--keep", "2"], "keep must be a number above 0"),
         (["--keep", "0.1"], "cannot be merged into 2 in 2 layers"),
         (["-o", str(tmp_path)], "name it FILE.json"),
     ):
-        assert cli.main([*arguments, *more]) == 2
+        assert cli.main([*arguments, *flags]) == 2
         assert message in capfd.readouterr().err
     assert cli.main([*arguments[:1], str(checkpoint("qwen2-vl")), *arguments[2:]]) == 2
     assert "pictures of one size" in capfd.readouterr().err
@@ -177,17 +177,17 @@ def test_verb(capfd, tmp_path):
 def test_counts_from_pixels_are_met_exactly():
     """The transformers engine with a counter: what the counter says of each image, whatever the batch."""
     vlm = tiny("llava")
-    given = batches(vlm, 12)
-    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.6"))
-    counter = learning.counter(vlm, given, learnt)
+    inputs_by_batch = batches(vlm, 12)
+    learnt = learning.learn(vlm, inputs_by_batch, chosen.parse("dymu:0.6"))
+    counter = learning.counter(vlm, inputs_by_batch, learnt)
     assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
     inputs = encode(vlm, ONE, TWO, NONE)
     said = [counter.count(pixels) for pixels in inputs["pixel_values"]]
     wide = dataclasses.replace(counter, margin=0.0, weights=tuple(40 * weight for weight in counter.weights))
     spread = [wide.count(pixels) for pixels in inputs["pixel_values"]]
     assert len(set(spread)) > 1
-    for one, expected in ((counter, said), (wide, spread)):
-        with attach(vlm, learnt, counter=one) as attached:
+    for token_counter, expected in ((counter, said), (wide, spread)):
+        with attach(vlm, learnt, counter=token_counter) as attached:
             vlm.model(**inputs)
         assert [len(unit.reduction.anchor) for unit in attached.seen] == expected
 

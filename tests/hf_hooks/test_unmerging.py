@@ -12,21 +12,21 @@ from vlmcompress.hf_hooks import attach
 OPTIONS = {"thresholds": (0.3, 0.4), "vtu": True}
 
 
-def slow(vlm, inputs, seen) -> torch.Tensor:
+def slow(vlm, inputs, units) -> torch.Tensor:
     """`[b, s, vocab]`: hidden states are of the rows left; attention is f' = (M^T M)^-1 M^T attention(M x), on all tokens."""
-    given = reference.arguments(vlm, inputs)
+    arguments = reference.arguments(vlm, inputs)
     text, mask = vlm.model.model.language_model, inputs["attention_mask"].bool()
     s = mask.shape[1]
     parts = []
     for row in range(len(mask)):
         group = torch.arange(s)
-        for unit in seen:
+        for unit in units:
             if unit.row == row:
                 group[unit.columns] = unit.columns[unit.reduction.anchor[unit.reduction.target]]
         rows, group = group.unique(return_inverse=True)
         expand = torch.nn.functional.one_hot(group, len(rows)).double()
         back = torch.linalg.inv(expand.T @ expand) @ expand.T
-        states = given["inputs_embeds"][row, rows]
+        states = arguments["inputs_embeds"][row, rows]
         allowed = (torch.ones(s, s, dtype=torch.bool).tril() & mask[row]) | torch.eye(s, dtype=torch.bool)
         position = text.rotary_emb(states, torch.arange(s)[None])
         for block in text.layers:
@@ -46,8 +46,8 @@ def test_equals_its_definition(family):
         logits = vlm.model(**inputs).logits
         expected = slow(vlm, inputs, attached.seen)
     assert sum(len(unit.reduction.anchor) for unit in attached.seen) < 0.6 * sum(len(u.columns) for u in attached.seen)
-    own = inputs["attention_mask"].bool()
-    torch.testing.assert_close(logits[own], expected[own], atol=1e-5, rtol=1e-5)
+    mask = inputs["attention_mask"].bool()
+    torch.testing.assert_close(logits[mask], expected[mask], atol=1e-5, rtol=1e-5)
 
 
 def test_nothing_merged_is_plain_attention():

@@ -43,10 +43,10 @@ def encode(vlm: VLM, *prompts: Prompt) -> dict[str, torch.Tensor]:
 
 def watched(vlm: VLM) -> tuple[list[int], torch.utils.hooks.RemovableHandle]:
     """How many numbers of pixels each call of the tower gets."""
-    found: list[int] = []
+    shapes: list[int] = []
     tower = vlm.model.get_submodule(vlm.spec.vision[0])
-    return found, tower.register_forward_hook(
-        lambda module, args, kwargs, out: found.append((args[0] if args else kwargs["pixel_values"]).numel()),
+    return shapes, tower.register_forward_hook(
+        lambda module, args, kwargs, out: shapes.append((args[0] if args else kwargs["pixel_values"]).numel()),
         with_kwargs=True,
     )
 

@@ -25,8 +25,8 @@ from vlmcompress.numerics import NVFP4, Format, Scheme, label
 from vlmcompress.planning import checks
 from vlmcompress.planning.findings import findings
 from vlmcompress.planning.plan import make_plan
-from vlmcompress.planning.reducer import visual_tokens
 from vlmcompress.planning.shape_checks import shape_problems
+from vlmcompress.planning.visual_tokens import visual_tokens
 from vlmcompress.recipe import resolve
 from vlmcompress.runs.quantize import quantize
 

@@ -58,8 +58,8 @@ def test_coverage_adds_what_covers_most(keep, temperature):
     worth, kept = slow_worth(s.features, temperature), []
     for _ in range(coverage.budget(s.grid, coverage.Options(keep=keep))):
         kept.append(max((j for j in range(30) if j not in kept), key=lambda j: (covered(worth, [*kept, j]), -j)))
-    found = run("coverage", s, options("coverage", keep=keep, temperature=temperature))
-    assert found.anchor.tolist() == sorted(kept)
+    reduction = run("coverage", s, options("coverage", keep=keep, temperature=temperature))
+    assert reduction.anchor.tolist() == sorted(kept)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -68,8 +68,8 @@ def test_coverage_is_near_the_best_of_all_choices(seed):
     features = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed))
     worth = slow_worth(features, 0.2)
     best = max(covered(worth, kept) for kept in itertools.combinations(range(10), 4))
-    found = covered(worth, cover(coverage.represented(features, 0.2), 4).tolist())
-    assert (1 - 1 / math.e) * best < 0.95 * best <= found <= best + 1e-6
+    greedy = covered(worth, cover(coverage.represented(features, 0.2), 4).tolist())
+    assert (1 - 1 / math.e) * best < 0.95 * best <= greedy <= best + 1e-6
 
 
 def test_coverage_takes_one_of_many_alike_before_one_that_stands_alone():

@@ -34,7 +34,7 @@ def slow(features, relevance, count):
 
 def slow_relevance(features, query):
     match = [sum(cosine(x, word) for word in query) / len(query) for x in features]
-    return [(one - min(match)) / (max(match) - min(match)) for one in match]
+    return [(score - min(match)) / (max(match) - min(match)) for score in match]
 
 
 @pytest.mark.parametrize("keep", [0.05, 0.25, 0.5])
@@ -44,8 +44,8 @@ def test_the_determinant_is_raised_most(keep, grid, relevance):
     """48 tokens of 12 dimensions: at half of them most lie in the span of the others, but for what is their own."""
     s, chosen = signals(grid), cdpruner.Options(keep=keep, relevance=relevance)
     worth = slow_relevance(s.features, s.query) if relevance == "question" else [1.0] * s.n
-    wanted = slow(s.features, worth, cdpruner.budget(grid, chosen))
-    assert run("cdpruner", s, chosen).anchor.tolist() == sorted(wanted)
+    expected = slow(s.features, worth, cdpruner.budget(grid, chosen))
+    assert run("cdpruner", s, chosen).anchor.tolist() == sorted(expected)
 
 
 @pytest.mark.parametrize("seed", range(3))

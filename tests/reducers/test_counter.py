@@ -18,7 +18,7 @@ from vlmcompress.reducers._counter import features
 def r2(counter: TokenCounter, pictures: list[torch.Tensor], counts: list[int]) -> float:
     """Share of the counts' variance that the regression explains."""
     y = torch.tensor(counts).double()
-    said = torch.tensor([counter.predict(one) for one in pictures]).double()
+    said = torch.tensor([counter.predict(picture) for picture in pictures]).double()
     return 1 - float(((y - said) ** 2).sum() / ((y - y.mean()) ** 2).sum().clamp(min=1e-12))
 
 
@@ -81,42 +81,44 @@ def test_the_type_does_not_matter():
 
 
 def test_ridge_is_least_squares_of_the_penalized_problem():
-    found = fit_counter(PICTURES, TRUE, 4, 36, penalty=2.0, within=0.5)
-    x = torch.stack([features(one, 4) for one in PICTURES])
+    counter = fit_counter(PICTURES, TRUE, 4, 36, penalty=2.0, within=0.5)
+    x = torch.stack([features(picture, 4) for picture in PICTURES])
     z = (x - x.mean(0)) / x.std(0, correction=0).clamp(min=1e-6)
     y = torch.tensor(TRUE).double()
     rows = torch.cat([z, 2.0**0.5 * torch.eye(z.shape[1]).double()])
     values = torch.cat([y - y.mean(), torch.zeros(z.shape[1]).double()])
     weights = torch.linalg.lstsq(rows, values[:, None]).solution[:, 0]
-    assert found.weights == pytest.approx(weights.tolist(), abs=1e-8) and found.bias == pytest.approx(y.mean().item())
-    for one, row in zip(PICTURES, z, strict=True):
-        assert found.predict(one) == pytest.approx(float(row @ weights + y.mean()), abs=1e-6)
-    assert r2(found, PICTURES, TRUE) > 0.95
+    assert counter.weights == pytest.approx(weights.tolist(), abs=1e-8) and counter.bias == pytest.approx(
+        y.mean().item()
+    )
+    for picture, row in zip(PICTURES, z, strict=True):
+        assert counter.predict(picture) == pytest.approx(float(row @ weights + y.mean()), abs=1e-6)
+    assert r2(counter, PICTURES, TRUE) > 0.95
 
 
 def test_counts_are_buckets_and_mostly_enough():
-    found = fit_counter(PICTURES, TRUE, 4, 36, least=6, within=0.8)
-    assert found.buckets[0] == 6 and found.buckets[-1] == 36 and len(found.buckets) == 15
-    given = [found.count(one) for one in PICTURES]
-    assert set(given) <= set(found.buckets)
-    assert sum(count >= true for count, true in zip(given, TRUE, strict=True)) >= 0.8 * len(TRUE)
-    for one, count in zip(PICTURES, given, strict=True):
-        wanted = found.predict(one) + found.margin
-        assert count >= min(wanted, 36) and not any(wanted <= bucket < count for bucket in found.buckets)
-    assert dataclasses.replace(found, bias=1e5).count(PICTURES[0]) == 36
-    assert dataclasses.replace(found, bias=-1e5).count(PICTURES[0]) == 6
+    counter = fit_counter(PICTURES, TRUE, 4, 36, least=6, within=0.8)
+    assert counter.buckets[0] == 6 and counter.buckets[-1] == 36 and len(counter.buckets) == 15
+    counts = [counter.count(picture) for picture in PICTURES]
+    assert set(counts) <= set(counter.buckets)
+    assert sum(count >= true for count, true in zip(counts, TRUE, strict=True)) >= 0.8 * len(TRUE)
+    for picture, count in zip(PICTURES, counts, strict=True):
+        predicted = counter.predict(picture) + counter.margin
+        assert count >= min(predicted, 36) and not any(predicted <= bucket < count for bucket in counter.buckets)
+    assert dataclasses.replace(counter, bias=1e5).count(PICTURES[0]) == 36
+    assert dataclasses.replace(counter, bias=-1e5).count(PICTURES[0]) == 6
 
 
 def test_flat_pictures_alone_are_no_problem():
-    found = fit_counter([drawn(0)] * 3, [5, 5, 5], 4, 36)
-    assert found.predict(drawn(0)) == pytest.approx(5)
+    counter = fit_counter([drawn(0)] * 3, [5, 5, 5], 4, 36)
+    assert counter.predict(drawn(0)) == pytest.approx(5)
     with pytest.raises(ValueError, match="at least one"):
         fit_counter([], [], 4, 36)
 
 
 def test_what_is_written_is_read():
-    found = fit_counter(PICTURES, TRUE, 4, 36)
-    assert read_counter(json.loads(json.dumps(found.plain())), "count") == found
+    counter = fit_counter(PICTURES, TRUE, 4, 36)
+    assert read_counter(json.loads(json.dumps(counter.plain())), "count") == counter
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def test_always_the_token_that_adds_most(keep, weight, text_temperature):
     """Oracle: every candidate tried in every step."""
     s = signals((1, 5, 6))
     chosen = coverage.Options(keep=keep, relevance="question", weight=weight, text_temperature=text_temperature)
-    wanted = Slow(s.features, s.query, chosen).greedy(coverage.budget(s.grid, chosen))
-    assert run("coverage", s, chosen).anchor.tolist() == sorted(wanted)
+    expected = Slow(s.features, s.query, chosen).greedy(coverage.budget(s.grid, chosen))
+    assert run("coverage", s, chosen).anchor.tolist() == sorted(expected)
 
 
 def drawn(seed, n=10, words=3):
@@ -67,8 +67,8 @@ def test_near_the_best_of_all_choices(seed, weight):
     s, chosen = drawn(seed), coverage.Options(keep=0.4, relevance="question", weight=weight)
     worth = Slow(s.features, s.query, chosen)
     best = max(map(worth, itertools.combinations(range(10), 4)))
-    found = worth(run("coverage", s, chosen).anchor.tolist())
-    assert (1 - 1 / math.e) * best <= found <= best + 1e-12
+    greedy = worth(run("coverage", s, chosen).anchor.tolist())
+    assert (1 - 1 / math.e) * best <= greedy <= best + 1e-12
 
 
 def test_both_terms_have_a_say():
@@ -80,8 +80,8 @@ def test_both_terms_have_a_say():
         (torch.tensor([[0.0, 1.0]]), 0.001, False),
         (torch.tensor([[1.0, 0.04]]), 2.0, False),
     ):
-        asked = dataclasses.replace(s, query=query)
-        kept = run("coverage", asked, coverage.Options(keep=0.1, relevance="question", weight=weight)).anchor.tolist()
+        queried = dataclasses.replace(s, query=query)
+        kept = run("coverage", queried, coverage.Options(keep=0.1, relevance="question", weight=weight)).anchor.tolist()
         assert (kept == [0]) is first
 
 

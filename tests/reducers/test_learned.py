@@ -19,8 +19,8 @@ def weights():
     """Numbers everywhere: what `initial` leaves at zero, too."""
     random = torch.Generator().manual_seed(3)
     shapes = learned.shapes(WIDTH, HIDDEN)
-    found = {name: torch.randn(shape, generator=random) * 0.4 for name, shape in shapes.items()}
-    return found | {"spread": found["spread"].abs() + 0.5}
+    tensors = {name: torch.randn(shape, generator=random) * 0.4 for name, shape in shapes.items()}
+    return tensors | {"spread": tensors["spread"].abs() + 0.5}
 
 
 def gelu(x):
@@ -31,7 +31,10 @@ def place(frame_rows, frame_columns, index):
     y, x = divmod(index % (frame_rows * frame_columns), frame_columns)
     at = [(y + 0.5) / frame_rows, (x + 0.5) / frame_columns]
     return at + [
-        wave(2 * math.pi * 2**power * one) for power in range(4) for wave in (math.sin, math.cos) for one in at
+        wave(2 * math.pi * 2**power * coordinate)
+        for power in range(4)
+        for wave in (math.sin, math.cos)
+        for coordinate in at
     ]
 
 
@@ -61,22 +64,22 @@ def slow(weights, features, grid):
         for i, row in enumerate(x)
     ]
     query, key = ([times(w[name], row) for row in hidden] for name in ("query", "key"))
-    found = []
-    for i, own in enumerate(hidden):
+    scores = []
+    for i, token_row in enumerate(hidden):
         logits = [sum(a * b for a, b in zip(query[i], other, strict=True)) / math.sqrt(HIDDEN) for other in key]
         share = [math.exp(value - max(logits)) for value in logits]
         mixed = [sum(s * row[c] for s, row in zip(share, hidden, strict=True)) / sum(share) for c in range(HIDDEN)]
-        seen = [a + b for a, b in zip(own, times(w["value"], mixed), strict=True)]
-        found.append(sum(a * gelu(b) for a, b in zip(w["worth"], seen, strict=True)))
-    return found
+        attended = [a + b for a, b in zip(token_row, times(w["value"], mixed), strict=True)]
+        scores.append(sum(a * gelu(b) for a, b in zip(w["worth"], attended, strict=True)))
+    return scores
 
 
 @pytest.mark.parametrize("grid", [(1, 5, 6), (1, 1, 1), (2, 3, 4)])
 def test_worth_is_as_defined(weights, grid):
     s = signals(grid)
-    found = learned.worth(weights, s.features, grid)
+    worth = learned.worth(weights, s.features, grid)
     torch.testing.assert_close(
-        found.double(), torch.tensor(slow(weights, s.features, grid)).double(), atol=1e-5, rtol=1e-5
+        worth.double(), torch.tensor(slow(weights, s.features, grid)).double(), atol=1e-5, rtol=1e-5
     )
 
 
@@ -97,17 +100,19 @@ def test_the_best_and_what_covers_the_rest(weights, cover):
 def test_what_is_not_kept_can_be_merged(weights):
     s = signals((1, 5, 6))
     both = [learned.Options(keep=0.4, merge=merge, network=learned.Network(weights)) for merge in ("none", "nearest")]
-    dropped, merged = (run("learned", s, one) for one in both)
+    dropped, merged = (run("learned", s, chosen) for chosen in both)
     assert torch.equal(dropped.anchor, merged.anchor) and (merged.target >= 0).sum() > (dropped.target >= 0).sum()
 
 
 def test_a_network_begins_with_tokens_alone():
     """Untrained, no token looks at the others, and equal seeds give equal networks."""
     mean, spread = torch.randn(WIDTH), torch.rand(WIDTH)
-    one, same, other = (learned.initial(mean, spread, HIDDEN, seed) for seed in (1, 1, 2))
-    assert {name: tuple(value.shape) for name, value in one.items()} == learned.shapes(WIDTH, HIDDEN)
-    assert all(torch.equal(one[name], same[name]) for name in one) and not torch.equal(one["token"], other["token"])
-    assert not one["value"].any() and torch.equal(one["mean"], mean)
+    first, same, other = (learned.initial(mean, spread, HIDDEN, seed) for seed in (1, 1, 2))
+    assert {name: tuple(value.shape) for name, value in first.items()} == learned.shapes(WIDTH, HIDDEN)
+    assert all(torch.equal(first[name], same[name]) for name in first) and not torch.equal(
+        first["token"], other["token"]
+    )
+    assert not first["value"].any() and torch.equal(first["mean"], mean)
 
 
 def test_without_a_network_it_says_what_to_do():

@@ -15,20 +15,20 @@ from vlmcompress.reducers.coverage import represented
 ADAPTIVE = REGISTRY.get("learned-adaptive")
 
 
-def chosen(**given):
-    return ADAPTIVE.Options(network=NETWORK, **given)
+def chosen(**settings):
+    return ADAPTIVE.Options(network=NETWORK, **settings)
 
 
 def slow_shown(s) -> list[float]:
     """How much of the image the first tokens show, for each number of them: always the one that adds most, each tried."""
-    table, kept, found = represented(s.features, 0.2).double().tolist(), [], []
+    table, kept, shares = represented(s.features, 0.2).double().tolist(), [], []
     every = sum(max(row) for row in table)
     while len(kept) < s.n:
         free = [j for j in range(s.n) if j not in kept]
         shown = {j: sum(max(row[i] for i in [*kept, j]) for row in table) / every for j in free}
         kept.append(max(free, key=lambda j: (round(shown[j], 6), -j)))
-        found.append(shown[kept[-1]])
-    return found
+        shares.append(shown[kept[-1]])
+    return shares
 
 
 def busy(seed: int, distinct: int):
@@ -41,11 +41,11 @@ def busy(seed: int, distinct: int):
 def test_what_is_shown_is_as_defined(grid, monkeypatch):
     s = signals(grid)
     monkeypatch.setattr(ADAPTIVE, "STEP", 7)
-    found = ADAPTIVE.shown(s, chosen())
-    assert found.tolist() == pytest.approx(slow_shown(s), abs=1e-5)
-    assert found[-1] == 1 and (found.diff() >= 0).all()
+    shown = ADAPTIVE.shown(s, chosen())
+    assert shown.tolist() == pytest.approx(slow_shown(s), abs=1e-5)
+    assert shown[-1] == 1 and (shown.diff() >= 0).all()
     some = ADAPTIVE.shown(s, chosen(), 0.5)
-    assert torch.equal(some, found[: len(some)]) and len(some) == min(s.n, 7 * -(-ADAPTIVE.counted(found, 0.5) // 7))
+    assert torch.equal(some, shown[: len(some)]) and len(some) == min(s.n, 7 * -(-ADAPTIVE.counted(shown, 0.5) // 7))
 
 
 @pytest.mark.parametrize("level", [0, 0.3, 0.6, 0.9, 1])
@@ -53,10 +53,10 @@ def test_the_fewest_tokens_that_show_the_level(level):
     """Oracle: every number of tokens tried in turn; and which they are is `learned`'s choice of so many."""
     s = signals((1, 5, 6))
     shown = slow_shown(s)
-    wanted = next(m for m in range(1, 31) if shown[m - 1] >= level - 1e-6)
+    expected = next(m for m in range(1, 31) if shown[m - 1] >= level - 1e-6)
     kept = run("learned-adaptive", s, chosen(level=level)).anchor
-    assert len(kept) == wanted
-    fixed = run("learned", s, learned.Options(keep=wanted / 30, network=NETWORK)).anchor
+    assert len(kept) == expected
+    fixed = run("learned", s, learned.Options(keep=expected / 30, network=NETWORK)).anchor
     assert torch.equal(kept, fixed)
 
 
@@ -68,9 +68,9 @@ def test_a_plain_image_keeps_fewer():
 @pytest.mark.parametrize("count", [1, 7, 48])
 def test_a_count_is_met_whatever_the_level(count):
     for level in (None, 0.5):
-        found = reducers.reduce(ADAPTIVE, signals(), chosen(level=level), count)
-        wanted = run("learned", signals(), learned.Options(keep=count / 48, network=NETWORK))
-        assert torch.equal(found.anchor, wanted.anchor)
+        reduction = reducers.reduce(ADAPTIVE, signals(), chosen(level=level), count)
+        expected = run("learned", signals(), learned.Options(keep=count / 48, network=NETWORK))
+        assert torch.equal(reduction.anchor, expected.anchor)
     with pytest.raises(ValueError, match="49 of 48 tokens cannot be kept"):
         reducers.reduce(ADAPTIVE, signals(), chosen(), 49)
 
@@ -79,7 +79,7 @@ def test_a_count_is_met_whatever_the_level(count):
 def test_the_level_keeps_the_share_on_average(keep):
     """Oracle: of all the levels above which some image keeps one token more, the highest that keeps no more than the share."""
     images = [busy(seed, distinct) for seed, distinct in enumerate((3, 10, 20, 30, 48))] + [signals((1, 3, 5), 9)]
-    curves = [ADAPTIVE.shown(one, chosen()) for one in images]
+    curves = [ADAPTIVE.shown(image, chosen()) for image in images]
 
     def mean(level):
         shares = [
@@ -103,9 +103,9 @@ def test_a_level_that_is_none_is_refused(level):
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("missing", "text"),
     [({"level": 0.5}, "train one with `vlmcompress learn-reducer`"), ({"network": NETWORK}, "no level; learn it from")],
 )
-def test_what_is_missing_is_said(given, text):
+def test_what_is_missing_is_said(missing, text):
     with pytest.raises(ValueError, match=text):
-        run("learned-adaptive", signals(), ADAPTIVE.Options(**given))
+        run("learned-adaptive", signals(), ADAPTIVE.Options(**missing))

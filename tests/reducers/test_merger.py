@@ -41,21 +41,21 @@ def slow(grid, side: int, aside: int, x: torch.Tensor, keys, pairs: list[int]):
     count = grid[0] * grid[1] * grid[2]
     groups = [[token] for token in range(count)]
     for layer, number in enumerate(pairs):
-        own = [
+        patches = [
             torch.tensor(slow_key(torch.stack([keys(layer, row, part) for part in range(side**2)])))
             for row in range(len(groups))
         ]
         edges = []
         for a in range(0, len(groups), 2):
-            b = max(range(1, len(groups), 2), key=lambda j: cosine(own[a], own[j]))
-            edges.append((-cosine(own[a], own[b]), a, b))
+            b = max(range(1, len(groups), 2), key=lambda j: cosine(patches[a], patches[j]))
+            edges.append((-cosine(patches[a], patches[b]), a, b))
         for _, a, b in sorted(edges)[:number]:
             groups[b], groups[a] = groups[a] + groups[b], []
         groups = [group for group in groups if group]
     full = x.clone()
     for group, part in itertools.product(groups, range(side**2)):
         places = [aside + place(grid, side, token, part) for token in group]
-        full[places] = sum(x[one] for one in places) / len(places)
+        full[places] = sum(x[source] for source in places) / len(places)
     return groups, full
 
 
@@ -68,14 +68,17 @@ def test_blocks_merge_patch_by_patch(grid, side, aside):
     x = rows(images, aside + count * square)
     merger = Merger(TOME, TOME.Options(keep=0.3), [grid] * images, LAYERS, aside, side=side)
     pairs = TOME.schedule(count, TOME.budget(grid, TOME.Options(keep=0.3)), LAYERS)
-    states, given, left = x, [], count
+    states, hidden, left = x, [], count
     for layer in range(LAYERS):
-        given.append(rows(images, aside + left * square, seed=layer + 1))
-        states = merger.merge(layer, states, given[-1], HEADS)
+        hidden.append(rows(images, aside + left * square, seed=layer + 1))
+        states = merger.merge(layer, states, hidden[-1], HEADS)
         left -= pairs[layer]
         assert states.shape[1] == aside + left * square
         bias = merger.bias(torch.float64)
-        sizes = [torch.cat([torch.ones(aside), one.sizes.repeat_interleave(square)]).log() for one in merger.merged]
+        sizes = [
+            torch.cat([torch.ones(aside), reduction.sizes.repeat_interleave(square)]).log()
+            for reduction in merger.merged
+        ]
         torch.testing.assert_close(bias[:, 0, 0], torch.stack(sizes).double(), atol=1e-6, rtol=1e-6)
     spread = merger.spread(states)
     for image in range(images):
@@ -83,7 +86,7 @@ def test_blocks_merge_patch_by_patch(grid, side, aside):
         def key(layer, token, part, image=image):
             """Before anything merges, rows stand in raster order; then block by block."""
             at = place(grid, side, token, part) if layer == 0 else token * square + part
-            return given[layer][image, aside + at]
+            return hidden[layer][image, aside + at]
 
         groups, full = slow(grid, side, aside, x[image], key, pairs)
         target = merger.merged[image].target.tolist()
@@ -107,7 +110,7 @@ def test_an_image_that_merges_nothing_stays_beside_one_that_does():
     x = torch.cat([rows(1, 16, seed=3), plain])
     merger = Merger(DYMU, DYMU.Options(thresholds=(0.99,)), [(1, 2, 2)] * 2, 1, side=2)
     states = merger.merge(0, x, x, HEADS)
-    assert [len(one.anchor) for one in merger.merged] == [4, 2] and states.shape == (2, 16, WIDTH)
+    assert [len(reduction.anchor) for reduction in merger.merged] == [4, 2] and states.shape == (2, 16, WIDTH)
     assert merger.bias(torch.float32)[:, 0, 0].tolist()[1][8:] == [float("-inf")] * 8
     spread = merger.spread(states)
     assert torch.equal(spread[0], x[0])

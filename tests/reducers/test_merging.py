@@ -27,9 +27,9 @@ def slow_visionzip(x, saliency, keys, dominant, contextual, merge):
     for i in rest:
         if i not in targets:
             guests[max(targets, key=lambda t: cosine(keys[i], keys[t]))].append(x[i])
-    for target, own in guests.items():
-        out[target] = x[target] + torch.stack(own).mean(0) if own else x[target]
-        out[target] = out[target] / 2 if own and merge == "mean" else out[target]
+    for target, members in guests.items():
+        out[target] = x[target] + torch.stack(members).mean(0) if members else x[target]
+        out[target] = out[target] / 2 if members and merge == "mean" else out[target]
     return torch.stack([out[i] for i in sorted(out)]), sorted(out)
 
 
@@ -68,13 +68,13 @@ def slow_vscan(s, count, side):
     """By falling score, as long as a window has not given its quota; the best of all; the dropped join their nearest."""
     (frames, height, width), local = s.grid, count // 2
     down, across = max(1, height // side), max(1, width // side)
-    given, kept = dict.fromkeys(itertools.product(range(frames), range(down), range(across)), 0), []
+    window_counts, kept = dict.fromkeys(itertools.product(range(frames), range(down), range(across)), 0), []
     for i in best(s.windowed.tolist(), s.n):
         f, r, c = i // (height * width), i // width % height, i % width
         window = (f, min(r // side, down - 1), min(c // side, across - 1))
-        if len(kept) < local and given[window] < math.ceil(local / len(given)):
+        if len(kept) < local and window_counts[window] < math.ceil(local / len(window_counts)):
             kept.append(i)
-            given[window] += 1
+            window_counts[window] += 1
     assert len(kept) == local
     others = sorted((i for i in range(s.n) if i not in kept), key=lambda i: (-s.saliency[i].item(), i))
     kept = sorted(kept + others[: count - local])
@@ -121,8 +121,8 @@ def test_vscan_meets_a_count_beyond_the_quotas_of_its_windows():
 def test_visionzip_merges_as_many_times_as_asked_with_the_same_bits():
     s, x = signals((1, 24, 24)), torch.randn(576, 1024, generator=torch.Generator().manual_seed(0))
     with threads(2):
-        found = {digest(run("visionzip", s, visionzip.Options(keep=64 / 576)).apply(x)) for _ in range(10)}
-    assert len(found) == 1
+        digests = {digest(run("visionzip", s, visionzip.Options(keep=64 / 576)).apply(x)) for _ in range(10)}
+    assert len(digests) == 1
 
 
 def slow_tome_layer(x, size, keys, pairs):
@@ -206,8 +206,8 @@ def test_dymu_keeps_more_of_a_rich_image_than_of_a_plain_one():
 def test_dymu_odd_count_merges_at_most_half():
     flat = dataclasses.replace(signals((1, 1, 9)), keys=torch.ones(9, 16))
     assert len(reducers.merge(dymu, flat, dymu.Options(thresholds=(0.0,)), 0, 1).anchor) == 5
-    one = signals((1, 1, 1))
-    assert len(reducers.merge(dymu, one, dymu.Options(thresholds=(-1.0,)), 0, 1).anchor) == 1
+    single = signals((1, 1, 1))
+    assert len(reducers.merge(dymu, single, dymu.Options(thresholds=(-1.0,)), 0, 1).anchor) == 1
 
 
 def test_dymu_thresholds_merge_what_was_asked_for_on_average():

@@ -18,22 +18,22 @@ def slow_pixelprune(pixels, rows, columns, tolerance):
     def alike(a, b):
         return (a - b).abs().max().item() <= tolerance
 
-    seen, kept = {}, []
+    reconstructed, kept = {}, []
     for r, c in itertools.product(range(rows), range(columns)):
         x = pixels[r * columns + c]
         if r == c == 0:
             guess = None
         elif r == 0:
-            guess = seen[r, c - 1]
+            guess = reconstructed[r, c - 1]
         elif c == 0:
-            guess = seen[r - 1, c]
+            guess = reconstructed[r - 1, c]
         else:
-            left, above, corner = seen[r, c - 1], seen[r - 1, c], seen[r - 1, c - 1]
+            left, above, corner = reconstructed[r, c - 1], reconstructed[r - 1, c], reconstructed[r - 1, c - 1]
             guess = above if alike(corner, left) and not alike(corner, above) else left
-        seen[r, c] = x if guess is None or not alike(x, guess) else guess
-        if seen[r, c] is x:
+        reconstructed[r, c] = x if guess is None or not alike(x, guess) else guess
+        if reconstructed[r, c] is x:
             kept.append(r * columns + c)
-    return kept, seen
+    return kept, reconstructed
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(6, 9), (9, 6), (1, 7), (7, 1)])
@@ -43,12 +43,12 @@ def test_pixelprune(rows, columns, tolerance):
     steps = torch.randint(0, 3, (2, rows * columns, 2), generator=g).float()
     s = Signals((2, rows, columns), pixels=steps.reshape(-1, 2))
     got = run("pixelprune", s, pixelprune.Options(tolerance=tolerance)).anchor.tolist()
-    wanted = []
+    expected = []
     for frame in range(2):
-        kept, seen = slow_pixelprune(steps[frame], rows, columns, tolerance)
-        wanted += [frame * rows * columns + i for i in kept]
-        assert max((steps[frame][r * columns + c] - x).abs().max() for (r, c), x in seen.items()) <= tolerance
-    assert got == wanted
+        kept, reconstructed = slow_pixelprune(steps[frame], rows, columns, tolerance)
+        expected += [frame * rows * columns + i for i in kept]
+        assert max((steps[frame][r * columns + c] - x).abs().max() for (r, c), x in reconstructed.items()) <= tolerance
+    assert got == expected
 
 
 def test_pixelprune_of_a_page_keeps_its_ink_and_of_noise_everything():

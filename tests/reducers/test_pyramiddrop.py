@@ -47,30 +47,31 @@ def test_stages_are_of_like_length(stages, blocks):
 
 def test_share_of_few_blocks():
     """Of 5 blocks the last stage has two: 5 * 0.5 = 1 + r + r^2 + 2 r^3, whose root is near 0.6106."""
-    found = [layer_share[1].share for layer_share in parse("pyramiddrop:0.5").options.drops(5)]
-    assert 1 + found[0] + found[1] + 2 * found[2] == pytest.approx(2.5, abs=1e-12)
+    shares = [layer_share[1].share for layer_share in parse("pyramiddrop:0.5").options.drops(5)]
+    assert 1 + shares[0] + shares[1] + 2 * shares[2] == pytest.approx(2.5, abs=1e-12)
     assert [layer for layer, _ in parse("pyramiddrop:0.5").options.drops(5)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 8])
 @pytest.mark.parametrize("ratio", [1e-3, 0.5, 0.9, 1])
 def test_keep_follows_from_the_ratio(stages, ratio):
-    given = parse(f"pyramiddrop:0.7,stages={stages},ratio={ratio}")
-    assert given.options.keep == pytest.approx(sum(ratio**stage for stage in range(stages)) / stages, rel=1e-12)
-    assert parse(str(given)) == given == parse(f"pyramiddrop:stages={stages},ratio={ratio}")
-    back = parse(f"pyramiddrop:{given.options.keep!r},stages={stages}").options
-    shares = [[drop.share for _, drop in one.drops(32 * 21)] for one in (given.options, back)]
+    choice = parse(f"pyramiddrop:0.7,stages={stages},ratio={ratio}")
+    assert choice.options.keep == pytest.approx(sum(ratio**stage for stage in range(stages)) / stages, rel=1e-12)
+    assert parse(str(choice)) == choice == parse(f"pyramiddrop:stages={stages},ratio={ratio}")
+    back = parse(f"pyramiddrop:{choice.options.keep!r},stages={stages}").options
+    shares = [[drop.share for _, drop in stage_options.drops(32 * 21)] for stage_options in (choice.options, back)]
     assert shares[0] == pytest.approx(shares[1], rel=1e-9)
 
 
 def test_a_drop_takes_from_what_is_left():
     """Counts are of all tokens; the most attended of those that are left stay, and at least one."""
-    one, chosen = signals(), options("pyramiddrop", ratio=0.2, stages=4)
-    scores, left = one.saliency.tolist(), list(range(48))
+    original, chosen = signals(), options("pyramiddrop", ratio=0.2, stages=4)
+    scores, left = original.saliency.tolist(), list(range(48))
     merged = Reduction.identity(48)
     for (_, drop), share in zip(chosen.drops(4), (0.2, 0.04, 0.008), strict=True):
-        now = type(one)(**vars(one) | {"merged": merged, "saliency": one.saliency[merged.anchor], "features": None,
-                                       "keys": None, "windowed": None, "pixels": None})  # fmt: skip
+        without = dict.fromkeys(("features", "keys", "windowed", "pixels"))
+        stage = {"merged": merged, "saliency": original.saliency[merged.anchor]}
+        now = type(original)(**vars(original) | without | stage)
         merged = merged.then(run("pyramiddrop", now, drop))
         count = max(1, math.floor(share * 48 + 0.5))
         left = sorted(left[index] for index in best([scores[index] for index in left], count))

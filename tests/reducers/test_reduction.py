@@ -51,8 +51,8 @@ def test_apply_gives_the_same_bits_in_every_call():
     """At CLIP's size, 576 rows into 64, with two threads that may add in any order; and the same bits with one."""
     r, x = some(576, 64, 7), torch.randn(576, 1024, generator=torch.Generator().manual_seed(8))
     with threads(2):
-        found = {digest(r.apply(x)) for _ in range(30)}
-    assert found == {digest(r.apply(x))}
+        digests = {digest(r.apply(x)) for _ in range(30)}
+    assert digests == {digest(r.apply(x))}
 
 
 def test_sums_of_weights_have_the_same_bits_in_every_call():

@@ -32,7 +32,7 @@ def slow(s, count, sharpness):
     worth = [math.exp(sharpness * (b - min(best)) / (max(best) - min(best))) if len(best) > 1 else 1.0 for b in best]
     if count <= len(regions):
         return sorted(sorted(regions, key=lambda region: -worth[regions.index(region)])[:count])
-    groups, level, asked = (
+    groups, level, query = (
         {k: [list(region)] for k, region in enumerate(regions)},
         dict.fromkeys(range(len(regions)), 0),
         {},
@@ -47,9 +47,9 @@ def slow(s, count, sharpness):
             while level[k] < 3 and len(finer(k)) == len(groups[k]):
                 level[k] += 1
         open_ = [k for k in groups if level[k] < 3]
-        price = {k: min(asked.get(k, math.inf), worth[k] / (len(finer(k)) - len(groups[k]))) for k in open_}
+        price = {k: min(query.get(k, math.inf), worth[k] / (len(finer(k)) - len(groups[k]))) for k in open_}
         k = max(open_, key=lambda k: (price[k], -level[k], -k))
-        asked[k] = price[k]
+        query[k] = price[k]
         for child in finer(k):
             parent = next(group for group in groups[k] if set(child) <= set(group))
             if left and child[-1] != parent[-1]:  # the last child is what is left of its parent
@@ -57,7 +57,7 @@ def slow(s, count, sharpness):
                 parent[:] = [i for i in parent if i not in child]
                 left -= 1
         level[k] += 1
-    return sorted(sorted(group) for own in groups.values() for group in own)
+    return sorted(sorted(group) for children in groups.values() for group in children)
 
 
 @pytest.mark.parametrize("grid", [(1, 8, 12), (1, 7, 5), (1, 3, 3), (1, 1, 9), (1, 12, 18)])
@@ -66,8 +66,8 @@ def test_levels_of_detail(grid, keep):
     s, chosen = signals(grid, seed=3), relevance.Options(keep=keep)
     got, x = run("relevance", s, chosen), torch.randn(math.prod(grid), 3, dtype=torch.float64)
     groups = slow(s, relevance.budget(grid, chosen), 3.0)
-    found = sorted((got.target == row).nonzero().squeeze(1).tolist() for row in range(len(got.anchor)))
-    assert found == groups
+    tokens_by_output = sorted((got.target == row).nonzero().squeeze(1).tolist() for row in range(len(got.anchor)))
+    assert tokens_by_output == groups
     means = {group[len(group) // 2]: x[group].mean(0) for group in groups}
     assert torch.allclose(got.apply(x), torch.stack([means[anchor] for anchor in got.anchor.tolist()]), atol=1e-6)
 

@@ -33,15 +33,15 @@ def slow(features, saliency, alpha, count):
 @pytest.mark.parametrize("grid", [(1, 5, 6), (1, 3, 11), (2, 4, 3)])
 def test_gain_times_saliency(grid, keep, alpha):
     s, chosen = signals(grid), scope.Options(keep=keep, alpha=alpha)
-    wanted = slow(s.features, s.saliency.tolist(), alpha, scope.budget(grid, chosen))
-    assert run("scope", s, chosen).anchor.tolist() == sorted(wanted)
+    expected = slow(s.features, s.saliency.tolist(), alpha, scope.budget(grid, chosen))
+    assert run("scope", s, chosen).anchor.tolist() == sorted(expected)
 
 
 def test_without_saliency_it_is_coverage_alone():
     s = dataclasses.replace(signals((1, 5, 6)), saliency=None)
-    wanted = sorted(slow(s.features, [1.0] * 30, 1.0, 12))
-    assert run("scope", s, scope.Options(keep=0.4)).anchor.tolist() == wanted
-    assert run("scope", signals((1, 5, 6)), scope.Options(keep=0.4, alpha=0)).anchor.tolist() == wanted
+    expected = sorted(slow(s.features, [1.0] * 30, 1.0, 12))
+    assert run("scope", s, scope.Options(keep=0.4)).anchor.tolist() == expected
+    assert run("scope", signals((1, 5, 6)), scope.Options(keep=0.4, alpha=0)).anchor.tolist() == expected
 
 
 def test_two_tokens_that_cover_only_each_other_are_taken_by_index():

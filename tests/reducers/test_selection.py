@@ -45,8 +45,8 @@ def test_dart(keep, seed):
 def test_four_in_five_of_the_tokens_that_dart_keeps_are_pivots_by_default(keep, pivots):
     s = signals()
     count = dart.budget(s.grid, dart.Options(keep=keep))
-    wanted = slow_dart(s.features, s.query, best(length(s.features), pivots), [], count)
-    assert run("dart", s, dart.Options(keep=keep)).anchor.tolist() == wanted
+    expected = slow_dart(s.features, s.query, best(length(s.features), pivots), [], count)
+    assert run("dart", s, dart.Options(keep=keep)).anchor.tolist() == expected
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.7])
@@ -148,11 +148,11 @@ def test_random_follows_from_seed_and_grid_alone():
 
 
 def test_random_is_nested_and_depends_on_the_seed():
-    few, more, other = (
+    few, half, other = (
         set(run("random", signals(), options("random", keep=keep, seed=seed)).anchor.tolist())
         for keep, seed in ((0.2, 0), (0.5, 0), (0.5, 1))
     )
-    assert few < more and more != other
+    assert few < half and half != other
 
 
 def test_random_chooses_every_token_equally_often():

@@ -12,7 +12,7 @@ from tests.kit.reduced_cases import trained
 from tests.kit.reduction_data import picture
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks.carrying import attach_carried
+from vlmcompress.hf_hooks.attaching import attach_carried
 from vlmcompress.models import load
 from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve

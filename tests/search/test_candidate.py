@@ -33,17 +33,19 @@ def test_each_change_alone_and_every_combination() -> None:
     sets = [set(some) for size in range(1, 4) for some in itertools.combinations(choices, size)]
     allowed = [some for some in sets if len({choices[name] for name in some}) == len(some)]
     alone, joint = singles(FACTORS), combined(FACTORS)
-    assert [one.name for one in alone] == list(choices)
-    found = [{choice.name for choice in one.choices} for one in joint]
-    assert len(found) == len(allowed) - len(alone) == 12
-    assert all(some in found for some in allowed if len(some) > 1)
-    assert len({one.folder for one in [*alone, *joint, Candidate()]}) == 18
+    assert [candidate.name for candidate in alone] == list(choices)
+    names = [{choice.name for choice in candidate.choices} for candidate in joint]
+    assert len(names) == len(allowed) - len(alone) == 12
+    assert all(some in names for some in allowed if len(some) > 1)
+    assert len({candidate.folder for candidate in [*alone, *joint, Candidate()]}) == 18
 
 
 def test_a_folder_hangs_on_what_is_done_alone() -> None:
     """Not on the name, not on the order of keys; but on whether the model is trained."""
     keys = {"reduce": "learned:0.25", "seed": 1}
-    one, again = (Candidate((Choice(name, dict(some)),)) for name, some in (("a", keys), ("b", reversed(keys.items()))))
-    assert one.folder == again.folder
-    assert one.folder != Candidate((Choice("a", keys, recover=True),)).folder
+    first, again = (
+        Candidate((Choice(name, dict(some)),)) for name, some in (("a", keys), ("b", reversed(keys.items())))
+    )
+    assert first.folder == again.folder
+    assert first.folder != Candidate((Choice("a", keys, recover=True),)).folder
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 2, "b": 1})

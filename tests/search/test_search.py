@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tests.kit.cluster import two_nodes
+from tests.kit.edits import edited, other_weights
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.common import folders, locks
@@ -53,12 +58,16 @@ def call(space, tmp_path_factory, quick_engines):
     folder = tmp_path_factory.mktemp("search")
     table = pq.read_table(data("test"))
     pq.write_table(table.slice(0, 90), folder / "other.parquet")
-    given = ["search", DEMO_LLAVA, "-o", folder / "found", "--data", data("validation"), "--space", space, *FLAGS]
-    return [*map(str, given), "--confirm", str(folder / "other.parquet")], folder / "found"
+    model, beside = folder / DEMO_LLAVA.name, folder / "data" / "llava"
+    shutil.copytree(DEMO_LLAVA, model)
+    shutil.copytree(Path(data("validation")).parent, beside)
+    questions = beside / "validation.parquet"
+    arguments = ["search", model, "-o", folder / "finished", "--data", questions, "--space", space, *FLAGS]
+    return [*map(str, arguments), "--confirm", str(folder / "other.parquet")], folder / "finished"
 
 
 @pytest.fixture(scope="module")
-def found(call):
+def finished(call):
     """The search, killed after its first trial, and run again to its end."""
     arguments, folder = call
     first = subprocess.Popen([sys.executable, "-m", "vlmcompress", *arguments], start_new_session=True)
@@ -74,15 +83,15 @@ def found(call):
     return done, json.loads(done.stdout), folder
 
 
-def test_it_ends_with_a_checkpoint_that_was_confirmed(found):
-    done, result, folder = found
+def test_it_ends_with_a_checkpoint_that_was_confirmed(finished):
+    done, result, folder = finished
     assert done.returncode == 0, done.stderr
     assert result["confirmed"]["verdict"] == "pass" and result["confirmed"]["questions"] == 90
-    winner = next(one for one in result["candidates"] if one["winner"])
+    winner = next(candidate for candidate in result["candidates"] if candidate["winner"])
     assert winner["name"] == result["winner"]["name"] == "w4 + coverage:0.5", (
         "both changes save memory, and little is lost"
     )
-    assert winner["gain"] > max(one["gain"] for one in result["candidates"] if not one["winner"])
+    assert winner["gain"] > max(candidate["gain"] for candidate in result["candidates"] if not candidate["winner"])
     assert cli.main(["doctor", str(folder / "winner"), "--source", str(DEMO_LLAVA)]) == 0
     assert {"report.html", "pareto.svg", "search.json", "recipe.yaml", "winner", "confirmation"} <= {
         path.name for path in folder.iterdir()
@@ -95,33 +104,36 @@ def test_it_ends_with_a_checkpoint_that_was_confirmed(found):
     assert not (folder / "work").exists() and (folder / "confirmation" / "report.html").is_file()
 
 
-def test_no_trial_is_done_twice(found):
-    _, result, folder = found
+def test_no_trial_is_done_twice(finished):
+    _, result, folder = finished
     keys = [json.loads(line)["key"] for line in (folder / "search.jsonl").read_text().splitlines()]
     trials = Counter(key for key in keys if key.startswith("trial"))
     assert len(trials) == 5 and set(trials.values()) == {1}, "two single changes, then three of 60 questions"
     assert result["questions"] == {"search": 60, "asked": 180, "full_grid": 180}
 
 
-def test_the_recipe_makes_the_winner(found, tmp_path, capsys):
+def test_the_recipe_makes_the_winner(finished, tmp_path, capsys):
     """What the folder's recipe makes has the same weights."""
-    _, _, folder = found
+    _, _, folder = finished
     code, _, err = run(capsys, "quantize", DEMO_LLAVA, "-o", tmp_path / "again", "--recipe", folder / "recipe.yaml")
     assert code == 0, err
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (folder / "winner" / name).read_bytes()
 
 
-def test_every_loser_has_a_reason(found):
-    _, result, folder = found
-    assert all(bool(one["why"]) != one["winner"] for one in result["candidates"])
+def test_every_loser_has_a_reason(finished):
+    _, result, folder = finished
+    assert all(bool(candidate["why"]) != candidate["winner"] for candidate in result["candidates"])
     page = (folder / "report.html").read_text()
-    assert all(one["name"] in page for one in result["candidates"]) and "Confirmed on 90 other questions" in page
+    assert (
+        all(candidate["name"] in page for candidate in result["candidates"])
+        and "Confirmed on 90 other questions" in page
+    )
 
 
-def test_another_floor_takes_up_what_is_known(found, call, capsys):
+def test_another_floor_takes_up_what_is_known(finished, call, capsys):
     """No trial is done anew for a floor that nothing meets, and the nearest is named."""
-    _, _, folder = found
+    _, _, folder = finished
     before = (folder / "search.jsonl").read_text().count('"key": "trial')
     arguments = list(call[0])
     arguments[arguments.index("--max-drop") + 1] = "0.19"
@@ -188,10 +200,42 @@ def test_a_folder_of_something_else_is_left_alone(call, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-def test_another_search_is_not_gone_on_with(found, call, capsys):
+def test_another_search_is_not_gone_on_with(finished, call, capsys):
     arguments = [*call[0], "--seed", "7"]
     code, _, err = run(capsys, *arguments)
     assert code == 2 and "has a search with another seed" in err, err
+
+
+def another_answer(file: Path) -> bytes:
+    """A table's content with all its answers moved by a row."""
+    table, sink = pq.read_table(file), io.BytesIO()
+    answers = table.column("answer").to_pylist()
+    moved = pa.array([*answers[1:], answers[0]], table.schema.field("answer").type)
+    pq.write_table(table.set_column(table.schema.get_field_index("answer"), "answer", moved), sink)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("changed", ["data", "calibration", "model"])
+def test_no_answer_of_edited_files_is_taken_up(finished, call, changed):
+    """Under the same path: an edited table of questions or calibration samples, and retrained weights of the same shapes."""
+    folder = call[1].parent
+    table = folder / "data" / "llava" / f"{'validation' if changed == 'data' else changed}.parquet"
+    edit = other_weights(folder / DEMO_LLAVA.name) if changed == "model" else edited(table, another_answer(table))
+    with edit:  # in a process of its own, as a user runs it
+        done = subprocess.run([sys.executable, "-m", "vlmcompress", *call[0]], capture_output=True, text=True)
+    assert done.returncode == 2 and f"has a search with another {changed};" in done.stderr, done.stderr
+
+
+def test_the_same_data_elsewhere_are_the_same(finished, call, tmp_path, capsys):
+    """No trial is done anew for questions that were moved."""
+    before = (call[1] / "search.jsonl").read_text().count('"key": "trial')
+    moved, arguments = tmp_path / "moved.parquet", list(call[0])
+    where = arguments.index("--data") + 1
+    shutil.copy(arguments[where], moved)
+    arguments[where] = str(moved)
+    code, _, err = run(capsys, *arguments)
+    assert code == 0, err
+    assert (call[1] / "search.jsonl").read_text().count('"key": "trial') == before
 
 
 def test_an_engine_that_dies_costs_one_candidate(call, tmp_path, capsys):
@@ -205,31 +249,31 @@ def test_an_engine_that_dies_costs_one_candidate(call, tmp_path, capsys):
     arguments[arguments.index("--limit") + 1] = "48"
     unconfirmed(arguments)
     code, text, err = run(capsys, *arguments, "--json")
-    found = json.loads(text)
-    assert code == 0 and found["winner"]["name"] == "w4", err
-    (lost,) = (one for one in found["candidates"] if one["name"] == reducer.name)
+    printed = json.loads(text)
+    assert code == 0 and printed["winner"]["name"] == "w4", err
+    (lost,) = (candidate for candidate in printed["candidates"] if candidate["name"] == reducer.name)
     assert lost["why"].startswith("failed: ") and lost["questions"] == 0
     assert "Traceback" not in err
 
 
-def test_a_budget_that_is_gone(found, call, capsys):
+def test_a_budget_that_is_gone(finished, call, capsys):
     code, _, err = run(capsys, *call[0], "--max-time", "1s")
     assert code == 2 and "--max-time is spent: asking the original took" in err, err
 
 
 @pytest.mark.slow
-def test_two_nodes_find_what_one_process_finds(found, call, tmp_path, capfd):
+def test_two_nodes_find_what_one_process_finds(finished, call, tmp_path, capfd):
     """The same candidates, questions and answers from the workers of two nodes, which share nothing but the model."""
     arguments = list(call[0])
     arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
     unconfirmed(arguments)
     code = cli.main([*arguments, "--ray", two_nodes().address, "--json"])
-    here, there = found[1], json.loads(capfd.readouterr().out)
+    here, there = finished[1], json.loads(capfd.readouterr().out)
     assert code == 0 and "confirmed" not in there
     for key in ("winner", "questions", "original"):
         assert there[key] == here[key]
     kept = ("name", "gain", "questions", "difference", "divergence", "why")
     # without a confirmation to come, a candidate's chance of passing it differs, and nothing else
-    assert [[one[key] for key in kept] for one in there["candidates"]] == [
-        [one[key] for key in kept] for one in here["candidates"]
+    assert [[candidate[key] for key in kept] for candidate in there["candidates"]] == [
+        [candidate[key] for key in kept] for candidate in here["candidates"]
     ]

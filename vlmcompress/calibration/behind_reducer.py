@@ -130,8 +130,8 @@ def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
         "position_ids": torch.cat([prompt.positions, behind], -1),
         "modality": torch.cat([modality[:, prompt.columns], modality[:, cut:]], 1),
     }
-    if levels := prompt.more.get("deepstack_visual_embeds"):
-        where = prompt.more["visual_pos_masks"]
+    if levels := prompt.deepstack.get("deepstack_visual_embeds"):
+        where = prompt.deepstack["visual_pos_masks"]
         result["visual_pos_masks"] = torch.cat([where, where.new_zeros(1, tail)], 1)
         result["deepstack_visual_embeds"] = torch.stack(list(levels))
     return result

@@ -25,8 +25,6 @@ they depend on no scheme and serve all of them. `statistics.json`, schema 2, is 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,12 +198,6 @@ def read(folder: Path) -> Statistics:
 def processor_identity(model: Path) -> dict[str, str]:
     """Hash the files of a model's tokenizer and processor: name -> sha256."""
     return {name: identity.sha256(model / name) for name in PROCESSOR_FILES if (model / name).is_file()}
-
-
-def weights_hash(model: Path) -> str:
-    """SHA-256 over all weight files of a model, sorted by name; reads them whole."""
-    hashes = {path.name: identity.sha256(path) for path in sorted(model.glob("*.safetensors"))}
-    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def short(digest: str | None) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from vlmcompress.checkpoint.write import WEIGHTS, OutputTensor, write_json, write_weights
 from vlmcompress.common import folders, tensor_files
+from vlmcompress.common.identity import unchanged
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.common.text import parse_size
@@ -141,8 +142,7 @@ def write(
 
 def record(source: Source, rotations: Rotations) -> str:
     """What a rotated checkpoint is made of, as text."""
-    files = {entry.file for entry in source.entries.values()}
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    stats = unchanged(sorted({entry.file for entry in source.entries.values()}))
     return json.dumps([source.config, stats, rotations.kind, rotations.seed], sort_keys=True)
 
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Outcome:
     prompts = _prompts(args.prompts)
     request = search.request(args)
     from vlmcompress.search import own_answers
-    from vlmcompress.search.whole import QUESTIONS, setup_of
+    from vlmcompress.search.search import QUESTIONS, setup_of
 
     parts = own_answers.split(args.images, args.most, args.max_drop)
     setup = setup_of(request)

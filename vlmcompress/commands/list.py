@@ -64,7 +64,7 @@ def _recipes() -> Entries:
 
 
 def _reducers() -> Entries:
-    from vlmcompress.engines.vllm.plugin import served
+    from vlmcompress.engines.reducer_support import served
 
     keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
     keys |= {"no_better_than": "NO_BETTER_THAN"}

@@ -193,7 +193,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
     lines = [f"  weights   {f'{size(after)}, as they were' if before == after else changed}"]
     if done["reduce"] or done["resize"]:
-        from vlmcompress.planning.reducer import tokens_text
+        from vlmcompress.planning.visual_tokens import tokens_text
         from vlmcompress.recipe.reducer import read
         from vlmcompress.recipe.resize import Resize
 

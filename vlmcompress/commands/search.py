@@ -18,7 +18,7 @@ from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from vlmcompress.search.whole import Request
+    from vlmcompress.search.search import Request
 
 GROUP = "compress"
 PLACE = 22
@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def request(args: argparse.Namespace) -> Request:
     """The search request that the flags describe."""
+    from vlmcompress.search.search import Request
     from vlmcompress.search.speed import Load
-    from vlmcompress.search.whole import Request
 
     check(args)
     width, _, height = args.image_size.partition("x")
@@ -152,7 +152,7 @@ def seconds(text: str) -> float:
 def search_outcome(search_request: Request, args: argparse.Namespace, reference: str = "the data's answers") -> Outcome:
     """Run a search, confirm its winner and write the page. `reference`: what answers are compared with, in words."""
     from vlmcompress.report import search as report
-    from vlmcompress.search.whole import WORK, find
+    from vlmcompress.search.search import WORK, find
 
     with closing(ProgressBar()) as progress:
         done = find(search_request, progress)

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if reason := hf_hooks.refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    hf_hooks.check(vlm, reducer.method, reducer.options)
+    hf_hooks.check(vlm, reducer)
     with closing(ProgressBar()) as progress:
         inputs = read_inputs(recipe, vlm, "vlmcompress thresholds", progress)
         learnt = learning.learn(vlm, inputs.batches, reducer, progress)

@@ -1,9 +1,21 @@
-"""Names, versions and hashes that say which software, model and files a result depends on."""
+"""Names, versions and hashes that say which software, model and files a result depends on.
+
+"The same files" has two strengths:
+
+* `unchanged`: names, sizes and times. Free; nobody has written to the files on this machine. For what is quick to make anew:
+  answers of an evaluation, blocks of an interrupted `quantize`, a rotated copy.
+* `content_hash`: SHA-256 of all bytes, each file read once in a process. For runs that take much longer than reading the model
+  once, and between machines.
+
+`source_identity` is neither: it names a model in what is written, and tells one from another by config and shapes alone.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -20,7 +32,6 @@ _MODEL_FILES = (
     "*.model",
     "chat_template*",
 )  # what a model's answers depend on; not reports
-_ENDS = 1 << 20  # bytes
 
 
 def versions() -> dict[str, str]:
@@ -59,17 +70,35 @@ def model_files(folder: Path) -> list[Path]:
     return sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
 
 
-def fingerprint(folder: Path) -> str:
-    """A quick hash of a model's files, in hexadecimal: names, sizes, and the first and the last megabyte of each.
+def unchanged(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of last change of each file: equal as long as nobody writes to them."""
+    stats = [(path.name, path.stat()) for path in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
-    It is equal for copies of a folder on several machines, and differs where only weights do.
+
+def content_hash(files: Iterable[Path]) -> str:
+    """SHA-256 of the names and all bytes of files, in the order given.
+
+    A file that was not written to since is not read again in this process.
     """
-    digest = hashlib.sha256()
-    for file in model_files(folder):
-        size = file.stat().st_size
-        digest.update(json.dumps([file.name, size]).encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_ENDS))
-            stream.seek(max(size - _ENDS, 0))
-            digest.update(stream.read(_ENDS))
-    return digest.hexdigest()
+    hashes = {}
+    for path in files:
+        stat = path.stat()
+        # the time of change of the inode tells of a write even where a tool has put the time of last change back
+        hashes[path.name] = _sha256_once(path.absolute(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+
+def model_hash(folder: Path) -> str:
+    """`content_hash` of a model's weights, config, tokenizer and processor."""
+    return content_hash(model_files(folder))
+
+
+def weights_hash(folder: Path) -> str:
+    """`content_hash` of a model's weight files."""
+    return content_hash(sorted(folder.glob("*.safetensors")))
+
+
+@functools.cache
+def _sha256_once(path: Path, size: int, mtime_ns: int, ctime_ns: int) -> str:
+    return sha256(path)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from vlmcompress import hf_hooks, models
+from vlmcompress import models
 from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.checkpoint.layer_targets import misnamed, misread
 from vlmcompress.checkpoint.stored import Stored
@@ -23,10 +23,9 @@ from vlmcompress.common import identity, tensor_files
 from vlmcompress.common.messages import Finding, reason
 from vlmcompress.common.tensor_files import Entry
 from vlmcompress.common.text import size, smaller
-from vlmcompress.engines.vllm import plugin
+from vlmcompress.engines import reducer_support
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
-from vlmcompress.hf_hooks import scorer_file
 from vlmcompress.models import Group, ModelSpec
 
 
@@ -136,16 +135,16 @@ def _manifest(subject: _Subject) -> str:
 
 
 def _files(subject: _Subject) -> str:
-    recorded, found = manifest.read(subject.path)["files"], manifest.hash_files(subject.path)
+    recorded, hashes = manifest.read(subject.path)["files"], manifest.hash_files(subject.path)
     wrong = {
-        "missing": sorted(recorded.keys() - found.keys()),
-        "changed": sorted(name for name in recorded.keys() & found.keys() if recorded[name] != found[name]),
-        "not in the manifest": sorted(found.keys() - recorded.keys()),
+        "missing": sorted(recorded.keys() - hashes.keys()),
+        "changed": sorted(name for name in recorded.keys() & hashes.keys() if recorded[name] != hashes[name]),
+        "not in the manifest": sorted(hashes.keys() - recorded.keys()),
     }
     if any(wrong.values()):
         what = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
         raise UserError(f"{what}; copy the folder again or quantize again")
-    return f"{len(found)} files have the recorded hashes"
+    return f"{len(hashes)} files have the recorded hashes"
 
 
 def _weights(subject: _Subject) -> str:
@@ -166,15 +165,14 @@ def _config(subject: _Subject) -> str:
 
 
 def _reducer(subject: _Subject) -> str:
-    found = reducer_block.read(subject.config)
-    if found is None:
+    carried = reducer_block.read(subject.config)
+    if carried is None:
         return "none, all visual tokens are kept"
     vlm = models.VLM(subject.meta_model, None, subject.spec, subject.path)
-    hf_hooks.check(vlm, found.reducer.method, found.reducer.options)
-    scorer_file.known(subject.meta_model.config, found.reducer, subject.path)
-    reason = plugin.refusal(subject.config["architectures"][0], found.reducer)
+    reducer_support.check(vlm, subject.config, carried.reducer, engine="transformers", folder=subject.path)
+    reason = reducer_support.refusal(subject.config["architectures"][0], carried.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
-    return f"{found.reducer.label}, {where}"
+    return f"{carried.reducer.label}, {where}"
 
 
 def _tensors(subject: _Subject) -> str:
@@ -202,8 +200,8 @@ def _layers(subject: _Subject) -> str:
         for local, spec in needed.items():
             entry = subject.entries[subject.names[f"{name}.{local}"]]
             if entry.spec != spec:
-                found, right = (f"{one.dtype} {list(one.shape)}" for one in (entry.spec, spec))
-                raise UserError(f"tensor '{entry.name}' is {found}, needed is {right}")
+                stored, right = (f"{tensor_spec.dtype} {list(tensor_spec.shape)}" for tensor_spec in (entry.spec, spec))
+                raise UserError(f"tensor '{entry.name}' is {stored}, needed is {right}")
             if local == "weight_shape" and tensor_files.read_tensor(entry).tolist() != [rows, columns]:
                 raise UserError(f"tensor '{entry.name}' does not say {[rows, columns]}")
     _global_scales(subject)
@@ -214,8 +212,8 @@ def _global_scales(subject: _Subject) -> None:
     """Check that layers which an engine makes one matrix of have one global scale; of several vLLM takes the largest."""
     for group in subject.fused:
         for scale in ("weight_global_scale", "input_global_scale"):
-            found = [subject.names[key] for name in group.linears if (key := f"{name}.{scale}") in subject.names]
-            values = {name: float(tensor_files.read_tensor(subject.entries[name])) for name in found}
+            names = [subject.names[key] for name in group.linears if (key := f"{name}.{scale}") in subject.names]
+            values = {name: float(tensor_files.read_tensor(subject.entries[name])) for name in names}
             if len(set(values.values())) > 1:
                 text = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
                 raise UserError(f"an engine makes one matrix of these and takes one {scale}: {text}; quantize again")
@@ -224,8 +222,8 @@ def _global_scales(subject: _Subject) -> None:
 def _fused(subject: _Subject) -> str:
     for group in subject.fused:
         if len({subject.groups[name] for name in group.linears}) > 1:
-            found = ", ".join(f"{name}: {subject.groups[name] or 'unquantized'}" for name in group.linears)
-            raise UserError(f"an engine runs these as one matrix, but they differ: {found}")
+            schemes = ", ".join(f"{name}: {subject.groups[name] or 'unquantized'}" for name in group.linears)
+            raise UserError(f"an engine runs these as one matrix, but they differ: {schemes}")
     return f"{len(subject.fused)} fused matrices, one scheme each"
 
 

@@ -96,7 +96,7 @@ def read(folder: Path) -> LayerErrors:
         raise UserError(f"no decoder layer of {folder} is quantized, so there is no error to report")
     manifest.verify(folder, content)
     cache = content.get("kv_cache") or {}
-    if not isinstance(cache, Mapping) or not all(_is_cache(found) for found in cache.values()):
+    if not isinstance(cache, Mapping) or not all(_is_cache(ranges) for ranges in cache.values()):
         raise UserError(f"{folder / manifest.MANIFEST} says nothing readable of the KV cache; quantize again")
     basis, maxima, model = (content.get(key) or {} for key in ("calibration", "maxima", "model"))
     if not _is_basis(basis) or not isinstance(model, Mapping) or not isinstance(content.get("warnings", []), list):
@@ -109,17 +109,17 @@ def read(folder: Path) -> LayerErrors:
     return LayerErrors(folder.resolve().name, errors, basis, notes, cache, maxima, model)
 
 
-def kinds(*found: LayerErrors) -> list[str]:
+def kinds(*errors: LayerErrors) -> list[str]:
     """The kinds of error that all of the checkpoints have."""
-    seen = [{kind for error in one.errors.values() for kind in error} for one in found]
-    return [kind for kind in KINDS if all(kind in one for one in seen)]
+    kinds_of_each = [{kind for error in layers.errors.values() for kind in error} for layers in errors]
+    return [kind for kind in KINDS if all(kind in layers for layers in kinds_of_each)]
 
 
-def summary(found: LayerErrors) -> dict[str, dict[str, Any]]:
+def summary(errors: LayerErrors) -> dict[str, dict[str, Any]]:
     """Sum up errors over layers: kind -> mean, median, and the worst layer."""
     result = {}
-    for kind in kinds(found):
-        values = {layer: error[kind] for layer, error in found.errors.items() if kind in error}
+    for kind in kinds(errors):
+        values = {layer: error[kind] for layer, error in errors.errors.items() if kind in error}
         worst = max(values, key=lambda layer: (values[layer], layer))
         result[kind] = {
             "mean": fmean(values.values()),
@@ -130,10 +130,10 @@ def summary(found: LayerErrors) -> dict[str, dict[str, Any]]:
     return result
 
 
-def owners(found: LayerErrors) -> dict[str, float]:
+def owners(errors: LayerErrors) -> dict[str, float]:
     """Mean share over groups of layers, by kind of token, of the input channels whose maximum that kind holds."""
-    seen = [kind for kind in KINDS if any(kind in shares for shares in found.maxima.values())]
-    return {kind: fmean(shares.get(kind, 0.0) for shares in found.maxima.values()) for kind in seen}
+    present = [kind for kind in KINDS if any(kind in shares for shares in errors.maxima.values())]
+    return {kind: fmean(shares.get(kind, 0.0) for shares in errors.maxima.values()) for kind in present}
 
 
 def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
@@ -170,26 +170,26 @@ def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
 
 def differences(before: LayerErrors, after: LayerErrors) -> list[str]:
     """Reasons why the errors of two checkpoints are not directly comparable; empty if they were measured alike."""
-    found = []
+    reasons = []
     if any(before.model.get(key) != after.model.get(key) for key in ("config_sha256", "headers_sha256")):
         sources = f"'{before.model.get('source')}' and '{after.model.get('source')}'"
-        found.append(f"they were made of two different originals, {sources}: a layer of one is not that of the other")
+        reasons.append(f"they were made of two different originals, {sources}: a layer of one is not that of the other")
     if before.errors.keys() != after.errors.keys():
         other = len(before.errors.keys() ^ after.errors.keys())
-        found.append(f"layers that only one of the two quantizes, and that are not compared: {other}")
+        reasons.append(f"layers that only one of the two quantizes, and that are not compared: {other}")
     if before.basis and after.basis:
         if before.basis.get("sha256") != after.basis.get("sha256"):
-            found.append("the two saw different calibration samples")
+            reasons.append("the two saw different calibration samples")
         if before.basis.get("prefix") != after.basis.get("prefix"):
-            found.append("one was measured behind quantized blocks, the other behind unquantized ones")
-    return found
+            reasons.append("one was measured behind quantized blocks, the other behind unquantized ones")
+    return reasons
 
 
-def worst_first(*found: LayerErrors) -> list[str]:
+def worst_first(*errors: LayerErrors) -> list[str]:
     """Sort layers by falling error, taking each layer's largest of any kind in any of the checkpoints."""
     most: dict[str, float] = {}
-    for one in found:
-        for layer, error in one.errors.items():
+    for layers in errors:
+        for layer, error in layers.errors.items():
             most[layer] = max(most.get(layer, 0.0), *error.values())
     return sorted(most, key=lambda layer: (-most[layer], layer))
 
@@ -215,29 +215,27 @@ def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
     few = {kind: n for kind, n in (basis.get("tokens") or {}).items() if 0 < n < width}
     if not few:
         return []
-    seen = " and ".join(f"{n} {kind}" for kind, n in few.items())
+    counts = " and ".join(f"{n} {kind}" for kind, n in few.items())
     return [
-        f"only {seen} tokens were seen, fewer than the {width} inputs of a layer: on others the error is larger; "
+        f"only {counts} tokens were seen, fewer than the {width} inputs of a layer: on others the error is larger; "
         "take more --samples, or measure on other samples with --stats"
     ]
 
 
 def _is_error(error: Any) -> bool:
-    known = isinstance(error, Mapping) and error and set(error) <= set(KINDS)
-    return bool(known) and all(
+    is_mapping = isinstance(error, Mapping) and error and set(error) <= set(KINDS)
+    return bool(is_mapping) and all(
         isinstance(value, int | float) and 0 <= value <= sys.float_info.max for value in error.values()
     )
 
 
-def _is_basis(found: Any) -> bool:
+def _is_basis(content: Any) -> bool:
     """Whether a value has the form of a manifest's `calibration`, as far as it is used here."""
-    tokens = (found.get("tokens") or {}) if isinstance(found, Mapping) else None
+    tokens = (content.get("tokens") or {}) if isinstance(content, Mapping) else None
     return isinstance(tokens, Mapping) and all(isinstance(count, int) for count in tokens.values())
 
 
-def _is_cache(found: Any) -> bool:
-    parts = list(found.values()) if isinstance(found, Mapping) and set(found) == {"k", "v"} else [None]
-    wanted = ("maximum", "clipped", "error")
-    return all(
-        isinstance(part, Mapping) and all(isinstance(part.get(key), Mapping) for key in wanted) for part in parts
-    )
+def _is_cache(content: Any) -> bool:
+    parts = list(content.values()) if isinstance(content, Mapping) and set(content) == {"k", "v"} else [None]
+    keys = ("maximum", "clipped", "error")
+    return all(isinstance(part, Mapping) and all(isinstance(part.get(key), Mapping) for key in keys) for part in parts)

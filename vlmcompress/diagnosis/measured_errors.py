@@ -64,12 +64,12 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
         stats = statistics.load(layer)[0]
         if absent := next((group.linears[0] for group in groups if group.name not in stats), None):
             raise UserError(f"statistics {statistics.folder} have none of {absent}; calibrate again")
-        found, inputs = restored(groups, before, after) if smoothed else ({}, {})
-        own = {name: stats[group.name] for group in groups for name in group.linears if after.scheme(name)}
-        for name, seen in own.items():
-            w, q = before.weight(name), found[name] if smoothed else after.weight(name)
+        weights, inputs = restored(groups, before, after) if smoothed else ({}, {})
+        group_stats = {name: stats[group.name] for group in groups for name in group.linears if after.scheme(name)}
+        for name, layer_stats in group_stats.items():
+            w, q = before.weight(name), weights[name] if smoothed else after.weight(name)
             step = math.ceil(len(w) / _ROWS)
-            errors[name] = _error(q[::step], w[::step], seen, inputs.get(name), after.rounding(name))
+            errors[name] = _error(q[::step], w[::step], layer_stats, inputs.get(name), after.rounding(name))
     notes = [*manifest.read(folder).get("warnings", ()), *layer_errors.few(statistics.origin, folder)]
     return replace(recorded, errors=errors, basis=statistics.origin, notes=notes)
 
@@ -120,7 +120,7 @@ class Weights:
 def restored(groups: Sequence[Group], before: Weights, after: Weights) -> tuple[dict, dict]:
     """A block's quantized weights `[out, in]` by linear layer, with smoothing undone, to be compared with the
     original's; and the scale `[in]` that the layer's input was divided by, for layers that were smoothed."""
-    found = {name: after.weight(name) for group in groups for name in group.linears}
+    weights = {name: after.weight(name) for group in groups for name in group.linears}
     inputs: dict[str, Tensor] = {}  # linear layer -> scale that its input was divided by
     for group in groups:
         if group.smooth is None:
@@ -128,12 +128,12 @@ def restored(groups: Sequence[Group], before: Weights, after: Weights) -> tuple[
         if group.smooth_kind == "norm":
             old, new = before.norm(group.smooth), after.norm(group.smooth)
             inputs |= dict.fromkeys(group.linears, torch.where(new == 0, 1.0, old / new))
-        elif group.smooth in found and after.scheme(group.smooth) is not None:
+        elif group.smooth in weights and after.scheme(group.smooth) is not None:
             old = before.weight(group.smooth) * inputs.get(group.smooth, 1.0)
-            scale = _between(old, found[group.smooth], [(before.weight(n), found[n]) for n in group.linears])
-            found[group.smooth] = found[group.smooth] * scale[:, None]
+            scale = _between(old, weights[group.smooth], [(before.weight(n), weights[n]) for n in group.linears])
+            weights[group.smooth] = weights[group.smooth] * scale[:, None]
             inputs |= dict.fromkeys(group.linears, scale)
-    return {name: weight / inputs[name] if name in inputs else weight for name, weight in found.items()}, inputs
+    return {name: weight / inputs[name] if name in inputs else weight for name, weight in weights.items()}, inputs
 
 
 def _error(
@@ -142,9 +142,9 @@ def _error(
     """Errors of `q` for `w [rows, in]` by modality, with those of rounding the inputs, which were divided by `scale` before."""
     error = stats.error(q - w, w)
     if rounded is not None:
-        seen = stats if scale is None else stats.rescaled(scale)
+        inputs = stats if scale is None else stats.rescaled(scale)
         q, w = (x if scale is None else x * scale for x in (q, w))
-        for modality, added in seen.rounding_error(q, w, rounded).items():
+        for modality, added in inputs.rounding_error(q, w, rounded).items():
             error[modality] += added
     return error
 

@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from vlmcompress.common import hub
-from vlmcompress.common.identity import fingerprint
+from vlmcompress.common.identity import model_hash
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.workers import Failed, Workers
 from vlmcompress.engines import Answer, Engine, Request, Run, Settings
@@ -67,7 +67,7 @@ class DataParallel:
         """
         settings, progress = settings or Settings(), progress or (lambda *_: None)
         folder = Path(model).absolute()
-        shared = Part(_portable(self.engine), str(folder), hub.identity(folder), fingerprint(folder), settings)
+        shared = Part(_portable(self.engine), str(folder), hub.identity(folder), model_hash(folder), settings)
         jobs = _Jobs(shared, divide(requests, self._batch(settings), PARTS * self.workers.size), Path(media).resolve())
         answers: dict[str, Answer] = {}
         runs: dict[int, Run] = {}
@@ -101,14 +101,14 @@ class Part:
     Attributes:
         model: the model's folder where the run was started.
         hub: its id and commit, if it came from the Hub.
-        fingerprint: of its files.
+        content: hash of its files.
         images: the contents of image files; addresses of `requests` are numbers in this list.
     """
 
     engine: Engine
     model: str
     hub: dict[str, str] | None
-    fingerprint: str
+    content: str
     settings: Settings
     requests: tuple[Request, ...] = ()
     images: tuple[tuple[str, bytes], ...] = ()
@@ -184,7 +184,7 @@ def _model_here(part: Part) -> Path:
         return hub.local(f"{part.hub['source']}@{part.hub['revision']}")  # the commit says what is in it
     if not folder.is_dir():
         raise UserError(f"{folder} is not there on node {node}; put the model at the same path on every node")
-    if not part.hub and fingerprint(folder) != part.fingerprint:
+    if not part.hub and model_hash(folder) != part.content:
         raise UserError(f"{folder} on node {node} has other files than where the run was started; copy it there again")
     return folder
 

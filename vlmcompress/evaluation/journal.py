@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common.identity import model_files
+from vlmcompress.common.identity import model_files, unchanged
 from vlmcompress.engines import Answer, Request, Settings
 from vlmcompress.errors import UserError
 
@@ -37,8 +37,8 @@ def identify(model: str | Path, engine: str) -> Identity:
     folder = Path(model)
     if not folder.is_dir():
         return Identity(str(model), engine)
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model_files(folder)]
-    return Identity(hashlib.sha256(json.dumps(stats).encode()).hexdigest(), engine)
+    stats = json.dumps(unchanged(model_files(folder)))
+    return Identity(hashlib.sha256(stats.encode()).hexdigest(), engine)
 
 
 def key(identity: Identity, request: Request, settings: Settings) -> str:

@@ -69,6 +69,15 @@ class LoadedSuite:
     def __len__(self) -> int:
         return len(self.places)
 
+    def content_hash(self) -> str:
+        """SHA-256 of the chosen samples, in order: task, id, question, pixels and expected answer."""
+        digest = hashlib.sha256()
+        for place in self.places:
+            task = self.tasks[place.task]
+            content = _content_id(task, task.eval_docs[place.index])
+            digest.update(json.dumps([place.task, place.id, content]).encode())
+        return digest.hexdigest()
+
     def pictures(self, identity: str) -> list[bytes]:
         """Encode the images of a sample as PNG."""
         place = next(place for place in self.places if place.id == identity)

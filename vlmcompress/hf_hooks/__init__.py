@@ -21,8 +21,7 @@ words: a prompt that holds an answer (teacher forcing, or generation without a c
 """
 
 from vlmcompress.hf_hooks._attach import Attachment, KeptWhole
-from vlmcompress.hf_hooks.attaching import attach
-from vlmcompress.hf_hooks.carrying import attach_carried
+from vlmcompress.hf_hooks.attaching import attach, attach_carried
 from vlmcompress.hf_hooks.support import check, refusal
 from vlmcompress.hf_hooks.units import Reduced
 from vlmcompress.recipe.reducer import ReducerChoice

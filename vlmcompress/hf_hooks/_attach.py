@@ -130,16 +130,16 @@ class Attachment(Generic[Held]):
         if cache is not None and not slots:
             self._caches.pop(cache, None)  # emptied, and filled anew
         past = self._caches.get(cache) if slots else None
-        found = self._units()
-        if not found and past is None:
+        units = self._units()
+        if not units and past is None:
             return None
         self._check_window(slots + kwargs["inputs_embeds"].shape[1])
         mask = self._call.get("attention_mask")  # what the model makes of it may be one for each kind of block
         if getattr(cache, "is_compileable", False) or (mask is not None and getattr(mask, "ndim", 0) != 2):
             raise UserError("a static cache or a mask of one's own does not go with a reducer; use the default cache")
-        given = kwargs | {"attention_mask": mask}
-        reduced = self._reduce(given, found, past)
-        return args, kwargs if reduced is given else reduced
+        inputs = kwargs | {"attention_mask": mask}
+        reduced = self._reduce(inputs, units, past)
+        return args, kwargs if reduced is inputs else reduced
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Hook after the language model: remember which tokens its cache lacks."""

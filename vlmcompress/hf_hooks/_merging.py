@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks._early import Early
-from vlmcompress.hf_hooks.slots import Slots
+from vlmcompress.hf_hooks.early import Early
 from vlmcompress.hf_hooks.support import feature_layers, strategy
 from vlmcompress.hf_hooks.tap import joined, tap
-from vlmcompress.hf_hooks.units import Reduced, Unit, block, patch
+from vlmcompress.hf_hooks.units import Reduced, Slots, Unit, block, patch
 from vlmcompress.models import VLM
 from vlmcompress.reducers import Merger, Reduction
 
@@ -149,7 +148,7 @@ class Merging(Early):
             return None
         merger = merger_of(self.vlm, states, self._call.get("pixel_values"), self.module, self.options, Merger)
         if self.counter:
-            merger.counts = [self.counter.count(one) for one in pictures(self.vlm, self._call.arguments)]
+            merger.counts = [self.counter.count(picture) for picture in pictures(self.vlm, self._call.arguments)]
         return merger
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
@@ -171,9 +170,9 @@ class Merging(Early):
         """Hook before the projector: note which patches of each unit have become one row."""
         if self._layers.merger is None:
             return
-        found = self._units()
+        units = self._units()
         self.seen = []
-        for unit, rows in zip(found, self._labels(found), strict=True):
+        for unit, rows in zip(units, self._labels(units), strict=True):
             self._merged.append(_reduction(rows))
             self.seen.append(Reduced(**vars(unit), reduction=self._merged[-1]))
 
@@ -182,10 +181,10 @@ class Merging(Early):
         assert self._layers.merger is not None
         merged, start = self._layers.merger.merged, 0
         rows = torch.empty(len(merged), len(merged[0].target), 1, dtype=torch.float64)
-        for label, one in zip(rows, merged, strict=True):
-            label[:, 0] = one.target.cpu() + start
-            label[one.anchor.cpu()] += 0.5
-            start += len(one.anchor)
+        for label, reduction in zip(rows, merged, strict=True):
+            label[:, 0] = reduction.target.cpu() + start
+            label[reduction.anchor.cpu()] += 0.5
+            start += len(reduction.anchor)
         if self.vlm.spec.visual_grid != "anyres":
             return [label[:, 0] for label in rows]
         packed = self._packed(rows)
@@ -206,7 +205,7 @@ class Merging(Early):
         if self._layers.merger is None or not isinstance(output, Tensor):
             return None
         merged = self._layers.merger.merged
-        return torch.stack([one.expand(rows) for one, rows in zip(merged, output, strict=True)])
+        return torch.stack([image_rows.expand(rows) for image_rows, rows in zip(merged, output, strict=True)])
 
 
 def _tiles(vlm: VLM, sizes: Tensor) -> list[int]:

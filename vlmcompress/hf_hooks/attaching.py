@@ -1,21 +1,30 @@
-"""Attach a reducer to a model, with the kind of attachment that its method needs."""
+"""Attach a reducer to a model, with the kind of attachment that its method needs.
+
+`attach_carried` takes the reducer that a checkpoint's config.json carries.
+
+    model = AutoModelForImageTextToText.from_pretrained("OUT", dtype="auto")
+    processor = AutoProcessor.from_pretrained("OUT")
+    attach_carried(model, processor, "OUT")
+
+transformers itself does not know the block and keeps all visual tokens.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.hf_hooks import scorer_file, threshold_file
 from vlmcompress.hf_hooks._attach import Attachment
-from vlmcompress.hf_hooks._early import Early
-from vlmcompress.hf_hooks._generating import Generating
-from vlmcompress.hf_hooks._inside import Inside
+from vlmcompress.hf_hooks._decoder import Blocks, Generating, Inside
 from vlmcompress.hf_hooks._merging import Merging
-from vlmcompress.hf_hooks._views import Views
-from vlmcompress.hf_hooks.block_mask import Blocks
+from vlmcompress.hf_hooks.early import Early
 from vlmcompress.hf_hooks.pixels import Pixels
 from vlmcompress.hf_hooks.support import check, check_counter
-from vlmcompress.models import VLM
+from vlmcompress.hf_hooks.views import Views
+from vlmcompress.models import VLM, read_json, spec_for
 from vlmcompress.recipe.reducer import ReducerChoice, choose
 from vlmcompress.reducers import REGISTRY, TokenCounter
 
@@ -37,7 +46,7 @@ def attach(
     if isinstance(method, str):
         ready = isinstance(options, REGISTRY.get(method).Options)
         method = ReducerChoice(method, options) if ready else choose(method, options or {}, "reduce")
-    check(vlm, method.method, method.options)
+    check(vlm, method)
     method = threshold_file.known(vlm, scorer_file.known(vlm.model.config, method))
     kind = _kind(method.module)
     if counter is None:
@@ -58,3 +67,29 @@ def _kind(module: ModuleType) -> type[Attachment]:
     if module.STAGE == "pixels":
         return Pixels if "pixels" in module.NEEDS else Views
     return Early
+
+
+def attach_carried(
+    model: Any, processor: Any, folder: str | Path, reducer: ReducerChoice | None = None
+) -> Attachment | None:
+    """Reduce the visual tokens of a transformers model from now on, as its checkpoint says.
+
+    Args:
+        model, processor: the results of `from_pretrained(folder)`.
+        folder: folder of the checkpoint.
+        reducer: a reducer to attach instead of the one that the checkpoint carries.
+
+    Returns:
+        The attached reducer, None for a checkpoint without one, whose model stays as it is.
+
+    Raises:
+        UserError: the block in config.json is not right, or the model cannot have its tokens reduced so.
+    """
+    config = read_json(Path(folder) / "config.json", "config")
+    carried = reducer_block.read(config)
+    vlm = VLM(model, processor, spec_for(config), Path(folder))
+    if reducer is not None:
+        return attach(vlm, reducer)
+    if carried is None:
+        return None
+    return attach(vlm, scorer_file.known(model.config, carried.reducer, Path(folder)), counter=carried.count)

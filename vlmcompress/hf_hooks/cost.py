@@ -82,7 +82,9 @@ class Planned:
 
     def to_dict(self) -> dict[str, Any]:
         """The costs as JSON data."""
-        images = [{"tokens": one.tokens, "pieces": [[p.rows, p.columns] for p in one.pieces]} for one in self.layouts]
+        images = [
+            {"tokens": layout.tokens, "pieces": [[p.rows, p.columns] for p in layout.pieces]} for layout in self.layouts
+        ]
         costs = {name: cost and asdict(cost) for name, cost in self.reduced.items()}
         rest = {"family": self.family, "images": images, "text": self.text, "context": self.context}
         return (
@@ -112,30 +114,34 @@ def plan(
     spec = spec_for(read_config(path, weights=False))
     model, processor = build_meta_model(path, weights=False), load_processor(path)
     vlm = VLM(model, processor, spec, Path(path))
-    for one in chosen:
+    for reducer in chosen:
         try:
-            check(vlm, one.method, one.options)
+            check(vlm, reducer)
         except UserError as error:
-            raise UserError(f"--reduce {one}: {error}") from error
+            raise UserError(f"--reduce {reducer}: {error}") from error
     layouts = tuple(_layout(vlm, size, len(sizes)) for size in sizes)
     visual = sum(layout.tokens for layout in layouts)
     text = _prompt_tokens(vlm, sizes, question) - visual
-    found = blocks(vlm)
+    decoder = blocks(vlm)
     width = kv_bytes or model.dtype.itemsize
     # Of tokens that merge within tiles it is not known beforehand which lie in what is cut off.
     tiled = spec.visual_grid == "anyres"
     costs: dict[str, Cost | None] = {}
-    for label, seen in _stages(vlm, sizes, layouts, resize):
+    for label, stage in _stages(vlm, sizes, layouts, resize):
         if label:
-            costs[label] = cost(found, [sum(layout.tokens for layout in seen)] * len(found), text, width)
-        for one in chosen:
-            name = f"{label} + {one}" if label else str(one)
-            costs[name] = None if tiled and hasattr(one.module, "merge") else _reduced(found, seen, text, one, width)
+            costs[label] = cost(decoder, [sum(layout.tokens for layout in stage)] * len(decoder), text, width)
+        for reducer in chosen:
+            name = f"{label} + {reducer}" if label else str(reducer)
+            costs[name] = (
+                None if tiled and hasattr(reducer.module, "merge") else _reduced(decoder, stage, text, reducer, width)
+            )
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    notes = sorted({f"{one}: {note}" for one in chosen for layout in layouts for note in too_small(one, layout)})
+    notes = sorted(
+        {f"{reducer}: {note}" for reducer in chosen for layout in layouts for note in too_small(reducer, layout)}
+    )
     if context and text + visual > context:
         notes.append(f"the prompt has {text + visual:,} tokens, the model's context {context:,}")
-    full, without = (cost(found, [count] * len(found), text, width) for count in (visual, 0))
+    full, without = (cost(decoder, [count] * len(decoder), text, width) for count in (visual, 0))
     return Planned(spec.family, layouts, text, context, without, full, costs, tuple(notes))
 
 
@@ -143,12 +149,12 @@ def _stages(
     vlm: VLM, sizes: Sequence[tuple[int, int]], layouts: tuple[Layout, ...], resize: Resize | None
 ) -> list[tuple[str, tuple[Layout, ...]]]:
     """Images as they are, with an empty label, and as `resize` makes them."""
-    found = [("", layouts)]
+    stages = [("", layouts)]
     if resize is not None:
         settled = resizing.settle(vlm.spec, vlm.processor, [tuple(sizes)], resize)
         smaller = resizing.resized(vlm, settled)
-        found.append((str(settled), tuple(_layout(smaller, size, len(sizes)) for size in sizes)))
-    return found
+        stages.append((str(settled), tuple(_layout(smaller, size, len(sizes)) for size in sizes)))
+    return stages
 
 
 def too_small(chosen: ReducerChoice, layout: Layout) -> list[str]:
@@ -164,7 +170,7 @@ def blocks(vlm: VLM) -> list[Block]:
     config = vlm.model.config.get_text_config()
     names = decoder_layers(vlm.model, vlm.spec)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(names)
-    found = []
+    blocks = []
     for name, kind in zip(names, kinds, strict=True):
         block = vlm.model.get_submodule(name)
         width = {part: 0 for part in ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj")}
@@ -175,8 +181,8 @@ def blocks(vlm: VLM) -> list[Block]:
         queries = (width["o_proj"] or width["out_proj"]) if width["q_proj"] else 0
         window = config.sliding_window if kind == "sliding_attention" else None
         values = width["v_proj"] or width["k_proj"]  # or keys are values
-        found.append(Block(_entries(vlm, block), queries, width["k_proj"] + values, window))
-    return found
+        blocks.append(Block(_entries(vlm, block), queries, width["k_proj"] + values, window))
+    return blocks
 
 
 def _entries(vlm: VLM, block: nn.Module) -> int:
@@ -195,34 +201,34 @@ def _entries(vlm: VLM, block: nn.Module) -> int:
     return others + of_experts // len(experts) * vlm.model.config.get_text_config().num_experts_per_tok
 
 
-def cost(found: Sequence[Block], visual: Sequence[int], text: int, itemsize: int) -> Cost:
+def cost(blocks: Sequence[Block], visual: Sequence[int], text: int, itemsize: int) -> Cost:
     """Compute the cost of a prompt with `text` text tokens and, in each block, `visual` visual ones."""
     work = cache = of_text = 0
-    for block, count in zip(found, visual, strict=True):
+    for block, count in zip(blocks, visual, strict=True):
         n = count + text
-        seen = min(n, block.window or n)
-        work += n * block.entries + 2 * block.queries * (seen * (seen + 1) // 2 + (n - seen) * seen)
-        cache += block.cached * seen * itemsize
-        of_text += block.cached * min(text, seen) * itemsize
+        window = min(n, block.window or n)
+        work += n * block.entries + 2 * block.queries * (window * (window + 1) // 2 + (n - window) * window)
+        cache += block.cached * window * itemsize
+        of_text += block.cached * min(text, window) * itemsize
     return Cost(visual[-1], visual[-1] + text, work, cache - of_text, cache, tuple(visual))
 
 
 def _reduced(
-    found: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: ReducerChoice, itemsize: int
+    blocks: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: ReducerChoice, itemsize: int
 ) -> Cost | None:
     """Compute the cost with a reducer; None when its counts are not known beforehand."""
     full = sum(layout.tokens for layout in layouts)
     if chooses_images(chosen.module):
         if len({layout.tokens for layout in layouts}) > 1:
             return None
-        return cost(found, [tokens_left(full, len(layouts), chosen)] * len(found), text, itemsize)
+        return cost(blocks, [tokens_left(full, len(layouts), chosen)] * len(blocks), text, itemsize)
     grids = [grid for layout in layouts for grid, _ in layout.grids()]
-    left = [chosen.left(grid, len(found)) for grid in grids]
+    left = [chosen.left(grid, len(blocks)) for grid in grids]
     newlines = full - sum(math.prod(grid) for grid in grids)
-    counts = [one for one in left if one is not None]
+    counts = [count for count in left if count is not None]
     if len(counts) < len(left):
         return None
-    return cost(found, [newlines + sum(block) for block in zip(*counts, strict=True)], text, itemsize)
+    return cost(blocks, [newlines + sum(block) for block in zip(*counts, strict=True)], text, itemsize)
 
 
 def _layout(vlm: VLM, size: tuple[int, int], images: int) -> Layout:

@@ -27,8 +27,7 @@ from transformers import AttentionInterface
 
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks._attach import Attachment
-from vlmcompress.hf_hooks.slots import Slots
-from vlmcompress.hf_hooks.units import Unit
+from vlmcompress.hf_hooks.units import Slots, Unit
 from vlmcompress.models import VLM
 from vlmcompress.reducers import REGISTRY, Grid
 
@@ -64,14 +63,14 @@ class Gated(Attachment[Slots]):
 
     def _listen(self, attention: nn.Module) -> Callable[[], None]:
         """Have an attention module of the decoder run `attend`, and return what undoes it."""
-        own: Any = attention.config
-        config: Any = copy.copy(own)
+        attention_config: Any = attention.config
+        config: Any = copy.copy(attention_config)
         config._attn_implementation = _NAME
         attention.config = config
         attention._vlmcompress_gates = lambda: self._gates  # type: ignore[assignment]
 
         def undo() -> None:
-            attention.config = own
+            attention.config = attention_config
             del attention._vlmcompress_gates
 
         return undo
@@ -81,8 +80,8 @@ class Gated(Attachment[Slots]):
         if self.gate is not None:
             gates = torch.ones(embeds.shape[:2], device=embeds.device)
             for unit in units:
-                own = self.gate(embeds[unit.row, unit.columns].detach(), unit.grid)
-                gates = gates.index_put((torch.full_like(unit.columns, unit.row), unit.columns), own)
+                unit_gates = self.gate(embeds[unit.row, unit.columns].detach(), unit.grid)
+                gates = gates.index_put((torch.full_like(unit.columns, unit.row), unit.columns), unit_gates)
             self._gates = gates
         return kwargs
 

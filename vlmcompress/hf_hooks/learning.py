@@ -21,8 +21,8 @@ from torch import Tensor
 
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks._early import Early
 from vlmcompress.hf_hooks._merging import Layers, M, merger_of, pictures
+from vlmcompress.hf_hooks.early import Early
 from vlmcompress.hf_hooks.prefill import prefill
 from vlmcompress.hf_hooks.support import counts
 from vlmcompress.hf_hooks.threshold_file import METHOD, resolve, tower
@@ -84,11 +84,11 @@ def learn(
     if not hasattr(chosen.module, "merge"):
         curves = _curves(vlm, batches, chosen, progress)
         return chosen.with_thresholds((chosen.module.level(curves, chosen.options.keep),))
-    parts, found = _pictures(vlm, batches), []
+    parts, levels = _pictures(vlm, batches), []
     for part in parts:
-        found.append(_run(vlm, part, chosen.options, _Learning).found)
-        progress("thresholds", len(found), len(parts))
-    return chosen.with_thresholds(REGISTRY.get(METHOD).average(found))
+        levels.append(_run(vlm, part, chosen.options, _Learning).found)
+        progress("thresholds", len(levels), len(parts))
+    return chosen.with_thresholds(REGISTRY.get(METHOD).average(levels))
 
 
 @torch.no_grad()
@@ -99,16 +99,20 @@ def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoic
         (level,) = chosen.options.thresholds
         return [chosen.module.counted(curve, level) for curve in _curves(vlm, batches, chosen, silent)]
     return [
-        len(one.anchor) for part in _pictures(vlm, batches) for one in _run(vlm, part, chosen.options, Merger).merged
+        len(reduction.anchor)
+        for part in _pictures(vlm, batches)
+        for reduction in _run(vlm, part, chosen.options, Merger).merged
     ]
 
 
 def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> TokenCounter:
     """Fit a counter, which computes from pixels how many tokens a picture keeps, to the pictures of `batches`."""
-    own = [one for inputs in batches if inputs.get("pixel_values") is not None for one in pictures(vlm, inputs)]
+    images = [
+        picture for inputs in batches if inputs.get("pixel_values") is not None for picture in pictures(vlm, inputs)
+    ]
     least, tokens = counts(vlm.model.config, chosen.module)
-    how: dict[str, Any] = {} if hasattr(chosen.module, "merge") else {"steps": FINE, "within": None}
-    return fit_counter(own, kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least, **how)
+    settings: dict[str, Any] = {} if hasattr(chosen.module, "merge") else {"steps": FINE, "within": None}
+    return fit_counter(images, kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least, **settings)
 
 
 def _curves(
@@ -140,10 +144,10 @@ def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
 
 def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
     """Yield the pictures of all batches, `[images, 3, height, width]`, in parts of about `BATCH`, in the model's type."""
-    found = [pictures(vlm, inputs) for inputs in batches if inputs.get("pixel_values") is not None]
-    if not found:
+    parts = [pictures(vlm, inputs) for inputs in batches if inputs.get("pixel_values") is not None]
+    if not parts:
         raise UserError(NO_IMAGES)
-    every = torch.cat(found).to(vlm.model.device, vlm.model.dtype)
+    every = torch.cat(parts).to(vlm.model.device, vlm.model.dtype)
     return list(every.chunk(-(-len(every) // BATCH)))
 
 

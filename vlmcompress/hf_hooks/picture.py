@@ -1,14 +1,23 @@
-"""Draw the effect of a reducer on an image: kept parts as they are, merged ones tinted, dropped ones gray and dark."""
+"""Draw the effect of a reducer on an image: kept parts as they are, merged ones tinted, dropped ones gray and dark.
+
+`decide` records a reducer's decisions on the images of one prompt by running the model; `sheet` draws them.
+"""
 
 from __future__ import annotations
 
 import colorsys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from torch import Tensor
 
-from vlmcompress.models import Layout
+from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import KeptWhole, attach, refusal
+from vlmcompress.models import VLM, Layout
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Reduction
 
 SIDE = 480  # pixels of a panel's longer side
@@ -61,9 +70,9 @@ def sheet(
         filter_ = Image.Resampling.NEAREST if scale > 4 else Image.Resampling.LANCZOS
         large = image.convert("RGB").resize(size, filter_)
         panels = [_captioned([large], f"{image.width}x{image.height}", f"{layout.tokens} visual tokens")]
-        for caption, found in columns:
-            drawn = panel(large, image.size, layout, found[number])
-            panels.append(_captioned(drawn, caption, str(Counts.of(found[number]))))
+        for caption, reductions in columns:
+            drawn = panel(large, image.size, layout, reductions[number])
+            panels.append(_captioned(drawn, caption, str(Counts.of(reductions[number]))))
         rows.append(_beside(panels))
     return _framed([*rows, _legend()])
 
@@ -153,9 +162,9 @@ def _captioned(drawings: Sequence[Image.Image], title: str, caption: str) -> Ima
 def _beside(panels: Sequence[Image.Image]) -> Image.Image:
     width = sum(panel.width for panel in panels) + GAP * (len(panels) - 1)
     canvas, x = Image.new("RGB", (width, max(panel.height for panel in panels)), PAPER), 0
-    for one in panels:
-        canvas.paste(one, (x, 0))
-        x += one.width + GAP
+    for image in panels:
+        canvas.paste(image, (x, 0))
+        x += image.width + GAP
     return canvas
 
 
@@ -185,3 +194,35 @@ def _framed(rows: Sequence[Image.Image]) -> Image.Image:
         canvas.paste(row, (GAP, y))
         y += row.height + GAP
     return canvas
+
+
+@torch.no_grad()
+def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chosen: ReducerChoice) -> list[Reduction]:
+    """Decide the reduction of each image.
+
+    Args:
+        inputs: inputs of one prompt, from the model's processor.
+        layouts: layouts of its images, in the order of the prompt.
+        chosen: the reducer, which is attached while the prompt runs.
+    """
+    if reason := refusal(vlm.spec, chosen.method):
+        raise UserError(f"--reduce {chosen}: {reason}")
+    with warnings.catch_warnings(), attach(vlm, chosen) as attached:
+        warnings.simplefilter("ignore", KeptWhole)  # `cost.too_small` tells it of each image
+        vlm.model(**_typed(vlm, inputs), logits_to_keep=1)
+    parts = attached.images()  # or tiles, of which an image has several
+    reductions = []
+    for layout in layouts:
+        joined: list[Reduction] = []
+        while parts and sum(len(part.target) for part in joined) < layout.tokens:
+            joined.append(parts.pop(0))
+        reductions.append(Reduction.concat(joined))
+    if parts or [len(reduction.target) for reduction in reductions] != [layout.tokens for layout in layouts]:
+        raise ValueError("the reducer saw other images than the processor made")
+    return reductions
+
+
+def _typed(vlm: VLM, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Move inputs to the model's device, in its type."""
+    device, dtype = vlm.model.device, vlm.model.dtype
+    return {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import vision_utils
 
-from vlmcompress.hf_hooks._early import Early
+from vlmcompress.hf_hooks.early import Early
 from vlmcompress.hf_hooks.units import Call, Unit
 from vlmcompress.reducers import Reduction, Signals
 
@@ -34,21 +34,21 @@ class Pixels(Early):
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         super()._begin(module, args, kwargs)
         assert self._call is not None
-        if found := self._units():
+        if units := self._units():
             self.seen = []
-            self._merged = self._choose(found, self._call)
+            self._merged = self._choose(units, self._call)
         return None
 
     def _choose(self, units: list[Unit], call: Call) -> list[Reduction]:
         """Decide the reduction of each unit, from the pixels of this call alone."""
         looks = signals(self.vlm.processor.image_processor, call.get("pixel_values"), call.get("image_grid_thw"))
-        return [self._decide(unit, one) for unit, one in zip(units, looks, strict=True)]
+        return [self._decide(unit, image) for unit, image in zip(units, looks, strict=True)]
 
     def _kept(self) -> Tensor | None:
         """Mark the kept tokens, `[tokens of all images]` bool; None when none is dropped."""
         if not self._merged:
             return None
-        kept = torch.cat([one.target >= 0 for one in self._merged])
+        kept = torch.cat([reduction.target >= 0 for reduction in self._merged])
         return None if kept.all() else kept
 
     def _leave_out(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
@@ -84,15 +84,15 @@ def signals(images_of: Any, pixel_values: Tensor, image_grid_thw: Tensor) -> lis
     """
     levels, side = pixel_values, images_of.merge_size
     if levels.is_floating_point():
-        given, device = (images_of.image_mean, images_of.image_std), levels.device
-        mean, std = (torch.tensor(one, device=device)[:, None] for one in given)
+        statistics, device = (images_of.image_mean, images_of.image_std), levels.device
+        mean, std = (torch.tensor(values, device=device)[:, None] for values in statistics)
         levels = ((levels.float().reshape(len(levels), 3, -1) * std + mean) * 255).round()
     parts = levels.split(image_grid_thw.prod(-1).tolist())  # patches of a token stand together
-    found = []
+    images = []
     for (t, h, w), part in zip(image_grid_thw.tolist(), parts, strict=True):
         grid = (t, h // side, w // side)
-        found.append(Signals(grid, pixels=part.reshape(math.prod(grid), -1)))
-    return found
+        images.append(Signals(grid, pixels=part.reshape(math.prod(grid), -1)))
+    return images
 
 
 def geometry(tower: Any, grid: Tensor, kept: Tensor) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def geometry(tower: Any, grid: Tensor, kept: Tensor) -> dict[str, Tensor]:
     """
     merge = tower.spatial_merge_size
     patches = kept.repeat_interleave(merge**2)
-    found = {
+    arguments = {
         "position_ids": vision_utils.get_vision_position_ids(grid, merge)[patches],
         "cu_seqlens": _ends(vision_utils.get_vision_cu_seqlens(grid), patches),
     }
@@ -117,18 +117,18 @@ def geometry(tower: Any, grid: Tensor, kept: Tensor) -> dict[str, Tensor]:
             align_corners=tower.interpolation_align_corners,
             spatial_merge_size=merge,
         )
-        found |= {"interp_indices": indices[patches], "interp_weights": weights[patches]}
+        arguments |= {"interp_indices": indices[patches], "interp_weights": weights[patches]}
     if hasattr(tower, "window_size"):  # Qwen2.5-VL: tokens in the order of their windows
         order, ends = vision_utils.get_vision_window_index(
             grid, spatial_merge_size=merge, window_size=tower.window_size, patch_size=tower.patch_size
         )
         order = order.to(kept.device)
-        own = kept[order]
-        found |= {
-            "window_index": (kept.cumsum(0) - 1)[order[own]],
-            "cu_window_seqlens": _ends(ends, own.repeat_interleave(merge**2)),
+        kept_rows = kept[order]
+        arguments |= {
+            "window_index": (kept.cumsum(0) - 1)[order[kept_rows]],
+            "cu_window_seqlens": _ends(ends, kept_rows.repeat_interleave(merge**2)),
         }
-    return found
+    return arguments
 
 
 def _ends(ends: Tensor, kept: Tensor) -> Tensor:

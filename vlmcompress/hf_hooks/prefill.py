@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.hf_hooks._attach import Attachment
-from vlmcompress.hf_hooks.ahead import Enough
+from vlmcompress.hf_hooks.early import Enough
 from vlmcompress.models import VLM
 
 
@@ -23,14 +23,14 @@ class Prefill:
     mask: `[1, s]`, ones where attention may look.
     positions: `[1, s]` or, with M-RoPE, `[3 or 4, 1, s]`; those of the full prompt.
     columns: `[s]` int64, columns of the prompt's tokens that are left, ascending.
-    more: visual features for the first layers, in families that have them.
+    deepstack: visual features for the first layers, in families that have them.
     """
 
     embeds: Tensor
     mask: Tensor
     positions: Tensor
     columns: Tensor
-    more: dict[str, Any]
+    deepstack: dict[str, Any]
 
 
 @torch.no_grad()
@@ -41,11 +41,11 @@ def prefill(vlm: VLM, attached: Attachment, inputs: Mapping[str, Tensor]) -> Pre
         attached: the reducer on `vlm`, of any stage before the language model.
         inputs: inputs from the processor, a batch of one, with images or without.
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def reached(_module: Any, _args: tuple, kwargs: dict[str, Any]) -> None:
         layout = attached._new
-        found.update(kwargs, columns=None if layout is None else layout.columns[0])
+        arguments.update(kwargs, columns=None if layout is None else layout.columns[0])
         raise Enough
 
     hook = attached.text.register_forward_pre_hook(reached, with_kwargs=True)  # behind the reducer's own
@@ -54,14 +54,18 @@ def prefill(vlm: VLM, attached: Attachment, inputs: Mapping[str, Tensor]) -> Pre
             vlm.model(**inputs, use_cache=False)
     finally:
         hook.remove()
-    embeds, columns = found["inputs_embeds"], found["columns"]
+    embeds, columns = arguments["inputs_embeds"], arguments["columns"]
     length, device = embeds.shape[1], embeds.device
     every = torch.arange(length, device=device)
-    mask, positions = found.get("attention_mask"), found.get("position_ids")
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     return Prefill(
         embeds,
         torch.ones(1, length, dtype=torch.long, device=device) if mask is None else mask,
         every[None] if positions is None else positions,
         every if columns is None else columns,
-        {name: found[name] for name in ("visual_pos_masks", "deepstack_visual_embeds") if found.get(name) is not None},
+        {
+            name: arguments[name]
+            for name in ("visual_pos_masks", "deepstack_visual_embeds")
+            if arguments.get(name) is not None
+        },
     )

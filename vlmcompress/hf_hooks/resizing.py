@@ -37,23 +37,23 @@ def settings(spec: ModelSpec, processor: Any) -> list[ImageSetting]:
     """The processor's settings, each with more tokens than the one before; the last is as it is. UserError: it has none."""
     if spec.sizes is None:
         raise UserError(f"resize: {refusal(spec)}")
-    return list({one.tokens: one for one in spec.sizes(processor)}.values())
+    return list({setting.tokens: setting for setting in spec.sizes(processor)}.values())
 
 
-def chosen(spec: ModelSpec, processor: Any, asked: Resize) -> ImageSetting:
+def chosen(spec: ModelSpec, processor: Any, resize: Resize) -> ImageSetting:
     """The setting that a `Resize` with its `tokens` stands for. UserError where the processor has none with as few."""
     every = settings(spec, processor)
-    assert asked.tokens is not None
-    found = bisect.bisect_right(every, asked.tokens, key=lambda one: one.tokens)
-    if not found:
+    assert resize.tokens is not None
+    index = bisect.bisect_right(every, resize.tokens, key=lambda setting: setting.tokens)
+    if not index:
         least = every[0].tokens
         raise UserError(
-            f"{asked}: the processor's smallest setting has {least} tokens an image; ask for at least those"
+            f"{resize}: the processor's smallest setting has {least} tokens an image; ask for at least those"
         )
-    return every[found - 1]
+    return every[index - 1]
 
 
-def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], asked: Resize) -> Resize:
+def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Resize) -> Resize:
     """Work out the `tokens` of a share.
 
     Args:
@@ -64,33 +64,33 @@ def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], asked: Res
     Raises:
         UserError: the processor has no setting that leaves so few of their tokens, or there are no images.
     """
-    if asked.settled:
-        return asked
-    assert asked.keep is not None
+    if resize.settled:
+        return resize
+    assert resize.keep is not None
     counted = Counter(sizes for sizes in prompts if sizes)
     if not counted:
-        raise UserError(f"{asked}: the share is measured on images, and the data have none; give tokens=N, or images")
+        raise UserError(f"{resize}: the share is measured on images, and the data have none; give tokens=N, or images")
     every = settings(spec, processor)
     now = _total(spec, processor, counted)
 
     def left(setting: ImageSetting) -> int:
         return _total(spec, setting.applied(processor), counted)
 
-    place = bisect.bisect_right(every, asked.keep * now, key=left) - 1
-    while place > 0 and left(every[place]) > asked.keep * now:  # where a larger setting had fewer tokens
+    place = bisect.bisect_right(every, resize.keep * now, key=left) - 1
+    while place > 0 and left(every[place]) > resize.keep * now:  # where a larger setting had fewer tokens
         place -= 1
-    if place < 0 or (least := left(every[place])) > asked.keep * now:
+    if place < 0 or (least := left(every[place])) > resize.keep * now:
         least = left(every[0])
         raise UserError(
-            f"{asked}: the processor's smallest setting, {every[0].tokens} tokens an image, leaves {least / now:.1%} of these "
+            f"{resize}: the processor's smallest setting, {every[0].tokens} tokens an image, leaves {least / now:.1%} of these "
             "images' tokens; ask for a larger share, and for a reducer behind it"
         )
-    return asked.model_copy(update={"tokens": every[place].tokens})
+    return resize.model_copy(update={"tokens": every[place].tokens})
 
 
-def resized(vlm: VLM, asked: Resize) -> VLM:
+def resized(vlm: VLM, resize: Resize) -> VLM:
     """The model with the processor that a `Resize` with its `tokens` stands for; entries of its config follow in place."""
-    setting = chosen(vlm.spec, vlm.processor, asked)
+    setting = chosen(vlm.spec, vlm.processor, resize)
     for key, value in setting.config.items():
         setattr(vlm.model.config, key, value)
     return dataclasses.replace(vlm, processor=setting.applied(vlm.processor))
@@ -98,21 +98,21 @@ def resized(vlm: VLM, asked: Resize) -> VLM:
 
 def files(folder: Path, setting: ImageSetting) -> dict[str, Mapping[str, Any]]:
     """The files of a checkpoint that say how its images are processed, with the setting in them: name -> content."""
-    found: dict[str, Mapping[str, Any]] = {}
+    contents: dict[str, Mapping[str, Any]] = {}
     for name in _FILES:
         content = json_files.read(folder / name) if (folder / name).is_file() else {}
-        own = content if name == _FILES[0] else content.get("image_processor")
-        if isinstance(own, Mapping) and own:
-            changed = {**own, **setting.image_processor, **_older(own, setting)}
-            found[name] = changed if own is content else {**content, "image_processor": changed}
-    return found
+        section = content if name == _FILES[0] else content.get("image_processor")
+        if isinstance(section, Mapping) and section:
+            changed = {**section, **setting.image_processor, **_older(section, setting)}
+            contents[name] = changed if section is content else {**content, "image_processor": changed}
+    return contents
 
 
-def _older(own: Mapping[str, Any], setting: ImageSetting) -> dict[str, Any]:
+def _older(section: Mapping[str, Any], setting: ImageSetting) -> dict[str, Any]:
     """Values of keys by which older files of the Qwen family say the same as `size`, and which would win over it."""
     size = setting.image_processor.get("size", {})
     names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-    return {old: size[new] for old, new in names.items() if old in own and new in size}
+    return {old: size[new] for old, new in names.items() if old in section and new in size}
 
 
 def _total(spec: ModelSpec, processor: Any, counted: Mapping[Sizes, int]) -> int:

@@ -69,20 +69,20 @@ def known(config: Any, chosen: ReducerChoice, folder: Path | None = None) -> Red
     if folder is not None and options.scorer != CARRIED:
         raise UserError(f"reduce.scorer is {options.scorer[:80]!r}, should be {CARRIED!r}; export it again")
     path = Path(options.scorer) if folder is None else folder / CARRIED
-    found = read(path)
-    wanted = getattr(options, "sha256", "")
-    if wanted and wanted != found.sha256:
+    scorer = read(path)
+    expected = getattr(options, "sha256", "")
+    if expected and expected != scorer.sha256:
         raise UserError(
-            f"scorer {path} has sha256 {found.sha256[:12]}, not {wanted[:12]}: it was changed; export it again"
+            f"scorer {path} has sha256 {scorer.sha256[:12]}, not {expected[:12]}: it was changed; export it again"
         )
-    own = {"model_type": config.model_type, "width": config.get_text_config().hidden_size}
-    for key, value in own.items():
-        if found.facts[key] != value:
+    model_facts = {"model_type": config.model_type, "width": config.get_text_config().hidden_size}
+    for key, value in model_facts.items():
+        if scorer.facts[key] != value:
             raise UserError(
-                f"scorer {path} is of another model, '{found.facts['source']}': its {key} is {found.facts[key]}, here it is "
+                f"scorer {path} is of another model, '{scorer.facts['source']}': its {key} is {scorer.facts[key]}, here it is "
                 f"{value}; train one with `{COMMAND}`"
             )
-    return _with(chosen, sha256=found.sha256, network=learned.Network(found.weights))
+    return _with(chosen, sha256=scorer.sha256, network=learned.Network(scorer.weights))
 
 
 def carried(chosen: ReducerChoice, folder: Path | None = None) -> ReducerChoice:
@@ -145,8 +145,10 @@ def _checked(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, s
     try:
         facts = json_files.parse(metadata[FACTS])
         if (schema := facts.pop("schema_version")) != SCHEMA_VERSION:
-            found = _line(str(schema)[:20])
-            raise UserError(f"scorer {path} is of schema {found}, this vlmcompress reads {SCHEMA_VERSION}; upgrade it")
+            version = _line(str(schema)[:20])
+            raise UserError(
+                f"scorer {path} is of schema {version}, this vlmcompress reads {SCHEMA_VERSION}; upgrade it"
+            )
         width, hidden = facts["width"], facts["hidden"]
         if type(width) is not int or type(hidden) is not int or not (0 < hidden <= MOST_HIDDEN and width > 0):
             raise ValueError

@@ -91,20 +91,20 @@ def chooses_images(module: ModuleType) -> bool:
     return module.STAGE == "pixels" and "pixels" not in module.NEEDS
 
 
-def check(vlm: VLM, method: str, options: ReducerOptions) -> None:
+def check(vlm: VLM, reducer: ReducerChoice) -> None:
     """Raise UserError unless the method with these options can be applied to this very model."""
-    if isinstance(options.thresholds, str) and refusal(vlm.spec, method) is None:
-        options = resolve(vlm, ReducerChoice(method, options)).options
-    check_config(vlm.spec, vlm.model.config, method, options)
+    if isinstance(reducer.options.thresholds, str) and refusal(vlm.spec, reducer.method) is None:
+        reducer = resolve(vlm, reducer)
+    check_config(vlm.spec, vlm.model.config, reducer)
 
 
-def check_config(spec: ModelSpec, config: Any, method: str, options: ReducerOptions) -> None:
+def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
     """Raise UserError unless the method can be applied to a model, from its family and config without loading it."""
-    if reason := refusal(spec, method):
+    if reason := refusal(spec, reducer.method):
         raise UserError(reason)
     if config.vision_config.model_type == "pixtral":
         raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
-    module = REGISTRY.get(method)
+    module, options = reducer.module, reducer.options
     if options.positions == "compact":
         _check_compact(spec, module)
     if options.layer is not None:

@@ -27,18 +27,18 @@ _LISTENERS: weakref.WeakKeyDictionary[nn.Module, tuple[Listener, str]] = weakref
 
 def tap(attention: nn.Module, listener: Listener) -> Callable[[], None]:
     """Call `listener` whenever `attention` runs. Returns a function that undoes it."""
-    own: Any = attention.config
-    kernel = own._attn_implementation
+    attention_config: Any = attention.config
+    kernel = attention_config._attn_implementation
     if kernel not in AttentionInterface():
         raise UserError(f"attention '{kernel}' cannot be read; load the model with attn_implementation='sdpa'")
     AttentionInterface.register(_NAME, _run)
-    config: Any = copy.copy(own)
+    config: Any = copy.copy(attention_config)
     config._attn_implementation = _NAME
     _LISTENERS[attention] = (listener, kernel)
     attention.config = config
 
     def undo() -> None:
-        attention.config = own
+        attention.config = attention_config
         _LISTENERS.pop(attention, None)
 
     return undo

@@ -68,7 +68,7 @@ def known(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
 
 
 def save(
-    path: Path, vlm: VLM, chosen: ReducerChoice, found: Sequence[int], calibration: Mapping[str, Any]
+    path: Path, vlm: VLM, chosen: ReducerChoice, counts: Sequence[int], calibration: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write the file of a reducer with thresholds, whole or not at all, and return its content.
 
@@ -88,10 +88,10 @@ def save(
         "calibration": dict(calibration),
         "reduce": chosen.plain(),
         "kept": {
-            "mean": round(sum(found) / len(found), 2),
-            "least": min(found),
-            "most": max(found),
-            "pictures": len(found),
+            "mean": round(sum(counts) / len(counts), 2),
+            "least": min(counts),
+            "most": max(counts),
+            "pictures": len(counts),
         },
     }
     folders.save(path.parent, {"json": (path.name, folders.dump(content))})
@@ -102,11 +102,11 @@ def encoder(vlm: VLM) -> dict[str, Any]:
     """Facts about an encoder that thresholds must share with a model whose weights are not read."""
     config = vlm.model.config
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
-    found = {key: getattr(config.vision_config, key) for key in keys}
-    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
-    found["feature_layer"] = getattr(config, "vision_feature_layer", -1)
+    settings = {key: getattr(config.vision_config, key) for key in keys}
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+    settings["feature_layer"] = getattr(config, "vision_feature_layer", -1)
     side = block(config)
-    return found | {"block": side} if side > 1 else found
+    return settings | {"block": side} if side > 1 else settings
 
 
 def encoder_hash(vlm: VLM) -> str:
@@ -132,12 +132,12 @@ def read(path: Path) -> dict[str, Any]:
             f"thresholds {path} are of schema {schema}, this vlmcompress reads {SCHEMA_VERSION}; upgrade it"
         )
     try:
-        found = choosing.read(content["reduce"], f"thresholds {path}: reduce")
-        if found.method != METHOD or not found.learnt:
+        reducer = choosing.read(content["reduce"], f"thresholds {path}: reduce")
+        if reducer.method != METHOD or not reducer.learnt:
             raise TypeError
         model = content["model"]
-        known = {"source": str(model["source"]), "encoder_sha256": str(model["encoder_sha256"])}
-        return {"reduce": found, "model": {**known, "encoder": dict(model["encoder"])}}
+        facts = {"source": str(model["source"]), "encoder_sha256": str(model["encoder_sha256"])}
+        return {"reduce": reducer, "model": {**facts, "encoder": dict(model["encoder"])}}
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} holds no thresholds; make them with `{COMMAND}`") from error
 

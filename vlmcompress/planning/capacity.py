@@ -17,9 +17,9 @@ from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.common.text import size
-from vlmcompress.engines.vllm.plugin import refusal as unserved
+from vlmcompress.engines import reducer_support
 from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks.support import refusal
+from vlmcompress.models import VLM
 from vlmcompress.planning import cache_pool, kv_cache, roofline, served_model, weight_bytes
 from vlmcompress.planning.cache_pool import Defaults, Pool
 from vlmcompress.planning.findings import MEMORY_SHARE
@@ -208,11 +208,10 @@ def _count(model: Model, request: Request, notes: list[str]) -> tuple[Counted, i
         raise UserError(
             f"--reduce {chosen}: the family '{model.config.get('model_type')}' is not one that is reduced here"
         )
-    if reason := refusal(model.spec, chosen.method):
-        raise UserError(f"--reduce {chosen}: {reason}")
-    for name in model.config.get("architectures") or []:
-        if reason := unserved(name.removeprefix(reducer_block.PREFIX), chosen):
-            raise UserError(f"--reduce {chosen}: {reason}")
+    try:
+        reducer_support.check(VLM(model.meta_model, None, model.spec, model.path), model.config, chosen, files=False)
+    except UserError as error:
+        raise UserError(f"--reduce {chosen}: {error}") from error
     left = kept(counted, chosen, model.spec)
     if left is None:
         notes.append(f"how many tokens {chosen} leaves depends on what an image shows; figures are those of all tokens")

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from vlmcompress import exporters, models, targets
 from vlmcompress.common.registry import FAMILIES
-from vlmcompress.planning import reducer, statistics_match
+from vlmcompress.planning import statistics_match
 from vlmcompress.planning.shape_checks import shape_problems
 from vlmcompress.planning.survey import VISION_MULTIPLE, Survey, rotation_problems, skipped, vision_candidates
+from vlmcompress.planning.visual_tokens import problems as reducer_problems
 from vlmcompress.statistics.inputs import CROSS
 
 Check = Callable[[Survey], Iterable[str]]
@@ -27,7 +28,7 @@ def rotation(survey: Survey) -> Iterable[str]:
 
 def visual_tokens(survey: Survey) -> Iterable[str]:
     """Whether the model's visual tokens can be reduced so, and the engine serve it."""
-    return reducer.problems(survey.recipe, survey.source)
+    return reducer_problems(survey.recipe, survey.source)
 
 
 def tower_attention(survey: Survey) -> Iterator[str]:

@@ -14,9 +14,9 @@ from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.numerics import Scheme, label
-from vlmcompress.planning import checks, reducer
-from vlmcompress.planning.reducer import VisualTokens
+from vlmcompress.planning import checks
 from vlmcompress.planning.survey import Allocation, Survey, survey
+from vlmcompress.planning.visual_tokens import VisualTokens, visual_tokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.statistics.inputs import CROSS
 
@@ -134,7 +134,7 @@ def make_plan(
         ],
         bytes_after=surveyed.bytes_written if undecided_bytes is None else undecided_bytes,
         peak_bytes=peak_bytes(surveyed),
-        visual_tokens=reducer.visual_tokens(surveyed.recipe, example=not problems),
+        visual_tokens=visual_tokens(surveyed.recipe, example=not problems),
     )
 
 

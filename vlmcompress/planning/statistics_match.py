@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from vlmcompress.calibration.solve import QuantMethod
-from vlmcompress.calibration.statistics_folder import Statistics, short, weights_hash
+from vlmcompress.calibration.statistics_folder import Statistics, short
 from vlmcompress.common import identity
 from vlmcompress.data import data_hash, load_samples
 from vlmcompress.errors import UserError
@@ -142,7 +142,7 @@ def verify(statistics: Statistics, recipe: Recipe) -> None:
     for name, file in statistics.facts["files"].items():
         if identity.sha256(statistics.folder / name) != file["sha256"]:
             raise UserError(f"{statistics.folder / name} is damaged, its hash is not the recorded one; calibrate again")
-    was, now = statistics.facts["model"], weights_hash(recipe.model)
+    was, now = statistics.facts["model"], identity.weights_hash(recipe.model)
     if was["weights_sha256"] != now:
         raise UserError(statistics.differs("weights", was["source"], was["weights_sha256"], recipe.model, now))
     was = statistics.facts["calibration"]

@@ -24,6 +24,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vlmcompress import reducers
 from vlmcompress.common import yaml_files
+from vlmcompress.common.identity import sha256
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.layers import Layer
 from vlmcompress.recipe.resize import METHOD as RESIZE
@@ -78,6 +80,13 @@ class ReducerChoice:
     def label(self) -> str:
         """The reducer in the command line's form, without the numbers that it has learnt."""
         return f"{self.asked_for} (learnt thresholds)" if self.learnt else str(self)
+
+    def file_hash(self) -> str:
+        """SHA-256 of the file that the options name, a scorer or thresholds; "" where they name none that is there."""
+        named = [
+            Path(name) for name in (self.options.scorer, self.options.thresholds) if isinstance(name, str) and name
+        ]
+        return sha256(named[0]) if named and named[0].is_file() else ""
 
     def plain(self) -> dict[str, Any]:
         """The reducer as a recipe's mapping: every option of the method's own, and other options that are not at their default.

@@ -312,7 +312,9 @@ class ReducerOptions:
 
     def settings(self) -> dict[str, Any]:
         """The options by name, as recipes and checkpoints have them."""
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "network"}
+        return {
+            option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "network"
+        }
 
 
 LEAST_SHARE = 1e-6

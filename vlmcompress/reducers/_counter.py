@@ -58,8 +58,8 @@ class TokenCounter:
 
     def count(self, pixels: Tensor) -> int:
         """The count that the image is to keep: the lowest bucket that is enough, or the highest."""
-        wanted = self.predict(pixels) + self.margin
-        return next((bucket for bucket in self.buckets if bucket >= wanted), self.buckets[-1])
+        predicted = self.predict(pixels) + self.margin
+        return next((bucket for bucket in self.buckets if bucket >= predicted), self.buckets[-1])
 
     def plain(self) -> dict[str, Any]:
         """The counter as JSON data."""
@@ -77,7 +77,7 @@ def features(pixels: Tensor, patch: int) -> Tensor:
     beside = (patches[:, 1:] - patches[:, :-1]).abs().mean((2, 3, 4)).flatten()
     below = (patches[1:] - patches[:-1]).abs().mean((2, 3, 4)).flatten()
     steps = torch.cat([beside, below])
-    found = [
+    maps = [
         spread.mean(),
         spread.std(),
         *((spread < flat).double().mean() for flat in _FLAT),
@@ -89,7 +89,7 @@ def features(pixels: Tensor, patch: int) -> Tensor:
         image.diff(dim=2).abs().mean(),
         (spread.mean() + 1e-3).log(),
     ]
-    return torch.stack(found)
+    return torch.stack(maps)
 
 
 def fit_counter(
@@ -114,7 +114,7 @@ def fit_counter(
     """
     if len(pictures) != len(counts) or not pictures:
         raise ValueError("a count for each picture, and at least one")
-    x = torch.stack([features(one, patch) for one in pictures])
+    x = torch.stack([features(picture, patch) for picture in pictures])
     y = torch.tensor(counts).double()
     mean, scale = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
     z = (x - mean) / scale
@@ -134,27 +134,29 @@ def fit_counter(
     )
 
 
-def read_counter(given: Any, where: str) -> TokenCounter:
+def read_counter(content: Any, where: str) -> TokenCounter:
     """Read the counter of a checkpoint. `where` begins the message of the UserError that anything wrong raises."""
     names = list(TokenCounter.__dataclass_fields__)
-    if not isinstance(given, Mapping) or set(given) != set(names):
+    if not isinstance(content, Mapping) or set(content) != set(names):
         raise UserError(f"{where} should be a mapping of {', '.join(names)}; export it again")
     for name in ("weights", "mean", "scale"):
-        value = given[name]
+        value = content[name]
         if not isinstance(value, list) or len(value) != WIDTH or not all(map(_number, value)):
             raise UserError(f"{where}.{name} should be {WIDTH} numbers; export it again")
-    if not all(value > 0 for value in given["scale"]):
+    if not all(value > 0 for value in content["scale"]):
         raise UserError(f"{where}.scale should be above 0; export it again")
     for name in ("bias", "margin"):
-        if not _number(given[name]):
-            raise UserError(f"{where}.{name} is {given[name]!r}, should be a number; export it again")
-    if type(given["patch"]) is not int or not 1 <= given["patch"] <= 1024:
-        raise UserError(f"{where}.patch is {given['patch']!r}, should be a whole number of pixels; export it again")
-    buckets = given["buckets"]
-    whole = isinstance(buckets, list) and 0 < len(buckets) <= 1024 and all(type(one) is int for one in buckets)
+        if not _number(content[name]):
+            raise UserError(f"{where}.{name} is {content[name]!r}, should be a number; export it again")
+    if type(content["patch"]) is not int or not 1 <= content["patch"] <= 1024:
+        raise UserError(f"{where}.patch is {content['patch']!r}, should be a whole number of pixels; export it again")
+    buckets = content["buckets"]
+    whole = isinstance(buckets, list) and 0 < len(buckets) <= 1024 and all(type(bucket) is int for bucket in buckets)
     if not whole or not all(low < high for low, high in zip([0, *buckets], [*buckets, _LIMIT], strict=True)):
         raise UserError(f"{where}.buckets should be ascending whole numbers above 0; export it again")
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+    }
     return TokenCounter(**values)
 
 

@@ -75,7 +75,9 @@ class Merger:
         if self._whole:
             return None
         ones = self.merged[0].weight.new_ones(self.aside)
-        sizes = [torch.cat([ones, one.sizes.float().repeat_interleave(self._square)]) for one in self.merged]
+        sizes = [
+            torch.cat([ones, reduction.sizes.float().repeat_interleave(self._square)]) for reduction in self.merged
+        ]
         return pad_sequence(sizes, batch_first=True).log().to(dtype)[:, None, None]
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
@@ -91,14 +93,14 @@ class Merger:
             steps.append(merge(self.method, signals, self.options, layer, self.layers, count))
             rows = steps[-1].apply(self._blocks(image, states)).flatten(0, 1)
             parts.append(torch.cat([states[image, : self.aside], rows]))
-        self.merged = [one.then(step) for one, step in zip(self.merged, steps, strict=True)]
+        self.merged = [reduction.then(step) for reduction, step in zip(self.merged, steps, strict=True)]
         same = all(len(step.anchor) == len(step.target) for step in steps)
         return states if same else pad_sequence(parts, batch_first=True)
 
     def signals(self, image: int, keys: Tensor, heads: int) -> Signals:
         """The signals of the rows that are left of an image; arguments as in `merge`."""
-        own = self._blocks(image, keys).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1)
-        return Signals(self.grids[image], keys=own, heads=heads, merged=self.merged[image])
+        rows = self._blocks(image, keys).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1)
+        return Signals(self.grids[image], keys=rows, heads=heads, merged=self.merged[image])
 
     def spread(self, states: Tensor) -> Tensor:
         """Give each patch its row, in raster order: `[images, rows, d]` become `[images, aside + patches, d]`."""
@@ -115,14 +117,14 @@ class Merger:
     @property
     def _whole(self) -> bool:
         """Whether nothing has merged so far."""
-        return all(len(one.anchor) == len(one.target) for one in self.merged)
+        return all(len(reduction.anchor) == len(reduction.target) for reduction in self.merged)
 
     def _blocks(self, image: int, rows: Tensor) -> Tensor:
         """The rows `[images, rows, d]` of one image's tokens, block by block: `[tokens left, side * side, d]`."""
-        own = rows[image, self.aside : self.aside + len(self.merged[image].anchor) * self._square]
+        image_rows = rows[image, self.aside : self.aside + len(self.merged[image].anchor) * self._square]
         if self.side > 1 and self._whole:
-            own = own[self._orders[self.grids[image]]]
-        return own.unflatten(0, (-1, self._square))
+            image_rows = image_rows[self._orders[self.grids[image]]]
+        return image_rows.unflatten(0, (-1, self._square))
 
 
 def raster(grid: Grid, side: int) -> Tensor:

@@ -50,7 +50,7 @@ def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Redu
 
 
 def cover(
-    worth: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0, given: Tensor | None = None
+    worth: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0, covered: Tensor | None = None
 ) -> Tensor:
     """Choose `count` columns of `worth [m, n]`, whose rowwise maxima have a large sum; indices in the order of their choice.
 
@@ -60,8 +60,8 @@ def cover(
     """
     best = torch.zeros(len(worth), 1, device=worth.device)
     taken = torch.zeros(worth.shape[1], dtype=torch.bool, device=worth.device)
-    if given is not None and len(given):
-        best, taken[given] = worth[:, given].amax(1, keepdim=True), True
+    if covered is not None and len(covered):
+        best, taken[covered] = worth[:, covered].amax(1, keepdim=True), True
     chosen = torch.empty(count, dtype=torch.int64, device=worth.device)
     for i in range(count):
         gain = (worth - best).clamp_(min=0).sum(0)

@@ -121,7 +121,7 @@ def choose(values: Tensor, features: Tensor, count: int, cover: float) -> tuple[
     """
     rest = math.floor(cover * count + 0.5)
     best = top(values, count - rest)
-    return best, selecting.cover(represented(features, TEMPERATURE), rest, given=best)
+    return best, selecting.cover(represented(features, TEMPERATURE), rest, covered=best)
 
 
 def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -147,12 +147,12 @@ def initial(mean: Tensor, spread: Tensor, hidden: int, seed: int) -> dict[str, T
         mean, spread: `[d]`, of each channel of the tokens of training images: mean and standard deviation.
     """
     random = torch.Generator().manual_seed(seed)
-    found = {"mean": mean.float().clone(), "spread": spread.float().clamp(min=1e-6)}
+    weights = {"mean": mean.float().clone(), "spread": spread.float().clamp(min=1e-6)}
     for name, shape in shapes(len(mean), hidden).items():
         if name not in FIXED:
             scale = 0.0 if name in ("bias", "value") else shape[-1] ** -0.5
-            found[name] = torch.randn(shape, generator=random) * scale
-    return found
+            weights[name] = torch.randn(shape, generator=random) * scale
+    return weights
 
 
 def worth(weights: Mapping[str, Tensor], features: Tensor, grid: Grid) -> Tensor:

@@ -98,7 +98,7 @@ def shown(signals: Signals, options: Options, level: float = math.inf) -> Tensor
     whole = table.amax(1).double().sum()
     order = torch.empty(0, dtype=torch.int64, device=table.device)
     while True:
-        order = torch.cat([order, selecting.cover(table, min(STEP, signals.n - len(order)), given=order)])
+        order = torch.cat([order, selecting.cover(table, min(STEP, signals.n - len(order)), covered=order)])
         curve = (table[:, order].cummax(1).values.double().sum(0) / whole).cummax(0).values
         if len(order) == signals.n or curve[-1] >= level:
             return curve
@@ -119,6 +119,8 @@ def level(curves: Sequence[Tensor], keep: float) -> float:
         raise ValueError("a level is learnt from at least one image")
     steps, order = torch.cat([curve[:-1] for curve in curves]).sort()  # above a step its image keeps one token more
     token = [torch.full((len(curve),), 1 / len(curve)).double() for curve in curves]  # as a share of its image
-    share = sum(one[0] for one in token) + torch.cat([one[1:] for one in token])[order].cumsum(0)
+    share = sum(image_shares[0] for image_shares in token) + torch.cat([image_shares[1:] for image_shares in token])[
+        order
+    ].cumsum(0)
     fits = int((share <= (keep + 1e-9) * len(curves)).sum())
     return float(steps[fits]) if fits < len(steps) else 1.0

@@ -60,6 +60,11 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 def matches(names: Sequence[str], question: str) -> Tensor:
     """The share of each name's words that occur in the question, whatever their case, `[views]`; 0 for a name without words."""
-    asked = set(re.findall(r"\w+", question.lower()))
+    query_words = set(re.findall(r"\w+", question.lower()))
     words = [re.findall(r"[^\W_]+", name.lower()) for name in names]
-    return torch.tensor([sum(word in asked for word in own) / len(own) if own else 0.0 for own in words])
+    return torch.tensor(
+        [
+            sum(word in query_words for word in name_words) / len(name_words) if name_words else 0.0
+            for name_words in words
+        ]
+    )

@@ -79,5 +79,5 @@ def mask(lengths: Sequence[int]) -> Tensor:
         raise ValueError(f"lengths are those of the sink, the blocks and the question, got {list(lengths)!r}")
     part = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     query, key = part[:, None], part[None, :]
-    seen = (key == 0) | (key == query) | (query == len(lengths) - 1)
-    return seen & torch.ones_like(seen).tril()
+    visible = (key == 0) | (key == query) | (query == len(lengths) - 1)
+    return visible & torch.ones_like(visible).tril()

@@ -48,19 +48,21 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep tokens that cannot be predicted, and the first token of each frame."""
     assert signals.pixels is not None
     frames, rows, columns = signals.grid
-    seen = signals.pixels.float().reshape(frames, rows, columns, -1).clone()  # each token as it would be reconstructed
-    kept = torch.zeros(signals.grid, dtype=torch.bool, device=seen.device)
+    pixels = (
+        signals.pixels.float().reshape(frames, rows, columns, -1).clone()
+    )  # each token as it would be reconstructed
+    kept = torch.zeros(signals.grid, dtype=torch.bool, device=pixels.device)
     kept[:, 0, 0] = True
     for diagonal in range(1, rows + columns - 1):
-        r = torch.arange(max(0, diagonal - columns + 1), min(rows, diagonal + 1), device=seen.device)
+        r = torch.arange(max(0, diagonal - columns + 1), min(rows, diagonal + 1), device=pixels.device)
         c = diagonal - r
-        left, above = seen[:, r, (c - 1).clamp(min=0)], seen[:, (r - 1).clamp(min=0), c]
-        corner = seen[:, (r - 1).clamp(min=0), (c - 1).clamp(min=0)]
+        left, above = pixels[:, r, (c - 1).clamp(min=0)], pixels[:, (r - 1).clamp(min=0), c]
+        corner = pixels[:, (r - 1).clamp(min=0), (c - 1).clamp(min=0)]
         edge = _alike(corner, left, options) & ~_alike(corner, above, options) & (r > 0)
         guess = torch.where((edge | (c == 0))[..., None], above, left)
-        new = ~_alike(seen[:, r, c], guess, options)
+        new = ~_alike(pixels[:, r, c], guess, options)
         kept[:, r, c] = new
-        seen[:, r, c] = torch.where(new[..., None], seen[:, r, c], guess)
+        pixels[:, r, c] = torch.where(new[..., None], pixels[:, r, c], guess)
     return Reduction.keep(kept.flatten().nonzero().squeeze(1), signals.n)
 
 

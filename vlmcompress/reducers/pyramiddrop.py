@@ -65,9 +65,11 @@ class Options(ReducerOptions):
         starts = [stage * blocks // self.stages for stage in range(self.stages)]
         lengths = [end - start for start, end in zip(starts, [*starts[1:], blocks], strict=True)]
         ratio = _ratio(self.keep, lengths) if self.ratio is None else self.ratio
-        own = {name: value for name, value in self.settings().items() if name != "keep"}
+        settings = {name: value for name, value in self.settings().items() if name != "keep"}
         return tuple(
-            (start, _Drop(keep=self.keep, share=ratio**stage, **own)) for stage, start in enumerate(starts) if stage
+            (start, _Drop(keep=self.keep, share=ratio**stage, **settings))
+            for stage, start in enumerate(starts)
+            if stage
         )
 
 
@@ -98,10 +100,10 @@ def _ratio(keep: float, lengths: list[int]) -> float:
     """Find the ratio at which the mean over stages of these lengths, in blocks, is `keep`."""
     blocks = sum(lengths)
     if keep * blocks <= lengths[0]:
-        more = ", or more stages" if blocks > len(lengths) else ""
+        remedy = ", or more stages" if blocks > len(lengths) else ""
         raise ValueError(
             f"keep={keep:g} is out of reach, as the first of {len(lengths)} stages, {lengths[0]} of {blocks} blocks, holds all "
-            f"tokens; choose more than {lengths[0] / blocks:.3g}{more}"
+            f"tokens; choose more than {lengths[0] / blocks:.3g}{remedy}"
         )
     low, high = 0.0, 1.0
     for _ in range(64):  # to the last bit

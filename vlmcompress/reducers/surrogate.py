@@ -61,5 +61,5 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep tokens by the rule, from the signals of the first layers."""
     assert signals.ahead is not None
     rule = RULES[options.rule]
-    given = {field: getattr(options, field) for field in rule.Options.__dataclass_fields__}
-    return rule.reduce(signals.ahead, rule.Options(**given))
+    settings = {field: getattr(options, field) for field in rule.Options.__dataclass_fields__}
+    return rule.reduce(signals.ahead, rule.Options(**settings))

@@ -38,9 +38,9 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     index = []
     for frame, count in enumerate(_spread(budget(signals.grid, options), frames)):
         used = min(rows, count, max(math.ceil(count / columns), round(math.sqrt(count * rows / columns))))
-        for row, wanted in zip(_centres(used, rows), _spread(count, used), strict=True):
+        for row, tokens in zip(_centres(used, rows), _spread(count, used), strict=True):
             start = (frame * rows + row) * columns
-            index += [start + column for column in _centres(wanted, columns)]
+            index += [start + column for column in _centres(tokens, columns)]
     return selected(torch.tensor(index, device=signals.device), signals, options)
 
 

@@ -21,7 +21,7 @@ from vlmcompress import models
 from vlmcompress.calibration import entropy
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.solve import QuantMethod
-from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
+from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity
 from vlmcompress.checkpoint import manifest
 from vlmcompress.common import distributed, folders, identity
 from vlmcompress.common.block_files import RUN, block_file
@@ -129,7 +129,7 @@ def _calibrated(
         grams = gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values()))
         remedy = "choose another folder or leave out Gram matrices with --needs absmax,absmean"
         folders.check_space(out, grams - folders.bytes_within(folders.beside(out, "resume")), remedy)
-    weights = weights_hash(source)
+    weights = identity.weights_hash(source)
     mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
     store = Collected(folders.beside(out, "resume"), mark, resume)
     distributed.barrier()

@@ -29,8 +29,8 @@ from vlmcompress.hf_hooks import learning, resizing, scorer_file, threshold_file
 from vlmcompress.models import VLM, Source
 from vlmcompress.planning.calibration_data import check_balance, data_source, needing
 from vlmcompress.planning.plan import Plan
-from vlmcompress.planning.reducer import VisualTokens
 from vlmcompress.planning.survey import rotation_problems
+from vlmcompress.planning.visual_tokens import VisualTokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice, calibrated, same
 from vlmcompress.recipe.resize import Resize
@@ -202,7 +202,7 @@ def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learnt:
 def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
     """Hash everything that the results of the blocks depend on; where they are written is not among it."""
     source, settings = recipe.model, {key: value for key, value in recipe.plain().items() if key != "out"}
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.glob("*.safetensors"))]
+    files = identity.unchanged(sorted(source.glob("*.safetensors")))
     parts: list[Any] = [identity.source_identity(source), files, settings, origin, identity.versions()]
     parts.append(torch.get_num_threads())
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

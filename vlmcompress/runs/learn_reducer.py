@@ -33,7 +33,7 @@ from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce, too_small
 from vlmcompress.runs import teacher_cache
-from vlmcompress.runs.recovery_files import RecoveryFiles
+from vlmcompress.runs.recovery_files import RecoveryFiles, model_facts
 from vlmcompress.runs.teacher_cache import LEAST_HELD_OUT, Data
 from vlmcompress.runs.train_loop import Settings, TrainLog, train
 
@@ -269,7 +269,7 @@ def _settings(recipe: Recipe, settings: ScorerTraining, samples: list[Sample]) -
         "--seed": recipe.seed,
         "calibrate.max_length": recipe.calibrate.max_length,
         "samples with the hash": data_hash(samples),
-        "a model with the files": str(identity.source_identity(recipe.model)),
+        "a model with the files": model_facts(recipe.model),
         "versions": str(identity.versions()),
     }
 

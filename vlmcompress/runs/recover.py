@@ -30,10 +30,10 @@ from vlmcompress.models import VLM
 from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.runs import teacher_cache
 from vlmcompress.runs.inputs import Result, fit_counter, fit_reducer, fit_resize
+from vlmcompress.runs.recovery_files import model_facts
 from vlmcompress.runs.teacher_cache import Data
 from vlmcompress.runs.train_student import Student, TrainingOptions, facts, trained
 from vlmcompress.runs.write import write_checkpoint
@@ -130,25 +130,17 @@ def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
 
 def _settings(recipe: Recipe, training: TrainingOptions, samples: list[Sample]) -> dict[str, Any]:
     """All that decides a run, by names for messages."""
-    weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in recipe.model.glob("*.safetensors")]
     flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
     return {
         **flags,
         "--seed": recipe.seed,
         "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
-        "a reducer's file with the hash": _hash(recipe.reduce),
+        "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
         "calibrate.max_length": recipe.calibrate.max_length,
         "samples with the hash": data_hash(samples),
-        "a model with the files": str(identity.source_identity(recipe.model) | {"weights": sorted(weights)}),
+        "a model with the files": model_facts(recipe.model),
         "versions": str(identity.versions()),
     }
-
-
-def _hash(reducer: ReducerChoice | None) -> str:
-    """The hash of the file that a reducer's options name, its scorer or its thresholds; "" where they name none."""
-    named = (reducer.options.scorer, reducer.options.thresholds) if reducer else ()
-    paths = [Path(path) for path in named if isinstance(path, str) and path]
-    return identity.sha256(paths[0]) if paths and paths[0].is_file() else ""
 
 
 def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Recipe, Encoded, TokenCounter | None]:

@@ -37,6 +37,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.runs import teacher_cache
 from vlmcompress.runs.coded_linear import SCALE, Coded
 from vlmcompress.runs.inputs import Result
+from vlmcompress.runs.recovery_files import model_facts
 from vlmcompress.runs.train_student import Student, TrainingOptions, facts, trained
 
 FORMAT = "compressed-tensors"
@@ -149,7 +150,7 @@ def _settings(recipe: Recipe, training: TrainingOptions, teacher: Path) -> dict[
         "--seed": recipe.seed,
         "calibrate.max_length": recipe.calibrate.max_length,
         "a model with the manifest": identity.sha256(recipe.model / MANIFEST),
-        "--teacher with the files": str(identity.source_identity(teacher)),
+        "--teacher with the files": model_facts(teacher),
         "versions": str(identity.versions()),
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vlmcompress.calibration.block_store import BlockStore
-from vlmcompress.common import distributed, folders, json_files
+from vlmcompress.common import distributed, folders, identity, json_files
 from vlmcompress.errors import UserError
 
 PART = 16
@@ -82,6 +82,11 @@ class RecoveryFiles(BlockStore):
 
     def _part(self, part: int) -> Path:
         return self.folder / f"teacher-{part:05d}.safetensors"
+
+
+def model_facts(folder: Path) -> str:
+    """What `settings` say of a model: its description, and the hash of all that its answers depend on."""
+    return str(identity.source_identity(folder) | {"content_sha256": identity.model_hash(folder)})
 
 
 def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

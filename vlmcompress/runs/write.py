@@ -22,7 +22,7 @@ from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM, Source
 from vlmcompress.planning.plan import Plan
-from vlmcompress.planning.reducer import visual_tokens
+from vlmcompress.planning.visual_tokens import visual_tokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.runs.inputs import reducer_warnings

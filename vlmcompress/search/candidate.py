@@ -16,12 +16,15 @@ AS_IT_IS = "as it is"
 class Choice:
     """One way to change a model: `name` for people, and the recipe `keys` that ask for it.
 
-    `recover`: whether the model is trained behind its reducer first (`runs.recover`).
+    Attributes:
+        recover: whether the model is trained behind its reducer first (`runs.recover`).
+        file_hash: hash of the file that its reducer reads; "" where it reads none.
     """
 
     name: str
     keys: Mapping[str, Any] = field(hash=False)
     recover: bool = False
+    file_hash: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,10 @@ class Candidate:
     @property
     def keys(self) -> dict[str, Any]:
         """The recipe keys of all choices; the weights stay as they are where no choice names a scheme."""
-        found: dict[str, Any] = {"scheme": "none"}
+        recipe_keys: dict[str, Any] = {"scheme": "none"}
         for choice in self.choices:
-            found |= choice.keys
-        return found
+            recipe_keys |= choice.keys
+        return recipe_keys
 
     @property
     def recover(self) -> bool:
@@ -58,8 +61,8 @@ class Candidate:
 
     @property
     def folder(self) -> str:
-        """A name for files, the same for the same keys."""
-        return digest([self.keys, self.recover])
+        """A name for files, the same for the same keys and the same files that they name."""
+        return digest([self.keys, self.recover, *(choice.file_hash for choice in self.choices if choice.file_hash)])
 
     def plain(self) -> dict[str, Any]:
         """The candidate as JSON data."""
@@ -79,5 +82,5 @@ def singles(factors: Sequence[Factor]) -> list[Candidate]:
 def combined(factors: Sequence[Factor]) -> list[Candidate]:
     """List the candidates that change two things and more: every combination of choices of different factors."""
     options = [(None, *factor.choices) for factor in factors]
-    every = (tuple(one for one in chosen if one is not None) for chosen in itertools.product(*options))
+    every = (tuple(choice for choice in chosen if choice is not None) for chosen in itertools.product(*options))
     return [Candidate(chosen) for chosen in every if len(chosen) > 1]

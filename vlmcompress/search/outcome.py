@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlmcompress.search.belief import worth
 from vlmcompress.search.candidate import AS_IT_IS
-from vlmcompress.search.race import LIKELY, Standing
-from vlmcompress.search.run import Found
+from vlmcompress.search.live_trials import SearchResult
+from vlmcompress.search.posterior import worth
+from vlmcompress.search.successive_halving import LIKELY, Standing
 
 FILE = "search.json"
 SCHEMA_VERSION = 1
@@ -16,7 +16,7 @@ POINT = 0.01
 
 
 def plain(
-    found: Found, asked: Mapping[str, Any], left_out: Mapping[str, str], rate: tuple[float, float] | None
+    result: SearchResult, request: Mapping[str, Any], left_out: Mapping[str, str], rate: tuple[float, float] | None
 ) -> dict[str, Any]:
     """Describe a search as JSON data.
 
@@ -25,74 +25,81 @@ def plain(
         left_out: choices that the model or the target does not take -> why.
         rate: requests a second of the original and of the winner, if they are known.
     """
-    measured = asked["gains"] == "measured"
-    rows = [row(one, one is found.winner, measured and not one.measured) for one in found.race.standings.values()]
+    measured = request["gains"] == "measured"
+    rows = [
+        row(standing, standing is result.winner, measured and not standing.measured)
+        for standing in result.halving.standings.values()
+    ]
     mark(rows)
-    rows.sort(key=lambda one: (not one["winner"], not one["front"], -one["gain"]))
+    rows.sort(key=lambda standing: (not standing["winner"], not standing["front"], -standing["gain"]))
     return {
         "schema_version": SCHEMA_VERSION,
-        **asked,
-        "winner": found.winner.candidate.plain() if found.winner else None,
-        "nearest": None if found.winner else nearest(list(found.race.standings.values())),
-        "original": {"name": AS_IT_IS, "accuracy": found.accuracy},
-        "questions": {"search": found.race.rules.questions, "asked": found.race.asked, "full_grid": found.grid},
-        "seconds": round(found.seconds, 1),
-        "ended_by_budget": found.late,
+        **request,
+        "winner": result.winner.candidate.plain() if result.winner else None,
+        "nearest": None if result.winner else nearest(list(result.halving.standings.values())),
+        "original": {"name": AS_IT_IS, "accuracy": result.accuracy},
+        "questions": {
+            "search": result.halving.rules.questions,
+            "asked": result.halving.questions_asked,
+            "full_grid": result.grid,
+        },
+        "seconds": round(result.seconds, 1),
+        "ended_by_budget": result.late,
         "rate": rate,
-        "one_more_point": one_more_point(found),
+        "one_more_point": one_more_point(result),
         "candidates": rows,
         "left_out": dict(left_out),
     }
 
 
-def row(one: Standing, winner: bool = False, rough: bool = False) -> dict[str, Any]:
+def row(standing: Standing, winner: bool = False, rough: bool = False) -> dict[str, Any]:
     """Describe a candidate; differences are shares, negative for a loss. `rough`: modelled where others were measured."""
-    evidence = one.trial.evidence if one.trial else None
+    evidence = standing.trial.evidence if standing.trial else None
     low, high = evidence.mean.limits(0.95) if evidence else (None, None)
     return {
-        **one.candidate.plain(),
-        "gain": round(one.gain, 4),
+        **standing.candidate.plain(),
+        "gain": round(standing.gain, 4),
         "rough": rough,
-        "questions": one.questions,
+        "questions": standing.questions,
         "difference": round(evidence.mean.mean, 5) if evidence else None,
         "low": low,
         "high": high,
         "divergence": evidence.divergence if evidence else None,
-        "believed": None if one.belief is None else round(one.belief.mean, 5),
-        "chance": round(one.chance, 4),
+        "believed": None if standing.posterior is None else round(standing.posterior.mean, 5),
+        "chance": round(standing.chance, 4),
         "winner": winner,
         "front": False,
-        "why": one.out,
+        "why": standing.out,
     }
 
 
 def mark(rows: Sequence[dict[str, Any]]) -> None:
     """Mark the Pareto front of the candidates that were asked: nothing gains as much and is believed to lose less."""
     best = float("-inf")
-    for one in sorted((r for r in rows if r["questions"]), key=lambda r: (-r["gain"], -r["believed"])):
-        one["front"] = one["believed"] > best
-        best = max(best, one["believed"])
+    for candidate in sorted((r for r in rows if r["questions"]), key=lambda r: (-r["gain"], -r["believed"])):
+        candidate["front"] = candidate["believed"] > best
+        best = max(best, candidate["believed"])
 
 
 def nearest(standings: Sequence[Standing]) -> dict[str, Any] | None:
     """The candidate that gains something and is believed to lose least; None where none was asked."""
-    tried = [one for one in standings if one.questions and one.gain > 1 and one.belief]
-    best = max(tried, key=lambda one: one.belief.mean if one.belief else 0.0, default=None)
+    tried = [standing for standing in standings if standing.questions and standing.gain > 1 and standing.posterior]
+    best = max(tried, key=lambda standing: standing.posterior.mean if standing.posterior else 0.0, default=None)
     return row(best) if best else None
 
 
-def one_more_point(found: Found) -> dict[str, Any] | None:
+def one_more_point(result: SearchResult) -> dict[str, Any] | None:
     """The candidate that a floor one point lower would choose, as far as is known; None where it is the winner again."""
-    margin = found.race.rules.margin + POINT
+    margin = result.halving.rules.margin + POINT
     best, most = None, 0.0
-    for one in found.race.standings.values():
-        if not one.questions or one.belief is None or one.gain <= 1 or one.trial is None:
+    for standing in result.halving.standings.values():
+        if not standing.questions or standing.posterior is None or standing.gain <= 1 or standing.trial is None:
             continue
-        chance = found.race.chance(one.belief, one.trial.evidence, margin)
-        value = worth(one.gain, chance)
+        chance = result.halving.chance(standing.posterior, standing.trial.evidence, margin)
+        value = worth(standing.gain, chance)
         if chance >= LIKELY and value > most:
-            best, most = one, value
-    if best is None or best is found.winner:
+            best, most = standing, value
+    if best is None or best is result.winner:
         return None
     return {
         "max_drop": round(margin, 6),

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmcompress.common.folders import save
+from vlmcompress.common import json_files
+from vlmcompress.common.folders import dump, save
+from vlmcompress.common.identity import model_hash
 from vlmcompress.common.progress import Progress
 from vlmcompress.data.samples import SUFFIXES
 from vlmcompress.errors import UserError
@@ -33,6 +35,8 @@ PROMPTS = (
 EACH = 2
 """Prompts that an image is asked."""
 CALIBRATION, SEARCH, CONFIRM = "calibration.jsonl", "questions.jsonl", "confirmation.jsonl"
+SOURCES = "sources.json"
+"""File that says what the questions are made of: hashes of the model and the images, and the prompts."""
 FEWEST = 64
 """Images without which there is nothing to search with."""
 _SEARCH, _OTHERS = 15, 28  # fewest images to search on, 30 questions, and fewest to search and calibrate with
@@ -75,7 +79,7 @@ def split(folder: str | Path, most: int, margin: float) -> Parts:
 def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progress: Progress) -> dict[str, Path]:
     """Write the three files of questions into `out`, those to search and confirm with the original's answers.
 
-    Files that are there already stay, so that a search can go on.
+    Files that are there already stay, so that a search can go on, if they were made of the same model, images and prompts.
 
     Args:
         setup: the original and the engine that answers; its questions are not looked at.
@@ -84,8 +88,9 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
         Name of a file -> its path.
 
     Raises:
-        UserError: the original cannot be asked, or says nothing at all.
+        UserError: the original cannot be asked or says nothing at all, or files there were made of something else.
     """
+    _check_sources(parts, prompts, out, setup)
     files = {}
     for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
         rows = _rows(images, prompts, first=name == CALIBRATION)
@@ -95,6 +100,20 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
                 rows = _answered(rows, out, setup, progress)
             save(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
     return files
+
+
+def _check_sources(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup) -> None:
+    """Note what the questions in `out` are made of. UserError: those that are there were made of something else."""
+    images = [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in (*parts.calibration, *parts.search, *parts.confirm)
+    ]
+    places = [str(path.resolve()) for path in (*parts.calibration, *parts.search, *parts.confirm)]
+    sources = {"model": model_hash(setup.model), "images": [images, places], "prompts": list(prompts)}
+    if (out / SOURCES).is_file():
+        before = json_files.read(out / SOURCES)
+        if changed := [key for key in sources if before.get(key) != sources[key]]:
+            raise UserError(f"{out} has questions of another {' and '.join(changed)}; choose another output")
+    save(out, {"sources": (SOURCES, dump(sources))})
 
 
 def _rows(images: Sequence[Path], prompts: Sequence[str], *, first: bool) -> list[dict[str, str]]:
@@ -112,11 +131,11 @@ def _rows(images: Sequence[Path], prompts: Sequence[str], *, first: bool) -> lis
 
 def _answered(rows: list[dict[str, str]], out: Path, setup: Setup, progress: Progress) -> list[dict[str, str]]:
     """Give questions the original's answers; those that it says nothing to are left out."""
-    asked = save(out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))})
-    plain = dataclasses.replace(setup, suite=None, data=str(asked["asked"]))
-    answers = {one.id: one.text for one in attempt(plain, Candidate(), len(rows), progress).asked.samples}
-    asked["asked"].unlink()
-    found = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
-    if not found:
+    questions = save(out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))})
+    plain = dataclasses.replace(setup, suite=None, data=str(questions["asked"]))
+    answers = {sample.id: sample.text for sample in attempt(plain, Candidate(), len(rows), progress).suite.samples}
+    questions["asked"].unlink()
+    answered = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
+    if not answered:
         raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
-    return found
+    return answered

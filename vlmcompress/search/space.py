@@ -18,7 +18,7 @@ more. `recover` trains the model behind the entry's reducer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
         images.append(Choice(" + ".join(_TWO_STAGES), {"reduce": list(_TWO_STAGES)}))
     if recover:
         images += [Choice(f"{name}, recovered", {"reduce": name}, recover=True) for name in _RECOVERED]
-    factors = {"weights": weights, "images": [[one] for one in images]}
+    factors = {"weights": weights, "images": [[choice] for choice in images]}
     if not small and base.get("target") and not targets.get(base["target"]).is_cpu:
         weights.append([Choice("gptq mixed 3.5 bits", _MIXED)])
         factors["tower"] = [[Choice(f"{name} tower", {"vision": name}) for name in ("fp8", "int8")]]
@@ -108,9 +108,9 @@ def read(file: str | Path, base: Mapping[str, Any]) -> Space:
     factors: dict[str, list[list[Choice]]] = {}
     owner: dict[str, str] = {}
     for factor, entries in content.items():
-        if not isinstance(entries, list) or not all(isinstance(one, dict) and one for one in entries):
+        if not isinstance(entries, list) or not all(isinstance(item, dict) and item for item in entries):
             raise UserError(f"space {file}: {factor} should be a list of mappings of recipe keys")
-        factors[factor] = [[_choice(one, f"space {file}: {factor}")] for one in entries]
+        factors[factor] = [[_choice(item, f"space {file}: {factor}")] for item in entries]
         for key in {key for entry in factors[factor] for key in entry[0].keys}:
             if owner.setdefault(key, factor) != factor:
                 raise UserError(f"space {file}: {owner[key]} and {factor} both give {key}; put it into one of them")
@@ -139,7 +139,7 @@ def _words(keys: Mapping[str, Any]) -> Iterable[str]:
         elif key in ("scheme", "reduce"):
             yield str(value)
         elif isinstance(value, Mapping):
-            yield " ".join(f"{name} {one}" for name, one in value.items())
+            yield " ".join(f"{name} {setting}" for name, setting in value.items())
         else:
             yield f"{key} {value}"
 
@@ -147,11 +147,11 @@ def _words(keys: Mapping[str, Any]) -> Iterable[str]:
 def _checked(base: Mapping[str, Any], factors: Mapping[str, Sequence[Sequence[Choice]]]) -> Space:
     """Keep of each entry the first form that the model and the target take."""
     left_out: dict[str, str] = {}
-    found, names = [], set[str]()
+    usable, names = [], set[str]()
     for factor, entries in factors.items():
         choices = []
         for forms in entries:
-            reasons = [problem(base, Candidate((one,))) for one in forms]
+            reasons = [problem(base, Candidate((form,))) for form in forms]
             if all(reasons):
                 left_out[forms[0].name] = reasons[0] or ""
                 continue
@@ -159,15 +159,16 @@ def _checked(base: Mapping[str, Any], factors: Mapping[str, Sequence[Sequence[Ch
             if choice.name in names:
                 raise UserError(f"{factor}: two choices are called '{choice.name}'; give them names")
             names.add(choice.name)
-            choices.append(choice)
+            reducer = resolve({**base, **Candidate((choice,)).keys}).recipe.reduce
+            choices.append(replace(choice, file_hash=reducer.file_hash() if reducer else ""))
         if choices:
-            found.append(Factor(factor, tuple(choices)))
-    if not found:
+            usable.append(Factor(factor, tuple(choices)))
+    if not usable:
         reason = next(iter(left_out.values()), "it is empty")
         raise UserError(f"nothing is left to search: {reason}")
     if len(names) > MOST:
         raise UserError(f"the space has {len(names)} choices, and each of them is tried; give at most {MOST}")
-    return Space(tuple(found), left_out)
+    return Space(tuple(usable), left_out)
 
 
 def problem(base: Mapping[str, Any], candidate: Candidate) -> str | None:

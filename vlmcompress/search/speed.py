@@ -76,7 +76,7 @@ class Modelled:
     goal: Goal
     load: Load
     rates: str | None = None
-    how = "modelled"
+    source = "modelled"
     _known: dict[str, Figures | None] = field(default_factory=dict)
     _model: Model | None = None
 
@@ -104,9 +104,9 @@ class Modelled:
     def _figures(self, candidate: Candidate) -> Figures | None:
         self._model = self._model or open_model(self.setup.model)
         recipe = resolve({**self.setup.base, **candidate.keys}, refuse=bool(candidate.choices)).recipe
-        found = make_plan(recipe, refuse=False)
+        plan = make_plan(recipe, refuse=False)
         scheme = recipe.number_formats
-        row = Weights(recipe.scheme, label(scheme), targets.format_key(scheme), found.bytes_after, scheme)
+        row = Weights(recipe.scheme, label(scheme), targets.format_key(scheme), plan.bytes_after, scheme)
         try:
             capacity = plan_capacity(self._model, self._request(recipe), formats=[row])
         except UserError:
@@ -133,12 +133,12 @@ class Modelled:
         )
 
 
-def _seconds(found: Capacity, out: int) -> tuple[float | None, float | None]:
+def _seconds(capacity: Capacity, out: int) -> tuple[float | None, float | None]:
     """Time to the first token, and seconds that one of many requests takes: its prefill, and its share of common steps."""
-    served = found.rows[0].served[found.served]
+    served = capacity.rows[0].served[capacity.served]
     if served.prefill is None or served.full_step is None:
         return served.prefill, None
-    many = max(1, min(math.floor(served.requests), found.defaults.sequences))
+    many = max(1, min(math.floor(served.requests), capacity.defaults.sequences))
     return served.prefill, served.prefill + out * served.full_step / many
 
 
@@ -149,8 +149,8 @@ class Measured:
     modelled: Modelled
     data: str | None
     repeats: int = 2
-    how = "measured"
-    found: dict[str, Ratio] = field(default_factory=dict)
+    source = "measured"
+    ratios: dict[str, Ratio] = field(default_factory=dict)
 
     @property
     def goal(self) -> Goal:
@@ -163,7 +163,7 @@ class Measured:
 
     def rate(self, candidate: Candidate) -> tuple[float, float] | None:
         """Requests a second of the original and of a candidate; None where they were not measured."""
-        ratio = self.found.get(candidate.name)
+        ratio = self.ratios.get(candidate.name)
         return (ratio.baseline, ratio.candidate) if ratio and ratio.unit == "requests/s" else None
 
     def measure(self, candidate: Candidate, progress: Progress) -> Ratio:
@@ -187,5 +187,5 @@ class Measured:
 
     def take(self, candidate: Candidate, ratio: Ratio) -> float:
         """Keep what was measured, and return the gain."""
-        self.found[candidate.name] = ratio
+        self.ratios[candidate.name] = ratio
         return ratio.ratio if ratio.higher_is_better else 1 / ratio.ratio

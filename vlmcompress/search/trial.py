@@ -62,19 +62,19 @@ class Setup:
 class Answers:
     """A checkpoint's answers, and the bytes of its weights."""
 
-    asked: SuiteAnswers
+    suite: SuiteAnswers
     weight_bytes: int
 
     @property
     def seconds(self) -> float | None:
         """Seconds a question; None where all answers were there already."""
-        new = len(self.asked.samples) - self.asked.resumed
-        return self.asked.seconds / new if new else None
+        new = len(self.suite.samples) - self.suite.resumed
+        return self.suite.seconds / new if new else None
 
     @property
     def tokens(self) -> float:
         """Mean tokens of a prompt, as the language model gets it."""
-        return sum(sample.answer.prompt_tokens for sample in self.asked.samples) / len(self.asked.samples)
+        return sum(sample.answer.prompt_tokens for sample in self.suite.samples) / len(self.suite.samples)
 
 
 def attempt(setup: Setup, candidate: Candidate, questions: int, progress: Progress = silent) -> Answers:
@@ -88,8 +88,8 @@ def attempt(setup: Setup, candidate: Candidate, questions: int, progress: Progre
     suite = questions_of(setup, questions)
     with open_journal(setup.work / f"answers-{candidate.folder}.jsonl") as journal:
         settings = Settings(logprobs=FIRST_TOKENS, seed=setup.seed)
-        asked = ask_suite(folder, suite, engines.get(setup.engine), settings, journal, progress, candidate.name)
-    return Answers(asked, sides.side(folder, {}).weight_bytes)
+        answers = ask_suite(folder, suite, engines.get(setup.engine), settings, journal, progress, candidate.name)
+    return Answers(answers, sides.side(folder, {}).weight_bytes)
 
 
 def questions_of(setup: Setup, count: int | None) -> tasks.LoadedSuite:
@@ -138,11 +138,11 @@ def _statistics(setup: Setup, keys: Mapping[str, Any], progress: Progress) -> Pa
 
 def _recovered(setup: Setup, candidate: Candidate, progress: Progress) -> Path:
     """Train the original behind a candidate's reducer, once for all schemes."""
-    asked = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
-    out = setup.work / f"recovered-{digest(asked)}"
+    reducer_keys = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
+    out = setup.work / f"recovered-{digest(reducer_keys)}"
     with _alone(out):
         if not out.exists():
-            recipe = resolve({**setup.base, **asked, "scheme": "none", "out": str(out)}).recipe
+            recipe = resolve({**setup.base, **reducer_keys, "scheme": "none", "out": str(out)}).recipe
             recover(recipe, setup.recovery, resume=True, progress=progress)
     return out
 

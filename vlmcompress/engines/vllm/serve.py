@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmcompress.common import json_files
+from vlmcompress.engines import reducer_support
 from vlmcompress.engines.local import how_it_ended, keep_log, last_words, start_process, stop_process
-from vlmcompress.engines.vllm import environment, interpreter, plugin, speculation
+from vlmcompress.engines.vllm import environment, interpreter, speculation
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
@@ -261,13 +262,13 @@ def _config(model: Path) -> dict:
 def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     """The reducer that a checkpoint carries, if any. UserError where vLLM would refuse it, as vLLM shows a traceback."""
     names = config.get("architectures") or []
-    if "vlmcompress" not in config and not any(str(name).startswith(plugin.PREFIX) for name in names):
+    if "vlmcompress" not in config and not any(str(name).startswith(reducer_support.PREFIX) for name in names):
         return None
     from vlmcompress.checkpoint import reducer_block  # which brings torch along
 
     try:
         carried = reducer_block.read(config)
-        reason = carried and plugin.refusal(names[0], carried.reducer)
+        reason = carried and reducer_support.refusal(names[0], carried.reducer)
     except UserError as error:
         reason = str(error)
     if reason:

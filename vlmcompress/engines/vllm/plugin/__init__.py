@@ -5,8 +5,8 @@ imported by vLLM only when a checkpoint names their architecture, `Vlmcompress` 
 `checkpoint.reducer_block`). A vLLM without this plugin knows no such architecture, as its own model or as one of
 transformers, and refuses the checkpoint by that name.
 
-Where the environment asks for it, `register` also lets vLLM's CPU build compute NVFP4 (`_nvfp4`) and experts with packed
-weights (`_experts`). On a processor without AVX-512 it lets the CPU build read 4-bit weights (`_four_bits`).
+Where the environment asks for it, `register` also lets vLLM's CPU build compute NVFP4 and experts with packed
+weights, and on a processor without AVX-512 it lets that build read 4-bit weights (`_cpu`).
 
 Each module here without a leading underscore is a family. It defines, as literals,
 
@@ -21,12 +21,10 @@ and, under the registered name, vLLM's class of that family with the reducer in 
 
 from __future__ import annotations
 
-from vlmcompress.engines.vllm.plugin._experts import emulate_experts
-from vlmcompress.engines.vllm.plugin._four_bits import unpack_on_load
-from vlmcompress.engines.vllm.plugin._nvfp4 import emulate
-from vlmcompress.engines.vllm.plugin._serves import FAMILIES, PREFIX, REDUCERS, refusal, served, supported
+from vlmcompress.engines.reducer_support import FAMILIES, PREFIX
+from vlmcompress.engines.vllm.plugin._cpu import emulate_experts, emulate_nvfp4, unpack_on_load
 
-__all__ = ["FAMILIES", "REDUCERS", "refusal", "register", "served", "supported"]
+__all__ = ["FAMILIES", "register"]
 
 
 def register() -> None:
@@ -38,16 +36,16 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from vlmcompress.engines.vllm.plugin._loading import Loading  # which subclasses nothing of vLLM, but needs it
+    from vlmcompress.engines.vllm.plugin._loading import Loading, supported
 
     right = supported(vllm.__version__)
     for family in FAMILIES.names():
         original = FAMILIES.constant(family, "ARCHITECTURE")
         name = PREFIX + original
-        module = f"{family.replace('-', '_')}:{name}" if right else "_unsupported:Unsupported"
+        module = f"{family.replace('-', '_')}:{name}" if right else "_loading:Unsupported"
         ModelRegistry.register_model(name, f"{__name__}.{module}")
         MODELS_CONFIG_MAP[name] = Loading(MODELS_CONFIG_MAP.get(original))  # type: ignore[assignment]
     if right:
-        emulate()
+        emulate_nvfp4()
         emulate_experts()
         unpack_on_load()

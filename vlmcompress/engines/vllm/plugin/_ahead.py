@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed import get_tensor_model_parallel_world_size
 
-from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
-from vlmcompress.hf_hooks.ahead import Enough, positions, signals
+from vlmcompress.engines.vllm.plugin._encoder import all_heads, heads_first, mean_of_all
+from vlmcompress.hf_hooks.early import Enough, positions, signals
 from vlmcompress.hf_hooks.tap import joined, received
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Signals
@@ -49,12 +49,12 @@ class Ahead:
     def _run(self, grid: Grid, rows: Tensor, query: Tensor, levels: Sequence[Tensor]) -> Signals:
         """Run layers up to K - 1, K being the reducer's option `layer`; its `states` tells whether their output is read."""
         layers = self._model.layers[: self._options.layer]
-        found: dict[str, Any] = {}
+        layer_signals: dict[str, Any] = {}
 
         def hear(query: Tensor, key: Tensor, scale: float) -> None:
             devices = get_tensor_model_parallel_world_size()
-            found["saliency"] = mean_of_all(received(query[:, :, -1], key, scale)[0], devices)
-            found["keys"], found["heads"] = all_heads(joined(key)[0], devices), key.shape[1] * devices
+            layer_signals["saliency"] = mean_of_all(received(query[:, :, -1], key, scale)[0], devices)
+            layer_signals["keys"], layer_signals["heads"] = all_heads(joined(key)[0], devices), key.shape[1] * devices
             if not self._options.states:
                 raise Enough
 
@@ -67,7 +67,7 @@ class Ahead:
                 for level in levels[number - 1 : number]:
                     hidden[: len(rows)] += level
         states = self._model.norm(hidden, residual)[0] if self._options.states else None
-        return signals(grid, found["saliency"], found["keys"], found["heads"], states)
+        return signals(grid, layer_signals["saliency"], layer_signals["keys"], layer_signals["heads"], states)
 
 
 class _Causal(nn.Module):
@@ -91,9 +91,9 @@ class _Causal(nn.Module):
 @contextlib.contextmanager
 def _plain(attention: Any, listener: Callable[[Tensor, Tensor, float], None] | None) -> Iterator[None]:
     """Within the context `attention` runs without a cache, and passes queries and keys `[1, heads, s, d]` to `listener`."""
-    own = attention.attn
+    kernel = attention.attn
     attention.attn = _Causal(attention, listener)
     try:
         yield
     finally:
-        attention.attn = own
+        attention.attn = kernel

@@ -29,13 +29,13 @@ class AskingProcessor:
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process a request as vLLM does. ValueError for a question to a method that does not look at it."""
-        given = dict(inputs.hf_processor_mm_kwargs)
+        kwargs = dict(inputs.hf_processor_mm_kwargs)
         if not self.info.reducer.chosen.asks:
-            if ARGUMENT in given:
+            if ARGUMENT in kwargs:
                 raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{ARGUMENT}'")
         elif inputs.mm_data_items and not self.info.reducer.views:  # there the answer is enough (`_views`)
-            given[ARGUMENT] = self._words(given.get(ARGUMENT, inputs.prompt))
-            inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=given)
+            kwargs[ARGUMENT] = self._words(kwargs.get(ARGUMENT, inputs.prompt))
+            inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
     def _words(self, text: Any) -> list[int]:
@@ -57,8 +57,8 @@ class AskingProcessor:
         return int(getattr(config, spec_for({"model_type": config.model_type}).image_token))
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
-        own = {name: value for name, value in hf_kwargs.items() if name != ARGUMENT}
-        data = super()._apply_hf_processor_main(mm_items, own)  # type: ignore[misc]
+        kwargs = {name: value for name, value in hf_kwargs.items() if name != ARGUMENT}
+        data = super()._apply_hf_processor_main(mm_items, kwargs)  # type: ignore[misc]
         if ARGUMENT in hf_kwargs and (images := mm_items.get_all_counts().get("image", 0)):
             data[FIELD] = torch.tensor(hf_kwargs[ARGUMENT], dtype=torch.int64).expand(images, -1)
         return data

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
-from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
+from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, PlainRope, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
-from vlmcompress.engines.vllm.plugin._rope import PlainRope
+from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.hf_hooks import Reduced
 from vlmcompress.hf_hooks.units import whole
 from vlmcompress.models import Layout, ModelSpec, spec_for
@@ -42,8 +41,8 @@ class LlavaInfo(ReducedInfo):
 
     def layout(self, width: int, height: int) -> Layout:
         """Layout of the tokens of an image of that size before they are reduced."""
-        own: Any = self
-        return _spec(own.get_hf_config().model_type).layout(own.get_hf_processor(), width, height, 1)
+        info: Any = self
+        return _spec(info.get_hf_config().model_type).layout(info.get_hf_processor(), width, height, 1)
 
     def positions(self, modality: str, items: Any, number: int) -> int:
         """Number of tokens that item `number` of `items` has before it is reduced."""
@@ -96,15 +95,15 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
             sizes: height and width of each image.
             signals: function that gives the encoder's signals for image number i, whose tokens are one grid.
         """
-        found = []
+        reductions = []
         for number, (rows, size) in enumerate(zip(images, sizes, strict=True)):
             layout = self._layout(*size)
             if len(rows) != layout.tokens:
                 raise ValueError(f"an image became {len(rows)} tokens, its size asks for {layout.tokens}")
-            seen = self.question(number) | (signals(number) if signals else {})
-            result = self._reduction(rows, layout.grids(), seen)
-            found.append(self._placed(result.apply(rows), result))
-        return tuple(found)
+            image_signals = self.question(number) | (signals(number) if signals else {})
+            result = self._reduction(rows, layout.grids(), image_signals)
+            reductions.append(self._placed(result.apply(rows), result))
+        return tuple(reductions)
 
     def _reduction(
         self, rows: Tensor, grids: Iterable[tuple[Grid, Sequence[int]]], signals: dict[str, Any]
@@ -113,9 +112,9 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         units = []
         for grid, index in grids:
             columns = torch.tensor(index)
-            own = rows[columns.to(rows.device)]
-            ahead = self._ahead.signals(grid, own, signals.get("query"))
-            result = self.reducer.reduce(grid, own, **signals, **ahead)
+            tile_rows = rows[columns.to(rows.device)]
+            ahead = self._ahead.signals(grid, tile_rows, signals.get("query"))
+            result = self.reducer.reduce(grid, tile_rows, **signals, **ahead)
             units.append(Reduced(0, columns, grid, 0, (0, len(rows)), result))
         return whole(units)
 

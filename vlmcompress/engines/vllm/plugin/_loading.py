@@ -6,12 +6,26 @@ rows and passes one on to its language model, whose RoPE stays what it is.
 
 vLLM knows by an architecture's name what to set in the config of some models (for Qwen3.5 the type of the recurrent state,
 which the checkpoint names). Under the reduced name the same is done.
+
+`ResumableProcessor` and `ResumableModel` keep the images of requests that vLLM preempts and resumes. Where the prefix cache
+covers an image, vLLM 0.32 leaves out of what it sends to the workers all fields of the image but those that stay on the CPU
+(`strip_covered_mm_data`). If the request is preempted later and its blocks are evicted, the image has to be encoded after all,
+and the runner (the CPU's and the first of the two for GPUs) has only what it was sent at first: the engine ends with "Encoder
+cache miss", without a reducer, too. So here every field stays on the CPU, and the model fetches the pixels itself.
+
+`Unsupported` stands in for every family in a vLLM that this plugin was not made for; loading a reduced checkpoint says so.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from vlmcompress.errors import UserError
 
@@ -33,9 +47,7 @@ class Loading:
         import vllm
         from vllm.transformers_utils.config import uses_mrope
 
-        from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
-        from vlmcompress.engines.vllm.plugin._serves import supported
-        from vlmcompress.engines.vllm.plugin._unsupported import message
+        from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
         if not supported(vllm.__version__):
             raise ValueError(message())
@@ -53,3 +65,70 @@ class Loading:
         """Do what vLLM does for the original architecture once the whole config is known."""
         if self.original is not None:
             self.original.verify_and_update_config(vllm_config)
+
+
+PIXELS = "pixel_"  # how the names of fields begin that the encoder computes with
+
+
+class ResumableProcessor:
+    """Mixin of a multimodal processor, put before vLLM's class: every field stays on the CPU."""
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        parent: Any = super()
+        fields = parent._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
+        return {name: _on_cpu(config) for name, config in fields.items()}
+
+
+class ResumableModel:
+    """Mixin of a model, put before vLLM's class: fetches the pixels itself."""
+
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        """Encode as the model does, with the pixels moved to its device."""
+        parent: Any = super()
+        device = next(self.parameters()).device  # type: ignore[attr-defined]
+        pixels = {name: value for name, value in kwargs.items() if name.startswith(PIXELS)}
+        return parent.embed_multimodal(**kwargs | tree_map_only(torch.Tensor, lambda part: part.to(device), pixels))
+
+
+def _on_cpu(config: Any) -> Any:
+    return dataclasses.replace(config, field=dataclasses.replace(config.field, keep_on_cpu=True))
+
+
+LEAST, BELOW = (0, 32), (0, 33)
+"""Supported versions of vLLM: from the first one up to, not including, the second."""
+
+
+def supported(version: str) -> bool:
+    """Whether this plugin was made for that version of vLLM. True for a version without numbers, a build of one's own."""
+    numbers = version.split(".")[:2]
+    return not all(part.isdigit() for part in numbers) or LEAST <= tuple(map(int, numbers)) < BELOW
+
+
+def message() -> str:
+    """The error's message, which names the versions of vLLM that are supported."""
+    import vllm
+
+    least, below = (".".join(map(str, version)) for version in (LEAST, BELOW))
+    return (
+        f"this vlmcompress serves reduced checkpoints in vLLM {least} up to, not including, {below}; "
+        f"this is vLLM {vllm.__version__}: install one of those, or another vlmcompress"
+    )
+
+
+class Unsupported(nn.Module):
+    """A class with the method names of a language model, which raises an error when it is made."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        raise ValueError(message())
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Never called."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Never called."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Never called."""
+        raise NotImplementedError

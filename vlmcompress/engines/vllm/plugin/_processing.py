@@ -1,4 +1,9 @@
-"""Mixins of vLLM's multimodal processors and of the objects that tell them about the model; put before vLLM's classes."""
+"""Mixins of vLLM's multimodal processors and of the objects that tell them about the model; put before vLLM's classes.
+
+`Counting` is for counts that depend on the image: the processor computes them from pixels, so that the prompt has as many
+placeholders. They go with the image, as its field `kept_tokens`, to the encoder, which merges to exactly that many tokens,
+whatever type the pixels have by then.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import EmbeddingItems
-from vllm.multimodal.processing import PromptUpdateDetails
+from vllm.multimodal.processing import PromptReplacement, PromptUpdateDetails
 
-from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
-from vlmcompress.engines.vllm.plugin._resuming import ResumableProcessor
-from vlmcompress.engines.vllm.plugin._rope import longest_prompt
+from vlmcompress.engines.vllm.plugin._loading import ResumableProcessor
+from vlmcompress.engines.vllm.plugin._positions import longest_prompt
+from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
 
 @dataclasses.dataclass
@@ -50,8 +57,8 @@ class ReducedProcessor(ResumableProcessor):
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
     ) -> Sequence[Any]:
         """Make vLLM's updates of the prompt, with placeholders for the kept tokens of each image and video."""
-        own: Any = super()
-        updates = own._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+        parent: Any = super()
+        updates = parent._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
 
         def shorter(update: Any) -> Any:
             return lambda number: self._shortened(update, number, mm_items, out_mm_kwargs)
@@ -66,7 +73,11 @@ class ReducedProcessor(ResumableProcessor):
         """Update the prompt as vLLM does. ValueError, answered with status 400, if positions exceed those of the model."""
         tokens, placeholders = super()._maybe_apply_prompt_updates(mm_items, mm_res)  # type: ignore[misc]
         contents = [update.content for items in mm_res.prompt_updates.values() for (update,) in items]
-        dropped = 0 if self.info.reducer.compact else sum(one.positions - len(one.full) for one in contents)
+        dropped = (
+            0
+            if self.info.reducer.compact
+            else sum(placeholder.positions - len(placeholder.full) for placeholder in contents)
+        )
         end = len(tokens) + dropped
         if end > (most := longest_prompt(self.info.ctx.model_config)):
             raise ValueError(
@@ -76,6 +87,64 @@ class ReducedProcessor(ResumableProcessor):
         return tokens, placeholders
 
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
-        own: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
+        hashes: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
         mark = self.info.reducer.fingerprint
-        return {modality: [f"{name}-{mark}" for name in names] for modality, names in own.items()}
+        return {modality: [f"{name}-{mark}" for name in names] for modality, names in hashes.items()}
+
+
+FIELD = "kept_tokens"
+
+
+class CountedInfo:
+    """Mixin of a processing info, put before the family's class."""
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
+        """Return the highest count, as the blank images that vLLM would try may have few tokens."""
+        info: Any = self
+        return {"image": info.reducer.counter.buckets[-1]} if info.reducer.counter else None
+
+
+class Counting:
+    """Mixin of a processor whose pictures are `pixel_values [pictures, 3, height, width]`: counts that of each."""
+
+    info: Any
+
+    def _postprocess_hf_mm_data(self, mm_inputs: Any, hf_processor_mm_kwargs: Any, processed_data: Any) -> Any:
+        parent: Any = super()
+        data = parent._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)
+        counter, pixels = self.info.reducer.counter, data.get("pixel_values")
+        if counter and pixels is not None:
+            data[FIELD] = torch.tensor([counter.count(torch.as_tensor(image)) for image in pixels])
+        return data
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        parent: Any = super()
+        fields = parent._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
+        if self.info.reducer.counter is None:
+            return fields
+        return {**fields, FIELD: self._field(hf_inputs)}
+
+    def _field(self, hf_inputs: Any) -> Any:
+        """How the counts are shared out among images: one each."""
+        return MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+
+
+class CountedProcessor(Counting):
+    """Mixin of a processor whose images are a picture each, put before the family's class."""
+
+    def _get_prompt_updates(self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any) -> Sequence[Any]:
+        if self.info.reducer.counter is None:
+            parent: Any = super()
+            return parent._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+        token = self.info.get_hf_config().image_token_index
+
+        def replacement(number: int) -> list[int]:
+            return [token] * int(out_mm_kwargs["image"][number][FIELD].data)
+
+        return [PromptReplacement(modality="image", target=[token], replacement=replacement)]
+
+
+def counts_of(kwargs: dict[str, Any]) -> list[int] | None:
+    """Take the counts out of a model's multimodal arguments and return them; None where there are none."""
+    counts = kwargs.pop(FIELD, None)
+    return None if counts is None else [int(count) for part in counts for count in torch.as_tensor(part).flatten()]

@@ -15,11 +15,10 @@ from vllm.multimodal.inputs import MultiModalFieldConfig
 
 from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
-from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
+from vlmcompress.engines.vllm.plugin._encoder import choose, encode
+from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, make_room, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
-from vlmcompress.engines.vllm.plugin._rope import make_room
-from vlmcompress.engines.vllm.plugin._towers import choose, encode
+from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._views import FIELD, ViewsModel
 from vlmcompress.reducers import Grid
 
@@ -48,9 +47,9 @@ def _rate(config: Any) -> float:
 
 def places(grid: Grid, pace: float) -> np.ndarray:
     """M-RoPE positions `[n, 3]` int64 of tokens, counted from the first; frames are `pace` apart, rounded down."""
-    found = np.indices(grid)
-    found[0] = (found[0] * pace).astype(np.int64)
-    return found.reshape(DIMS, -1).T
+    indices = np.indices(grid)
+    indices[0] = (indices[0] * pace).astype(np.int64)
+    return indices.reshape(DIMS, -1).T
 
 
 def extent(grid: Grid, pace: float) -> int:
@@ -125,11 +124,13 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
 
     def _postprocess_hf_mm_data(self, hf_data: Any, hf_kwargs: Any, processed_data: Any) -> Any:
         """Postprocess as vLLM does, and choose an image's tokens where pixels decide."""
-        found = super()._postprocess_hf_mm_data(hf_data, hf_kwargs, processed_data)  # type: ignore[misc]
-        if by_pixels(self.info.reducer) and "pixel_values" in found:
+        processed = super()._postprocess_hf_mm_data(hf_data, hf_kwargs, processed_data)  # type: ignore[misc]
+        if by_pixels(self.info.reducer) and "pixel_values" in processed:
             images_of = self.info.get_image_processor()
-            found[CHOICE] = choose(self.info.reducer, images_of, found["pixel_values"], found["image_grid_thw"])
-        return found
+            processed[CHOICE] = choose(
+                self.info.reducer, images_of, processed["pixel_values"], processed["image_grid_thw"]
+            )
+        return processed
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> dict[str, Any]:
         fields = dict(super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs))

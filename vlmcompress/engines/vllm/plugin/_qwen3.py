@@ -29,9 +29,9 @@ class Qwen3Info(QwenInfo):
 
     def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
         """The most tokens of a video, timestamps included."""
-        own: Any = super()
-        tokens, video = own.get_max_video_tokens(seq_len, mm_counts), own.get_video_processor()
-        mark = own.get_tokenizer().encode("<99999.9 seconds>", add_special_tokens=False)
+        parent: Any = super()
+        tokens, video = parent.get_max_video_tokens(seq_len, mm_counts), parent.get_video_processor()
+        mark = parent.get_tokenizer().encode("<99999.9 seconds>", add_special_tokens=False)
         frames = video.max_frames // video.temporal_patch_size
         return max(tokens, min(seq_len, tokens + frames * (len(mark) + 2)))
 

@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalFieldConfig
 
-from vlmcompress.engines.vllm.plugin._counted import FIELD, Counting, counts_of
 from vlmcompress.engines.vllm.plugin._encoder import TileMerging
-from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
-from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._rope import PlainRope
+from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, PlainRope, pack
+from vlmcompress.engines.vllm.plugin._processing import (
+    FIELD,
+    Counting,
+    Placeholders,
+    ReducedInfo,
+    ReducedProcessor,
+    counts_of,
+)
 from vlmcompress.hf_hooks.units import tile
 from vlmcompress.models import spec_for
 from vlmcompress.reducers import Grid, Reduction
@@ -34,10 +39,10 @@ class TiledInfo(ReducedInfo):
 
     def largest(self) -> int:
         """Number of tokens of the largest image before it is reduced."""
-        own: Any = self
-        processor = own.get_hf_processor()
+        info: Any = self
+        processor = info.get_hf_processor()
         edge = processor.image_processor.max_image_size["longest_edge"]
-        tokens: int = own.get_num_image_tokens(image_width=edge, image_height=edge, processor=processor, mm_kwargs={})
+        tokens: int = info.get_num_image_tokens(image_width=edge, image_height=edge, processor=processor, mm_kwargs={})
         return tokens
 
     def tile(self) -> tuple[int, int]:
@@ -76,8 +81,8 @@ class TiledImages(OriginalPositions, PlainRope):
         self.grid, self._merging = tile(config), None
         if self.reducer.merges:
             spec = spec_for({"model_type": config.model_type})
-            own: Any = self
-            layers = own.get_submodule(spec.engine_name(spec.vision_layers))
+            model: Any = self
+            layers = model.get_submodule(spec.engine_name(spec.vision_layers))
             self._merging = TileMerging(layers, self.reducer, config)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
@@ -112,9 +117,9 @@ class TiledImages(OriginalPositions, PlainRope):
     def _reduced(self, rows: Tensor) -> Tensor:
         """Reduce the tiles `rows [tiles * n, d]` of one image; returns the rows left with their places in their tiles."""
         parts = []
-        for own in rows.split(math.prod(self.grid)):
-            result = self._reduction(self.grid, own)
-            parts.append(pack(result.apply(own), result.anchor[:, None].expand(-1, DIMS)))
+        for tile_rows in rows.split(math.prod(self.grid)):
+            result = self._reduction(self.grid, tile_rows)
+            parts.append(pack(result.apply(tile_rows), result.anchor[:, None].expand(-1, DIMS)))
         return torch.cat(parts)
 
     def _reduction(self, grid: Grid, rows: Tensor) -> Reduction:

@@ -43,15 +43,15 @@ class ViewsProcessor:
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process a request as vLLM does. ValueError for names to a method that does not choose, or not one for each image."""
-        given = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name != FIELD}
+        kwargs = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name != FIELD}
         if not self.info.reducer.views:
-            if NAMES in given:
+            if NAMES in kwargs:
                 raise ValueError(f"{self.info.reducer.chosen} does not choose among images; leave out '{NAMES}'")
         elif images := inputs.mm_data_items.get_all_counts().get("image", 0):
-            words = self._named(inputs.prompt, images, given.pop(NAMES, None), given.pop(ARGUMENT, None))
-            found = words and views.stays(self.info.reducer.chosen, self._tokenizer, self._embed, words)
-            given[FIELD] = found or [True] * images
-        inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=given)
+            words = self._named(inputs.prompt, images, kwargs.pop(NAMES, None), kwargs.pop(ARGUMENT, None))
+            stays = words and views.stays(self.info.reducer.chosen, self._tokenizer, self._embed, words)
+            kwargs[FIELD] = stays or [True] * images
+        inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
     @property
@@ -60,43 +60,43 @@ class ViewsProcessor:
 
     def _named(self, prompt: Any, images: int, names: Any, question: Any) -> views.Words | None:
         """The names of the images and the question, as given or by the prompt; None where that lacks images."""
-        own: Any = self
+        processor: Any = self
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt, add_special_tokens=False)
         ids = torch.tensor(prompt, dtype=torch.int64)
-        where = (ids == own._placeholder).nonzero().flatten().tolist()[:images]
+        where = (ids == processor._placeholder).nonzero().flatten().tolist()[:images]
         if len(where) < images:
             return None  # vLLM refuses it
-        words = ~torch.isin(ids, torch.tensor(sorted(own._no_words)))
-        found = views.find(self._tokenizer, ids, words, [(column, 1) for column in where])
+        words = ~torch.isin(ids, torch.tensor(sorted(processor._no_words)))
+        named = views.find(self._tokenizer, ids, words, [(column, 1) for column in where])
         if question is not None:
-            found = dataclasses.replace(found, question=own._words(question))
+            named = dataclasses.replace(named, question=processor._words(question))
         if names is None:
-            return found
+            return named
         if not isinstance(names, list) or len(names) != images or not all(isinstance(name, str) for name in names):
             raise ValueError(f"'{NAMES}' must be a list of {images} texts, one for each image, got {names!r}")
-        return dataclasses.replace(found, names=[own._words(name) for name in names])
+        return dataclasses.replace(named, names=[processor._words(name) for name in names])
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self._table[ids]
 
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
-        given = dict(inputs.hf_processor_mm_kwargs)
-        stays = given.pop(FIELD, None)
-        own: dict[str, list[str]] = super()._get_mm_hashes(  # type: ignore[misc]
-            dataclasses.replace(inputs, hf_processor_mm_kwargs=given)
+        kwargs = dict(inputs.hf_processor_mm_kwargs)
+        stays = kwargs.pop(FIELD, None)
+        hashes: dict[str, list[str]] = super()._get_mm_hashes(  # type: ignore[misc]
+            dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         )
         if stays is None:
-            return own
+            return hashes
         marks = ("left out", "stays")
-        return own | {"image": [f"{name}-{marks[stay]}" for name, stay in zip(own["image"], stays, strict=True)]}
+        return hashes | {"image": [f"{name}-{marks[stay]}" for name, stay in zip(hashes["image"], stays, strict=True)]}
 
     def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, Any]:
-        given: Mapping[str, Any] = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)  # type: ignore[misc]
-        if FIELD not in given:
-            return given
-        found = [stay for stay, hit in zip(given[FIELD], mm_is_cached["image"], strict=True) if not hit]
-        return {**given, FIELD: found}
+        kwargs: Mapping[str, Any] = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)  # type: ignore[misc]
+        if FIELD not in kwargs:
+            return kwargs
+        missing = [stay for stay, hit in zip(kwargs[FIELD], mm_is_cached["image"], strict=True) if not hit]
+        return {**kwargs, FIELD: missing}
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
         data = super()._apply_hf_processor_main(  # type: ignore[misc]
@@ -113,10 +113,10 @@ class ViewsProcessor:
         return {**fields, FIELD: MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
-        found: Placeholders = super()._shortened(update, number, mm_items, out_mm_kwargs)  # type: ignore[misc]
+        placeholders: Placeholders = super()._shortened(update, number, mm_items, out_mm_kwargs)  # type: ignore[misc]
         if stays(out_mm_kwargs[update.modality][number]):
-            return found
-        return Placeholders(found.full[:1], positions=found.positions)
+            return placeholders
+        return Placeholders(placeholders.full[:1], positions=placeholders.positions)
 
 
 def stays(item: Mapping[str, Any]) -> bool:
@@ -127,16 +127,16 @@ def stays(item: Mapping[str, Any]) -> bool:
 def table_of(source: str) -> Tensor:
     """The language model's table of words `[words, d]`, mapped from the files of a checkpoint. UserError: it has none."""
     folder = hub.local(source, "model")
-    found = {
+    words = {
         name: entry
         for name, entry in models.stored_tensors(folder).items()
         if name.endswith(TABLE) and not name.startswith("mtp.") and entry.spec.dtype in tensor_files.FLOATS
     }
-    if len(found) != 1:
+    if len(words) != 1:
         raise UserError(
-            f"{folder} has {len(found)} tables of words '*{TABLE}', which choosing among images reads one of"
+            f"{folder} has {len(words)} tables of words '*{TABLE}', which choosing among images reads one of"
         )
-    (table,) = tensor_files.map_tensors(found).values()
+    (table,) = tensor_files.map_tensors(words).values()
     return table
 
 
@@ -151,12 +151,12 @@ class ViewsModel:
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Encode images as the model does, but for those that are left out."""
-        given = kwargs.pop(FIELD, None)
-        own: Any = super()
-        if given is None or all(found := [bool(stay) for stay in given.flatten()]):
-            return own.embed_multimodal(**kwargs)
-        encoded = iter(own.embed_multimodal(**self._of(kwargs, found)) if any(found) else ())
-        return tuple(next(encoded) if stay else self._left_out() for stay in found)
+        stays = kwargs.pop(FIELD, None)
+        parent: Any = super()
+        if stays is None or all(kept := [bool(stay) for stay in stays.flatten()]):
+            return parent.embed_multimodal(**kwargs)
+        encoded = iter(parent.embed_multimodal(**self._of(kwargs, kept)) if any(kept) else ())
+        return tuple(next(encoded) if stay else self._left_out() for stay in kept)
 
     def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
         """The fields `kwargs` of those images that stay."""
@@ -164,11 +164,11 @@ class ViewsModel:
 
     def _left_out(self) -> Tensor:
         """The row that stands for an image, packed with its place, the image's first. Deepstack adds nothing to it."""
-        own: Any = self
-        language_model = own.get_language_model()
+        model: Any = self
+        language_model = model.get_language_model()
         device = next(language_model.parameters()).device
         row = embedded(language_model, torch.tensor([self._stand_in], device=device))
-        row = torch.nn.functional.pad(row, (0, getattr(own, "multiscale_dim", 0)))
+        row = torch.nn.functional.pad(row, (0, getattr(model, "multiscale_dim", 0)))
         return pack(row, torch.zeros(1, DIMS, dtype=torch.int64, device=device))
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:

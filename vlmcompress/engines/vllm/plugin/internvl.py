@@ -24,9 +24,8 @@ from vllm.model_executor.models.interns1 import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vlmcompress.engines.vllm.plugin._asking import embedded
-from vlmcompress.engines.vllm.plugin._positions import DIMS, pack
+from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
-from vlmcompress.engines.vllm.plugin._rope import longest_prompt
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
 from vlmcompress.hf_hooks.units import Reduced, tile, whole
 from vlmcompress.reducers import Grid

@@ -15,9 +15,9 @@ from vllm.model_executor.models.llava import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vlmcompress.engines.vllm.plugin._counted import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
+from vlmcompress.engines.vllm.plugin._processing import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
 from vlmcompress.hf_hooks.support import listens
 from vlmcompress.models import spec_for
@@ -74,15 +74,22 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
             return self._projected(features, merger.merged)
         signals = [self._scan.of(number) if self._scan else {} for number in range(len(pixels))]
         if self._counts is not None:
-            signals = [one | {"count": count} for one, count in zip(signals, self._counts, strict=True)]
+            signals = [
+                image_signals | {"count": count} for image_signals, count in zip(signals, self._counts, strict=True)
+            ]
         if self.reducer.chosen.module.STAGE == "encoder":
-            found = [self.reducer.reduce(grid, rows, **one) for rows, one in zip(features, signals, strict=True)]
-            features = torch.stack([one.apply(rows) for one, rows in zip(found, features, strict=True)])
-            return self._projected(features, found)
+            reductions = [
+                self.reducer.reduce(grid, rows, **image_signals)
+                for rows, image_signals in zip(features, signals, strict=True)
+            ]
+            features = torch.stack(
+                [image_signals.apply(rows) for image_signals, rows in zip(reductions, features, strict=True)]
+            )
+            return self._projected(features, reductions)
         rows = self.multi_modal_projector(features)
         return self._reduced(rows, [image.shape[-2:] for image in pixels], signals.__getitem__)
 
-    def _projected(self, features: Tensor, found: Sequence[Reduction]) -> tuple[Tensor, ...]:
+    def _projected(self, features: Tensor, reductions: Sequence[Reduction]) -> tuple[Tensor, ...]:
         """Project `features [images, rows, c]`, which are reduced already; returns rows with their places."""
-        images = zip(self.multi_modal_projector(features), found, strict=True)
-        return tuple(self._placed(rows[: len(one.anchor)], one) for rows, one in images)
+        images = zip(self.multi_modal_projector(features), reductions, strict=True)
+        return tuple(self._placed(rows[: len(reduction.anchor)], reduction) for rows, reduction in images)

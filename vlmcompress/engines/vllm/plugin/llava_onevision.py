@@ -20,8 +20,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.parse import ImageSize
 
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
-from vlmcompress.engines.vllm.plugin._positions import DIMS
-from vlmcompress.engines.vllm.plugin._rope import longest_prompt
+from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt
 from vlmcompress.reducers import Grid
 
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
@@ -109,10 +108,10 @@ class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevis
         return self._reduced(super()._process_image_input(image_input), image_input["image_sizes"].tolist())
 
     def _process_video_pixels(self, inputs: Any) -> tuple[Tensor, ...]:
-        found = []
+        reduced = []
         for pixels, rows in zip(inputs["pixel_values_videos"], super()._process_video_pixels(inputs), strict=True):
             rows = rows.flatten(0, -2)  # vLLM gives videos of several lengths as [1, n, d]
             grid = film(self.config, len(pixels))
             result = self._reduction(rows, [(grid, range(math.prod(grid)))], {})
-            found.append(self._placed(result.apply(rows), result))
-        return tuple(found)
+            reduced.append(self._placed(result.apply(rows), result))
+        return tuple(reduced)

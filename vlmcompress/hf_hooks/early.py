@@ -1,7 +1,15 @@
-"""Apply reducers of stages "encoder" and "projected": the language model never gets the tokens that they drop."""
+"""Apply reducers of stages "encoder" and "projected": the language model never gets the tokens that they drop.
+
+`run_ahead` runs the language model's first layers ahead on one image and the question, for reducers that need their signals.
+Both engines put the image's tokens first, the question's words behind them, and start at position 0: an image has the
+positions of its grid where the family has M-RoPE, else those of a row.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -9,14 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import ahead as _ahead
 from vlmcompress.hf_hooks._attach import Attachment, full_mask
-from vlmcompress.hf_hooks.slots import Slots
 from vlmcompress.hf_hooks.support import feature_layers, listens
 from vlmcompress.hf_hooks.tap import joined, received, tap
-from vlmcompress.hf_hooks.units import Unit
+from vlmcompress.hf_hooks.units import Slots, Unit
 from vlmcompress.models import VLM
-from vlmcompress.reducers import Reduction, Signals, TokenCounter
+from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
 
 
 class Early(Attachment[Slots]):
@@ -68,12 +74,12 @@ class Early(Attachment[Slots]):
 
     def _merge(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         """Hook before the projector: merge the rows of its input `[images, n, c]`."""
-        found = self._units() if self._call is not None else []
-        if not found:
+        units = self._units() if self._call is not None else []
+        if not units:
             return None
         self.seen = []
         rows = []
-        for number, (unit, features) in enumerate(zip(found, args[0], strict=True)):
+        for number, (unit, features) in enumerate(zip(units, args[0], strict=True)):
             result = self._decide(unit, self._signals(unit, number, features, None))
             self._merged.append(result)
             rows.append(result.apply(features))
@@ -83,12 +89,12 @@ class Early(Attachment[Slots]):
         """Hook behind the projector: put its rows back at their anchors, so that they go where the placeholders are."""
         if not self._merged or not isinstance(output, Tensor):
             return None
-        found = []
+        slots = []
         for rows, result in zip(output, self._merged, strict=True):
             image = rows.new_zeros(len(result.target), *rows.shape[1:])  # one by one, so that gradients pass
             image[result.anchor] = rows
-            found.append(image)
-        return torch.stack(found)
+            slots.append(image)
+        return torch.stack(slots)
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         embeds, cache = kwargs["inputs_embeds"], kwargs.get("past_key_values")
@@ -164,40 +170,40 @@ class Early(Attachment[Slots]):
 
     def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
         """Signals of the unit that is the encoder's image `number`."""
-        found = {name: value if name == "heads" else value[number] for name, value in self._encoder.items()}
+        signals = {name: value if name == "heads" else value[number] for name, value in self._encoder.items()}
         query = None if query is None else query.detach()
         if "ahead" in self.module.NEEDS:
-            found["ahead"] = self._run_ahead(unit, features, query)
-        return Signals(unit.grid, features=features.detach(), query=query, **found)
+            signals["ahead"] = self._run_ahead(unit, features, query)
+        return Signals(unit.grid, features=features.detach(), query=query, **signals)
 
     def _run_ahead(self, unit: Unit, features: Tensor, query: Tensor | None) -> Signals:
         """Run the first layers on a unit and the question; returns their signals."""
         assert query is not None
         levels = [level[unit.row, unit.columns] for level in self._levels]
         rotated = self.vlm.spec.visual_grid == "thw"
-        return _ahead.run(self.text, features, query, unit.grid, self.options, rotated, levels)
+        return run_ahead(self.text, features, query, unit.grid, self.options, rotated, levels)
 
     def _deepstack_rows(self, kwargs: dict[str, Any]) -> list[Tensor]:
         """Qwen3-VL's features for the first layers, `[b, s, d]` for each, zeros where text is; empty in other families."""
-        where, found = kwargs.get("visual_pos_masks"), []
+        where, rows = kwargs.get("visual_pos_masks"), []
         if where is None:
             return []
         for level in kwargs.get("deepstack_visual_embeds") or ():
-            found.append(level.new_zeros(*where.shape, level.shape[-1]))
-            found[-1][where] = level
-        return found
+            rows.append(level.new_zeros(*where.shape, level.shape[-1]))
+            rows[-1][where] = level
+        return rows
 
     def _positions(self, kwargs: dict[str, Any], before: int, slots: int) -> Tensor:
         """Positions of this call's tokens in the full sequence, `[..., b or 1, s]`."""
         tokens, device = kwargs["inputs_embeds"].shape[1], kwargs["inputs_embeds"].device
-        given = kwargs.get("position_ids")
-        if given is None:
+        positions = kwargs.get("position_ids")
+        if positions is None:
             return torch.arange(before, before + tokens, device=device)[None]
         assert self._call is not None
         if self._call.get("position_ids") is not None:
-            return given
+            return positions
         # The model counted them itself: from the mask of the full sequence, or from its cache, which is shorter.
-        return given[..., -tokens:] if given.shape[-1] > tokens else given + (before - slots)
+        return positions[..., -tokens:] if positions.shape[-1] > tokens else positions + (before - slots)
 
     def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Slots) -> dict[str, Any]:
         """Deepstack features in the model's form, `[visual tokens, d]` for each layer, reduced as the embeddings are."""
@@ -217,3 +223,80 @@ def _absent(held: Slots, mask: Tensor) -> Tensor:
     """Number of tokens of the full sequences that `held` has dropped, `[b]`; `mask [b, s]` is that of the full sequences."""
     full = mask[:, : held.length].bool()
     return full.sum(1) - (full.gather(1, held.columns) & held.valid).sum(1)
+
+
+class Enough(Exception):
+    """Raised to end a forward pass when all signals are there and the rest of the model need not run."""
+
+
+def positions(grid: Grid, words: int, rotated: bool, device: Any = None) -> Tensor:
+    """Positions `[3, n + words]` of an image and words behind it; three equal rows unless the model has M-RoPE (`rotated`)."""
+    tokens = math.prod(grid)
+    if not rotated:
+        return torch.arange(tokens + words, device=device).expand(3, -1)
+    image = torch.stack(torch.meshgrid(*(torch.arange(side, device=device) for side in grid), indexing="ij")).flatten(1)
+    text = max(grid) + torch.arange(words, device=device)
+    return torch.cat([image, text.expand(3, -1)], 1)
+
+
+def signals(grid: Grid, saliency: Tensor, keys: Tensor, heads: int, states: Tensor | None) -> Signals:
+    """Make the signals that a reducer within the language model would get.
+
+    Args:
+        grid: grid of the image, whose tokens stand first.
+        saliency: `[s]`, attention of the last token in block K - 1.
+        keys: `[s, heads * d]`, the keys in block K - 1, with positions.
+        states: `[s, d]`, the output of block K - 1 through the final norm, where it is read.
+    """
+    n = math.prod(grid)
+    optional: dict[str, Any] = (
+        {} if states is None else {"features": states[:n], "query": states[n:], "query_keys": keys[n:]}
+    )
+    return Signals(grid, saliency=saliency[:n], keys=keys[:n], heads=heads, **optional)
+
+
+@torch.no_grad()
+def run_ahead(
+    text: nn.Module, rows: Tensor, query: Tensor, grid: Grid, options: Any, rotated: bool, levels: Sequence[Tensor] = ()
+) -> Signals:
+    """Run the first layers of transformers' language model `text`.
+
+    Args:
+        rows: `[n, d]`, the image's tokens as the language model gets them.
+        query: `[q, d]`, embeddings of the question's words.
+        options: options of the reducer: `layer` is K, `states` tells whether the output of block K - 1 is read.
+        rotated: whether the model has M-RoPE.
+        levels: `[n, d]` each, features that deepstack adds to the image's tokens behind the first blocks, in families with it.
+    """
+    blocks: Any = text.get_submodule("layers")
+    where = positions(grid, len(query), rotated, rows.device)[:, None]
+    where = where if rotated else where[0]
+    image = torch.arange(len(rows) + len(query), device=rows.device)[None] < len(rows)
+    deep = {"visual_pos_masks": image, "deepstack_visual_embeds": list(levels)} if levels else {}
+    layer_inputs: dict[str, Any] = {}
+
+    def hear(queries: Tensor, keys: Tensor, scale: float) -> None:
+        heads = keys.shape[1]
+        layer_inputs.update(saliency=received(queries[:, :, -1], keys, scale)[0], keys=joined(keys)[0], heads=heads)
+        if not options.states:
+            raise Enough
+
+    def reached(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        layer_inputs["states"] = text.get_submodule("norm")(args[0])[0]
+        raise Enough
+
+    undo = [
+        tap(blocks[options.layer - 1].self_attn, hear),
+        blocks[options.layer].register_forward_pre_hook(reached).remove,
+    ]
+    try:
+        with contextlib.suppress(Enough):
+            text.forward(  # hooks of the model itself, a reducer's among them, are not for this
+                inputs_embeds=torch.cat([rows, query])[None], position_ids=where, use_cache=False, **deep
+            )
+    finally:
+        for each in undo:
+            each()
+    return signals(
+        grid, layer_inputs["saliency"], layer_inputs["keys"], layer_inputs["heads"], layer_inputs.get("states")
+    )

@@ -1,25 +1,64 @@
-"""Tell which reducers vLLM serves with which families, in which versions, without importing vLLM."""
+"""May this reducer go with this model, here? `check` answers for a model and an engine, once, for all who ask.
+
+It puts two answers together: `hf_hooks.support` says whether hooks can reduce a model of this family and config, and `refusal`
+whether vLLM's plugin serves it, from literals of the methods' and the families' files, without torch and without vLLM.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vlmcompress.common.registry import REDUCERS, Registry
-from vlmcompress.errors import did_you_mean
+from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
+    from vlmcompress.models import VLM
     from vlmcompress.recipe.reducer import ReducerChoice
 
 FAMILIES = Registry("vlmcompress.engines.vllm.plugin", "family")
 PREFIX = "Vlmcompress"  # `checkpoint.reducer_block.PREFIX`, which would bring torch along
-LEAST, BELOW = (0, 32), (0, 33)
-"""Supported versions of vLLM: from the first one up to, not including, the second."""
 
 
-def supported(version: str) -> bool:
-    """Whether this plugin was made for that version of vLLM. True for a version without numbers, a build of one's own."""
-    numbers = version.split(".")[:2]
-    return not all(part.isdigit() for part in numbers) or LEAST <= tuple(map(int, numbers)) < BELOW
+def check(
+    vlm: VLM,
+    config: Mapping[str, Any],
+    reducer: ReducerChoice,
+    *,
+    engine: str = "vllm",
+    folder: Path | None = None,
+    files: bool = True,
+) -> ReducerChoice:
+    """Raise UserError unless a model can run behind a reducer in an engine.
+
+    Args:
+        vlm: the model, of which the config and the parameters' shapes are enough.
+        config: its config.json, whose architectures vLLM goes by.
+        engine: `vllm`, or `transformers`.
+        folder: of the checkpoint that carries the reducer; None: the reducer was asked for, and names its files.
+        files: read the files that the reducer names, and check that they are of this model.
+
+    Returns:
+        The reducer with the network of the scorer that it names, if that was read.
+    """
+    from vlmcompress.hf_hooks import scorer_file, support
+
+    if files:
+        support.check(vlm, reducer)
+        reducer = scorer_file.known(vlm.model.config, reducer, folder)
+    else:
+        support.check_config(vlm.spec, vlm.model.config, reducer)
+    if engine == "vllm":
+        check_served(config, reducer)
+    return reducer
+
+
+def check_served(config: Mapping[str, Any], reducer: ReducerChoice) -> None:
+    """Raise UserError unless vLLM serves the architectures of a config.json with a reducer."""
+    for architecture in config.get("architectures") or []:
+        if reason := refusal(architecture, reducer):
+            raise UserError(reason)
 
 
 def refusal(architecture: str, reducer: ReducerChoice) -> str | None:
@@ -56,13 +95,13 @@ def _serves(family: str, method: str) -> bool:
 
 def _missing(method: str, family: str) -> str:
     """Names of the signals that a method needs and the family's model cannot give it."""
-    given = FAMILIES.constant(family, "SIGNALS")
+    signals = FAMILIES.constant(family, "SIGNALS")
     if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
         return "videos"
     stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
     if adaptive and stage not in ("pixels", *(FAMILIES.constant(family, "COUNTED") or ())):
         return "counts that depend on the image"
     if stage == "pixels":
-        own = "pixels" if "pixels" in REDUCERS.constant(method, "NEEDS") else "views"
-        return "" if own in given else "what it needs before the encoder"
-    return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(given)))
+        needed = "pixels" if "pixels" in REDUCERS.constant(method, "NEEDS") else "views"
+        return "" if needed in signals else "what it needs before the encoder"
+    return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(signals)))

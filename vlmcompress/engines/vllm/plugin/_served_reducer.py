@@ -14,7 +14,7 @@ from torch import Tensor
 from vlmcompress import __version__, reducers
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.common import hub
-from vlmcompress.engines.vllm.plugin._serves import refusal
+from vlmcompress.engines.reducer_support import refusal
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import scorer_file
 from vlmcompress.hf_hooks.support import check_config, check_counter, chooses_images
@@ -39,25 +39,25 @@ class ServedReducer:
     def of(hf_config: Any) -> ServedReducer:
         """Read the reducer that a config carries. UserError if there is none, it is not right, or vLLM cannot serve it."""
         config = {name: value for name in _READ if (value := getattr(hf_config, name, None)) is not None}
-        found = reducer_block.read(config)
-        if found is None:
+        carried = reducer_block.read(config)
+        if carried is None:
             raise UserError(
                 f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
             )
-        reducer, where = found.reducer, f"config.json: {reducer_block.KEY}"
+        reducer, where = carried.reducer, f"config.json: {reducer_block.KEY}"
         if reason := refusal(config["architectures"][0], reducer):
             raise UserError(f"{where}: {reason}")
         try:
-            spec = spec_for({"model_type": found.model_type})
-            check_config(spec, hf_config, reducer.method, reducer.options)
+            spec = spec_for({"model_type": carried.model_type})
+            check_config(spec, hf_config, reducer)
             reducer = scorer_file.known(hf_config, reducer, hub.local(hf_config.name_or_path, "model"))
-            if found.count:
-                check_counter(spec, hf_config, reducer, found.count)
+            if carried.count:
+                check_counter(spec, hf_config, reducer, carried.count)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        if reducer.takes_count and found.count is None:
+        if reducer.takes_count and carried.count is None:
             raise UserError(f"{where}: 'count' is missing, which '{reducer.method}' needs in vLLM; export it again")
-        return ServedReducer(reducer, found.count)
+        return ServedReducer(reducer, carried.count)
 
     @property
     def compact(self) -> bool:
@@ -97,8 +97,8 @@ class ServedReducer:
         count = signals.pop("count", None)
         if self.views:  # it was decided before, and this image stays
             return Reduction.identity(math.prod(grid), None if features is None else features.device)
-        seen = Signals(grid, features=features, **signals)
-        return reducers.reduce(self.chosen.module, seen, self.chosen.options, count)
+        image_signals = Signals(grid, features=features, **signals)
+        return reducers.reduce(self.chosen.module, image_signals, self.chosen.options, count)
 
     @functools.cached_property
     def fingerprint(self) -> str:

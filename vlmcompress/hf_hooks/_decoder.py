@@ -1,21 +1,32 @@
-"""Apply reducers of stage "llm": from decoder block K on the language model has fewer rows and shorter caches."""
+"""Attachments that work within the decoder's blocks, for reducers of stage "llm".
+
+`Inside` drops visual tokens at decoder block K: from there on the language model has fewer rows and shorter caches.
+
+`Generating` drops them while the answer grows, from the caches of block K and all after it. The prompt runs in full. The
+attention of its last token, and then of each new one, in block K - 1 decides which tokens stay; block K - 1 itself and those
+before keep everything. Each image is judged by the attention on it alone. Without a cache nothing is dropped.
+
+`Blocks` restricts which tokens of the prompt attend to each other, and drops none.
+"""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
+from vlmcompress import reducers
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks._attach import Attachment, full_mask
-from vlmcompress.hf_hooks.slots import Slots
 from vlmcompress.hf_hooks.tap import joined, received, tap
-from vlmcompress.hf_hooks.units import Reduced, Unit
+from vlmcompress.hf_hooks.units import Reduced, Slots, Unit
 from vlmcompress.reducers import Reduction, Signals
 
 
@@ -124,15 +135,15 @@ class Inside(Attachment[tuple[Slots, ...]]):
         if dropped:
             slots = self._new or (Slots.identity(mask.shape[0], mask.shape[1], mask.device),) * len(self._drops)
             self._new = (*slots[:turn], layout, *slots[turn + 1 :])
-        hidden, seen = new.pick(hidden), layout.mask(mask)
+        hidden, visible = new.pick(hidden), layout.mask(mask)
         causal = create_causal_mask(
             config=config,
             inputs_embeds=hidden,
-            attention_mask=seen,
+            attention_mask=visible,
             past_key_values=kwargs.get("past_key_values"),
             layer_idx=self._drops[turn][0],
         )
-        self._now = _Rows(new, causal, seen.bool())
+        self._now = _Rows(new, causal, visible.bool())
         return (hidden, *args[1:]), kwargs
 
     def _decide_all(self, turn: int, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> Tensor:
@@ -167,26 +178,152 @@ class Inside(Attachment[tuple[Slots, ...]]):
         needs = self.module.NEEDS
         states = self.text.get_submodule("norm")(hidden) if "features" in needs else None
         words = self._words(mask[:, before:]) if "query" in needs else None
-        found = []
+        signals = []
         for unit, merged in zip(units, done, strict=True):
             row, columns = unit.row, _columns(unit, merged)
-            more: dict[str, Any] = {"saliency": saliency[row, columns], "keys": keys[row, columns]}
+            optional: dict[str, Any] = {"saliency": saliency[row, columns], "keys": keys[row, columns]}
             if states is not None and words is not None:
                 behind = words[row] & (torch.arange(tokens, device=words.device) > unit.columns[-1])
-                more |= {"features": states[row, columns], "query": states[row, behind]}
-                more["query_keys"] = keys[row, behind]
-            found.append(Signals(unit.grid, heads=key.shape[1], merged=merged, **more))
-        return found
+                optional |= {"features": states[row, columns], "query": states[row, behind]}
+                optional["query_keys"] = keys[row, behind]
+            signals.append(Signals(unit.grid, heads=key.shape[1], merged=merged, **optional))
+        return signals
 
     def _attention(self, states: tuple[Tensor, Tensor, float], mask: Tensor, before: int) -> Tensor:
         """Attention `[b, before + s]` of the last real token on the full sequence, which `mask` is of."""
         query, key, scale = states
         rows = torch.arange(len(query), device=query.device)
         last = (mask[:, before:] * torch.arange(1, query.shape[2] + 1, device=mask.device)).argmax(1)
-        seen = mask & (torch.arange(mask.shape[1], device=mask.device) <= before + last[:, None])
-        return received(query[rows, :, last], key, scale, seen)
+        visible = mask & (torch.arange(mask.shape[1], device=mask.device) <= before + last[:, None])
+        return received(query[rows, :, last], key, scale, visible)
 
 
 def _columns(unit: Unit, done: Reduction | None) -> Tensor:
     """Columns of a unit's tokens that are left."""
     return unit.columns if done is None else unit.columns[done.anchor]
+
+
+_Left = list[tuple[int, Reduced]]
+"""The reduced images in a cache, each behind the column of the full sequence at which its call began."""
+
+
+class Generating(Inside):
+    """Shortens caches after each call. Later calls use them as those of `Inside`."""
+
+    def _hook(self) -> None:
+        super()._hook()
+        self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
+        self._keys: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # cache -> block K's
+        self._step: tuple[list[Unit], Tensor, Slots | None, int] | None = None
+        self._heard: tuple[Tensor, Tensor, float] | None = None
+
+    @property
+    def stages(self) -> list[tuple[int, list[Reduced]]]:
+        """Units of the latest call with images as the latest step has left them."""
+        return [(self.options.layer, self.seen)]
+
+    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
+        if self._step is not None:
+            self._heard = query, key, scale
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: tuple[Slots, ...] | None) -> dict[str, Any]:
+        """Return the arguments as they are, and keep what is needed after the call."""
+        cache: Any = kwargs.get("past_key_values")
+        if past is not None and cache.layers[self.options.layer].keys is not self._keys.get(cache):
+            raise UserError(
+                "tokens were dropped from a cache that was then cut or reordered (beam search?); start over"
+            )
+        before = cache.get_seq_length() if cache is not None else 0
+        self._step = units, full_mask(kwargs, before).bool(), past[0] if past else None, before
+        return super()._reduce(kwargs, [], past)
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Hook after the language model: drop tokens from the caches."""
+        cache, step, heard = getattr(output, "past_key_values", None), self._step, self._heard
+        self._step = self._heard = self._new = None
+        if cache is None or step is None or heard is None:
+            return
+        units, mask, past, before = step
+        old: _Left = list(self._left.get(cache, ())) if past is not None else []
+        whole = [Reduction.identity(len(unit.columns), mask.device) for unit in units]
+        old += [
+            (before, Reduced(**vars(unit), reduction=reduction)) for unit, reduction in zip(units, whole, strict=True)
+        ]
+        attention = self._attention(heard, mask, before)
+        left = [(start, self._fewer(unit, attention[unit.row, start + unit.columns])) for start, unit in old]
+        self.seen = [unit for start, unit in left if start == left[-1][0]]
+        layout = past or Slots.identity(len(mask), 0, mask.device)
+        layout = layout.then(mask.shape[1] - layout.length, Slots.identity(len(mask), 0, mask.device))
+        if _count(left) < _count(old):
+            keep = torch.ones_like(mask)
+            for start, unit in left:
+                keep[unit.row, start + unit.columns] = unit.reduction.target >= 0
+            fewer = Slots.of(keep, mask)
+            self._cut(cache, layout.slots(fewer), layout.width)
+            layout = fewer
+        self._left[cache], self._caches[cache] = left, (layout,)
+        self._keys[cache] = cache.layers[self.options.layer].keys
+
+    def _end(self, *arguments: object) -> None:
+        super()._end(*arguments)
+        self._step = self._heard = None
+
+    def _fewer(self, unit: Reduced, attention: Tensor) -> Reduced:
+        """Reduce an image further, by the newest token's `attention [n]` on its tokens."""
+        done = unit.reduction
+        signals = Signals(unit.grid, saliency=attention[done.anchor], merged=done)
+        return replace(unit, reduction=done.then(reducers.reduce(self.module, signals, self.options)))
+
+    def _cut(self, cache: Any, slots: Tensor, width: int) -> None:
+        """Cut the caches of block K and those behind it from `width` slots to `slots [b, m]`."""
+        layers: Any = cache.layers[self.options.layer :]
+        is_dynamic = all(isinstance(layer, DynamicLayer) for layer in layers)
+        if not is_dynamic or any(layer.keys.shape[2] != width for layer in layers):
+            raise UserError("tokens can be dropped from a DynamicCache that holds all others; use the default cache")
+        for layer in layers:
+            index = slots[:, None, :, None]
+            layer.keys, layer.values = (torch.take_along_dim(part, index, 2) for part in (layer.keys, layer.values))
+            if layer.is_sliding:
+                layer.cumulative_length = slots.shape[1]
+
+
+def _count(left: _Left) -> int:
+    return sum(len(unit.reduction.anchor) for _, unit in left)
+
+
+class Blocks(Attachment[Slots]):
+    """Gives the language model a mask of its own in calls with images. Tokens generated behind see everything.
+
+    An image, or a tile where tiles are told apart, counts as a frame. The mask is dense: this shows what the method does
+    to answers, and saves no time.
+    """
+
+    def _hook(self) -> None:
+        kernel = self.vlm.model.config.get_text_config()._attn_implementation
+        if kernel != "sdpa":
+            raise UserError(
+                f"attention '{kernel}' takes no mask of blocks; load the model with attn_implementation='sdpa'"
+            )
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
+        cache = kwargs.get("past_key_values")
+        before = cache.get_seq_length() if cache is not None else 0
+        mask = full_mask(kwargs, before).bool()
+        whole = [Reduction.identity(len(unit.columns), mask.device) for unit in units]
+        self.seen = [Reduced(**vars(unit), reduction=reduction) for unit, reduction in zip(units, whole, strict=True)]
+        tokens = mask.shape[1] - before
+        rows_parts = [self._parts(units, row, tokens) for row in range(len(mask))]
+        if all(parts is None for parts in rows_parts):
+            return kwargs
+        visible = mask[:, None].repeat(1, tokens, 1)  # [b, s, before + s]
+        plain = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
+        for row_mask, parts in zip(visible, rows_parts, strict=True):
+            row_mask[:, before:] &= plain if parts is None else self.module.mask(parts).to(mask.device)
+        visible[:, :, before:] |= torch.eye(tokens, dtype=torch.bool, device=mask.device)  # padding sees itself
+        return kwargs | {"attention_mask": visible[:, None]}
+
+    def _parts(self, units: list[Unit], row: int, tokens: int) -> list[int] | None:
+        """Lengths of the sink, the blocks and the question of a row of `tokens`; None when there is no more than one block."""
+        images = sorted({unit.span for unit in units if unit.row == row})
+        parts = self.module.parts(images, tokens, self.options) if images else []
+        return parts if len(parts) > 3 else None

@@ -1,4 +1,4 @@
-"""A whole search: the race on real checkpoints and a real engine, and the speed of its finalists."""
+"""Successive halving on real checkpoints and a real engine, and the speed of its finalists."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from vlmcompress.errors import UserError
 from vlmcompress.evaluation.compare import divergence
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.results import Ratio
-from vlmcompress.search.belief import Evidence
-from vlmcompress.search.book import Book
 from vlmcompress.search.candidate import Candidate
-from vlmcompress.search.race import Race, Rules, Standing, Trial
+from vlmcompress.search.posterior import Evidence
 from vlmcompress.search.space import Space
 from vlmcompress.search.speed import Measured, Modelled
+from vlmcompress.search.successive_halving import Rules, Standing, SuccessiveHalving, Trial
 from vlmcompress.search.trial import Answers, Setup, attempt
+from vlmcompress.search.trial_log import TrialLog
 
 SHARE = 0.25
 """Share of a time budget that is kept at least for the finalists' speed and the confirmation."""
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
-        race: the race, at its end.
+        halving: successive halving, at its end.
         winner: None where no candidate gains anything within the floor.
         accuracy: the original's, on the questions of the search.
         seconds: how long the search took.
         late: whether the time budget ended it.
     """
 
-    race: Race
+    halving: SuccessiveHalving
     winner: Standing | None
     accuracy: float
     seconds: float
@@ -49,17 +49,21 @@ class Found:
     @property
     def grid(self) -> int:
         """Questions that asking every candidate all of them would have taken."""
-        candidates = math.prod(1 + len(factor.choices) for factor in self.race.factors) - 1
-        return candidates * self.race.rules.questions
+        candidates = math.prod(1 + len(factor.choices) for factor in self.halving.factors) - 1
+        return candidates * self.halving.rules.questions
 
 
 @dataclass
-class Live:
-    """Trials on real checkpoints, for `race`. `reserve`: seconds of a budget that are kept for what comes behind the race."""
+class LiveTrials:
+    """Trials on real checkpoints, for `SuccessiveHalving`.
+
+    Attributes:
+        reserve: seconds of a budget that are kept for what comes after the trials.
+    """
 
     setup: Setup
     crew: Workers
-    book: Book
+    log: TrialLog
     gains: Measured | Modelled
     original: Answers
     progress: Progress = silent
@@ -68,9 +72,9 @@ class Live:
     _took: list[float] = field(default_factory=list)
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> dict[str, Trial]:
-        """See `race.Trials`: trials that the book has are taken from it."""
-        rows = {one.name: self.book.trial(one, questions) for one in candidates}
-        jobs = [one for one in candidates if rows[one.name] is None]
+        """See `successive_halving.Trials`: trials that the log has are taken from it."""
+        rows = {candidate.name: self.log.trial(candidate, questions) for candidate in candidates}
+        jobs = [candidate for candidate in candidates if rows[candidate.name] is None]
         label = f"asking {questions:,} questions"
         work = functools.partial(_attempt, self.setup, questions)
         began, results = time.monotonic(), self.crew.map(work, jobs)
@@ -81,49 +85,51 @@ class Live:
             self.progress(label, done, len(jobs))
             number, answers = next(results)
             self._took.append((time.monotonic() - began) / (done + 1))
-            rows[jobs[number].name] = found = self._row(answers)
-            self.book.write(jobs[number], questions, found)
+            rows[jobs[number].name] = answered = self._row(answers)
+            self.log.write(jobs[number], questions, answered)
         results.close()
         return {name: self._trial(row) for name, row in rows.items() if row is not None}
 
     def _no_time(self) -> bool:
         """Whether another trial would take what is kept for the end."""
         usual = statistics.median(self._took) if self._took else 0.0
-        return self.book.left < usual + self.reserve
+        return self.log.left < usual + self.reserve
 
     def gain(self, candidate: Candidate) -> float | None:
-        """See `race.Trials`."""
+        """See `successive_halving.Trials`."""
         return self.gains.gain(candidate)
 
     def measured(self, candidates: Sequence[Candidate]) -> dict[str, float | str]:
-        """See `race.Trials`: one after the other on this machine, whatever the crew."""
+        """See `successive_halving.Trials`: one after the other on this machine, whoever the workers are."""
         if isinstance(self.gains, Modelled):
             return {}
-        found: dict[str, float | str] = {}
+        gains: dict[str, float | str] = {}
         took = 0.0  # seconds of the last one
-        for done, one in enumerate(candidates):
-            key = f"speed {self.gains.goal} {one.folder}"
-            if (known := self.book.note(key)) is None:
-                if self.book.left < (0.6 * self.reserve + took if found else 0.0):
+        for done, candidate in enumerate(candidates):
+            key = f"speed {self.gains.goal} {candidate.folder}"
+            if (measured := self.log.note(key)) is None:
+                if self.log.left < (0.6 * self.reserve + took if gains else 0.0):
                     self.late = True
                     break
                 began = time.monotonic()
                 self.progress("measuring the speed of finalists", done, len(candidates))
                 try:
-                    known = self.gains.measure(one, self.progress).model_dump()
+                    measured = self.gains.measure(candidate, self.progress).model_dump()
                 except UserError as error:
-                    known = str(error)
+                    measured = str(error)
                 took = time.monotonic() - began
-                self.book.keep(key, known)
-            found[one.name] = self.gains.take(one, Ratio(**known)) if isinstance(known, dict) else known
-        return found
+                self.log.keep(key, measured)
+            gains[candidate.name] = (
+                self.gains.take(candidate, Ratio(**measured)) if isinstance(measured, dict) else measured
+            )
+        return gains
 
     def _row(self, answers: Answers | Failed) -> dict[str, Any]:
-        """What the book keeps of a trial."""
+        """What the log keeps of a trial."""
         if isinstance(answers, Failed):
             return {"failed": answers.reason}
-        before = {sample.id: sample for sample in self.original.asked.samples}
-        after = answers.asked.samples
+        before = {sample.id: sample for sample in self.original.suite.samples}
+        after = answers.suite.samples
         pairs = [(before[sample.id], sample) for sample in after]
         moved, _ = divergence([old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs])
         same = sum(normalise(old.text) == normalise(new.text) for old, new in pairs)
@@ -139,7 +145,7 @@ class Live:
     def _trial(self, row: Mapping[str, Any]) -> Trial:
         if row.get("failed"):
             return Trial(None, failed=row["failed"])
-        before = {sample.id: sample for sample in self.original.asked.samples}
+        before = {sample.id: sample for sample in self.original.suite.samples}
         differences = [score - before[name].score for name, score in row["scores"].items()]
         evidence = Evidence(differences, [before[name].image for name in row["scores"]], row["divergence"])
         return Trial(evidence, self.original.tokens / row["prompt_tokens"])
@@ -149,20 +155,20 @@ def _attempt(setup: Setup, questions: int, candidate: Candidate) -> Answers:
     return attempt(setup, candidate, questions)
 
 
-def original(setup: Setup, questions: int, crew: Workers, book: Book, progress: Progress) -> Answers:
+def original(setup: Setup, questions: int, crew: Workers, log: TrialLog, progress: Progress) -> Answers:
     """Ask the original all `questions` of the search. Raises UserError where that fails, as nothing can be compared then."""
     progress("asking the original", 0, 1)
     _, answers = next(crew.map(functools.partial(_attempt, setup, questions), [Candidate()]))
     if isinstance(answers, Failed):
         raise UserError(f"the original cannot be asked: {answers.reason}")
     if answers.seconds is not None:
-        book.keep("seconds", answers.seconds)
+        log.keep("seconds", answers.seconds)
     return answers
 
 
-def search(space: Space, live: Live, rules: Rules) -> Found:
-    """Run the race on a space. The original's answers are in `live` already."""
-    race = Race(space.factors, live, rules)
-    winner = race.run()
-    accuracy = statistics.fmean(sample.score for sample in live.original.asked.samples)
-    return Found(race, winner, accuracy, live.book.spent, live.late)
+def search(space: Space, live: LiveTrials, rules: Rules) -> SearchResult:
+    """Run successive halving on a space. The original's answers are in `live` already."""
+    halving = SuccessiveHalving(space.factors, live, rules)
+    winner = halving.run()
+    accuracy = statistics.fmean(sample.score for sample in live.original.suite.samples)
+    return SearchResult(halving, winner, accuracy, live.log.spent, live.late)

@@ -1,4 +1,4 @@
-"""A search from a request to a folder: checks, the race, and the winner's checkpoint in its place."""
+"""A search from a request to a folder: checks, successive halving, and the winner's checkpoint in its place."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from typing import Any
 import torch
 
 from vlmcompress import targets
+from vlmcompress.calibration.statistics_folder import NAME as STATISTICS
 from vlmcompress.checkpoint.write import rename
 from vlmcompress.common import hub, workers
 from vlmcompress.common.folders import new_folder, save
-from vlmcompress.common.identity import source_identity
+from vlmcompress.common.identity import content_hash, model_hash
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import duration
+from vlmcompress.data import bundled, data_hash, load_mixed
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import noninferiority, tasks
 from vlmcompress.evaluation.compare import LEVEL
 from vlmcompress.evaluation.paired import MeanDifference
+from vlmcompress.recipe import resolve
 from vlmcompress.search import outcome, space
-from vlmcompress.search.book import QUESTIONS, WORK, open_book
 from vlmcompress.search.candidate import Candidate
-from vlmcompress.search.race import Rules
-from vlmcompress.search.run import SHARE, Found, Live, original, search
+from vlmcompress.search.live_trials import SHARE, LiveTrials, SearchResult, original, search
 from vlmcompress.search.speed import STAND_IN, Goal, Load, Measured, Modelled
+from vlmcompress.search.successive_halving import Rules
 from vlmcompress.search.trial import Setup, made, questions_of
+from vlmcompress.search.trial_log import QUESTIONS, WORK, open_trial_log
 
 WINNER, RECIPE = "winner", "recipe.yaml"
 __all__ = ["QUESTIONS", "WORK", "Request", "Searched", "find", "setup_of"]
@@ -85,60 +88,79 @@ class Request:
 class Searched:
     """A search's end: what it found, the same as data, the winner's folder (None without one), and the questions' setup."""
 
-    found: Found
+    result: SearchResult
     data: dict[str, Any]
     winner: Path | None
     setup: Setup
 
 
-def find(asked: Request, progress: Progress) -> Searched:
+def find(request: Request, progress: Progress) -> Searched:
     """Run a search, or go on with one that was interrupted.
 
     Raises:
         UserError: bad input, or the original cannot be asked. The folder keeps what was found until then.
     """
-    setup = setup_of(asked)
+    setup = setup_of(request)
     base = setup.base
-    gains = _gains(asked, setup)
-    count = len(questions_of(setup, asked.limit))
-    confirming, images = _confirming(asked, setup, count)
-    known = source_identity(setup.model)
-    about = {
-        "model": known,
-        "data": asked.data,
-        "suite": asked.suite,
-        "calibration": base.get("calibrate", {}),
-        "seed": asked.seed,
-        "engine": asked.engine,
-        "questions": count,
-    }
-    usual = {"recover": asked.recover, "small": asked.small}
-    where = space.read(asked.space, base) if asked.space else space.usual(base, **usual)
-    with open_book(asked.out, json.loads(json.dumps(about, default=str)), asked.budget) as book:
-        with closing(workers.of(asked.ray)) as crew:
-            before = original(setup, count, crew, book, progress)
-            if book.left <= 0:
+    gains = _gains(request, setup)
+    suite = questions_of(setup, request.limit)
+    count = len(suite)
+    confirming, images = _confirming(request, setup, count)
+    usual = {"recover": request.recover, "small": request.small}
+    where = space.read(request.space, base) if request.space else space.usual(base, **usual)
+    with open_trial_log(request.out, _about(setup, suite), request.budget) as log:
+        with closing(workers.of(request.ray)) as crew:
+            before = original(setup, count, crew, log, progress)
+            if log.left <= 0:
                 raise UserError(
-                    f"--max-time is spent: asking the original took {duration(book.spent)}; give a longer one, which goes on "
+                    f"--max-time is spent: asking the original took {duration(log.spent)}; give a longer one, which goes on "
                     "from here, or fewer questions (--limit)"
                 )
-            reserve = 2.4 * confirming * (book.note("seconds") or 0.0)  # the original, the winner, and some more
-            live = Live(setup, crew, book, gains, before, progress, max(reserve, SHARE * (asked.budget or 0.0)))
-            found = search(where, live, Rules(asked.margin, count, images))
-        rate = gains.rate(found.winner.candidate) if found.winner else None
-        data = outcome.plain(found, _described(asked, base, gains), where.left_out, rate)
-        winner = _placed(asked, setup, found, progress)
-        book.finish()
-    return Searched(found, data, winner, setup)
+            reserve = 2.4 * confirming * (log.note("seconds") or 0.0)  # the original, the winner, and some more
+            live = LiveTrials(setup, crew, log, gains, before, progress, max(reserve, SHARE * (request.budget or 0.0)))
+            result = search(where, live, Rules(request.margin, count, images))
+        rate = gains.rate(result.winner.candidate) if result.winner else None
+        data = outcome.plain(result, _described(request, base, gains), where.left_out, rate)
+        winner = _placed(request, setup, result, progress)
+        log.finish()
+    return Searched(result, data, winner, setup)
 
 
-def setup_of(asked: Request) -> Setup:
+def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
+    """What trials depend on: the contents of the model, the questions and the calibration data, wherever they lie."""
+    suite = setup.suite
+    return {
+        "model": model_hash(setup.model),
+        "data": questions.content_hash(),
+        "suite": content_hash([Path(suite)]) if suite and Path(suite).is_file() else suite,
+        "calibration": _calibration(setup),
+        "seed": setup.seed,
+        "engine": setup.engine,
+        "questions": len(questions),
+    }
+
+
+def _calibration(setup: Setup) -> dict[str, Any]:
+    """The settings of the calibration, with hashes in the places of paths."""
+    settings = resolve({**setup.base, "scheme": "none"}).recipe.calibrate
+    images = settings.data or bundled(setup.model, "calibration")
+    described = settings.model_dump(exclude={"data", "text", "stats"})
+    if images:
+        text = hub.local(settings.text, "dataset") if settings.text else None
+        samples, texts = load_mixed(hub.local(images, "dataset"), text, samples=settings.samples, seed=setup.seed)
+        described["samples_sha256"] = data_hash([*samples, *texts])
+    if settings.stats:
+        described["stats_sha256"] = content_hash([Path(settings.stats) / STATISTICS])
+    return described
+
+
+def setup_of(request: Request) -> Setup:
     """What the trials share. Paths are absolute, as workers elsewhere have other working directories."""
-    base = {**asked.base, "model": str(Path(hub.local(asked.base["model"])).absolute()), "target": _target(asked)}
+    base = {**request.base, "model": str(Path(hub.local(request.base["model"])).absolute()), "target": _target(request)}
     calibrate = {key: _absolute(value) for key, value in base.get("calibrate", {}).items()}
     base = {key: value for key, value in (base | {"calibrate": calibrate}).items() if value is not None}
-    work = asked.out.absolute() / WORK
-    return Setup(base, _absolute(asked.suite), _absolute(asked.data), asked.seed, asked.engine, work)
+    work = request.out.absolute() / WORK
+    return Setup(base, _absolute(request.suite), _absolute(request.data), request.seed, request.engine, work)
 
 
 def _absolute(value: Any) -> Any:
@@ -146,21 +168,21 @@ def _absolute(value: Any) -> Any:
     return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
 
 
-def _described(asked: Request, base: Mapping[str, Any], gains: Measured | Modelled) -> dict[str, Any]:
+def _described(request: Request, base: Mapping[str, Any], gains: Measured | Modelled) -> dict[str, Any]:
     return {
         "model": hub.facts(base["model"])["source"],
         "target": base.get("target"),
-        "max_drop": asked.margin,
-        "optimize": asked.goal,
-        "gains": gains.how,
-        "seed": asked.seed,
-        "engine": asked.engine,
+        "max_drop": request.margin,
+        "optimize": request.goal,
+        "gains": gains.source,
+        "seed": request.seed,
+        "engine": request.engine,
     }
 
 
-def _target(asked: Request) -> str | None:
+def _target(request: Request) -> str | None:
     """The target; where none is named, the CPU on a machine without a GPU."""
-    named = asked.base.get("target")
+    named = request.base.get("target")
     if named is not None:
         targets.get(named)
         return str(named)
@@ -177,39 +199,39 @@ def _here(name: str | None) -> bool:
     return target.capability == torch.cuda.get_device_capability()
 
 
-def _gains(asked: Request, setup: Setup) -> Measured | Modelled:
+def _gains(request: Request, setup: Setup) -> Measured | Modelled:
     """What says the gains: shapes for memory and for other machines, else this machine."""
-    target, modelled = setup.base.get("target"), Modelled(setup, asked.goal, asked.load)
+    target, modelled = setup.base.get("target"), Modelled(setup, request.goal, request.load)
     figures = modelled.figures(Candidate())
-    known = figures is not None and figures.of(asked.goal) is not None
-    if asked.goal == "memory" or asked.speed == "modelled" or (not asked.speed and not _here(target)):
-        if not known:
+    is_modelled = figures is not None and figures.of(request.goal) is not None
+    if request.goal == "memory" or request.speed == "modelled" or (not request.speed and not _here(target)):
+        if not is_modelled:
             raise UserError(f"--speed modelled: how fast {target} is, is not known; use --speed measured there")
         return modelled
-    return Measured(modelled if known else Modelled(setup, asked.goal, asked.load, STAND_IN), asked.data)
+    return Measured(modelled if is_modelled else Modelled(setup, request.goal, request.load, STAND_IN), request.data)
 
 
-def _confirming(asked: Request, setup: Setup, count: int) -> tuple[int, float | None]:
+def _confirming(request: Request, setup: Setup, count: int) -> tuple[int, float | None]:
     """Number of questions of the confirmation, and their effective number of images; 0 and None without a confirmation.
 
     Raises:
         UserError: too few of them to confirm anything, or some that the search asks, too.
     """
     if count < _LEAST:
-        raise UserError(f"{asked.data or 'the data'} has {count} questions; a search needs at least {_LEAST}")
-    if asked.confirm is None:
+        raise UserError(f"{request.data or 'the data'} has {count} questions; a search needs at least {_LEAST}")
+    if request.confirm is None:
         return 0, None
-    model, file = setup.model, Path(asked.confirm)
-    suite = tasks.load_suite(asked.suite, file, candidate=model, baseline=model)
+    model, file = setup.model, Path(request.confirm)
+    suite = tasks.load_suite(request.suite, file, candidate=model, baseline=model)
     subjects = _subjects(suite)
     unchanged = MeanDifference([0.0] * len(subjects), subjects)
-    if noninferiority.verdict(unchanged, asked.margin, LEVEL) != "pass":
+    if noninferiority.verdict(unchanged, request.margin, LEVEL) != "pass":
         images = len(set(subjects))
-        least = math.ceil(images * (noninferiority.needed(unchanged, asked.margin, LEVEL) or 0) / len(subjects))
+        least = math.ceil(images * (noninferiority.needed(unchanged, request.margin, LEVEL) or 0) / len(subjects))
         what = "questions" if images == len(subjects) else "images"
         raise UserError(
-            f"{asked.confirm} has {len(subjects):,} questions about {images:,} images, and a floor of "
-            f"{100 * asked.margin:g} points cannot be confirmed with less than {least:,} {what}, even if no answer "
+            f"{request.confirm} has {len(subjects):,} questions about {images:,} images, and a floor of "
+            f"{100 * request.margin:g} points cannot be confirmed with less than {least:,} {what}, even if no answer "
             "changes; give more, or a larger --max-drop"
         )
     both = {name for subject in _subjects(questions_of(setup, None)) for name in subject}
@@ -218,7 +240,7 @@ def _confirming(asked: Request, setup: Setup, count: int) -> tuple[int, float | 
     if len(both) > texts or texts > len(subjects) * _CHANCE:
         what = f"{len(both) - texts} images" if len(both) > texts else f"{texts} questions"
         raise UserError(
-            f"{asked.confirm} has {what} that {asked.data} has, too; confirm on images that the search never sees"
+            f"{request.confirm} has {what} that {request.data} has, too; confirm on images that the search never sees"
         )
     return len(subjects), unchanged.images
 
@@ -234,12 +256,12 @@ def _subjects(suite: tasks.LoadedSuite) -> list[tuple[str, ...]]:
     return subjects
 
 
-def _placed(asked: Request, setup: Setup, found: Found, progress: Progress) -> Path | None:
+def _placed(request: Request, setup: Setup, result: SearchResult, progress: Progress) -> Path | None:
     """Put the winner's checkpoint and recipe into the search's folder."""
-    if found.winner is None:
+    if result.winner is None:
         return None
-    candidate = found.winner.candidate
-    out = asked.out / WINNER
+    candidate = result.winner.candidate
+    out = request.out / WINNER
     checkpoint = made(setup, candidate, progress)
     with new_folder(out) as folder:
         shutil.copytree(checkpoint, folder, dirs_exist_ok=True, copy_function=_linked)
@@ -251,7 +273,7 @@ def _placed(asked: Request, setup: Setup, found: Found, progress: Progress) -> P
             "# The model was trained behind the reducer first: vlmcompress recover MODEL --reduce ... -o RECOVERED\n"
         )
     text = head + "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
-    save(asked.out, {"recipe": (RECIPE, text)})
+    save(request.out, {"recipe": (RECIPE, text)})
     return out
 
 

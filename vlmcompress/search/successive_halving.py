@@ -1,15 +1,16 @@
-"""The race: which candidates are asked how many questions, and which of them wins.
+"""Successive halving: which candidates are asked how many questions, and which of them wins.
 
 1. **Single changes.** Each scheme, each reducer and so on is asked a few dozen questions alone. What two changes do together is
    predicted from that: differences add up, gains multiply. So a grid of 8 schemes and 12 reducers costs 20 trials.
-2. **Rungs.** The candidates that are worth most (`belief.worth`) are asked a ninth, a third, and all of the questions, and
+2. **Rungs.** The candidates that are worth most (`posterior.worth`) are asked a ninth, a third, and all of the questions, and
    after each rung a third of them goes on: successive halving (Jamieson and Talwalkar, AISTATS 2016) with `ETA` 3. One place
-   in four is for those that are worth most if beliefs are too good (`CAUTIOUS`), lest all places go to long shots. A candidate
-   whose loss is refuted at any of these looks is out (`belief.refuted`). Rungs are synchronous, so that the course of a
+   in four is for those that are worth most if posteriors are too optimistic (`CAUTIOUS`), lest all places go to long shots. A
+   candidate
+   whose loss is refuted at any of these looks is out (`posterior.refuted`). Rungs are synchronous, so that the course of a
    search does not depend on how many workers do the trials.
 3. **Finalists** get their speed measured, and the one that is worth most wins.
 
-What makes checkpoints and asks questions is behind `Trials`, so that the same race runs on recorded answers.
+What makes checkpoints and asks questions is behind `Trials`, so that the same code runs on recorded answers.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vlmcompress.search.belief import Belief, Evidence, assurance, beliefs, refuted, worth
 from vlmcompress.search.candidate import Candidate, Factor, combined, singles
+from vlmcompress.search.posterior import Evidence, Posterior, assurance, posteriors, refuted, worth
 
 ETA = 3
 FIRST = 48
@@ -29,7 +30,7 @@ JOINT = 12
 """Candidates of the first rung."""
 FINALISTS = 3
 CAUTIOUS = 4
-"""One in so many places of a rung goes by what a candidate is worth if it loses a standard deviation more than believed."""
+"""One in so many places of a rung goes by what a candidate is worth if it loses a standard deviation more than expected."""
 LIKELY = 0.45
 """The chance of being confirmed below which a candidate only wins where none has more. A little below a half: with the fewest
 images that can confirm anything, one that lost nothing is given 0.49, as the chance is by a normal approximation."""
@@ -37,7 +38,7 @@ images that can confirm anything, one that lost nothing is given 0.49, as the ch
 
 @dataclass(frozen=True)
 class Rules:
-    """What a race is run by.
+    """The rules of successive halving.
 
     Attributes:
         margin: the allowed loss of accuracy, as a share.
@@ -55,8 +56,8 @@ class Rules:
     @property
     def rungs(self) -> list[int]:
         """Questions of the rungs behind the single changes."""
-        found = [max(self.questions // ETA**power, min(2 * self.first, self.questions)) for power in (2, 1, 0)]
-        return sorted(set(found))
+        rungs = [max(self.questions // ETA**power, min(2 * self.first, self.questions)) for power in (2, 1, 0)]
+        return sorted(set(rungs))
 
     @property
     def looks(self) -> int:
@@ -92,18 +93,18 @@ class Trials(Protocol):
 
 @dataclass
 class Standing:
-    """A candidate's place in the race.
+    """A candidate's place in successive halving.
 
     Attributes:
-        gain, belief, chance: as they are known last; `measured`: whether the gain was measured as finalists' are.
-        least: the chance if the loss is a standard deviation larger than believed.
+        gain, posterior, chance: as they are known last; `measured`: whether the gain was measured as finalists' are.
+        least: the chance if the loss is a standard deviation larger than expected.
         trial: its last trial; None where it was not tried.
         out: why it lost; empty for the winner and while it is in.
     """
 
     candidate: Candidate
     gain: float
-    belief: Belief | None = None
+    posterior: Posterior | None = None
     chance: float = 0.0
     least: float = 0.0
     trial: Trial | None = None
@@ -112,7 +113,7 @@ class Standing:
 
     @property
     def worth(self) -> float:
-        """See `belief.worth`."""
+        """See `posterior.worth`."""
         return worth(self.gain, self.chance)
 
     @property
@@ -122,18 +123,18 @@ class Standing:
 
 
 @dataclass
-class Race:
-    """A race, run by `run`; `standings` by name."""
+class SuccessiveHalving:
+    """Successive halving, run by `run`; `standings` by name."""
 
     factors: Sequence[Factor]
     trials: Trials
     rules: Rules
     standings: dict[str, Standing] = field(default_factory=dict)
-    asked: int = 0
+    questions_asked: int = 0
 
     def run(self) -> Standing | None:
-        """Run the race to its end. Returns the winner; None where no candidate is better than the original within the floor."""
-        first = [Standing(one, self.trials.gain(one) or 1.0) for one in singles(self.factors)]
+        """Run to the end. Returns the winner; None where no candidate is better than the original within the floor."""
+        first = [Standing(candidate, self.trials.gain(candidate) or 1.0) for candidate in singles(self.factors)]
         self._enter(first)
         self._ask(first, self.rules.first)
         going = self._joined()
@@ -142,59 +143,63 @@ class Race:
             last = number == len(self.rules.rungs) - 1
             keep = self.rules.finalists if last else max(math.ceil(len(going) / ETA), self.rules.finalists)
             going = self._best(going, keep, "behind others after {} questions")
-        for name, gain in self.trials.measured([one.candidate for one in going]).items():
+        for name, gain in self.trials.measured([candidate.candidate for candidate in going]).items():
             if isinstance(gain, str):
                 self.standings[name].out = f"failed: {gain}"
             else:
                 self.standings[name].gain, self.standings[name].measured = gain, True
-        return self._winner([one for one in going if not one.out])
+        return self._winner([candidate for candidate in going if not candidate.out])
 
     def _enter(self, new: Sequence[Standing]) -> None:
-        self.standings |= {one.candidate.name: one for one in new}
+        self.standings |= {standing.candidate.name: standing for standing in new}
 
     def _ask(self, going: Sequence[Standing], questions: int) -> None:
-        """Ask candidates, form beliefs anew, and put those out that failed or are refuted."""
-        before = {one.candidate.name: one.questions for one in going}
-        for name, trial in self.trials.ask([one.candidate for one in going], questions).items():
-            one = self.standings[name]
-            one.trial = trial
+        """Ask candidates, update the posteriors, and put those out that failed or are refuted."""
+        before = {standing.candidate.name: standing.questions for standing in going}
+        for name, trial in self.trials.ask([standing.candidate for standing in going], questions).items():
+            standing = self.standings[name]
+            standing.trial = trial
             if trial.failed:
-                one.out = f"failed: {trial.failed}"
+                standing.out = f"failed: {trial.failed}"
                 continue
-            one.gain = known if (known := self.trials.gain(one.candidate)) is not None else trial.gain
-            self.asked += one.questions - before[name]
+            standing.gain = gain if (gain := self.trials.gain(standing.candidate)) is not None else trial.gain
+            self.questions_asked += standing.questions - before[name]
             assert trial.evidence is not None
             if refuted(trial.evidence, self.rules.margin, self.rules.looks):
-                one.out = f"loses more than is allowed, by {one.questions:,} questions"
-        for one in going:
-            if one.trial is None:
-                one.out = "no time left to try it"
-        self._believe()
+                standing.out = f"loses more than is allowed, by {standing.questions:,} questions"
+        for standing in going:
+            if standing.trial is None:
+                standing.out = "no time left to try it"
+        self._update_posteriors()
 
-    def _believe(self) -> None:
-        tried = {name: one for name, one in self.standings.items() if one.questions}
-        evidence = {name: one.trial.evidence for name, one in tried.items() if one.trial and one.trial.evidence}
-        for name, belief in beliefs(evidence, self.rules.margin).items():
-            self._judge(self.standings[name], belief, [evidence[name]])
+    def _update_posteriors(self) -> None:
+        tried = {name: standing for name, standing in self.standings.items() if standing.questions}
+        evidence = {
+            name: standing.trial.evidence
+            for name, standing in tried.items()
+            if standing.trial and standing.trial.evidence
+        }
+        for name, posterior in posteriors(evidence, self.rules.margin).items():
+            self._judge(self.standings[name], posterior, [evidence[name]])
 
-    def _judge(self, one: Standing, belief: Belief, seen: Sequence[Evidence]) -> None:
-        """Set what is believed of a candidate by the answers of its own or of its parts."""
-        worse = Belief(belief.mean - math.sqrt(belief.variance), 0.0)
-        one.belief = belief
-        one.chance, one.least = (min(self.chance(some, of) for of in seen) for some in (belief, worse))
+    def _judge(self, standing: Standing, posterior: Posterior, evidence: Sequence[Evidence]) -> None:
+        """Set the posterior of a candidate, and its chances by its own answers or those of its parts."""
+        worse = Posterior(posterior.mean - math.sqrt(posterior.variance), 0.0)
+        standing.posterior = posterior
+        standing.chance, standing.least = (min(self.chance(some, of) for of in evidence) for some in (posterior, worse))
 
-    def chance(self, belief: Belief, evidence: Evidence | None = None, margin: float | None = None) -> float:
-        """The chance that a candidate of such a belief is confirmed. `margin`: another than the race's."""
+    def chance(self, posterior: Posterior, evidence: Evidence | None = None, margin: float | None = None) -> float:
+        """The chance that a candidate of such a posterior is confirmed. `margin`: another than the rules have."""
         margin = self.rules.margin if margin is None else margin
-        loss = min(max(margin, -belief.mean), 1.0)
+        loss = min(max(margin, -posterior.mean), 1.0)
         spread = loss * (1 - loss)  # of images that change one way only
         if evidence is not None:
             spread = max(spread, evidence.mean.variance(-margin))
-        return assurance(belief, margin, self.rules.confirming, spread)
+        return assurance(posterior, margin, self.rules.confirming, spread)
 
     def _joined(self) -> list[Standing]:
         """The candidates of the first rung: single changes and what is predicted for all combinations of them."""
-        alone = {name: one for name, one in self.standings.items() if not one.out and one.belief}
+        alone = {name: standing for name, standing in self.standings.items() if not standing.out and standing.posterior}
         usable = [
             Factor(factor.name, tuple(choice for choice in factor.choices if choice.name in alone))
             for factor in self.factors
@@ -202,11 +207,13 @@ class Race:
         predicted = []
         for candidate in combined(usable):
             parts = [alone[choice.name] for choice in candidate.choices]
-            belief = sum((one.belief for one in parts if one.belief), Belief(0.0, 0.0))
-            gain = self.trials.gain(candidate) or math.prod(one.gain for one in parts)
+            posterior = sum((standing.posterior for standing in parts if standing.posterior), Posterior(0.0, 0.0))
+            gain = self.trials.gain(candidate) or math.prod(standing.gain for standing in parts)
             predicted.append(Standing(candidate, gain))
             self._judge(
-                predicted[-1], belief, [one.trial.evidence for one in parts if one.trial and one.trial.evidence]
+                predicted[-1],
+                posterior,
+                [standing.trial.evidence for standing in parts if standing.trial and standing.trial.evidence],
             )
         self._enter(predicted)
         return self._best([*alone.values(), *predicted], self.rules.joint, "predicted to be behind others")
@@ -214,30 +221,30 @@ class Race:
     def _best(self, going: Sequence[Standing], keep: int, why: str) -> list[Standing]:
         """Keep the candidates that are worth most, and note `why` the others are out; its `{}` is the number of questions that
         a candidate was asked."""
-        for one in going:
-            if not one.out and one.gain <= 1:
-                one.out = "gains nothing"
-        ranked = sorted((one for one in going if not one.out), key=_rank)
-        safe = sorted(ranked, key=lambda one: -worth(one.gain, one.least))
+        for standing in going:
+            if not standing.out and standing.gain <= 1:
+                standing.out = "gains nothing"
+        ranked = sorted((standing for standing in going if not standing.out), key=_rank)
+        safe = sorted(ranked, key=lambda standing: -worth(standing.gain, standing.least))
         kept: set[str] = set()
         while len(kept) < min(keep, len(ranked)):
             order = ranked if (len(kept) + 1) % CAUTIOUS else safe
-            kept.add(next(one.candidate.name for one in order if one.candidate.name not in kept))
-        for one in ranked:
-            if one.candidate.name not in kept:
-                one.out = why.format(f"{one.questions:,}")
-        return [one for one in ranked if not one.out]
+            kept.add(next(standing.candidate.name for standing in order if standing.candidate.name not in kept))
+        for standing in ranked:
+            if standing.candidate.name not in kept:
+                standing.out = why.format(f"{standing.questions:,}")
+        return [standing for standing in ranked if not standing.out]
 
     def _winner(self, going: Sequence[Standing]) -> Standing | None:
-        ranked = sorted((one for one in going if one.gain > 1 and one.questions), key=_rank)
-        likely = [one for one in ranked if one.chance >= LIKELY]
+        ranked = sorted((standing for standing in going if standing.gain > 1 and standing.questions), key=_rank)
+        likely = [standing for standing in ranked if standing.chance >= LIKELY]
         winner = next(iter(likely or ranked), None)
-        for one in going:
-            if one is not winner:
-                one.out = "gains nothing" if one.gain <= 1 else "behind the winner in the end"
+        for standing in going:
+            if standing is not winner:
+                standing.out = "gains nothing" if standing.gain <= 1 else "behind the winner in the end"
         return winner
 
 
-def _rank(one: Standing) -> tuple[float, float, str]:
+def _rank(standing: Standing) -> tuple[float, float, str]:
     """Sort by worth, then by gain; by name where both are equal, so that the order never depends on chance."""
-    return -one.worth, -one.gain, one.candidate.name
+    return -standing.worth, -standing.gain, standing.candidate.name

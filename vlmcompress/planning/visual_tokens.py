@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import hf_hooks, models
+from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.engines.vllm.plugin import refusal
+from vlmcompress.engines import reducer_support
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import cost, resizing, scorer_file
 from vlmcompress.hf_hooks.support import chooses_images
@@ -95,20 +95,24 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
         before = reducer_block.read(source.config)
     except UserError as error:
         return [f"{source.path}: {error}"]
-    found = _resize_problems(recipe, source)
+    reasons = _resize_problems(recipe, source)
     if recipe.reduce is None:
         if before is None:
-            return found
-        own = scorer_file.carried(before.reducer, source.path)
-        return [*found, f"the model carries the reducer {before.reducer}; add --reduce {own}, or another"]
+            return reasons
+        carried = scorer_file.carried(before.reducer, source.path)
+        return [*reasons, f"the model carries the reducer {before.reducer}; add --reduce {carried}, or another"]
     if recipe.reduce.options.vtu:
         return [f"reduce {recipe.reduce}: vtu is for evaluation and saves nothing; leave it out"]
     try:
-        hf_hooks.check(source.vlm, recipe.reduce.method, recipe.reduce.options)
-        scorer_file.known(source.vlm.model.config, recipe.reduce)
+        reducer_support.check(source.vlm, source.config, recipe.reduce, engine="transformers")
     except UserError as error:
         return [f"reduce {recipe.reduce}: {error}"]
-    return [*found, reason] if (reason := unserved(recipe, source.config)) else found
+    if recipe.engine == "vllm":
+        try:
+            reducer_support.check_served(source.config, recipe.reduce)
+        except UserError as error:
+            reasons.append(f"reduce {recipe.reduce}: {error}; or --set engine=transformers")
+    return reasons
 
 
 def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
@@ -128,12 +132,3 @@ def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
     except UserError as error:
         return [str(error)]
     return []
-
-
-def unserved(recipe: Recipe, config: Mapping[str, Any]) -> str | None:
-    """Why the recipe's engine cannot serve its reducer, and what it could serve instead; None when it can."""
-    reducer = recipe.reduce
-    if recipe.engine != "vllm" or reducer is None:
-        return None
-    reasons = [reason for name in config.get("architectures") or [] if (reason := refusal(name, reducer))]
-    return f"reduce {reducer}: {reasons[0]}; or --set engine=transformers" if reasons else None

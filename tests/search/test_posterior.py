@@ -10,9 +10,9 @@ from scipy.stats import norm
 
 from vlmcompress.evaluation import compare
 from vlmcompress.evaluation.noninferiority import fewest
-from vlmcompress.search import belief
-from vlmcompress.search.belief import Belief, Evidence, assurance, beliefs, refuted, worth
-from vlmcompress.search.race import LIKELY, Race, Rules
+from vlmcompress.search import posterior
+from vlmcompress.search.posterior import Evidence, Posterior, assurance, posteriors, refuted, worth
+from vlmcompress.search.successive_halving import LIKELY, Rules, SuccessiveHalving
 
 MARGIN = 0.02
 
@@ -39,11 +39,11 @@ def plain_noise(differences) -> float:
     return float(weights @ (values - mean) ** 2) / len(d)
 
 
-def plain_slope(found: dict[str, Evidence]) -> tuple[float, float, float]:
+def plain_slope(candidates: dict[str, Evidence]) -> tuple[float, float, float]:
     """DerSimonian and Laird's estimate as their paper has it: fixed weights, Q, tau^2, random weights."""
-    k = np.array([one.divergence for one in found.values()])
-    slopes = -np.array([np.mean(one.differences) for one in found.values()]) / k
-    w = k**2 / np.array([plain_noise(one.differences) for one in found.values()])
+    k = np.array([answers.divergence for answers in candidates.values()])
+    slopes = -np.array([np.mean(answers.differences) for answers in candidates.values()]) / k
+    w = k**2 / np.array([plain_noise(answers.differences) for answers in candidates.values()])
     fixed = np.average(slopes, weights=w)
     q = (w * (slopes - fixed) ** 2).sum()
     tau2 = (q - (len(k) - 1)) / (w.sum() - (w**2).sum() / w.sum())
@@ -55,16 +55,16 @@ def plain_slope(found: dict[str, Evidence]) -> tuple[float, float, float]:
 @pytest.mark.parametrize("losses", [(), (("b", 20), ("e", 12))])
 def test_posterior_is_bayes(losses) -> None:
     """Oracle: likelihood times prior over a grid of differences, the slope estimated plainly; slopes alike and not."""
-    found = FOUND | {name: evidence(lost, 0, 200, FOUND[name].divergence) for name, lost in losses}
-    slope, tau2, doubt = plain_slope(found)
+    candidates = FOUND | {name: evidence(lost, 0, 200, FOUND[name].divergence) for name, lost in losses}
+    slope, tau2, doubt = plain_slope(candidates)
     assert (tau2 > (slope / 3) ** 2 * 1.01) == bool(losses)
     grid = np.linspace(-0.6, 0.3, 400_001)
-    for name, believed in beliefs(found, MARGIN).items():
-        one = found[name]
-        n, k = len(one.differences), one.divergence
+    for name, believed in posteriors(candidates, MARGIN).items():
+        answers = candidates[name]
+        n, k = len(answers.differences), answers.divergence
         nats = slope**2 * 4.0 * (k + 0.2 / n) / n
         prior = norm.pdf(grid, -slope * k, math.sqrt(k**2 * (tau2 + doubt) + nats + 1e-6))
-        density = prior * norm.pdf(np.mean(one.differences), grid, math.sqrt(plain_noise(one.differences)))
+        density = prior * norm.pdf(np.mean(answers.differences), grid, math.sqrt(plain_noise(answers.differences)))
         density /= density.sum()
         mean = (density * grid).sum()
         assert believed.mean == pytest.approx(mean, abs=1e-6)
@@ -73,61 +73,66 @@ def test_posterior_is_bayes(losses) -> None:
 
 def test_beliefs_do_not_depend_on_order() -> None:
     backwards = dict(reversed(FOUND.items()))
-    assert beliefs(backwards, MARGIN) == pytest.approx(beliefs(FOUND, MARGIN))
+    assert posteriors(backwards, MARGIN) == pytest.approx(posteriors(FOUND, MARGIN))
 
 
 def test_a_candidate_that_lost_nothing_is_not_believed_perfect() -> None:
     """Without others it might still lose more than the margin; its divergence makes it surer."""
-    alone = beliefs({"x": evidence(0, 0, 40, None)}, MARGIN)["x"]
+    alone = posteriors({"x": evidence(0, 0, 40, None)}, MARGIN)["x"]
     assert alone.mean == 0 and norm.cdf(-MARGIN, alone.mean, math.sqrt(alone.variance)) > 0.1
-    low, high = (beliefs(FOUND | {"x": evidence(0, 0, 40, k)}, MARGIN)["x"] for k in (0.001, 0.5))
+    low, high = (posteriors(FOUND | {"x": evidence(0, 0, 40, k)}, MARGIN)["x"] for k in (0.001, 0.5))
     assert high.mean < low.mean < 0
     assert low.variance < alone.variance
 
 
 @pytest.mark.parametrize("names", ["", "a", "ab"])
 def test_fewer_than_three_candidates_say_nothing_of_slopes(names) -> None:
-    found = {name: FOUND[name] for name in names}
-    for name, believed in beliefs(found, MARGIN).items():
-        assert believed.mean == pytest.approx(np.mean(found[name].differences))
-        assert believed.variance == pytest.approx(plain_noise(found[name].differences))
+    candidates = {name: FOUND[name] for name in names}
+    for name, believed in posteriors(candidates, MARGIN).items():
+        assert believed.mean == pytest.approx(np.mean(candidates[name].differences))
+        assert believed.variance == pytest.approx(plain_noise(candidates[name].differences))
 
 
 def test_without_a_divergence_the_answers_alone_count() -> None:
-    one = evidence(3, 1, 200, None)
-    with_others = beliefs(FOUND | {"x": one}, MARGIN)
-    assert with_others["x"] == beliefs({"x": one}, MARGIN)["x"]
-    assert {name: with_others[name] for name in FOUND} == beliefs(FOUND, MARGIN)
+    answers = evidence(3, 1, 200, None)
+    with_others = posteriors(FOUND | {"x": answers}, MARGIN)
+    assert with_others["x"] == posteriors({"x": answers}, MARGIN)["x"]
+    assert {name: with_others[name] for name in FOUND} == posteriors(FOUND, MARGIN)
 
 
 def test_a_divergence_of_zero_is_no_loss() -> None:
     """It tells nothing of the slope, and what it does not show is at most about a tenth of a point."""
-    found = beliefs(FOUND | {"x": evidence(0, 0, 900, 0.0)}, MARGIN)
-    assert {name: found[name] for name in FOUND} == beliefs(FOUND, MARGIN)
-    assert found["x"].mean == 0 and math.sqrt(found["x"].variance) < 0.0015
+    fitted = posteriors(FOUND | {"x": evidence(0, 0, 900, 0.0)}, MARGIN)
+    assert {name: fitted[name] for name in FOUND} == posteriors(FOUND, MARGIN)
+    assert fitted["x"].mean == 0 and math.sqrt(fitted["x"].variance) < 0.0015
 
 
 def test_one_candidate_that_outweighs_all_others() -> None:
     """Weights of slopes differ as the squares of divergences; the moments' divisor was zero."""
-    found = {"a": evidence(0, 0, 48, 1e-10), "b": evidence(1, 0, 48, 1e-10), "c": evidence(9, 0, 48, 1.0)}
-    assert beliefs(found, MARGIN)["c"].mean == pytest.approx(-9 / 48, abs=0.01)
+    candidates = {"a": evidence(0, 0, 48, 1e-10), "b": evidence(1, 0, 48, 1e-10), "c": evidence(9, 0, 48, 1.0)}
+    assert posteriors(candidates, MARGIN)["c"].mean == pytest.approx(-9 / 48, abs=0.01)
 
 
 def test_slopes_below_zero_are_not_believed() -> None:
     """Where all gained, more divergence is no promise of more right answers."""
-    found = {str(k): evidence(0, 2, 100, k) for k in (0.01, 0.1, 1.0)}
-    assert belief._slope([(one.divergence, *belief._observed(one, MARGIN)) for one in found.values()])[0] == 0
-    assert all(0 <= believed.mean <= 0.02 for believed in beliefs(found, MARGIN).values())
+    candidates = {str(k): evidence(0, 2, 100, k) for k in (0.01, 0.1, 1.0)}
+    assert (
+        posterior._slope(
+            [(answers.divergence, *posterior._observed(answers, MARGIN)) for answers in candidates.values()]
+        )[0]
+        == 0
+    )
+    assert all(0 <= believed.mean <= 0.02 for believed in posteriors(candidates, MARGIN).values())
 
 
 def test_two_changes_add_up() -> None:
-    assert Belief(-0.01, 2e-6) + Belief(-0.02, 3e-6) == Belief(-0.03, pytest.approx(5e-6))
+    assert Posterior(-0.01, 2e-6) + Posterior(-0.02, 3e-6) == Posterior(-0.03, pytest.approx(5e-6))
 
 
 @pytest.mark.parametrize("questions", [None, 500, 2000])
 @pytest.mark.parametrize("mean, deviation", [(-0.004, 0.003), (-0.012, 0.01), (0.001, 0.0)])
 def test_assurance_is_how_often_a_test_confirms(questions, mean, deviation) -> None:
-    """Monte Carlo: a true difference of the belief, a test's mean of that, and whether its limit is above the margin."""
+    """Monte Carlo: a true difference of the posterior, a test's mean of that, and whether its limit is above the margin."""
     rng, variance, draws = np.random.default_rng(0), 0.015, 400_000
     truth = rng.normal(mean, deviation, draws)
     limit = truth
@@ -135,7 +140,7 @@ def test_assurance_is_how_often_a_test_confirms(questions, mean, deviation) -> N
         error = math.sqrt(variance / questions)
         limit = rng.normal(truth, error) - 1.959964 * error
     shown = float((limit > -0.01).mean())
-    assert assurance(Belief(mean, deviation**2), 0.01, questions, variance) == pytest.approx(shown, abs=0.004)
+    assert assurance(Posterior(mean, deviation**2), 0.01, questions, variance) == pytest.approx(shown, abs=0.004)
 
 
 def test_assurance_foretells_real_verdicts() -> None:
@@ -144,10 +149,10 @@ def test_assurance_foretells_real_verdicts() -> None:
     verdicts = []
     for _ in range(300):
         after = (rng.random(2000) >= loss).astype(float)
-        found = Evidence(after - 1, range(2000), None).mean
-        verdicts.append(belief.noninferiority.verdict(found, MARGIN, 0.95) == "pass")
-    told = assurance(Belief(-loss, 0.0), MARGIN, 2000, MARGIN)
-    assert told == pytest.approx(np.mean(verdicts), abs=0.1)
+        differences = Evidence(after - 1, range(2000), None).mean
+        verdicts.append(posterior.noninferiority.verdict(differences, MARGIN, 0.95) == "pass")
+    predicted = assurance(Posterior(-loss, 0.0), MARGIN, 2000, MARGIN)
+    assert predicted == pytest.approx(np.mean(verdicts), abs=0.1)
     assert compare.compare([1.0] * 2000, after.tolist(), margin=MARGIN).verdict == (
         "pass" if verdicts[-1] else "inconclusive"
     )
@@ -159,13 +164,13 @@ def test_who_changes_no_answer_is_likeliest_to_be_confirmed(images, each, margin
     with no confirmation, with the fewest images that can confirm, and with more; up to eight answers lost, some of them won."""
     place = np.random.default_rng(0).permutation(images * each)
     for confirming in (None, fewest(margin, 0.95), 3 * fewest(margin, 0.95)):
-        race = Race([], None, Rules(margin, 900, confirming))
+        halving = SuccessiveHalving([], None, Rules(margin, 900, confirming))
 
-        def chance(lost: int, won: int, race: Race = race) -> float:
+        def chance(lost: int, won: int, halving: SuccessiveHalving = halving) -> float:
             differences = np.zeros(images * each)
             differences[place[:lost]], differences[place[lost : lost + won]] = -1, 1
             answers = Evidence(differences, [i % images for i in range(images * each)], None)
-            return race.chance(beliefs({"": answers}, margin)[""], answers)
+            return halving.chance(posteriors({"": answers}, margin)[""], answers)
 
         assert chance(0, 0) >= LIKELY
         for lost in range(1, 9):

@@ -1,4 +1,4 @@
-"""The book of a search: every trial, each on disk before the next begins, and the time that was spent.
+"""The log of a search: every trial, each on disk before the next begins, and the time that was spent.
 
 `search.jsonl` is a journal as `evaluation.journal` writes it, so a search that was killed goes on where it was. Trials depend
 on the model, the data, the seed and the engine, and on no floor and no objective: another search in the same folder, with
@@ -23,8 +23,8 @@ WORK, QUESTIONS = "work", "questions"
 _ABOUT, _SPENT = "about", "spent"
 
 
-class Book:
-    """The trials of a search, and its clock; use `open_book`."""
+class TrialLog:
+    """The trials of a search, and its clock; use `open_trial_log`."""
 
     def __init__(self, journal: Journal, budget: float | None):
         self._journal, self._budget = journal, budget
@@ -44,9 +44,9 @@ class Book:
         """Read what a trial found; None where there was none."""
         return self._journal.read(f"trial {candidate.folder} {questions}")
 
-    def write(self, candidate: Candidate, questions: int, found: Mapping[str, Any]) -> None:
+    def write(self, candidate: Candidate, questions: int, outcome: Mapping[str, Any]) -> None:
         """Note what a trial found, and the time."""
-        self._journal.write(f"trial {candidate.folder} {questions}", {"name": candidate.name, **found})
+        self._journal.write(f"trial {candidate.folder} {questions}", {"name": candidate.name, **outcome})
         self._journal.write(_SPENT, round(self.spent, 1))
 
     def note(self, key: str) -> Any:
@@ -64,8 +64,8 @@ class Book:
 
 
 @contextlib.contextmanager
-def open_book(folder: Path, about: Mapping[str, Any], budget: float | None) -> Iterator[Book]:
-    """Open the book of a search, or begin one.
+def open_trial_log(folder: Path, about: Mapping[str, Any], budget: float | None) -> Iterator[TrialLog]:
+    """Open the log of a search, or begin one.
 
     Args:
         about: what trials depend on.
@@ -86,4 +86,4 @@ def open_book(folder: Path, about: Mapping[str, Any], budget: float | None) -> I
             journal.write(_ABOUT, dict(about))
         elif changed := [key for key in {**before, **about} if before.get(key) != about.get(key)]:
             raise UserError(f"output {folder} has a search with another {', '.join(changed)}; choose another folder")
-        yield Book(journal, budget)
+        yield TrialLog(journal, budget)

@@ -1,0 +1,175 @@
+"""What vLLM's CPU build has no kernels for: experts with 4-bit weights, 4-bit weights without AVX-512, and NVFP4.
+
+**Experts with 4-bit weights** where the processor has no AMX: slow, and only when the environment asks for it. vLLM 0.32 has
+kernels for quantized experts on x86 for processors with AMX only. For GPUs it has an emulation that dequantizes them when
+they are loaded and computes with 16-bit weights (`fused_moe/experts/int4_emulation_moe.py`, in Triton). Here the same is done
+for CPUs: vLLM's own class reads config and files and lays the weights out, they are dequantized, and its kernel for
+unquantized experts computes. Memory is that of 16-bit weights: it is a way to check a checkpoint, not to serve one.
+
+**4-bit weights** on a processor without AVX-512: unpacked to 16 bits when they are loaded. The CPU build brings one library
+for each kind of x86 processor, and that for AVX2 alone lacks the kernel of 4-bit weights, `cpu_gemm_wna16` (vLLM 0.32): a
+checkpoint loads, and the first question fails. Here vLLM's own class reads and packs the weights; they are then unpacked into
+a plain matrix. Memory is that of 16-bit weights, answers are those of the checkpoint.
+
+**NVFP4**, to measure accuracy where there is no Blackwell: slow, and only when the environment asks for it. vLLM 0.32 has no
+kernel for NVFP4 on CPUs, but an emulation that computes what the kernels do (weights and inputs rounded to 4-bit floats,
+products in 16 bits: `model_executor/kernels/linear/nvfp4/emulation.py`). Here it is registered for CPUs, by vLLM's own
+`register_linear_kernel`. It serves W4A4; for 16-bit activations vLLM takes Marlin without asking, and refuses.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+EXPERTS_VARIABLE = "VLMCOMPRESS_EMULATE_EXPERTS"
+_put: list[bool] = []
+
+
+def emulate_experts() -> None:
+    """Let vLLM's CPU build compute experts with packed weights where the environment asks for it
+    (`VLMCOMPRESS_EMULATE_EXPERTS=1`)."""
+    if os.environ.get(EXPERTS_VARIABLE) != "1":
+        return
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16,
+    )
+    from vllm.platforms import current_platform
+
+    module: Any = compressed_tensors_moe_wna16
+    if current_platform.is_cpu() and not _put:
+        module.CompressedTensorsWNA16MoEMethod = _emulated(module.CompressedTensorsWNA16MoEMethod)
+        _put.append(True)
+
+
+def _emulated(original: Any) -> Any:
+    """vLLM's class with `original`'s reading of a checkpoint, and 16-bit weights once it is read."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+
+    def dequantized(layer: Any, name: str, bits: int) -> torch.Tensor:
+        """The weights `[experts, out, in]` that codes, scales and zero points of a layer stand for."""
+        packed, scale = getattr(layer, f"{name}_weight_packed"), getattr(layer, f"{name}_weight_scale")
+        experts, rows, groups = scale.shape
+        columns = packed.shape[2] * 32 // bits
+        zero = getattr(layer, f"{name}_weight_zero_point", None)
+        weights = torch.empty(experts, rows, columns, dtype=scale.dtype)
+        for index in range(experts):
+            codes = unpack_from_int32(packed[index], bits, torch.Size([rows, columns]))
+            codes = codes.reshape(rows, groups, -1).to(scale.dtype)
+            if zero is not None:
+                codes -= unpack_from_int32(zero[index], bits, torch.Size([rows, groups]), packed_dim=0)[..., None]
+            weights[index] = (codes * scale[index, :, :, None]).reshape(rows, columns)
+        return weights
+
+    class Emulated(original):
+        def __init__(self, weight_quant: Any, input_quant: Any, moe: Any, layer_name: str | None = None):
+            super(original, self).__init__(moe)
+            self.weight_quant, self.input_quant = weight_quant, input_quant
+            self.symmetric, self.num_bits = weight_quant.symmetric, weight_quant.num_bits
+            self.packed_factor, self.strategy = 32 // weight_quant.num_bits, weight_quant.strategy
+            self.group_size = -1 if weight_quant.group_size is None else weight_quant.group_size
+            self.plain = UnquantizedFusedMoEMethod(moe)
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            for name in ("w13", "w2"):
+                weight = dequantized(layer, name, self.num_bits)
+                for part in ("packed", "scale", "zero_point", "shape"):
+                    layer._parameters.pop(f"{name}_weight_{part}", None)
+                layer.register_parameter(f"{name}_weight", torch.nn.Parameter(weight, requires_grad=False))
+            self.plain.process_weights_after_loading(layer)
+            self.moe_kernel = self.plain.moe_kernel
+
+        def get_fused_moe_quant_config(self, layer: Any) -> Any:
+            return self.plain.get_fused_moe_quant_config(layer)
+
+        def apply(self, *args: Any, **options: Any) -> Any:
+            return self.plain.apply(*args, **options)
+
+        @property
+        def is_monolithic(self) -> bool:
+            return bool(self.plain.is_monolithic)
+
+    return Emulated
+
+
+KERNEL = "cpu_gemm_wna16"
+BLOCK = 16  # output channels that vLLM's kernel keeps together
+
+
+def unpack_on_load() -> None:
+    """Replace vLLM's kernel of 4-bit weights where this processor's library lacks it. May be called any number of times."""
+    from vllm.platforms import CpuArchEnum, current_platform
+
+    if not current_platform.is_cpu() or current_platform.get_cpu_architecture() != CpuArchEnum.X86:
+        return
+    import torch
+    import vllm._custom_ops  # noqa: F401  (imports the library)
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+
+    if not hasattr(torch.ops._C, KERNEL):
+        replace(CPUWNA16LinearKernel)
+
+
+def replace(kernel: Any) -> None:
+    """Let vLLM's class `CPUWNA16LinearKernel` unpack weights `[in, out]` once they are read, and multiply by them."""
+    import torch
+    from torch.nn import functional
+    from vllm.logger import init_logger
+
+    original = kernel.process_weights_after_loading
+    if hasattr(original, "unpacks"):
+        return
+
+    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+        init_logger(__name__).warning_once(
+            "This processor has no AVX-512, and vLLM no 4-bit kernel for it: weights are unpacked to 16 bits, and take as much"
+            " memory."
+        )
+        original(self, layer)
+        packed, scales, zeros = self._get_weight_params(layer)[:3]
+        packed.data = unpacked(packed.data, scales.data, zeros, self.config.weight_type).t().contiguous()
+
+    def apply_weights(
+        self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return functional.linear(x, getattr(layer, self.w_q_name), bias)
+
+    process_weights_after_loading.unpacks = True  # type: ignore[attr-defined]
+    kernel.process_weights_after_loading = process_weights_after_loading
+    kernel.apply_weights = apply_weights
+
+
+def unpacked(packed: Any, scales: Any, zeros: Any, weight_type: Any) -> Any:
+    """The matrix `[in, out]` of weights as vLLM's CPU kernel keeps them.
+
+    Args: `packed [out / 16, in * 2]`: int32 of eight codes each, blocks of 16 output channels; `scales [groups, out]`;
+    `zeros [groups, out / 8]`: packed zero points, or None; `weight_type`: vLLM's type of the codes.
+    """
+    from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32 as unpack
+
+    words = BLOCK * weight_type.size_bits // 32
+    rows = packed.shape[1] // words
+    plain = packed.view(-1, rows, words).permute(1, 0, 2).reshape(rows, -1)
+    codes = unpack(plain, weight_type, 1)
+    groups = len(scales)
+    offset = weight_type.bias if zeros is None else unpack(zeros.data, weight_type, 1)[:, None]
+    values = (codes.view(groups, rows // groups, -1) - offset).to(scales.dtype) * scales[:, None]
+    return values.reshape(rows, -1)
+
+
+NVFP4_VARIABLE = "VLMCOMPRESS_EMULATE_NVFP4"
+_nvfp4_registered: list[bool] = []
+
+
+def emulate_nvfp4() -> None:
+    """Register vLLM's emulation of NVFP4 for CPUs where the environment asks for it (`VLMCOMPRESS_EMULATE_NVFP4=1`), once."""
+    if os.environ.get(NVFP4_VARIABLE) != "1" or _nvfp4_registered:
+        return
+    from vllm.model_executor.kernels.linear import register_linear_kernel
+    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
+    from vllm.platforms import PlatformEnum
+
+    register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+    _nvfp4_registered.append(True)
