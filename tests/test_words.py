@@ -25,8 +25,6 @@ UNFINISHED: set[str] = {
     "vlmcompress/diagnosis",
     "vlmcompress/engines/vllm/plugin",
     "vlmcompress/hf_hooks",
-    "vlmcompress/planning",
-    "vlmcompress/recipe",
     "vlmcompress/reducers",
     "vlmcompress/search",
 }
