@@ -166,7 +166,7 @@ def test_blocks_that_see_different_counts_are_shown(capfd):
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("flags", "message"),
     [
         (["--image-size", "1024"], "--image-size 1024 is not a size; write it WIDTHxHEIGHT"),
         (["--image-size", "0x5"], "is not a size"),
