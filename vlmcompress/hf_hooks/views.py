@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import reducers
-from vlmcompress.hf_hooks import views
 from vlmcompress.hf_hooks.pixels import Pixels
 from vlmcompress.hf_hooks.units import Call, Reduced, Unit
 from vlmcompress.recipe.reducer import ReducerChoice
@@ -120,7 +119,7 @@ class Views(Pixels):
 
     @property
     def _stand_in(self) -> int:
-        return views.stand_in(self._tokenizer)
+        return stand_in(self._tokenizer)
 
     def _choose(self, units: list[Unit], call: Call) -> list[Reduction]:
         ids = call.get("input_ids")
@@ -129,8 +128,8 @@ class Views(Pixels):
         words = self._words(mask.bool())
         for row in range(len(ids)):  # units stand in the order of rows
             if spans := [unit.span for unit in units if unit.row == row]:
-                named = views.find(self._tokenizer, ids[row], words[row], spans)
-                self._stays += views.stays(self.chosen, self._tokenizer, self._embed, named)
+                named = find(self._tokenizer, ids[row], words[row], spans)
+                self._stays += stays(self.chosen, self._tokenizer, self._embed, named)
         for unit, stay in zip(units, self._stays, strict=True):
             n = len(unit.columns)
             index = torch.arange(n if stay else 1, device=unit.columns.device)
