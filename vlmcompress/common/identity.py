@@ -36,13 +36,13 @@ _MODEL_FILES = (
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that can change a result; absent ones are left out."""
-    found = {}
+    installed = {}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def source_identity(source: Path) -> dict:
