@@ -84,6 +84,14 @@ def open_trial_log(folder: Path, about: Mapping[str, Any], budget: float | None)
         before = journal.read(_ABOUT)
         if before is None:
             journal.write(_ABOUT, dict(about))
-        elif changed := [key for key in {**before, **about} if before.get(key) != about.get(key)]:
+        elif changed := _changed(before, about):
             raise UserError(f"output {folder} has a search with another {', '.join(changed)}; choose another folder")
         yield TrialLog(journal, budget)
+
+
+def _changed(before: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
+    """Name what differs. Another seed or number of questions chooses other samples, whose hashes then say nothing more."""
+    changed = [key for key in {**before, **about} if before.get(key) != about.get(key)]
+    chosen = {"seed": {"data", "calibration"}, "questions": {"data"}}
+    explained = set().union(*(keys for key, keys in chosen.items() if key in changed))
+    return [key for key in changed if key not in explained]
