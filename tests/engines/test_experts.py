@@ -39,7 +39,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[tuple[str, str], Path]:
     """(family, kind) -> folder. Weights are large, so that what experts compute shows in the answers."""
-    found = {}
+    checkpoints = {}
     for family, (_, _, recipes) in CASES.items():
         root = tmp_path_factory.mktemp(family)
         source = reduced_cases.tiny(family, root / "source")
@@ -48,12 +48,12 @@ def folders(tmp_path_factory) -> dict[tuple[str, str], Path]:
             for name, tensor in load_file(source / "model.safetensors").items()
         }
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-        found[family, "published"] = source
-        for index, (kind, given) in enumerate(recipes.items()):
+        checkpoints[family, "published"] = source
+        for index, (kind, options) in enumerate(recipes.items()):
             out = root / str(index)
-            quantize(resolve({"model": str(source), "out": str(out), **given}).recipe)
-            found[family, kind] = out
-    return found
+            quantize(resolve({"model": str(source), "out": str(out), **options}).recipe)
+            checkpoints[family, kind] = out
+    return checkpoints
 
 
 def test_answers_are_those_of_transformers(folders):
@@ -62,19 +62,20 @@ def test_answers_are_those_of_transformers(folders):
     jobs = vllm_answers.jobs(folders.values(), max_tokens=8)
     types = [str(CASES[family][0]).removeprefix("torch.") for family, _ in folders]
     results = asked("answers", [job | {"dtype": dtype} for job, dtype in zip(jobs, types, strict=True)])
-    for ((family, kind), folder), found in zip(folders.items(), results, strict=True):
-        assert "error" not in found, (family, kind, found)
+    for ((family, kind), folder), answers in zip(folders.items(), results, strict=True):
+        assert "error" not in answers, (family, kind, answers)
         dtype, margin, _ = CASES[family]
         vlm = models.load(folders[family, "published"], dtype=dtype)
         with models.quiet():
             model = models.open_model(folder, dtype=dtype)[0].eval()
         batches = [encode(vlm, count) for count in (1, 2)]
-        for batch, got in zip(batches, found["answers"], strict=True):
+        for batch, got in zip(batches, answers["answers"], strict=True):
             assert got["prompt"] == batch["input_ids"][0].tolist()
             assert vllm_answers.gap(model, batch, got["answer"]) < margin, (family, kind)
         _exchange(model)
         gaps = [
-            vllm_answers.gap(model, batch, got["answer"]) for batch, got in zip(batches, found["answers"], strict=True)
+            vllm_answers.gap(model, batch, got["answer"])
+            for batch, got in zip(batches, answers["answers"], strict=True)
         ]
         assert min(gaps) > 0.1, (family, kind)
 

@@ -69,6 +69,8 @@ print(json.dumps(found))
 def test_unpacked_weights_are_those_of_the_codes_and_answer_as_vllms_kernel_does():
     done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    outputs = json.loads(done.stdout.splitlines()[-1])
     for zeros in ("False", "True"):
-        assert found[zeros]["weights"] == 0 and found[zeros]["exact"] < 0.004 and found[zeros]["theirs"] < 0.006, found
+        assert (
+            outputs[zeros]["weights"] == 0 and outputs[zeros]["exact"] < 0.004 and outputs[zeros]["theirs"] < 0.006
+        ), outputs

@@ -55,20 +55,20 @@ save_file({"y": kernel.apply_weights(layer, given["x"])}, sys.argv[2])
 
 
 def made(out: Path, **options) -> Path:
-    given = {"model": str(DEMO_LLAVA), "out": str(out), "scheme": "nvfp4", "options": options}
-    quantize(resolve(given | {"calibrate": {"samples": 8}}).recipe)
+    recipe = {"model": str(DEMO_LLAVA), "out": str(out), "scheme": "nvfp4", "options": options}
+    quantize(resolve(recipe | {"calibrate": {"samples": 8}}).recipe)
     return out
 
 
 def test_mixed_answers_like_transformers(tmp_path):
     """Oracle: transformers with compressed-tensors' arithmetic. The engine's tokens, up to the end, are its best ones."""
     folder = made(tmp_path / "out", rounding="gptq")
-    (found,) = asked("answers", vllm_answers.jobs([folder], max_tokens=6))
-    assert "error" not in found, found["error"]
+    (answers,) = asked("answers", vllm_answers.jobs([folder], max_tokens=6))
+    assert "error" not in answers, answers["error"]
     model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
     vlm = models.VLM(model, AutoProcessor.from_pretrained(folder), models.spec_for(models.read_config(folder)), folder)
-    for images, got in enumerate(found["answers"], start=1):
+    for images, got in enumerate(answers["answers"], start=1):
         batch, answer = encode(vlm, images), got["answer"]
         assert got["prompt"] == batch["input_ids"][0].tolist()
         answer = answer[: 1 + (answer.index(2) if 2 in answer else len(answer))]

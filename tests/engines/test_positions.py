@@ -18,9 +18,9 @@ def test_places_are_exact_in_every_dtype(dtype):
     some = torch.cat([torch.arange(70_000), torch.arange(0, LIMIT, 1009), torch.tensor([LIMIT - 1])])
     places = torch.stack([some, some.flip(0), some // 2], 1)
     rows = torch.randn(len(some), 2).to(dtype)
-    found, back = unpack(pack(rows, places))
+    unpacked, back = unpack(pack(rows, places))
     assert torch.equal(back, places)
-    assert torch.equal(found, rows)
+    assert torch.equal(unpacked, rows)
 
 
 def test_a_place_that_does_not_fit_is_refused():

@@ -40,14 +40,14 @@ def test_counts_and_answers_are_those_of_transformers(text, tmp_path):
     counter = thresholds.counter(vlm, batches, reducer)
     requests = [cases.request(vlm, turns, tmp_path / "images") for turns in prompts()]
     expected = cases.reference(vlm, reducer, requests, TOKENS, counter)
-    files = [Image.open(file) for one in requests for file in one["images"]]
+    files = [Image.open(file) for request in requests for file in request["images"]]
     pixels = vlm.processor.image_processor(files, return_tensors="pt")["pixel_values"]
     assert len({counter.count(image) for image in pixels}) > 3
     folder = cases.reduced(DEMO_LLAVA, tmp_path / "model", reducer, counter)
     job = {"folder": str(folder), "settings": CHUNKED | CACHED, "passes": 2, "max_tokens": TOKENS, "requests": requests}
-    (found,) = asked("reduced", [job])
-    check(found, expected)
-    assert any(answer["cached"] for answer in found["passes"][1])
+    (served,) = asked("reduced", [job])
+    check(served, expected)
+    assert any(answer["cached"] for answer in served["passes"][1])
 
 
 @pytest.mark.engine
@@ -59,7 +59,7 @@ def test_every_tile_has_its_own_count(tmp_path):
         source = cases.tiny(family, tmp_path / family)
         vlm = cases.loaded(source)
         requests = [cases.request(vlm, turns, tmp_path / "images") for turns in cases.noisy(flat=True)]
-        batches = [inputs_of(vlm, one) for one in requests if one["images"]]
+        batches = [inputs_of(vlm, request) for request in requests if request["images"]]
         reducer = thresholds.learn(vlm, batches, parse("dymu:0.6"))
         counter = thresholds.counter(vlm, batches, reducer)
         steep = dataclasses.replace(counter, margin=0.0, weights=tuple(20 * weight for weight in counter.weights))
@@ -71,9 +71,9 @@ def test_every_tile_has_its_own_count(tmp_path):
         jobs.append(
             {"folder": str(folder), "settings": settings, "passes": 2, "max_tokens": TOKENS, "requests": requests}
         )
-    for found, expected in zip(asked("reduced", jobs), references, strict=True):
-        check(found, expected)
-        assert any(answer["cached"] for answer in found["passes"][1])
+    for served, expected in zip(asked("reduced", jobs), references, strict=True):
+        check(served, expected)
+        assert any(answer["cached"] for answer in served["passes"][1])
 
 
 def inputs_of(vlm, request):

@@ -123,13 +123,13 @@ def cached(answers: Sequence[dict]) -> int:
 def test_other_families_and_settings(tmp_path):
     """Oracle: transformers in float32 with the same reducer attached."""
     chosen = {name: case for name, case in MORE.items() if name != "smolvlm" or importlib.util.find_spec("num2words")}
-    for found, expected in serve(chosen, tmp_path).values():
-        check(found, expected)
+    for served, expected in serve(chosen, tmp_path).values():
+        check(served, expected)
 
 
 @pytest.mark.slow
 def test_two_hundred_questions_with_every_method(tmp_path):
     """Oracle: transformers in float32 with the same reducer attached."""
-    for found, expected in serve({name: ("demo", name, CACHED, 1) for name in METHODS}, tmp_path, count=130).values():
+    for served, expected in serve({name: ("demo", name, CACHED, 1) for name in METHODS}, tmp_path, count=130).values():
         assert len(expected) > 200
-        check(found, expected)
+        check(served, expected)

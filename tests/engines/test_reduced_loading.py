@@ -120,8 +120,8 @@ def test_choosing_among_images_needs_encoders_of_whole_images():
 
 def test_families_have_specs():
     """A reduced checkpoint's positions and counts come from its family's layout."""
-    known = {name for spec in all_specs() for name in spec.model_types}
-    assert {family.replace("-", "_") for family in FAMILIES.names()} <= known
+    registered = {name for spec in all_specs() for name in spec.model_types}
+    assert {family.replace("-", "_") for family in FAMILIES.names()} <= registered
 
 
 def test_a_family_that_is_not_served_names_those_that_are():
@@ -137,10 +137,10 @@ def test_versions(version, right):
 
 
 def test_fingerprints_differ_between_reducers(tmp_path):
-    found = {
+    fingerprints = {
         ServedReducer(parse(text)).fingerprint for text in ("dart:0.5", "dart:0.25", "dart:0.5,pivots=5", "random:0.5")
     }
-    assert len(found) == 4
+    assert len(fingerprints) == 4
 
 
 @pytest.mark.engine
@@ -150,13 +150,13 @@ def test_what_vllm_sets_for_an_architecture_it_sets_for_the_reduced_one():
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     plugin.register()
-    found = {}
+    state_types = {}
     for name in ("Qwen3_5ForConditionalGeneration", reducer_support.PREFIX + "Qwen3_5ForConditionalGeneration"):
         cache = SimpleNamespace(mamba_ssm_cache_dtype="auto")
         text = SimpleNamespace(hf_text_config=SimpleNamespace(mamba_ssm_dtype="float64"))
         MODELS_CONFIG_MAP[name].verify_and_update_config(SimpleNamespace(cache_config=cache, model_config=text))
-        found[name] = cache.mamba_ssm_cache_dtype
-    assert set(found.values()) == {"float64"}
+        state_types[name] = cache.mamba_ssm_cache_dtype
+    assert set(state_types.values()) == {"float64"}
 
 
 def test_importing_the_plugin_imports_nothing_heavy():
@@ -191,23 +191,26 @@ def test_names_of_images_are_compared_by_the_models_own_table_of_words(tmp_path)
         table_of(str(tmp_path))
 
 
-def started(folder: Path, reducer: str = "dart:0.5", **given: Any) -> SimpleNamespace:
+def started(folder: Path, reducer: str = "dart:0.5", **options: Any) -> SimpleNamespace:
     """What vLLM tells a model of the engine, as far as it is looked at before the model is made."""
     multimodal = SimpleNamespace(
-        is_multimodal_pruning_enabled=lambda: given.get("pruning", False),
-        mm_encoder_tp_mode=given.get("encoder", "weights"),
+        is_multimodal_pruning_enabled=lambda: options.get("pruning", False),
+        mm_encoder_tp_mode=options.get("encoder", "weights"),
     )
-    parallel = {"pipeline_parallel_size": given.get("pipeline", 1), "use_ubatching": given.get("microbatches", False)}
+    parallel = {
+        "pipeline_parallel_size": options.get("pipeline", 1),
+        "use_ubatching": options.get("microbatches", False),
+    }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(multimodal_config=multimodal, hf_config=config(reducer, folder)),
-        speculative_config=SimpleNamespace(method=given["draft"]) if "draft" in given else None,
-        lora_config=given.get("lora_config"),
+        speculative_config=SimpleNamespace(method=options["draft"]) if "draft" in options else None,
+        lora_config=options.get("lora_config"),
     )
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("options", "text"),
     [
         ({"pipeline": 2}, "use tensor parallelism"),
         ({"microbatches": True}, "leave out --enable-dbo"),
@@ -217,9 +220,9 @@ def started(folder: Path, reducer: str = "dart:0.5", **given: Any) -> SimpleName
         ({"lora_config": True, "reducer": "surrogate:0.5"}, "leave out --enable-lora"),
     ],
 )
-def test_settings_that_do_not_go_with_a_reducer_are_refused(given, text, tmp_path):
+def test_settings_that_do_not_go_with_a_reducer_are_refused(options, text, tmp_path):
     with pytest.raises(ValueError, match=f"^a checkpoint that carries a reducer .* does not go with .*{text}$"):
-        OriginalPositions(vllm_config=started(tmp_path, **given))
+        OriginalPositions(vllm_config=started(tmp_path, **options))
 
 
 @pytest.mark.engine
@@ -230,14 +233,14 @@ def test_speculation_with_recurrent_states_is_refused_where_vllm_gets_it_wrong(t
 
     from vlmcompress.engines.vllm.plugin import _positions
 
-    given = started(tmp_path, draft="ngram")
-    _positions._check(given, SimpleNamespace())
-    given.model_config.hf_config.get_text_config().layer_types = ["linear_attention", "full_attention"]
+    config = started(tmp_path, draft="ngram")
+    _positions._check(config, SimpleNamespace())
+    config.model_config.hf_config.get_text_config().layer_types = ["linear_attention", "full_attention"]
     if current_platform.is_cpu():
         with pytest.raises(ValueError, match="where states are recurrent.*leave out --speculative-config$"):
-            _positions._check(given, SimpleNamespace())
+            _positions._check(config, SimpleNamespace())
     else:
-        _positions._check(given, SimpleNamespace())
+        _positions._check(config, SimpleNamespace())
 
 
 # All cases share one import of vLLM: each is tried in a fork of the process that has it.

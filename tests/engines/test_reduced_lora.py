@@ -50,7 +50,7 @@ def test_answers_are_those_of_the_merged_model(tmp_path, name, reducer):
     for key, value in adapter(vlm, tmp_path / "adapter").items():
         vlm.model.get_parameter(key).data += value
     expected = cases.reference(vlm, reducer, requests, TOKENS)
-    assert all(one["tokens"] != other["tokens"] for one, other in zip(plain, expected, strict=True))
+    assert all(answer["tokens"] != other["tokens"] for answer, other in zip(plain, expected, strict=True))
     job = {
         "folder": str(cases.reduced(source, tmp_path / "model", reducer)),
         "adapter": str(tmp_path / "adapter"),

@@ -19,13 +19,13 @@ ROOM = 256
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
+def processed(tmp_path_factory) -> dict:
     """Of each checkpoint what its processor makes of the prompts of `vllm_processor`."""
     folder = tmp_path_factory.mktemp("reduced")
     folders = {name: str(reduced(DEMO_LLAVA, folder / name, text)) for name, text in REDUCERS.items()}
     films = {name: str(filmed(name, folder / name)) for name in FILMED}
     tiles = reduced(onevision(folder / "onevision"), folder / "tiles", "dart:0.1")
-    (found,) = asked(
+    (processed,) = asked(
         "processor",
         [
             {
@@ -38,8 +38,8 @@ def found(tmp_path_factory) -> dict:
         ],
         seconds=600,
     )
-    assert "error" not in found, found["error"]
-    return found
+    assert "error" not in processed, processed["error"]
+    return processed
 
 
 def filmed(name: str, folder: Path) -> Path:
@@ -63,44 +63,46 @@ def onevision(folder: Path) -> Path:
     return folder
 
 
-def test_no_image_has_more_tokens_than_the_one_that_memory_is_kept_for(found):
+def test_no_image_has_more_tokens_than_the_one_that_memory_is_kept_for(processed):
     """Of a tall image all the newlines are left; the largest square has fewer."""
-    assert found["tiles"]["largest"] >= found["tiles"]["all"] > found["tiles"]["first"]
+    assert processed["tiles"]["largest"] >= processed["tiles"]["all"] > processed["tiles"]["first"]
 
 
-def test_counts_are_exact(found):
+def test_counts_are_exact(processed):
     """81 tokens, rounded half up, where one placeholder stood."""
-    assert found["half"]["plain"]["prompt"] == 41 - 1
-    assert found["quarter"]["plain"]["prompt"] == 20 - 1
+    assert processed["half"]["plain"]["prompt"] == 41 - 1
+    assert processed["quarter"]["plain"]["prompt"] == 20 - 1
 
 
-def test_an_image_has_another_name_with_another_reducer(found):
-    assert len({found[name]["plain"]["name"] for name in REDUCERS}) == 3
-    assert found["half"]["plain"]["name"] == found["half"]["again"]["name"] == found["half"]["other"]["name"]
+def test_an_image_has_another_name_with_another_reducer(processed):
+    assert len({processed[name]["plain"]["name"] for name in REDUCERS}) == 3
+    assert (
+        processed["half"]["plain"]["name"] == processed["half"]["again"]["name"] == processed["half"]["other"]["name"]
+    )
 
 
-def test_an_image_has_another_name_with_another_question_where_the_method_asks(found):
-    asks = found["asks"]
+def test_an_image_has_another_name_with_another_question_where_the_method_asks(processed):
+    asks = processed["asks"]
     assert asks["plain"]["name"] == asks["again"]["name"] == asks["query"]["name"]
     assert asks["plain"]["name"] != asks["other"]["name"]
 
 
-def test_a_question_for_a_method_that_does_not_ask_is_refused(found):
-    assert "does not look at the question" in found["half"]["query"]["error"]
+def test_a_question_for_a_method_that_does_not_ask_is_refused(processed):
+    assert "does not look at the question" in processed["half"]["query"]["error"]
 
 
-def test_a_prompt_beyond_the_positions_of_the_model_is_refused(found):
+def test_a_prompt_beyond_the_positions_of_the_model_is_refused(processed):
     """30 images of 81 tokens are more than 2,048, though the 41 that are kept of each are fewer."""
-    assert "the prompt ends at position 2434," in found["half"]["long"]["error"]
+    assert "the prompt ends at position 2434," in processed["half"]["long"]["error"]
 
 
-def test_embeddings_of_images_are_refused(found):
-    assert "send images, not embeddings" in found["half"]["embeds"]["error"]
+def test_embeddings_of_images_are_refused(processed):
+    assert "send images, not embeddings" in processed["half"]["embeds"]["error"]
 
 
-def test_memory_is_measured_with_the_largest_video_that_fits(found):
+def test_memory_is_measured_with_the_largest_video_that_fits(processed):
     """Beside the largest image; vLLM takes no more than 16 frames of LLaVA-OneVision's for that."""
-    films = found["films"]
+    films = processed["films"]
     assert films["internvl"]["tokens"] <= ROOM < films["internvl"]["more"]
     assert films["short"]["tokens"] <= ROOM
     assert f"counted before images and videos are reduced, and the model knows {ROOM}" in films["short"]["more"]
@@ -121,22 +123,22 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("cached", ["uncached", "cached", "again"])
-def test_one_token_is_left_of_an_image_that_does_not_stay(cached, found):
+def test_one_token_is_left_of_an_image_that_does_not_stay(cached, processed):
     """Whatever other images of the request are in the processor's cache, and in whatever order they came into it."""
     for name, stays in VIEWS.items():
-        one = found["views"][cached][name]
-        assert (one["stays"], one["tokens"]) == (stays, [81 if stay else 1 for stay in stays]), name
+        view = processed["views"][cached][name]
+        assert (view["stays"], view["tokens"]) == (stays, [81 if stay else 1 for stay in stays]), name
 
 
-def test_an_image_has_two_names_one_where_it_stays_and_one_where_it_is_left_out(found):
+def test_an_image_has_two_names_one_where_it_stays_and_one_where_it_is_left_out(processed):
     """Whatever is asked and whichever other images there are, so that caches keep them apart and know them again."""
-    for asked_of in found["views"].values():
+    for asked_of in processed["views"].values():
         front = {asked_of[name]["names"][number] for name, number in (("front", 0), ("front and left", 0), ("one", 0))}
         gone = {asked_of[name]["names"][0] for name in ("rear", "query", "names")}
         assert len(front) == len(gone) == 1 and front != gone
         assert asked_of["left and front"]["names"] == asked_of["front and left"]["names"][::-1]
 
 
-def test_names_are_given_for_every_image_and_to_a_method_that_chooses(found):
-    assert "must be a list of 3 texts" in found["views"]["uncached"]["few names"]["error"]
-    assert "does not choose among images; leave out 'names'" in found["half"]["names"]["error"]
+def test_names_are_given_for_every_image_and_to_a_method_that_chooses(processed):
+    assert "must be a list of 3 texts" in processed["views"]["uncached"]["few names"]["error"]
+    assert "does not choose among images; leave out 'names'" in processed["half"]["names"]["error"]

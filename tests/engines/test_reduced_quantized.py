@@ -72,9 +72,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, quick_engines) -> Path:
 
 def written(world: Path, out: Path, family: str, reducer: str, scheme: str) -> Path:
     """The checkpoint."""
-    given = {"model": str(world / family), "out": str(out), "scheme": scheme, "reduce": reducer}
+    recipe = {"model": str(world / family), "out": str(out), "scheme": scheme, "reduce": reducer}
     calibrate = {"data": str(world / "calib.jsonl"), "samples": 6}
-    quantize(resolve(given | {"options": SCHEMES[scheme], "calibrate": calibrate}).recipe)
+    quantize(resolve(recipe | {"options": SCHEMES[scheme], "calibrate": calibrate}).recipe)
     assert reducer_block.read(models.read_config(out)).reducer.method == parse(reducer).method
     return out
 
@@ -96,17 +96,19 @@ def answered(folders: dict[str, Path], questions: list[Any], media: Path) -> dic
 
 def check(world: Path, folder: Path, combinations: list[tuple[str, str, str]]) -> None:
     questions = make_questions(world / "media", 4, None, False, seed=0).plain
-    folders = {" ".join(one): written(world, folder / " ".join(one).replace(":", "-"), *one) for one in combinations}
-    found = answered(folders, questions, world / "media")
+    folders = {
+        " ".join(names): written(world, folder / " ".join(names).replace(":", "-"), *names) for names in combinations
+    }
+    answers = answered(folders, questions, world / "media")
     wrong = {}
     for name, out in folders.items():
-        if "error" in found[name]:
-            wrong[name] = found[name]["error"]
+        if "error" in answers[name]:
+            wrong[name] = answers[name]["error"]
             continue
         reference = Reference(out, "auto")
         with reference.reduced(reducer_block.read(models.read_config(out))):
             for question in questions:
-                record, expected = found[name]["rounds"]["all"][question.id], reference.ask(question.messages, 1)
+                record, expected = answers[name]["rounds"]["all"][question.id], reference.ask(question.messages, 1)
                 gaps = [abs(math.exp(value) - math.exp(expected.first[token])) for token, value in record["best"][0]]
                 if record["prompt"] != expected.prompt or max(gaps) > 0.02:
                     wrong[name] = f"{question.id}: {len(record['prompt'])} tokens, probabilities {max(gaps):.3f} apart"
@@ -120,4 +122,4 @@ def test_a_few(world, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", SERVED, ids=" ".join)
 def test_all(world, tmp_path, pair):
-    check(world, tmp_path, [one for one in REST if one[:2] == pair])
+    check(world, tmp_path, [combination for combination in REST if combination[:2] == pair])

@@ -135,8 +135,8 @@ def test_what_was_asked_before_comes_from_the_prefix_cache(name, served):
 
 def test_positions_beyond_256_are_exact_in_bf16(served):
     """Oracle: transformers in float32. BF16 has 8 significant bits: 257 would become 256."""
-    found, (expected,) = served["tall, in BF16"]
-    (answer,) = found["passes"][0]
+    answers, (expected,) = served["tall, in BF16"]
+    (answer,) = answers["passes"][0]
     count = len(answer["positions"])  # answers differ in BF16, and one may end before the other
     assert answer["positions"] == expected["positions"][:count]
     assert count > expected["prompt"]
@@ -146,14 +146,14 @@ def test_positions_beyond_256_are_exact_in_bf16(served):
 @pytest.mark.slow
 def test_the_same_of_more_families_and_methods(tmp_path):
     """Oracle: transformers in float32 with the same reducer attached."""
-    for name, (found, expected) in serve(MORE, tmp_path).items():
-        check(found, expected, MORE[name].dtype)
+    for name, (answers, expected) in serve(MORE, tmp_path).items():
+        check(answers, expected, MORE[name].dtype)
 
 
 @pytest.mark.slow
 def test_two_hundred_questions_with_every_method_of_projected_tokens(tmp_path):
     """Oracle: transformers in float32 with the same reducer attached."""
     chosen = {reducer: Case("demo", reducer, count=130) for reducer in METHODS}
-    for found, expected in serve(chosen, tmp_path).values():
+    for answers, expected in serve(chosen, tmp_path).values():
         assert len(expected) > 200
-        check(found, expected)
+        check(answers, expected)

@@ -64,11 +64,11 @@ def questions() -> list[tuple[list[dict[str, Any]], list[bool]]]:
 
 def request(vlm: VLM, turns: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """The prompt's text and files of its images, each where it stands: LLaVA's template puts all images before the text."""
-    found = cases.request(vlm, turns, folder)
+    vllm_request = cases.request(vlm, turns, folder)
     if vlm.spec.family == "llava":
         parts = [part["text"] if part["type"] == "text" else "<image>" for part in turns[0]["content"]]
-        found["prompt"] = f"USER: {''.join(parts)} ASSISTANT:"
-    return found
+        vllm_request["prompt"] = f"USER: {''.join(parts)} ASSISTANT:"
+    return vllm_request
 
 
 def served(chosen: dict, folder: Path) -> dict[str, tuple[dict, list[dict], list[int]]]:
@@ -92,7 +92,10 @@ def served(chosen: dict, folder: Path) -> dict[str, tuple[dict, list[dict], list
         )
         answers = cases.reference(vlm, reducer, requests, TOKENS)
         expected.append((answers, [pixels(vlm, turns, stays) for turns, stays in questions()]))
-    return {name: (found, *own) for name, found, own in zip(chosen, asked("reduced", jobs), expected, strict=True)}
+    return {
+        name: (engine_answers, *expectations)
+        for name, engine_answers, expectations in zip(chosen, asked("reduced", jobs), expected, strict=True)
+    }
 
 
 def pixels(vlm: VLM, turns: list[dict[str, Any]], stays: Sequence[bool]) -> int:
@@ -105,29 +108,29 @@ def pixels(vlm: VLM, turns: list[dict[str, Any]], stays: Sequence[bool]) -> int:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, tuple[dict, list[dict], list[int]]]:
+def results(tmp_path_factory) -> dict[str, tuple[dict, list[dict], list[int]]]:
     return served(CASES, tmp_path_factory.mktemp("views"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_answers_and_positions_are_those_of_transformers(name, found):
+def test_answers_and_positions_are_those_of_transformers(name, results):
     """Oracle: transformers in float32 with the same reducer attached."""
-    check(*found[name][:2])
+    check(*results[name][:2])
 
 
-def test_the_tower_runs_on_the_images_that_stay_alone(found):
-    answers, _, expected = found["llava, in chunks, uncached"]
+def test_the_tower_runs_on_the_images_that_stay_alone(results):
+    answers, _, expected = results["llava, in chunks, uncached"]
     assert [answer["encoded"] for answer in answers["passes"][0]] == expected
     assert sum(expected) > 0
 
 
 @pytest.mark.parametrize("name", ["llava, cached", "qwen3-vl"])
-def test_an_image_that_stays_is_encoded_once_whatever_is_asked(name, found):
+def test_an_image_that_stays_is_encoded_once_whatever_is_asked(name, results):
     """The three images stay first in the first three requests; later and in the second pass none is encoded.
 
     In steps of few tokens vLLM's encoder cache holds too few images for that.
     """
-    answers, _, expected = found[name]
+    answers, _, expected = results[name]
     first, second = ([answer["encoded"] for answer in each] for each in answers["passes"])
     new = [True, True, True, False, False, False, False, False, False]
     assert first == [count if fresh else 0 for count, fresh in zip(expected, new, strict=True)]

@@ -39,7 +39,7 @@ def test_a_preempted_request_encodes_its_image_again(tmp_path):
     assert "error" not in tight, tight["error"]
     assert tight["preemptions"] > 0
     assert tight["together"][1]["cached"] > 0
-    assert [one["tokens"] for one in tight["together"]] == [one["tokens"] for one in roomy["together"]]
+    assert [answer["tokens"] for answer in tight["together"]] == [answer["tokens"] for answer in roomy["together"]]
     assert "Encoder cache miss" in unreduced["error"]
 
 
@@ -61,5 +61,5 @@ def test_the_model_fetches_pixels_and_nothing_else(pixels):
     class Model(ResumableModel, Encoder):
         pass
 
-    found = Model("meta").embed_multimodal(pixel_values=pixels, image_grid_thw=torch.ones(2, 3))
-    assert found == {"pixel_values": "meta", "image_grid_thw": "cpu"}
+    embeddings = Model("meta").embed_multimodal(pixel_values=pixels, image_grid_thw=torch.ones(2, 3))
+    assert embeddings == {"pixel_values": "meta", "image_grid_thw": "cpu"}

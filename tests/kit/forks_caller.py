@@ -49,16 +49,16 @@ def main() -> None:
     }
     link = connected(address, int(parent))
     body = json.dumps(order).encode()
-    told = link.makefile("r")
+    replies = link.makefile("r")
     try:
         socket.send_fds(link, [len(body).to_bytes(8, "big")], [0, 1, 2])
         link.sendall(body)
-        child = int(told.readline())
+        child = int(replies.readline())
     except (ConnectionError, ValueError):  # the parent ended between its last connection and this order
         sys.exit(farewell(address))
     for number in set(FORWARDED) - set(ignored):
         signal.signal(number, lambda got, _: os.kill(child, got))
-    status = int(told.readline() or -signal.SIGKILL)
+    status = int(replies.readline() or -signal.SIGKILL)
     if status < 0:
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
         os.kill(os.getpid(), -status)

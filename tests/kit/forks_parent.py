@@ -96,18 +96,18 @@ def work(order: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.nice(order["nice"] - os.getpriority(os.PRIO_PROCESS, 0))
-    more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in before]
-    how, *rest = order["arguments"]
-    if how == "-m":
-        sys.argv, sys.path[:1] = rest, [os.getcwd(), *more]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in before]
+    form, *rest = order["arguments"]
+    if form == "-m":
+        sys.argv, sys.path[:1] = rest, [os.getcwd(), *paths]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif how == "-c":
-        sys.argv, sys.path[:1] = ["-c", *rest[1:]], ["", *more]
+    elif form == "-c":
+        sys.argv, sys.path[:1] = ["-c", *rest[1:]], ["", *paths]
         sys.modules["__main__"] = module = types.ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), module.__dict__)
     else:
-        sys.argv, sys.path[:1] = [how, *rest], [str(Path(how).resolve().parent), *more]
-        runpy.run_path(how, run_name="__main__")
+        sys.argv, sys.path[:1] = [form, *rest], [str(Path(form).resolve().parent), *paths]
+        runpy.run_path(form, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -146,11 +146,11 @@ def questions(count: int, variant: str = "qwen") -> list[Turns]:
     """`count` questions about one image, a third as many about two, a sixth without and a sixth with the image last."""
     rows = load_rows(variant, "validation")
     by = {number: [row for row in rows if len(row["image"]) == number] for number in (0, 1, 2)}
-    found = [messages(row) for row in by[1][:count] + by[2][: count // 3] + by[0][: count // 6]]
+    turns = [messages(row) for row in by[1][:count] + by[2][: count // 3] + by[0][: count // 6]]
     for row in by[1][count : count + count // 6]:
         (user,) = messages(row)
-        found.append([{**user, "content": user["content"][::-1]}])
-    return found
+        turns.append([{**user, "content": user["content"][::-1]}])
+    return turns
 
 
 def film(vlm: VLM, folder: Path, frames: int = 6) -> dict[str, Any]:
@@ -189,30 +189,30 @@ def reference(
     counter: TokenCounter | None = None,
 ) -> list[dict[str, Any]]:
     """Of each request the greedy answer's tokens, the positions that the language model gets, and how many tokens it gets."""
-    found, seen = [], []
+    answers, places = [], []
     with attach(vlm, chosen(reducer), counter=counter) as attached:
         hook = attached.text.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append(rows_of(kwargs["position_ids"])), with_kwargs=True
+            lambda _, args, kwargs: places.append(rows_of(kwargs["position_ids"])), with_kwargs=True
         )
-        for one in requests:
-            seen.clear()
-            images = [Image.open(file) for file in one["images"]]
-            media = filmed(one["videos"][0]) if "videos" in one else {"images": images or None}
-            inputs = vlm.processor(text=[one["prompt"]], return_tensors="pt", **media)
+        for request in requests:
+            places.clear()
+            images = [Image.open(file) for file in request["images"]]
+            media = filmed(request["videos"][0]) if "videos" in request else {"images": images or None}
+            inputs = vlm.processor(text=[request["prompt"]], return_tensors="pt", **media)
             inputs = {k: v.to(vlm.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-            asked = {
+            request_inputs = {
                 "do_sample": False,
                 "max_new_tokens": tokens,
                 "output_logits": True,
                 "return_dict_in_generate": True,
             }
-            out = vlm.model.generate(**inputs, **asked)
+            out = vlm.model.generate(**inputs, **request_inputs)
             answer = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-            positions = torch.cat(seen, 1).T.tolist()
+            positions = torch.cat(places, 1).T.tolist()
             leads = [lead(logits[0]) for logits in out.logits]
-            found.append({"tokens": answer, "leads": leads, "positions": positions, "prompt": seen[0].shape[1]})
+            answers.append({"tokens": answer, "leads": leads, "positions": positions, "prompt": places[0].shape[1]})
         hook.remove()
-    return found
+    return answers
 
 
 def filmed(file: str) -> dict[str, Any]:
@@ -252,25 +252,25 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
     answer: list[int] = []
     leads: list[float] = []
     while len(answer) < tokens and vlm.model.generation_config.eos_token_id not in answer:
-        given = dict(inputs) | {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        given |= {"mm_token_type_ids": kinds} if vlm.spec.visual_grid == "thw" else {}
-        logits = (without(vlm, given) if vlm.spec.mixed_blocks else vlm.model(**given).logits)[0, -1]
+        kwargs = dict(inputs) | {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        kwargs |= {"mm_token_type_ids": kinds} if vlm.spec.visual_grid == "thw" else {}
+        logits = (without(vlm, kwargs) if vlm.spec.mixed_blocks else vlm.model(**kwargs).logits)[0, -1]
         answer.append(int(logits.argmax()))
         leads.append(lead(logits))
         ids = torch.cat([ids, torch.tensor([[answer[-1]]])], 1)
-        mask, kinds = (torch.cat([one, torch.full((1, 1), value)], 1) for one, value in ((mask, 1), (kinds, 0)))
+        mask, kinds = (torch.cat([row, torch.full((1, 1), value)], 1) for row, value in ((mask, 1), (kinds, 0)))
         positions = torch.cat([positions, positions[..., -1:] + 1], -1)
-    seen = mask[0, :-1].bool()  # the last token enters no language model
-    left = rows_of(positions)[:, :-1][:, seen].T.tolist()
+    visible = mask[0, :-1].bool()  # the last token enters no language model
+    left = rows_of(positions)[:, :-1][:, visible].T.tolist()
     return {"tokens": answer, "leads": leads, "positions": left, "prompt": len(left) - len(answer) + 1}
 
 
-def without(vlm: VLM, given: dict[str, Any]) -> torch.Tensor:
+def without(vlm: VLM, kwargs: dict[str, Any]) -> torch.Tensor:
     """Logits `[1, m, words]` of a prompt without the tokens that its mask hides, at the positions given."""
-    left = given["attention_mask"][0].bool()
-    rows = arguments(vlm, given)["inputs_embeds"][:, left]
+    left = kwargs["attention_mask"][0].bool()
+    rows = arguments(vlm, kwargs)["inputs_embeds"][:, left]
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    return vlm.model.lm_head(text(inputs_embeds=rows, position_ids=given["position_ids"][..., left]).last_hidden_state)
+    return vlm.model.lm_head(text(inputs_embeds=rows, position_ids=kwargs["position_ids"][..., left]).last_hidden_state)
 
 
 def film_features(vlm: VLM, inputs: Mapping[str, Any]) -> tuple[int, Grid, torch.Tensor]:

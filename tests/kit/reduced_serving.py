@@ -8,24 +8,26 @@ CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
 TIE = 1 / 32  # twice the distance of BF16 numbers between 2 and 4, where these models' best logits are
 
 
-def check(found: dict, expected: list[dict], dtype: str = "float32") -> None:
+def check(served: dict, expected: list[dict], dtype: str = "float32") -> None:
     """Prompts as long as they should be, the same answers one by one and together, the same positions.
 
     In BF16 an answer may leave the expected one where its token leads by less than `TIE`; half of all may not.
     """
-    assert "error" not in found, found["error"]
-    for answers in (*found["passes"], found["together"]):
-        assert [len(answer["prompt"]) for answer in answers] == [one["prompt"] for one in expected]
+    assert "error" not in served, served["error"]
+    for answers in (*served["passes"], served["together"]):
+        assert [len(answer["prompt"]) for answer in answers] == [reference["prompt"] for reference in expected]
         differing = [
-            (answer, one) for answer, one in zip(answers, expected, strict=True) if answer["tokens"] != one["tokens"]
+            (answer, reference)
+            for answer, reference in zip(answers, expected, strict=True)
+            if answer["tokens"] != reference["tokens"]
         ]
         assert len(differing) <= (len(expected) // 2 if dtype == "bfloat16" else 0)
-        assert all(lead_where_they_part(answer["tokens"], one) < TIE for answer, one in differing)
-    for answers in found["passes"]:
-        for answer, one in zip(answers, expected, strict=True):
-            same = answer["tokens"] == one["tokens"]
+        assert all(lead_where_they_part(answer["tokens"], reference) < TIE for answer, reference in differing)
+    for answers in served["passes"]:
+        for answer, reference in zip(answers, expected, strict=True):
+            same = answer["tokens"] == reference["tokens"]
             count = None if same else len(answer["positions"])  # one may end before the other
-            assert answer["positions"] == one["positions"][answer["cached"] :][:count]
+            assert answer["positions"] == reference["positions"][answer["cached"] :][:count]
 
 
 def lead_where_they_part(tokens: list[int], expected: dict) -> float:

@@ -50,15 +50,15 @@ def run(job: dict) -> dict:
     llm = LLM(job["folder"], **(DEFAULTS | job["settings"]))
     llm.apply_model(watch)
     sampling = SamplingParams(max_tokens=job["max_tokens"], temperature=0, ignore_eos=job.get("ignore_eos", False))
-    requests = [request(one) for one in job["requests"]]
+    requests = [request(entry) for entry in job["requests"]]
     adapter = lora(job.get("adapter"))
     passes = []
     for _ in range(job["passes"]):
         passes.append([])
-        for one in requests:
+        for entry in requests:
             positions.clear()
             encoded.clear()
-            (out,) = llm.generate([one], sampling, use_tqdm=False, lora_request=adapter)
+            (out,) = llm.generate([entry], sampling, use_tqdm=False, lora_request=adapter)
             columns = [column for step in positions for column in step.T.tolist()]
             passes[-1].append(answer(out) | {"positions": columns, "encoded": sum(encoded)})
     together = [answer(out) for out in llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)]
@@ -74,18 +74,18 @@ def lora(folder: str | None) -> Any:
     return LoRARequest("adapter", 1, folder) if folder else None
 
 
-def request(one: dict) -> dict:
+def request(entry: dict) -> dict:
     """A request as `LLM.generate` takes it."""
     import numpy as np
     from PIL import Image
 
     media: dict = {}
-    if one.get("images"):
-        media["image"] = [Image.open(file).convert("RGB") for file in one["images"]]
-    if one.get("videos"):
-        frames = [np.load(file) for file in one["videos"]]
+    if entry.get("images"):
+        media["image"] = [Image.open(file).convert("RGB") for file in entry["images"]]
+    if entry.get("videos"):
+        frames = [np.load(file) for file in entry["videos"]]
         media["video"] = [(video, about(len(video))) for video in frames]
-    return {"prompt": one["prompt"], **({"multi_modal_data": media} if media else {})}
+    return {"prompt": entry["prompt"], **({"multi_modal_data": media} if media else {})}
 
 
 def about(frames: int) -> dict:
