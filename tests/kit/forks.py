@@ -4,8 +4,8 @@ Importing torch and transformers takes 5 s, vLLM 15 s, and the tests start some 
 a program that is called as `python` is (`-m MODULE`, `-c CODE` or FILE.py, then arguments) and does the same: with the
 caller's environment, folder, streams, niceness and ignored signals, in a process of its own, which gets the caller's signals,
 whose exit code or signal is the program's own, and which ends when the program is killed. What libraries read of the
-environment when they are imported is what this process had when `python` was first called, so that a test of such settings
-needs a real interpreter; so does one of what is imported, or of sessions of processes.
+environment when they are imported is what the process had that first called `python` in a test run, so that a test of such
+settings needs a real interpreter; so does one of what is imported, or of sessions of processes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ what it cannot express is refused by name before a byte is written.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,8 +50,7 @@ def convert(
     if format not in FORMATS.names():
         raise UserError(f"unknown format '{format}'{did_you_mean(format, FORMATS.names())}")
     writer = FORMATS.get(format)
-    allowed = functools.partial(folders.check, source, out, overwrite=overwrite, mark=MANIFEST)
-    allowed()
+    folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
     with models.quiet():
         stored = Stored.of(source)
     if stored.format == format and (source / MANIFEST).is_file():
@@ -69,7 +67,7 @@ def convert(
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
     content = Content(_plan_tensors(stored, written, writer), stored, writer, layers, config, record, before)
-    with folders.claimed(out, allowed):
+    with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import shutil
@@ -60,6 +61,11 @@ def claimed(out: Path, check: Callable[[], object] = lambda: None) -> Iterator[N
             if not kept:
                 raise
             raise UserError(f"{error}; finished work is kept in {kept[0]}: go on with --resume") from error
+
+
+def claimed_folder(source: Path, out: Path, *, overwrite: bool, mark: str) -> contextlib.AbstractContextManager[None]:
+    """`claimed`, for a run that writes the folder OUT as `check` allows it."""
+    return claimed(out, functools.partial(check, source, out, overwrite=overwrite, mark=mark))
 
 
 def beside(out: Path, kind: str) -> Path:
@@ -199,6 +205,14 @@ def check_space(out: Path, needed: int, remedy: str = "free some or choose anoth
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(f"no space for {out}: it needs about {size(needed)}, {folder} has {size(free)} free; {remedy}")
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Link a file under another name, so that nothing is lost or copied; copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def bytes_within(folder: Path) -> int:

@@ -6,10 +6,7 @@ those of one block. The model is not changed. What a killed run has finished is 
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,8 +94,8 @@ def calibrate(
         UserError: bad input; nothing was written.
     """
     assert recipe.out is not None
-    check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=NAME)
-    with timed_phases(), folders.claimed(recipe.out, check), distributed.process_group():
+    claim = folders.claimed_folder(recipe.model, recipe.out, overwrite=overwrite, mark=NAME)
+    with timed_phases(), claim, distributed.process_group():
         return _calibrated(recipe, needs, likes, read, resume, progress)
 
 
@@ -266,15 +263,7 @@ def _write(store: Collected, layers: Sequence[int], facts: dict[str, Any], out: 
         for layer in layers:
             with store.opened(store.path(layer)):  # which refuses another run's
                 pass
-            _link(store.path(layer), folder / block_file(layer))
+            folders.link_or_copy(store.path(layer), folder / block_file(layer))
         facts = facts | {"files": manifest.hash_files(folder)}
         (folder / NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return facts
-
-
-def _link(source: Path, target: Path) -> None:
-    """Link a file under another name, so that nothing is lost or copied; copy it where the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

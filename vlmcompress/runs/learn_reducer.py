@@ -33,8 +33,8 @@ from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce, too_small
 from vlmcompress.runs import teacher_cache
-from vlmcompress.runs.recovery_files import RecoveryFiles, model_facts
-from vlmcompress.runs.teacher_cache import LEAST_HELD_OUT, Data
+from vlmcompress.runs.recovery_files import RecoveryFiles, model_facts, run_settings
+from vlmcompress.runs.teacher_cache import Data
 from vlmcompress.runs.train_loop import Settings, TrainLog, train
 
 MEASURED = 64
@@ -76,8 +76,7 @@ class ScorerTraining:
     @property
     def samples(self) -> int:
         """As many samples as are seen once each, with those that are held out."""
-        trained = self.steps * self.batch
-        return trained + max(LEAST_HELD_OUT, -(-trained // 9))
+        return teacher_cache.samples_for(self.steps * self.batch)
 
 
 def learn_reducer(
@@ -263,15 +262,12 @@ def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
 
 
 def _settings(recipe: Recipe, settings: ScorerTraining, samples: list[Sample]) -> dict[str, Any]:
-    """All that decides a run, by names for messages."""
-    return {
-        **{f"--{name}": value for name, value in asdict(settings).items()},
-        "--seed": recipe.seed,
+    particulars = {
         "calibrate.max_length": recipe.calibrate.max_length,
         "samples with the hash": data_hash(samples),
         "a model with the files": model_facts(recipe.model),
-        "versions": str(identity.versions()),
     }
+    return run_settings(recipe, settings, particulars)
 
 
 def _nothing(log: TrainLog) -> str:

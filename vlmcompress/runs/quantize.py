@@ -6,7 +6,6 @@ are kept beside OUT (`calibration.block_store`), so that `resume=True` goes on a
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,8 +49,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     """
     out = recipe.out
     assert out is not None, "a plan has no output"
-    check = functools.partial(folders.check, recipe.model, out, overwrite=overwrite, mark=MANIFEST)
-    with timed_phases(), folders.claimed(out, check):
+    with timed_phases(), folders.claimed_folder(recipe.model, out, overwrite=overwrite, mark=MANIFEST):
         plan = _check(make_plan(recipe), out)
         with distributed.process_group():
             if recipe.rotate:

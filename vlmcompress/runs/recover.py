@@ -10,8 +10,6 @@ team (`common.distributed`) share out the samples, and the first one writes.
 from __future__ import annotations
 
 import contextlib
-import functools
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import distributed, folders, identity
+from vlmcompress.common import distributed, folders
 from vlmcompress.common.progress import Progress, phase, silent, timed_phases
 from vlmcompress.common.tensor_files import DTYPES
 from vlmcompress.data import Sample, data_hash
@@ -33,7 +31,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.runs import teacher_cache
 from vlmcompress.runs.inputs import Result, fit_counter, fit_reducer, fit_resize
-from vlmcompress.runs.recovery_files import model_facts
+from vlmcompress.runs.recovery_files import model_facts, run_settings
 from vlmcompress.runs.teacher_cache import Data
 from vlmcompress.runs.train_student import Student, TrainingOptions, facts, trained
 from vlmcompress.runs.write import write_checkpoint
@@ -65,8 +63,7 @@ def recover(
         UserError: bad input; nothing was written.
     """
     assert recipe.out is not None, "a recovery has an output"
-    check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
-    with timed_phases(), folders.claimed(recipe.out, check):
+    with timed_phases(), folders.claimed_folder(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST):
         return _recovered(recipe, training, recipe.out, resume, overwrite, progress)
 
 
@@ -129,18 +126,14 @@ def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
 
 
 def _settings(recipe: Recipe, training: TrainingOptions, samples: list[Sample]) -> dict[str, Any]:
-    """All that decides a run, by names for messages."""
-    flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
-    return {
-        **flags,
-        "--seed": recipe.seed,
+    particulars = {
         "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
         "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
         "calibrate.max_length": recipe.calibrate.max_length,
         "samples with the hash": data_hash(samples),
         "a model with the files": model_facts(recipe.model),
-        "versions": str(identity.versions()),
     }
+    return run_settings(recipe, training, particulars)
 
 
 def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Recipe, Encoded, TokenCounter | None]:

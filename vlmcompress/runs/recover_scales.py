@@ -10,9 +10,8 @@ share out the samples, as in `recover`.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.runs import teacher_cache
 from vlmcompress.runs.coded_linear import SCALE, Coded
 from vlmcompress.runs.inputs import Result
-from vlmcompress.runs.recovery_files import model_facts
+from vlmcompress.runs.recovery_files import model_facts, run_settings
 from vlmcompress.runs.train_student import Student, TrainingOptions, facts, trained
 
 FORMAT = "compressed-tensors"
@@ -68,8 +67,7 @@ def recover_scales(
         UserError: bad input; nothing was written.
     """
     assert recipe.out is not None, "a recovery has an output"
-    check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
-    with timed_phases(), folders.claimed(recipe.out, check):
+    with timed_phases(), folders.claimed_folder(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST):
         return _recovered(recipe, training, teacher, recipe.out, resume, progress)
 
 
@@ -143,16 +141,13 @@ def _check_alike(stored: Stored, teacher: Path) -> None:
 
 
 def _settings(recipe: Recipe, training: TrainingOptions, teacher: Path) -> dict[str, Any]:
-    """All that decides a run besides the samples, by names for messages."""
-    flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
-    return {
-        **flags,
-        "--seed": recipe.seed,
+    """All that decides a run besides the samples."""
+    particulars = {
         "calibrate.max_length": recipe.calibrate.max_length,
         "a model with the manifest": identity.sha256(recipe.model / MANIFEST),
         "--teacher with the files": model_facts(teacher),
-        "versions": str(identity.versions()),
     }
+    return run_settings(recipe, training, particulars)
 
 
 def _quantized(vlm: VLM, stored: Stored, recipe: Recipe) -> VLM:

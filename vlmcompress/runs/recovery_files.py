@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from vlmcompress.calibration.block_store import BlockStore
 from vlmcompress.common import distributed, folders, identity, json_files
 from vlmcompress.errors import UserError
+from vlmcompress.recipe import Recipe
 
 PART = 16
 """Samples whose teacher's answers are in one file, which one worker writes."""
@@ -87,6 +89,12 @@ class RecoveryFiles(BlockStore):
 def model_facts(folder: Path) -> str:
     """What `settings` say of a model: its description, and the hash of all that its answers depend on."""
     return str(identity.source_identity(folder) | {"content_sha256": identity.model_hash(folder)})
+
+
+def run_settings(recipe: Recipe, training: Any, particulars: Mapping[str, Any]) -> dict[str, Any]:
+    """All that decides a run, by names for messages: its training's fields, its seed, what is its own, and versions."""
+    flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
+    return {**flags, "--seed": recipe.seed, **particulars, "versions": str(identity.versions())}
 
 
 def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

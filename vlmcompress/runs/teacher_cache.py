@@ -69,6 +69,11 @@ class TeacherCache:
     origin: dict[str, Any]
 
 
+def samples_for(trained_on: int) -> int:
+    """How many samples there have to be for so many to train on, as a tenth of all is held out."""
+    return trained_on + max(LEAST_HELD_OUT, -(-trained_on // 9))
+
+
 def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
     """The samples, those that are held out last, and how many these are: a tenth, whose images no other sample shows.
 

@@ -25,7 +25,7 @@ from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM
 from vlmcompress.runs import coded_linear, lora, teacher_cache
 from vlmcompress.runs.recovery_files import RecoveryFiles
-from vlmcompress.runs.teacher_cache import LEAST_HELD_OUT, Data
+from vlmcompress.runs.teacher_cache import Data
 from vlmcompress.runs.train_loop import Settings, TrainLog, train
 
 SCALES = "scales"
@@ -65,8 +65,7 @@ class TrainingOptions:
     @property
     def samples(self) -> int:
         """As many samples as are seen once each, with those that are held out."""
-        trained = self.steps * self.batch
-        return trained + max(LEAST_HELD_OUT, -(-trained // 9))  # a tenth of all is held out
+        return teacher_cache.samples_for(self.steps * self.batch)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import closing
@@ -19,7 +18,7 @@ from vlmcompress import targets
 from vlmcompress.calibration.statistics_folder import NAME as STATISTICS
 from vlmcompress.checkpoint.write import rename
 from vlmcompress.common import hub, workers
-from vlmcompress.common.folders import new_folder, save
+from vlmcompress.common.folders import link_or_copy, new_folder, save
 from vlmcompress.common.identity import content_hash, model_hash
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import duration
@@ -264,7 +263,7 @@ def _placed(request: Request, setup: Setup, result: SearchResult, progress: Prog
     out = request.out / WINNER
     checkpoint = made(setup, candidate, progress)
     with new_folder(out) as folder:
-        shutil.copytree(checkpoint, folder, dirs_exist_ok=True, copy_function=_linked)
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True, copy_function=link_or_copy)
         rename(folder, WINNER)
     keys = {key: value for key, value in setup.base.items() if key not in ("model", "calibrate")} | candidate.keys
     head = f"# {candidate.name}: found by vlmcompress search\n"
@@ -275,11 +274,3 @@ def _placed(request: Request, setup: Setup, result: SearchResult, progress: Prog
     text = head + "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
     save(request.out, {"recipe": (RECIPE, text)})
     return out
-
-
-def _linked(source: str, target: str) -> None:
-    """Link a file into another folder, or copy it where that cannot be."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
