@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import json
@@ -97,6 +98,27 @@ def test_every_package_is_described():
     tree = TEXTS["docs/architecture.md"].split("```")[1]
     packages = {path.parent.name for path in (ROOT / "vlmcompress").glob("*/__init__.py")}
     assert packages == set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
+
+
+def test_the_stations_of_walks_are_there():
+    """docs/architecture.md: at most twelve stations a walk, each with a file and a name that is defined in it."""
+    _, _, text = TEXTS["docs/architecture.md"].partition("\n## Three walks\n")
+    walks = text.split("\n### ")[1:]
+    assert len(walks) == 3
+    for walk in walks:
+        stations = re.split(r"^\d+\. ", walk, flags=re.MULTILINE)[1:]
+        assert 1 < len(stations) <= 12
+        for station in stations:
+            places = re.findall(r"`([\w/]+\.py): (\w+)`", station)
+            assert places, f"no file and name: {station}"
+            for file, name in places:
+                body = ast.parse((ROOT / "vlmcompress" / file).read_text()).body
+                assigned = {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
+                assigned |= {
+                    ast.unparse(name) for node in body if isinstance(node, ast.Assign) for name in node.targets
+                }
+                names = assigned | {getattr(node, "name", None) for node in body}
+                assert name in names, f"docs/architecture.md: {file} has no {name}"
 
 
 @pytest.mark.parametrize("page", TEXTS)
