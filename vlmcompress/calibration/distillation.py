@@ -43,7 +43,7 @@ def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
     cut, count = answer_tokens(batch)
     columns = torch.arange(cut - 1, cut - 1 + count, device=vlm.model.device)
     with float_products(vlm.model):
-        return vlm.model(**_placed(vlm, batch), use_cache=False, logits_to_keep=columns).logits[0]
+        return vlm.model(**placed(vlm, batch), use_cache=False, logits_to_keep=columns).logits[0]
 
 
 def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
@@ -52,7 +52,7 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
     For a backward pass call it within `graph`.
     """
     cut, count = answer_tokens(batch)
-    inputs = _placed(vlm, batch)
+    inputs = placed(vlm, batch)
     ids = inputs["input_ids"]
     with float_products(vlm.model):
         first = vlm.model(**_cut(inputs, cut), use_cache=True, logits_to_keep=1)
@@ -82,7 +82,7 @@ def graph(vlm: VLM) -> Iterator[None]:
 @torch.no_grad()
 def greedy_answer(vlm: VLM, batch: Inputs, most: int) -> str:
     """The model's own answer to a prompt from `encode_prompt`, of at most `most` tokens."""
-    inputs = _placed(vlm, batch)
+    inputs = placed(vlm, batch)
     with float_products(vlm.model):
         tokens = vlm.model.generate(  # type: ignore[operator]
             **inputs, do_sample=False, num_beams=1, max_new_tokens=most, pad_token_id=0
@@ -91,7 +91,7 @@ def greedy_answer(vlm: VLM, batch: Inputs, most: int) -> str:
     return vlm.processor.tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
-def _placed(vlm: VLM, batch: Inputs) -> Inputs:
+def placed(vlm: VLM, batch: Inputs) -> Inputs:
     """The inputs where the model is, and in its type."""
     device, dtype = vlm.model.device, vlm.model.dtype
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -231,8 +232,23 @@ def speculation(parser: argparse.ArgumentParser, about: str, baseline: bool = Fa
     """The flag of speculative decoding in vLLM. `about`: what it is for; `baseline`: a flag for the baseline, too."""
     example = '{"method": "ngram", "num_speculative_tokens": 4}, suffix, mtp or a draft model'
     parser.add_argument("--speculative-config", metavar="JSON", help=f"{about}, e.g. {example}")
+    parser.add_argument(
+        "--draft", metavar="DRAFT", help="folder of a draft head that `vlmcompress draft` trained for OUT"
+    )
     if baseline:
         parser.add_argument("--baseline-speculative-config", metavar="JSON", help="the same for the baseline")
+
+
+def drafting(args: argparse.Namespace, model: str) -> str | None:
+    """The JSON of `--speculative-config`, as it is or for the head that `--draft` names; None: neither is there."""
+    if args.draft is None:
+        return args.speculative_config
+    if args.speculative_config is not None:
+        raise UserError("--draft stands for a --speculative-config; give one of them")
+    from vlmcompress.checkpoint import draft_folder
+    from vlmcompress.common import hub
+
+    return json.dumps(draft_folder.speculative_config(hub.local(args.draft), hub.local(model)))
 
 
 def judging(parser: argparse.ArgumentParser) -> None:

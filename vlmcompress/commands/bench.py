@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> Results:
             offline=not args.no_offline,
             resident=args.resident,
             max_model_len=args.max_model_len,
-            speculative={"candidate": args.speculative_config, "baseline": args.baseline_speculative_config},
+            speculative={"candidate": _flags.drafting(args, args.out), "baseline": args.baseline_speculative_config},
             flags=args.extra,
             seed=args.seed,
             progress=progress,

@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             engine=args.engine,
             baseline_engine=args.baseline_engine,
             reduce=args.reduce,
-            speculative=args.speculative_config,
+            speculative=_flags.drafting(args, args.out),
             ray=args.ray,
             limit=args.limit,
             seed=args.seed,

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> Outcome:
         images=args.images_per_request,
         videos=args.videos_per_request,
         max_model_len=args.max_model_len,
-        speculative=args.speculative_config,
+        speculative=_flags.drafting(args, args.out),
         extra=args.extra,
     )
     return OK, {"ok": True}, ""

@@ -139,14 +139,22 @@ def cache_teacher(
         if device := accelerator():
             vlm.model.to(device)  # type: ignore[arg-type]
     with phase("teacher"):
-        data = _answered(vlm, samples, source, files, progress)
+        data = answered(vlm, samples, source, files, progress)
         return TeacherCache(vlm, files, data, _taught(vlm, data, recipe, files, progress))
 
 
-def _answered(
-    vlm: VLM, samples: Sequence[Sample], source: str | Path, files: RecoveryFiles, progress: Progress
+def answered(
+    vlm: VLM,
+    samples: Sequence[Sample],
+    source: str | Path,
+    files: RecoveryFiles,
+    progress: Progress,
+    most: int = ANSWER_TOKENS,
 ) -> Data:
-    """Give each sample an answer, the teacher's own where it has none; one to which the teacher says nothing is left out."""
+    """Give each sample an answer, the teacher's own of at most `most` tokens where it has none.
+
+    One to which the teacher says nothing is left out.
+    """
     answers = files.answers()
     lacking = [sample for sample in samples if not (sample.answer or "").strip()]
     turn = PART * distributed.world_size()
@@ -154,7 +162,7 @@ def _answered(
         with distributed.shared_errors():
             for number, sample in enumerate(distributed.shard(lacking[start : start + turn]), start=1):
                 if sample.id not in answers:
-                    answers[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), ANSWER_TOKENS)
+                    answers[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), most)
                 progress("writing answers", min(start + number * distributed.world_size(), len(lacking)), len(lacking))
             files.note_answers(answers)
     answers = distributed.merge_dicts(answers)

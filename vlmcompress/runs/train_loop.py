@@ -133,6 +133,7 @@ def train(
     changed: Callable[[int], None],
     store: Store,
     progress: Progress = silent,
+    label: str = "recovering",
 ) -> tuple[TrainLog, dict[str, Tensor]]:
     """Run the loop, from where the store's state was kept if it has one.
 
@@ -144,7 +145,7 @@ def train(
         held_out: measures the divergence of the held-out samples, in nats; the same number in all workers.
         changed: called with the number of steps done after the values of `trained` have changed, and before anything is run
             with them.
-        progress: called with (label, done, total).
+        progress: called with (`label`, done, total).
 
     Returns:
         How it went, and the values of `trained` at the best measurement; none where that is the one before training.
@@ -171,7 +172,7 @@ def train(
                 best = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
             if distributed.is_main():
                 store.save(loop.state(best), dataclasses.asdict(log))
-        progress("recovering", log.step, settings.steps)
+        progress(label, log.step, settings.steps)
     return log, best
 
 

@@ -59,6 +59,11 @@ class OriginalPositions(ResumableModel):
         _check(vllm_config, reducer)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.reducer = reducer
+        config = vllm_config.model_config.hf_config
+        if not hasattr(
+            config, "image_token_index"
+        ):  # a draft is told the placeholder by this name, but for names vLLM has
+            config.image_token_index = config.image_token_id
         # Buffers, since CUDA graphs read where they read when they were recorded. As wide as the runner's own.
         tokens = vllm_config.scheduler_config.max_num_batched_tokens + 1
         self._places: Tensor = torch.zeros(DIMS, tokens, dtype=torch.int64)
@@ -132,7 +137,7 @@ def _check(config: Any, reducer: ServedReducer) -> None:
         (config.parallel_config.use_ubatching, "microbatches; leave out --enable-dbo"),
         (config.model_config.multimodal_config.is_multimodal_pruning_enabled(), "--video-pruning-rate; leave it out"),
         (
-            speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"),
+            speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix", "eagle3"),
             "speculative decoding by a draft model; use the method ngram",
         ),
         (

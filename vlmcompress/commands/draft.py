@@ -1,0 +1,109 @@
+"""Train a head that guesses a checkpoint's next tokens, which vLLM then only has to verify (EAGLE-3)."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.commands import _flags
+from vlmcompress.commands._flags import Parser
+from vlmcompress.commands._outcome import OK, Outcome, written_text
+from vlmcompress.common import distributed, hub
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.text import table
+from vlmcompress.errors import UserError
+
+GROUP = "compress"
+PLACE = 28
+DEFAULTS = {"steps": 1000, "batch": 8, "lr": 1e-3, "every": 50, "answer_tokens": 128, "vocabulary": 32000}
+
+
+def options(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of the checkpoint to serve: quantized, reduced or plain")
+    parser.add_argument("-o", "--out", metavar="DRAFT", required=True, help="folder to write")
+    _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
+    _flags.training(parser, DEFAULTS, lr="1e-3")
+    parser.add_argument(
+        "--answer-tokens",
+        type=int,
+        metavar="N",
+        default=DEFAULTS["answer_tokens"],
+        help="most tokens of the answers that MODEL writes to train on; default: 128",
+    )
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        metavar="N",
+        default=DEFAULTS["vocabulary"],
+        help="most tokens that the draft can guess; default: 32000",
+    )
+    _flags.settings(parser, "calibrate.max_length or trust_remote_code")
+    _flags.resumable(parser, "DRAFT")
+    parser.epilog = (
+        "MODEL answers the questions of DATA itself, greedily; answers in DATA are not used. A tenth of DATA, 8 samples at\n"
+        "least, is held out, and the state with the lowest divergence there is written. A draft fits the checkpoint that it\n"
+        "was trained for: train it last, for what you serve. Answers stay those without it, only sooner. vlmcompress serve\n"
+        "MODEL --draft DRAFT; vlmcompress bench MODEL --baseline MODEL --draft DRAFT shows what it wins."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Train the draft and report how many of its guesses the checkpoint accepts."""
+    from vlmcompress.recipe import resolve
+
+    values = _flags.recipe_values(args)
+    for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
+        if key in values.get("calibrate", {}):
+            raise UserError(f"{flag} is for calibration; a draft is trained on the questions of DATA, leave it out")
+    _flags.refuse_foreign(values, "draft", ("model", "out", "calibrate", "trust_remote_code", "seed"))
+    from vlmcompress.runs.draft import DraftTraining, draft
+
+    training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})
+    values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
+    recipe = resolve(values | {"scheme": "none"}).recipe
+    assert recipe.out is not None
+    with closing(ProgressBar()) as progress:
+        facts = draft(recipe, training, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not distributed.is_main():
+        return OK, None, ""
+    data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began)
+    return OK, data, text(data, args.verbose)
+
+
+def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Describe the trained draft as data for `--json`."""
+    folder, draft = shlex.quote(model), shlex.quote(str(out))
+    return {
+        "ok": True,
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        **facts,
+        "next": [
+            f"vlmcompress serve {folder} --draft {draft}",
+            f"vlmcompress bench {folder} --baseline {folder} --draft {draft}",
+        ],
+    }
+
+
+def text(done: Mapping[str, Any], verbose: bool = False) -> str:
+    """Describe the trained draft as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    samples, acceptance = done["samples"], done["acceptance"]
+    shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
+    steps = f"{done['steps']} of at most {done['training']['steps']}, step {done['best_step']} is kept"
+    rows = [
+        (
+            "accepted",
+            f"{acceptance['length']:.2f} tokens a step, the model's own included; guesses by position {shares}",
+        ),
+        ("held-out KL", f"{done['held_out_kl']['before']:.3f} -> {done['held_out_kl']['after']:.3f} nats a guess"),
+        ("steps", steps + (f"; {done['ended']}" if done["ended"] else "")),
+        ("data", f"{samples['trained_on']} answers of the model, {samples['held_out']} held out"),
+        ("size", f"{done['parameters']:,} parameters; guesses {done['vocabulary']:,} tokens"),
+    ]
+    weak = "It is hardly ever right; give it more data with longer answers."
+    return written_text(done, [table(rows)], verbose, [weak] * (acceptance["length"] < 1.2))
