@@ -194,7 +194,7 @@ class _Training:
         self.target, self.training, self.files, self.seed = target, training, files, recipe.seed
         config = target.model.config.get_text_config()
         head, embeddings = target.model.get_output_embeddings(), target.model.get_input_embeddings()
-        self.head: Tensor = head.weight  # type: ignore[union-attr, assignment]
+        self.head: Tensor = head.weight
         self.table: Tensor = embeddings.weight  # type: ignore[assignment]
         self.batches = Encoded(data.samples, target, max_length=recipe.calibrate.max_length)
         self.first = len(self.batches) - data.held_out
