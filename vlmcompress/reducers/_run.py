@@ -24,26 +24,35 @@ def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
 
 
 @torch.no_grad()
-def reduce(method: ModuleType, signals: Signals, options: ReducerOptions, count: int | None = None) -> Reduction:
+def reduce(
+    method: ModuleType, signals: Signals, options: ReducerOptions, count: int | None = None, check: bool = True
+) -> Reduction:
     """What the method does with the tokens of one image. ValueError if a signal that it needs is missing.
 
     count: how many tokens are left, for a method that would decide it by the image; None: as the options say.
+    check: whether to look at the result's values, too, for which the host waits; its lengths are looked at anyway.
     """
     if options.keep == 1 and count is None:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
     if count is not None:
-        return _checked(method, method.reduce(signals, options, count), count)
-    return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options))
+        return _checked(method, method.reduce(signals, options, count), count, check)
+    return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options), check)
 
 
 @torch.no_grad()
 def merge(
-    method: ModuleType, signals: Signals, options: ReducerOptions, layer: int, layers: int, count: int | None = None
+    method: ModuleType,
+    signals: Signals,
+    options: ReducerOptions,
+    layer: int,
+    layers: int,
+    count: int | None = None,
+    check: bool = True,
 ) -> Reduction:
     """Decide the merges of one layer, by a method that merges layer by layer, on the rows that earlier layers have left.
 
-    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`.
+    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`. `check`: as of `reduce`.
     """
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} is none of the {layers} that merge")
@@ -52,7 +61,7 @@ def merge(
     _check(method, signals)
     result = method.merge(signals, options, layer, layers, count)
     final = method.budget(signals.grid, options) if count is None else count
-    return _checked(method, result, final if layer == layers - 1 else None)
+    return _checked(method, result, final if layer == layers - 1 else None, check)
 
 
 def _check(method: ModuleType, signals: Signals) -> None:
@@ -60,7 +69,7 @@ def _check(method: ModuleType, signals: Signals) -> None:
         raise ValueError(f"{method.__name__.rpartition('.')[2]} needs signals that are missing: {', '.join(absent)}")
 
 
-def _checked(method: ModuleType, result: Reduction, count: int | None) -> Reduction:
+def _checked(method: ModuleType, result: Reduction, count: int | None, check: bool) -> Reduction:
     if count is not None and len(result.anchor) != count:
         raise ValueError(f"{method.__name__} kept {len(result.anchor)} tokens, its budget is {count}")
-    return result.check()
+    return result.check() if check else result
