@@ -111,16 +111,16 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         """Reduce `rows`; each of `grids` names its rows by number."""
         units = []
         for grid, index in grids:
-            columns = torch.tensor(index)
-            tile_rows = rows[columns.to(rows.device)]
+            columns = torch.tensor(index).to(rows.device, non_blocking=True)
+            tile_rows = rows[columns]
             ahead = self._ahead.signals(grid, tile_rows, signals.get("query"))
             result = self.reducer.reduce(grid, tile_rows, **signals, **ahead)
             units.append(Reduced(0, columns, grid, 0, (0, len(rows)), result))
-        return whole(units)
+        return whole(units, rows.device)
 
     def _placed(self, rows: Tensor, reduction: Reduction) -> Tensor:
         """Pack `rows [m, d]`, one for each output of `reduction`, with their places in the image."""
-        return pack(rows, reduction.anchor.to(rows.device)[:, None].expand(-1, DIMS))
+        return pack(rows, reduction.anchor.to(rows.device)[:, None].expand(-1, DIMS), len(reduction.target) - 1)
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Numbers of tokens in encoder and projector, which get the full image."""

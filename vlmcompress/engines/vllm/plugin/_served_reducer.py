@@ -87,7 +87,7 @@ class ServedReducer:
         return hasattr(self.chosen.module, "merge")
 
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
-        """Decide the reduction of one image.
+        """Decide the reduction of one image. Nothing here waits for the device, so values are not looked at.
 
         Args:
             grid: grid of the image's tokens.
@@ -97,8 +97,8 @@ class ServedReducer:
         count = signals.pop("count", None)
         if self.views:  # it was decided before, and this image stays
             return Reduction.identity(math.prod(grid), None if features is None else features.device)
-        image_signals = Signals(grid, features=features, **signals)
-        return reducers.reduce(self.chosen.module, image_signals, self.chosen.options, count)
+        image_signals = Signals(grid, features=features, finite=True, **signals)
+        return reducers.reduce(self.chosen.module, image_signals, self.chosen.options, count, check=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -119,7 +119,8 @@ class TiledImages(OriginalPositions, PlainRope):
         parts = []
         for tile_rows in rows.split(math.prod(self.grid)):
             result = self._reduction(self.grid, tile_rows)
-            parts.append(pack(result.apply(tile_rows), result.anchor[:, None].expand(-1, DIMS)))
+            anchors = result.anchor[:, None].expand(-1, DIMS)
+            parts.append(pack(result.apply(tile_rows), anchors, math.prod(self.grid) - 1))
         return torch.cat(parts)
 
     def _reduction(self, grid: Grid, rows: Tensor) -> Reduction:
