@@ -79,10 +79,10 @@ def stepwise(columns: Tensor, best: Tensor, taken: Tensor, count: int, weight: T
     """
     lost, chosen = torch.zeros_like(weight).masked_fill_(taken, -torch.inf), []
     for _ in range(count):
-        gain = (columns - best).clamp_(min=0).sum(1).mul_(weight).add_(lost)
-        token = _first(gain, slack)
+        gain = (columns - best).clamp_(min=0).sum(1)
+        token = _first(torch.addcmul(lost, gain, weight), slack)
         best = torch.maximum(best, columns[token][0])
-        lost = lost.index_fill(0, token, -torch.inf)
+        lost.index_fill_(0, token, -torch.inf)
         chosen.append(token)
     return torch.cat(chosen) if chosen else lost.new_empty(0, dtype=torch.int64)
 

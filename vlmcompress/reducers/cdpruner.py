@@ -98,7 +98,7 @@ def select(features: Tensor, relevance: Tensor, count: int) -> Tensor:
     for i in range(count):
         token = (worth * left).argmax(0, keepdim=True)
         chosen.append(token)
-        worth = worth.index_fill(0, token, -torch.inf)
+        worth.index_fill_(0, token, -torch.inf)
         before = factor[:i]
         rest = kernel.index_select(0, token)[0] - before.index_select(1, token)[:, 0] @ before
         torch.div(rest, left.index_select(0, token).sqrt(), out=factor[i])
