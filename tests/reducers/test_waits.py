@@ -38,7 +38,7 @@ def applied(name: str, image: Signals, **chosen) -> torch.Tensor:
     """The rows that a method leaves of an image, as the engine's plugin asks for them."""
     method, chosen = REGISTRY.get(name), options(name, keep=KEEP, **chosen)
     if hasattr(method, "reduce"):
-        result = reducers.reduce(method, image, chosen, COUNT if method.COUNT == "adaptive" else None, check=False)
+        result = reducers.reduce(method, image, chosen, COUNT if name == "learned-adaptive" else None, check=False)
         return result.apply(image.features)
     merger = Merger(method, chosen, [image.grid], LAYERS, device=image.device, counts=[COUNT])
     states, keys = image.features[None], image.keys[None]
@@ -55,8 +55,7 @@ def test_a_served_method_looks_at_no_value(name, chosen):
     grid = (3, 4, 5) if name == "evs" else (1, 6, 8)
     image = signals(grid)
     rows = applied(name, bare(image), **chosen)
-    adaptive = REGISTRY.get(name).COUNT == "adaptive"
-    count = COUNT if adaptive else len(run(name, image, options(name, keep=KEEP, **chosen)).anchor)
+    count = COUNT if name == "learned-adaptive" else len(run(name, image, options(name, keep=KEEP, **chosen)).anchor)
     assert rows.shape == (count, image.features.shape[1])
 
 

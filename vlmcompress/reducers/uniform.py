@@ -45,9 +45,9 @@ def _index(grid: Grid, count: int) -> Tensor:
     """The tokens of the even grid, `[count]`."""
     frames, rows, columns = grid
     index = []
-    for frame, count in enumerate(_spread(count, frames)):
-        used = min(rows, count, max(math.ceil(count / columns), round(math.sqrt(count * rows / columns))))
-        for row, tokens in zip(_centres(used, rows), _spread(count, used), strict=True):
+    for frame, left in enumerate(_spread(count, frames)):
+        used = min(rows, left, max(math.ceil(left / columns), round(math.sqrt(left * rows / columns))))
+        for row, tokens in zip(_centres(used, rows), _spread(left, used), strict=True):
             start = (frame * rows + row) * columns
             index += [start + column for column in _centres(tokens, columns)]
     return torch.tensor(index)
