@@ -9,7 +9,7 @@ import torch
 
 from tests.kit.reducer_data import LAYERS, options, run, signals
 from vlmcompress import reducers
-from vlmcompress.reducers import REGISTRY, Merger, Reduction, Signals
+from vlmcompress.reducers import REGISTRY, Merger, Reduction, Signals, _run, _selecting
 
 SERVED = [name for name in REGISTRY.names() if REGISTRY.get(name).SERVED]
 BY_VALUES = {"pixelprune", "dymu"}
@@ -72,3 +72,19 @@ def test_looking_at_signals_or_a_result_is_a_wait():
         Signals(image.grid, features=image.features)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         Reduction.keep(torch.zeros(3, dtype=torch.int64, device="meta"), 48).check()
+
+
+BATCHED = [name for name in REGISTRY.names() if getattr(REGISTRY.get(name), "BATCHED", False)]
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_images_at_once_are_reduced_as_each_by_itself(name, monkeypatch):
+    """Where kernels are launched, all images of a call go through each step together, without a wait."""
+    images = [signals(seed=seed) for seed in range(5)]
+    method, chosen = REGISTRY.get(name), options(name, keep=KEEP)
+    assert len(reducers.reduce_all(method, [bare(image) for image in images], chosen, check=False)) == len(images)
+    alone = [reducers.reduce(method, image, chosen) for image in images]
+    monkeypatch.setattr(_selecting, "lazily", _selecting.stepwise)  # which a CPU would not take
+    needed = [Signals(image.grid, features=image.features, saliency=image.saliency) for image in images]
+    for result, expected in zip(_run._at_once(method, needed, chosen), alone, strict=True):
+        assert torch.equal(result.target, expected.target) and torch.equal(result.check().anchor, expected.anchor)

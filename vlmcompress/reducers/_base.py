@@ -48,8 +48,8 @@ class Reduction:
     def keep(index: Tensor, n: int) -> Reduction:
         """Keep the tokens `index [m]` (in any order, each once) of `n` and drop the others."""
         anchor = index.sort().values
-        target = torch.full((n,), -1, dtype=torch.int64, device=index.device)
-        target[anchor] = torch.arange(len(anchor), device=index.device)
+        rows = torch.arange(len(anchor), device=index.device)
+        target = torch.full((n,), -1, dtype=torch.int64, device=index.device).scatter(0, anchor, rows)
         return Reduction(target, anchor, torch.ones(n, device=index.device), plain=True)
 
     @staticmethod

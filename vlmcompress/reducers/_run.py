@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, rounded
+
+_ENTRIES = 2**26  # of the tables of cosines that images taken at once have together
 
 
 def missing(method: ModuleType, signals: Signals) -> list[str]:
@@ -38,6 +42,59 @@ def reduce(
     if count is not None:
         return _checked(method, method.reduce(signals, options, count), count, check)
     return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options), check)
+
+
+@torch.no_grad()
+def reduce_all(
+    method: ModuleType,
+    images: Sequence[Signals],
+    options: ReducerOptions,
+    counts: Sequence[int | None] | None = None,
+    check: bool = True,
+) -> list[Reduction]:
+    """What the method does with the tokens of each image; other arguments as of `reduce`.
+
+    A BATCHED method takes all images at once where they have the same shapes and a device that launches kernels, whose number
+    is then that of one image. A CPU computes as long either way.
+    """
+    counts = [None] * len(images) if counts is None else counts
+    shapes = {_shapes(image) for image in images}
+    alike = getattr(method, "BATCHED", False) and len(shapes) == 1 < len(images) and options.keep != 1
+    if not alike or any(count is not None for count in counts) or images[0].device.type == "cpu":
+        return [reduce(method, image, options, count, check) for image, count in zip(images, counts, strict=True)]
+    most, results = max(1, _ENTRIES // images[0].n ** 2), list[Reduction]()
+    for start in range(0, len(images), most):
+        results += _at_once(method, images[start : start + most], options)
+    return [_checked(method, result, method.budget(images[0].grid, options), check) for result in results]
+
+
+def _shapes(image: Signals) -> tuple[object, ...]:
+    """What has to be equal of two images for a method to take both at once."""
+    tensors = tuple(
+        (name, value.shape, value.dtype) for name, value in vars(image).items() if isinstance(value, Tensor)
+    )
+    return image.grid, image.heads, image.merged, image.ahead, tensors
+
+
+def _at_once(method: ModuleType, images: Sequence[Signals], options: ReducerOptions) -> list[Reduction]:
+    """Run a method on images of the same shapes, its every step on all of them."""
+    _check(method, images[0])
+    names = [name for name, value in vars(images[0]).items() if isinstance(value, Tensor)]
+    plain = False
+
+    def decide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        nonlocal plain
+        image = Signals(images[0].grid, heads=images[0].heads, finite=True, **tensors)  # type: ignore[arg-type]
+        result = method.reduce(image, options)
+        plain = result.plain
+        return {name: value for name, value in vars(result).items() if isinstance(value, Tensor)}
+
+    stacked = {name: torch.stack([getattr(image, name) for image in images]) for name in names}
+    results = torch.vmap(decide)(stacked)
+    return [
+        Reduction(**{name: value[number] for name, value in results.items()}, plain=plain)
+        for number in range(len(images))
+    ]
 
 
 @torch.no_grad()

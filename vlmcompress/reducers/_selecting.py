@@ -64,7 +64,7 @@ def cover(
     best = columns.new_zeros(columns.shape[1])
     taken = torch.zeros(len(columns), dtype=torch.bool, device=columns.device)
     if covered is not None and len(covered):
-        best, taken[covered] = columns[covered].amax(0), True
+        best, taken = columns[covered].amax(0), taken.scatter(0, covered, True)
     choose = lazily if worth.device.type == "cpu" else stepwise
     return choose(columns, best, taken, count, torch.ones_like(columns[:, 0]) if weight is None else weight, slack)
 
@@ -77,12 +77,12 @@ def stepwise(columns: Tensor, best: Tensor, taken: Tensor, count: int, weight: T
         best: `[m]`, what is covered of each row to begin with.
         taken: `[n]`, columns that are not to be chosen.
     """
-    lost, chosen = torch.zeros_like(weight).masked_fill_(taken, -torch.inf), []
+    lost, chosen = torch.zeros_like(columns[:, 0]).masked_fill(taken, -torch.inf), []
     for _ in range(count):
-        gain = (columns - best).clamp_(min=0).sum(1)
+        gain = (columns - best).clamp(min=0).sum(1)
         token = _first(torch.addcmul(lost, gain, weight), slack)
-        best = torch.maximum(best, columns[token][0])
-        lost.index_fill_(0, token, -torch.inf)
+        best = torch.maximum(best, columns.index_select(0, token)[0])
+        lost = lost.scatter(0, token, -torch.inf)
         chosen.append(token)
     return torch.cat(chosen) if chosen else lost.new_empty(0, dtype=torch.int64)
 

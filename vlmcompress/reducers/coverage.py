@@ -38,6 +38,7 @@ NEEDS = frozenset({"features"})
 OPTIONAL = frozenset({"query"})
 COUNT = "fixed"
 SERVED = True
+BATCHED = True
 MOST = 1000.0
 """The largest `weight`. Far above it, rounding would hide what the choice adds for the image's tokens."""
 

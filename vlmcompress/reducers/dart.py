@@ -32,6 +32,7 @@ NEEDS = frozenset({"features"})
 OPTIONAL = frozenset({"query"})
 COUNT = "fixed"
 SERVED = True
+BATCHED = True
 LED = 0.8
 """Share of the kept tokens that are pivots, where `pivots` is 0."""
 
@@ -83,13 +84,13 @@ def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tenso
     pivots = pivots[:count]
     rows = unit(features)
     likeness = torch.cat([rows[pivots], unit(query.to(features.device))]) @ rows.T  # [p + q, n] cosines
-    taken = likeness.new_zeros(len(features)).index_fill_(0, pivots, torch.inf)  # what is added to cosines
+    taken = torch.zeros_like(likeness[0]).scatter(0, pivots, torch.inf)  # what is added to cosines
     picks, turns, chosen = count - len(pivots), len(likeness), [pivots]
     for turn, cosine in enumerate(likeness[:picks]):  # with fewer picks than turns the later ones get none
         quota = picks // turns + (turn < picks % turns)
         free = cosine + taken
         picked = free.argmin(0, keepdim=True) if quota == 1 else free.sort(stable=True).indices[:quota]
-        taken.index_fill_(0, picked, torch.inf)
+        taken = taken.scatter(0, picked, torch.inf)
         chosen.append(picked)
     return torch.cat(chosen)
 

@@ -30,6 +30,7 @@ NEEDS = frozenset({"features"})
 OPTIONAL = frozenset({"saliency"})
 COUNT = "fixed"
 SERVED = True
+BATCHED = True
 SLACK = 1e-4
 """Gains that differ by less are equal, and the lower index comes first."""
 
