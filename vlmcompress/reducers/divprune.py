@@ -48,7 +48,7 @@ def select(features: Tensor, count: int) -> Tensor:
     token = alone.amin(0).nan_to_num(posinf=0.0).argmax(0, keepdim=True)  # a single token has no neighbour
     nearest, chosen = torch.full_like(distance[0], torch.inf), [token]
     for _ in range(count - 1):
-        nearest = torch.minimum(nearest, distance.index_select(0, token)[0]).scatter_(0, token, -torch.inf)
+        nearest = torch.minimum(nearest, distance.index_select(0, token)[0]).scatter(0, token, -torch.inf)
         token = nearest.argmax(0, keepdim=True)
         chosen.append(token)
     return torch.cat(chosen)
