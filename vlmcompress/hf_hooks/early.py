@@ -239,7 +239,9 @@ def positions(grid: Grid, words: int, rotated: bool, device: Any = None) -> Tens
     return torch.cat([image, text.expand(3, -1)], 1)
 
 
-def signals(grid: Grid, saliency: Tensor, keys: Tensor, heads: int, states: Tensor | None) -> Signals:
+def signals(
+    grid: Grid, saliency: Tensor, keys: Tensor, heads: int, states: Tensor | None, finite: bool = False
+) -> Signals:
     """Make the signals that a reducer within the language model would get.
 
     Args:
@@ -247,12 +249,13 @@ def signals(grid: Grid, saliency: Tensor, keys: Tensor, heads: int, states: Tens
         saliency: `[s]`, attention of the last token in block K - 1.
         keys: `[s, heads * d]`, the keys in block K - 1, with positions.
         states: `[s, d]`, the output of block K - 1 through the final norm, where it is read.
+        finite: as of `Signals`.
     """
     n = math.prod(grid)
     optional: dict[str, Any] = (
         {} if states is None else {"features": states[:n], "query": states[n:], "query_keys": keys[n:]}
     )
-    return Signals(grid, saliency=saliency[:n], keys=keys[:n], heads=heads, **optional)
+    return Signals(grid, saliency=saliency[:n], keys=keys[:n], heads=heads, finite=finite, **optional)
 
 
 @torch.no_grad()

@@ -152,23 +152,28 @@ def block(config: Any) -> int:
     return round(1 / config.downsample_ratio) if hasattr(config, "downsample_ratio") else 1
 
 
-def whole(units: Sequence[Reduced]) -> Reduction:
-    """Join the reductions of an image's units into one; tokens of none of them, newlines, are kept."""
+def whole(units: Sequence[Reduced], device: torch.device | None = None) -> Reduction:
+    """Join the reductions of an image's units into one on a device, the CPU by default; tokens of none, newlines, are kept."""
+    device = device or torch.device("cpu")
+
+    def here(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=device.type != "cpu")  # what is on its way to a CPU would be read too early
+
     first, tokens = units[0].span
-    parent, weight = torch.arange(tokens), torch.ones(tokens)
-    scale = torch.ones(tokens)
+    parent, weight = torch.arange(tokens, device=device), torch.ones(tokens, device=device)
+    scale, count = torch.ones(tokens, device=device), tokens
     for unit in units:
-        index, result = unit.columns.cpu() - first, unit.reduction
-        anchor = index[result.anchor.cpu()]
-        target = result.target.cpu()
-        kept = target >= 0
-        parent[index] = -1
-        parent[index[kept]] = anchor[target[kept]]
-        weight[index] = result.weight.cpu()
+        index, result = here(unit.columns) - first, unit.reduction
+        anchor, target = index[here(result.anchor)], here(result.target)
+        parent[index] = torch.where(target < 0, target, anchor[target.clamp(min=0)])
+        weight[index] = here(result.weight)
         if result.scale is not None:
-            scale[anchor] = result.scale.cpu()
-    joined = Reduction.join(parent, weight)
-    return joined if (scale == 1).all() else replace(joined, scale=scale[joined.anchor])
+            scale[anchor] = here(result.scale)
+        count += len(anchor) - len(index)
+    joined = Reduction.join(parent, weight, count)
+    if any(unit.reduction.scale is not None for unit in units):
+        return replace(joined, scale=scale[joined.anchor])
+    return replace(joined, plain=all(unit.reduction.plain for unit in units))
 
 
 def prompt_text(vlm: VLM, ids: Tensor, mask: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ no model and no other image. A module of this folder has
     MEDIA       "video" for a method that keeps images whole; left out by all others
     SERVED      whether an engine with one token count for all layers, fixed before the encoder runs, can serve it;
                 WHY_NOT says why when it cannot
+    BATCHED     whether `reduce` is many small steps, through which `reduce_all` takes all images of a call at once by
+                `torch.vmap`; so it changes no tensor in place that has no part of an image in it. Left out by methods of few
+                steps
     NO_BETTER_THAN  the baseline that it did not beat on any demo model at half the tokens (docs/measurements.md); left
                 out by methods that did, or that were not measured. `list reducers` shows it
     Options     frozen dataclass that extends `ReducerOptions`: the recipe's options, checked when made (ValueError). What the
@@ -28,10 +31,11 @@ and one of
 A method within the language model that drops tokens at several blocks says so by `Options.drops`; its `budget` and `reduce`
 get the options of one drop, and `signals.merged` is what the drops before have left (see `pyramiddrop`). One that restricts
 attention and keeps all tokens has, besides a `reduce` that is the identity, a `mask` (see `pevlm`).
-`reduce` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower index),
-computes in float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same
-input gives the same bits in every call. An image is kept whole where the share `keep` of it rounds to no token (of
-a video `evs` always keeps the first frame). To add a reducer, add a file.
+`reduce`, `reduce_all` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower
+index), computes in float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same
+input gives the same bits in every call. One that is SERVED does not wait for its signals' device: no shape and no branch
+depends on a value, but for a count that does (`pixelprune`, and `dymu` before its last layer). An image is kept whole where
+the share `keep` of it rounds to no token (of a video `evs` always keeps the first frame). To add a reducer, add a file.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from vlmcompress.common.registry import REDUCERS as REGISTRY
 from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals
 from vlmcompress.reducers._counter import TokenCounter, fit_counter, read_counter
 from vlmcompress.reducers._layerwise import Merger
-from vlmcompress.reducers._run import merge, missing, reduce, too_small
+from vlmcompress.reducers._run import merge, missing, reduce, reduce_all, too_small
 
 __all__ = [
     "REGISTRY",
@@ -55,5 +59,6 @@ __all__ = [
     "missing",
     "read_counter",
     "reduce",
+    "reduce_all",
     "too_small",
 ]

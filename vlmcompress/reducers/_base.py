@@ -29,41 +29,46 @@ class Reduction:
     anchor: `[m]` int64, strictly ascending; the token whose position the output keeps, one of its sources.
     weight: `[n]` float32, positive; weight of a token in the mean that its output is.
     scale:  `[m]` float32 or None; outputs are that multiple of their mean (VisionZip's sums), None: the mean itself.
+    plain:  whether each output is its anchor as it is, which then needs no look at the tensors; False where it isn't sure.
     """
 
     target: Tensor
     anchor: Tensor
     weight: Tensor
     scale: Tensor | None = None
+    plain: bool = False
 
     @staticmethod
     def identity(n: int, device: Any = None) -> Reduction:
         """Make the reduction that keeps every token."""
         rows = torch.arange(n, device=device)
-        return Reduction(rows, rows, torch.ones(n, device=device))
+        return Reduction(rows, rows, torch.ones(n, device=device), plain=True)
 
     @staticmethod
     def keep(index: Tensor, n: int) -> Reduction:
         """Keep the tokens `index [m]` (in any order, each once) of `n` and drop the others."""
         anchor = index.sort().values
-        target = torch.full((n,), -1, dtype=torch.int64, device=index.device)
-        target[anchor] = torch.arange(len(anchor), device=index.device)
-        return Reduction(target, anchor, torch.ones(n, device=index.device))
+        rows = torch.arange(len(anchor), device=index.device)
+        target = torch.full((n,), -1, dtype=torch.int64, device=index.device).scatter(0, anchor, rows)
+        return Reduction(target, anchor, torch.ones(n, device=index.device), plain=True)
 
     @staticmethod
-    def join(parent: Tensor, weight: Tensor | None = None) -> Reduction:
+    def join(parent: Tensor, weight: Tensor | None = None, count: int | None = None) -> Reduction:
         """Merge each token into the token `parent [n]`; one that is its own parent is kept, -1 drops a token.
 
-        `weight [n]` is the weight of tokens in the means; default 1 each.
+        `weight [n]` is the weight of tokens in the means; default 1 each. `count`: how many are kept, of a caller who knows
+        it; the parents are then taken for valid, and nothing waits for their device.
         """
         n = len(parent)
         kept = parent == torch.arange(n, device=parent.device)
-        if not kept[parent[parent >= 0]].all():
-            raise ValueError("a token is merged into one that is not kept")
+        if count is None:
+            if not ((parent < 0) | kept[parent.clamp(min=0)]).all():
+                raise ValueError("a token is merged into one that is not kept")
+            count = int(kept.sum())
         row = kept.cumsum(0) - 1  # output row of each kept token
         target = torch.where(parent < 0, parent, row[parent.clamp(min=0)])
         weight = torch.ones(n, device=parent.device) if weight is None else weight.float()
-        return Reduction(target, kept.nonzero().squeeze(1), weight)
+        return Reduction(target, top(kept, count), weight)
 
     @staticmethod
     def concat(parts: Sequence[Reduction]) -> Reduction:
@@ -77,7 +82,8 @@ class Reduction:
         scale = None
         if any(part.scale is not None for part in parts):
             scale = torch.cat([part._scale() for part in parts])
-        return Reduction(torch.cat(target), torch.cat(anchor), torch.cat([part.weight for part in parts]), scale)
+        weight, plain = torch.cat([part.weight for part in parts]), all(part.plain for part in parts)
+        return Reduction(torch.cat(target), torch.cat(anchor), weight, scale, plain)
 
     @property
     def sizes(self) -> Tensor:
@@ -88,19 +94,19 @@ class Reduction:
         """Reduce `x [n, ...]` to `[m, ...]` in its dtype, computed in float32 (float64 stays). Unmerged rows keep all bits."""
         if len(x) != len(self.target):
             raise ValueError(f"the reduction is of {len(self.target)} tokens, not of {len(x)}")
-        anchor = self.anchor.to(x.device)
-        out = x[anchor]
+        out = x[self.anchor.to(x.device)]
+        if self.plain and self.scale is None:
+            return out
         sizes = self.sizes.to(x.device)
         merged = sizes > 1 if self.scale is None else (sizes > 1) | (self.scale.to(x.device) != 1)
-        if not merged.any():
-            return out
         if not x.is_floating_point():
-            raise ValueError("whole numbers have no mean; positions are those of the anchors")
+            if merged.any():
+                raise ValueError("whole numbers have no mean; positions are those of the anchors")
+            return out
         wide = x.double() if x.dtype == torch.float64 else x.float()
         wide = wide.reshape(len(x), -1)
-        total = _accumulate(wide * self.coefficients.to(wide)[:, None], self.target.to(x.device), len(anchor))
-        out[merged] = total[merged].reshape(-1, *x.shape[1:]).to(x.dtype)
-        return out
+        total = _accumulate(wide * self.coefficients.to(wide)[:, None], self.target.to(x.device), len(merged))
+        return torch.where(merged.view(-1, *[1] * (x.ndim - 1)), total.to(x.dtype).view_as(out), out)
 
     def expand(self, x: Tensor) -> Tensor:
         """Expand `[m, ...]` to `[n, ...]`: each token gets its output's row, DyMU's virtual unmerging. None may be dropped."""
@@ -127,7 +133,7 @@ class Reduction:
         inner, outer = self._sum(self.weight)[safe], other.weight[safe]
         weight = self.weight * outer / inner  # multiplied first: sizes stay whole numbers, so means of means stay exact
         if self.scale is None and other.scale is None:
-            return Reduction(target, self.anchor[other.anchor], weight)
+            return Reduction(target, self.anchor[other.anchor], weight, plain=self.plain and other.plain)
         first = self._scale()
         scale = other._sum(other.weight * first) / other._sum(other.weight)
         scale = scale if other.scale is None else scale * other.scale
@@ -136,20 +142,26 @@ class Reduction:
     def check(self) -> Reduction:
         """Return the reduction itself, or raise ValueError that says what is wrong with it."""
         n, m = len(self.target), len(self.anchor)
-        rows = torch.arange(m, device=self.target.device)
         for right, text in (
             (m >= 1, "nothing is kept"),
             (self.weight.shape == self.target.shape == (n,), "target and weight differ in length"),
             (self.scale is None or self.scale.shape == (m,), "scale has another length than anchor"),
-            (bool((self.target >= -1).all() and (self.target < m).all()), "a target is out of range"),
-            (bool((self.anchor[1:] > self.anchor[:-1]).all()), "anchors do not ascend"),
-            (bool((self.anchor >= 0).all() and (self.anchor < n).all()), "an anchor is out of range"),
-            (bool((self.weight > 0).all() and self.weight.isfinite().all()), "weights must be positive"),
+            (n >= 1, "there are no tokens"),
         ):
             if not right:
                 raise ValueError(f"not a reduction: {text}")
-        if not torch.equal(self.target[self.anchor], rows):
-            raise ValueError("not a reduction: an anchor is no source of its own output")
+        target, anchor, safe = self.target, self.anchor, self.anchor.clamp(0, n - 1)
+        facts = {
+            "a target is out of range": (target >= -1) & (target < m),
+            "anchors do not ascend": anchor[1:] > anchor[:-1],
+            "an anchor is out of range": anchor == safe,
+            "weights must be positive": (self.weight > 0) & self.weight.isfinite(),
+            "an anchor is no source of its own output": target[safe] == torch.arange(m, device=target.device),
+        }
+        hold = torch.stack([fact.all() for fact in facts.values()]).tolist()  # the only wait for a device
+        for right, text in zip(hold, facts, strict=True):
+            if not right:
+                raise ValueError(f"not a reduction: {text}")
         return self
 
     def _scale(self) -> Tensor:
@@ -174,6 +186,7 @@ class Signals:
     pixels:     `[n, ...]`, pixels of each token, in units of the method's tolerance.
     ahead:      the signals of the language model's first layers, run ahead on this image and the question (`surrogate`).
     merged:     the reduction of the grid's tokens by earlier layers; rows are then its outputs.
+    finite:     when made: the caller vouches that there is no NaN or Inf, so that nothing waits for a device to look.
     """
 
     grid: Grid
@@ -187,8 +200,9 @@ class Signals:
     pixels: Tensor | None = None
     ahead: Signals | None = None
     merged: Reduction | None = None
+    finite: dataclasses.InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, finite: bool) -> None:
         if len(self.grid) != 3 or any(type(side) is not int or side < 1 for side in self.grid):
             raise ValueError(f"the grid must be three positive whole numbers, got {self.grid!r}")
         if self.merged is not None and len(self.merged.target) != math.prod(self.grid):
@@ -197,12 +211,15 @@ class Signals:
             value = getattr(self, name)
             if value is not None and len(value) != self.n:
                 raise ValueError(f"{name} has {len(value)} rows for {self.n} tokens")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
-                raise ValueError(f"{field.name} holds NaN or Inf")
         if self.keys is not None and self.heads is not None and self.keys.shape[1] % self.heads:
             raise ValueError(f"keys of width {self.keys.shape[1]} do not divide into {self.heads} heads")
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        floats = {name: x for name, x in values.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        if floats and not finite:
+            hold = torch.stack([x.isfinite().all().to(self.device) for x in floats.values()]).tolist()  # one wait
+            for right, name in zip(hold, floats, strict=True):
+                if not right:
+                    raise ValueError(f"{name} holds NaN or Inf")
 
     @property
     def n(self) -> int:

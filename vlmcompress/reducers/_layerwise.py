@@ -65,7 +65,7 @@ class Merger:
         self.counts: list[int | None] = [None] * len(grids) if counts is None else list(counts)
         self.merged = [Reduction.identity(rows * columns * t, device) for t, rows, columns in grids]
         self.side, self._square = side, side**2
-        self._orders = {grid: raster(grid, side).to(device) for grid in {*grids}} if side > 1 else {}
+        self._orders = {grid: raster(grid, side).to(device, non_blocking=True) for grid in {*grids}} if side > 1 else {}
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias `[images, 1, 1, keys]` to add to the attention's logits: log of each key's size, -inf for padding.
@@ -90,7 +90,7 @@ class Merger:
         parts, steps = [], []
         for image, count in enumerate(self.counts):
             signals = self.signals(image, keys, heads)
-            steps.append(merge(self.method, signals, self.options, layer, self.layers, count))
+            steps.append(merge(self.method, signals, self.options, layer, self.layers, count, check=False))
             rows = steps[-1].apply(self._blocks(image, states)).flatten(0, 1)
             parts.append(torch.cat([states[image, : self.aside], rows]))
         self.merged = [reduction.then(step) for reduction, step in zip(self.merged, steps, strict=True)]
@@ -100,7 +100,8 @@ class Merger:
     def signals(self, image: int, keys: Tensor, heads: int) -> Signals:
         """The signals of the rows that are left of an image; arguments as in `merge`."""
         rows = self._blocks(image, keys).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1)
-        return Signals(self.grids[image], keys=rows, heads=heads, merged=self.merged[image])
+        # A look for NaN would wait for the device once a layer and image.
+        return Signals(self.grids[image], keys=rows, heads=heads, merged=self.merged[image], finite=True)
 
     def spread(self, states: Tensor) -> Tensor:
         """Give each patch its row, in raster order: `[images, rows, d]` become `[images, aside + patches, d]`."""
@@ -109,7 +110,7 @@ class Merger:
         full = states.new_empty(len(states), self.aside + len(self.merged[0].target) * self._square, states.shape[2])
         full[:, : self.aside] = states[:, : self.aside]
         for image, merged in enumerate(self.merged):
-            rows = merged.expand(self._blocks(image, states)).flatten(0, 1)
+            rows = self._blocks(image, states)[merged.target].flatten(0, 1)
             order = self._orders.get(self.grids[image], slice(None))
             full[image, self.aside :][order] = rows
         return full

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, rounded
+
+_ENTRIES = 2**26  # of the tables of cosines that images taken at once have together
 
 
 def missing(method: ModuleType, signals: Signals) -> list[str]:
@@ -24,26 +28,88 @@ def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
 
 
 @torch.no_grad()
-def reduce(method: ModuleType, signals: Signals, options: ReducerOptions, count: int | None = None) -> Reduction:
+def reduce(
+    method: ModuleType, signals: Signals, options: ReducerOptions, count: int | None = None, check: bool = True
+) -> Reduction:
     """What the method does with the tokens of one image. ValueError if a signal that it needs is missing.
 
     count: how many tokens are left, for a method that would decide it by the image; None: as the options say.
+    check: whether to look at the result's values, too, for which the host waits; its lengths are looked at anyway.
     """
     if options.keep == 1 and count is None:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
     if count is not None:
-        return _checked(method, method.reduce(signals, options, count), count)
-    return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options))
+        return _checked(method, method.reduce(signals, options, count), count, check)
+    return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options), check)
+
+
+@torch.no_grad()
+def reduce_all(
+    method: ModuleType,
+    images: Sequence[Signals],
+    options: ReducerOptions,
+    counts: Sequence[int | None] | None = None,
+    check: bool = True,
+) -> list[Reduction]:
+    """What the method does with the tokens of each image; other arguments as of `reduce`.
+
+    A BATCHED method takes all images at once where they have the same shapes and a device that launches kernels, whose number
+    is then that of one image. A CPU computes as long either way.
+    """
+    counts = [None] * len(images) if counts is None else counts
+    shapes = {_shapes(image) for image in images}
+    alike = getattr(method, "BATCHED", False) and len(shapes) == 1 < len(images) and options.keep != 1
+    if not alike or any(count is not None for count in counts) or images[0].device.type == "cpu":
+        return [reduce(method, image, options, count, check) for image, count in zip(images, counts, strict=True)]
+    most, results = max(1, _ENTRIES // images[0].n ** 2), list[Reduction]()
+    for start in range(0, len(images), most):
+        results += _at_once(method, images[start : start + most], options)
+    return [_checked(method, result, method.budget(images[0].grid, options), check) for result in results]
+
+
+def _shapes(image: Signals) -> tuple[object, ...]:
+    """What has to be equal of two images for a method to take both at once."""
+    tensors = tuple(
+        (name, value.shape, value.dtype) for name, value in vars(image).items() if isinstance(value, Tensor)
+    )
+    return image.grid, image.heads, image.merged, image.ahead, tensors
+
+
+def _at_once(method: ModuleType, images: Sequence[Signals], options: ReducerOptions) -> list[Reduction]:
+    """Run a method on images of the same shapes, its every step on all of them."""
+    _check(method, images[0])
+    names = [name for name, value in vars(images[0]).items() if isinstance(value, Tensor)]
+    plain = False
+
+    def decide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        nonlocal plain
+        image = Signals(images[0].grid, heads=images[0].heads, finite=True, **tensors)  # type: ignore[arg-type]
+        result = method.reduce(image, options)
+        plain = result.plain
+        return {name: value for name, value in vars(result).items() if isinstance(value, Tensor)}
+
+    stacked = {name: torch.stack([getattr(image, name) for image in images]) for name in names}
+    results = torch.vmap(decide)(stacked)
+    return [
+        Reduction(**{name: value[number] for name, value in results.items()}, plain=plain)
+        for number in range(len(images))
+    ]
 
 
 @torch.no_grad()
 def merge(
-    method: ModuleType, signals: Signals, options: ReducerOptions, layer: int, layers: int, count: int | None = None
+    method: ModuleType,
+    signals: Signals,
+    options: ReducerOptions,
+    layer: int,
+    layers: int,
+    count: int | None = None,
+    check: bool = True,
 ) -> Reduction:
     """Decide the merges of one layer, by a method that merges layer by layer, on the rows that earlier layers have left.
 
-    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`.
+    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`. `check`: as of `reduce`.
     """
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} is none of the {layers} that merge")
@@ -52,7 +118,7 @@ def merge(
     _check(method, signals)
     result = method.merge(signals, options, layer, layers, count)
     final = method.budget(signals.grid, options) if count is None else count
-    return _checked(method, result, final if layer == layers - 1 else None)
+    return _checked(method, result, final if layer == layers - 1 else None, check)
 
 
 def _check(method: ModuleType, signals: Signals) -> None:
@@ -60,7 +126,7 @@ def _check(method: ModuleType, signals: Signals) -> None:
         raise ValueError(f"{method.__name__.rpartition('.')[2]} needs signals that are missing: {', '.join(absent)}")
 
 
-def _checked(method: ModuleType, result: Reduction, count: int | None) -> Reduction:
+def _checked(method: ModuleType, result: Reduction, count: int | None, check: bool) -> Reduction:
     if count is not None and len(result.anchor) != count:
         raise ValueError(f"{method.__name__} kept {len(result.anchor)} tokens, its budget is {count}")
-    return result.check()
+    return result.check() if check else result

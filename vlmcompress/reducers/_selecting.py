@@ -11,6 +11,8 @@ from torch import Tensor
 
 from vlmcompress.reducers._base import ReducerOptions, Reduction, Signals, check_keep, unit
 
+_FRONT = 16  # columns whose gains are computed first in a step
+
 
 @dataclass(frozen=True)
 class SelectingOptions(ReducerOptions):
@@ -46,7 +48,7 @@ def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Redu
     likeness, nearest = (rows @ rows[kept.anchor].T).max(1)
     parent = torch.where(likeness >= options.similar, kept.anchor[nearest], -1)
     parent[kept.anchor] = kept.anchor
-    return Reduction.join(parent)
+    return Reduction.join(parent, count=len(index))
 
 
 def cover(
@@ -55,19 +57,67 @@ def cover(
     """Choose `count` columns of `worth [m, n]`, whose rowwise maxima have a large sum; indices in the order of their choice.
 
     Greedy: always the column that raises that sum most, times `weight [n]` where that is given; the lowest index of those that
-    fall short of the most by a share of at most `slack`. Maxima begin at 0, or at those of the columns `given`, which are not
-    chosen again.
+    fall short of the most by a share of at most `slack`. Maxima begin at 0, or at those of the columns `covered`, which are
+    not chosen again. On a CPU the choice is `lazily` made, on other devices `stepwise`; it is the same.
     """
-    best = torch.zeros(len(worth), 1, device=worth.device)
-    taken = torch.zeros(worth.shape[1], dtype=torch.bool, device=worth.device)
+    columns = worth.T.contiguous()  # a column's gain is then a sum along memory, in the same order for equal columns
+    best = columns.new_zeros(columns.shape[1])
+    taken = torch.zeros(len(columns), dtype=torch.bool, device=columns.device)
     if covered is not None and len(covered):
-        best, taken[covered] = worth[:, covered].amax(1, keepdim=True), True
-    chosen = torch.empty(count, dtype=torch.int64, device=worth.device)
-    for i in range(count):
-        gain = (worth - best).clamp_(min=0).sum(0)
-        gain = gain if weight is None else gain * weight
-        gain = gain.masked_fill(taken, -1.0)
-        chosen[i] = (gain >= gain.amax() * (1 - slack)).int().argmax()
-        taken[chosen[i]] = True
-        best = torch.maximum(best, worth[:, chosen[i], None])
-    return chosen
+        best, taken = columns[covered].amax(0), taken.scatter(0, covered, True)
+    choose = lazily if worth.device.type == "cpu" else stepwise
+    return choose(columns, best, taken, count, torch.ones_like(columns[:, 0]) if weight is None else weight, slack)
+
+
+def stepwise(columns: Tensor, best: Tensor, taken: Tensor, count: int, weight: Tensor, slack: float) -> Tensor:
+    """Choose for `cover` with all gains computed in each step, so that nothing waits for the device.
+
+    Args:
+        columns: `[n, m]`, the table's columns.
+        best: `[m]`, what is covered of each row to begin with.
+        taken: `[n]`, columns that are not to be chosen.
+    """
+    lost, chosen = torch.zeros_like(columns[:, 0]).masked_fill(taken, -torch.inf), []
+    for _ in range(count):
+        gain = (columns - best).clamp(min=0).sum(1)
+        token = _first(torch.addcmul(lost, gain, weight), slack)
+        best = torch.maximum(best, columns.index_select(0, token)[0])
+        lost = lost.scatter(0, token, -torch.inf)
+        chosen.append(token)
+    return torch.cat(chosen) if chosen else lost.new_empty(0, dtype=torch.int64)
+
+
+def lazily(columns: Tensor, best: Tensor, taken: Tensor, count: int, weight: Tensor, slack: float) -> Tensor:
+    """Choose for `cover` with only those gains computed anew that can be the largest; arguments and result as of `stepwise`.
+
+    What a column gains never rises while others are chosen, nor does its rounded sum, as each term falls and the order stays.
+    So its last known gain is a bound (Minoux, 1978). The gains of highest bound are computed first, then those of all columns
+    whose bound reaches the largest of these: no other column can be chosen.
+    """
+
+    def gains(index: Tensor) -> Tensor:
+        return (columns[index] - best).clamp_(min=0).sum(1).mul_(weight[index])
+
+    bound = (columns - best).clamp_(min=0).sum(1).mul_(weight).masked_fill_(taken, -torch.inf)
+    free = len(taken) - int(taken.sum())
+    chosen = []
+    for step in range(count):
+        if step:  # at first all are new
+            front = bound.topk(min(_FRONT, free - step)).indices
+            bound[front] = gains(front)
+            old = bound >= bound[front].amax() * (1 - slack)
+            old[front] = False
+            if len(rest := old.nonzero().squeeze(1)):
+                bound[rest] = gains(rest)
+        token = _first(bound, slack)
+        best = torch.maximum(best, columns[token][0])
+        bound[token] = -torch.inf
+        chosen.append(token)
+    return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64)
+
+
+def _first(gain: Tensor, slack: float) -> Tensor:
+    """The lowest index, `[1]`, of the gains `[n]` that fall short of the largest by a share of at most `slack`."""
+    if slack == 0:
+        return gain.argmax(0, keepdim=True)
+    return (gain >= gain.amax() * (1 - slack)).byte().argmax(0, keepdim=True)

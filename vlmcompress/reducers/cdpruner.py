@@ -34,6 +34,7 @@ NEEDS = frozenset({"features"})
 OPTIONAL = frozenset({"query"})
 COUNT = "fixed"
 SERVED = True
+BATCHED = True
 OWN = 1e-3
 """What is added to the kernel's diagonal, whose entries are 1 before relevance."""
 _FLAT = 1e-6  # cosines that differ by less are rounded forms of one
@@ -89,18 +90,17 @@ def select(features: Tensor, relevance: Tensor, count: int) -> Tensor:
     `left` is what of each token's squared length the chosen ones do not span, never less than `OWN`. Relevance only scales a
     determinant, so it stays out of the factor.
     """
-    n, device = len(features), features.device
     rows = unit(features)
     kernel = rows @ rows.T
     left = (rows != 0).any(1).float() + OWN  # exactly alike, so that rounding does not choose the first token
-    worth = relevance.square()
-    factor = torch.zeros(count, n, device=device)
-    chosen = torch.empty(count, dtype=torch.int64, device=device)
-    taken = torch.zeros(n, dtype=torch.bool, device=device)
+    worth, factor, chosen = relevance.square(), torch.zeros_like(kernel[:count]), []
     for i in range(count):
-        token = (worth * left).masked_fill(taken, -1.0).argmax()
-        chosen[i] = token
-        taken[token] = True
-        factor[i] = (kernel[token] - factor[:i, token] @ factor[:i]) / left[token].sqrt()
-        left = (left - factor[i].square()).clamp_(min=OWN)
-    return chosen
+        token = (worth * left).argmax(0, keepdim=True)
+        chosen.append(token)
+        worth = worth.scatter(0, token, -torch.inf)
+        before = factor[:i]
+        rest = kernel.index_select(0, token)[0] - before.index_select(1, token)[:, 0] @ before
+        row = rest / left.index_select(0, token).sqrt()
+        factor[i] = row
+        left = (left - row.square()).clamp(min=OWN)
+    return torch.cat(chosen)

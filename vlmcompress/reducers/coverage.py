@@ -17,8 +17,8 @@ questions so sharp a softmax spends small budgets on the words' favourites: with
 tokens lost 6 to 14 points more than without the question. The defaults are the best of 8 settings tried at three shares there,
 and are no better than without the question beyond what such a choice makes by chance.
 
-Costs `n^2 d` multiply-adds for the cosines, `4 n^2` bytes, and `n^2` additions for each token kept; with q words `n (n + q)`
-in the place of `n^2`.
+Costs `n^2 d` multiply-adds for the cosines, `8 n^2` bytes, and at most `n^2` additions for each token kept, on a CPU a part of
+that (`_selecting.lazily`); with q words `n (n + q)` in the place of `n^2`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ NEEDS = frozenset({"features"})
 OPTIONAL = frozenset({"query"})
 COUNT = "fixed"
 SERVED = True
+BATCHED = True
 MOST = 1000.0
 """The largest `weight`. Far above it, rounding would hide what the choice adds for the image's tokens."""
 

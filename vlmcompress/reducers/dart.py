@@ -32,6 +32,7 @@ NEEDS = frozenset({"features"})
 OPTIONAL = frozenset({"query"})
 COUNT = "fixed"
 SERVED = True
+BATCHED = True
 LED = 0.8
 """Share of the kept tokens that are pivots, where `pivots` is 0."""
 
@@ -83,14 +84,15 @@ def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tenso
     pivots = pivots[:count]
     rows = unit(features)
     likeness = torch.cat([rows[pivots], unit(query.to(features.device))]) @ rows.T  # [p + q, n] cosines
-    free = torch.ones(len(features), dtype=torch.bool, device=features.device)
-    free[pivots] = False
-    picks, turns = count - len(pivots), len(likeness)
-    for turn, cosine in enumerate(likeness):
+    taken = torch.zeros_like(likeness[0]).scatter(0, pivots, torch.inf)  # what is added to cosines
+    picks, turns, chosen = count - len(pivots), len(likeness), [pivots]
+    for turn, cosine in enumerate(likeness[:picks]):  # with fewer picks than turns the later ones get none
         quota = picks // turns + (turn < picks % turns)
-        order = cosine.masked_fill(~free, torch.inf).sort(stable=True).indices
-        free[order[:quota]] = False
-    return (~free).nonzero().squeeze(1)
+        free = cosine + taken
+        picked = free.argmin(0, keepdim=True) if quota == 1 else free.sort(stable=True).indices[:quota]
+        taken = taken.scatter(0, picked, torch.inf)
+        chosen.append(picked)
+    return torch.cat(chosen)
 
 
 def _size(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ STAGE = "projected"
 NEEDS = frozenset({"features"})
 COUNT = "fixed"
 SERVED = True
+BATCHED = True
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,11 @@ def select(features: Tensor, count: int) -> Tensor:
     """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
     distance = 1 - rows @ rows.T
-    alone = distance.clone().fill_diagonal_(torch.inf)
-    nearest = alone.amin(0).nan_to_num(posinf=0.0)  # a single token has no neighbour
-    chosen = torch.empty(count, dtype=torch.int64, device=features.device)
-    taken = torch.zeros(len(rows), dtype=torch.bool, device=features.device)
-    for i in range(count):
-        chosen[i] = nearest.masked_fill(taken, -torch.inf).argmax()
-        taken[chosen[i]] = True
-        nearest = distance[chosen[i]] if i == 0 else torch.minimum(nearest, distance[chosen[i]])
-    return chosen
+    alone = distance.masked_fill(torch.eye(len(rows), dtype=torch.bool, device=rows.device), torch.inf)
+    token = alone.amin(0).nan_to_num(posinf=0.0).argmax(0, keepdim=True)  # a single token has no neighbour
+    nearest, chosen = torch.full_like(distance[0], torch.inf), [token]
+    for _ in range(count - 1):
+        nearest = torch.minimum(nearest, distance.index_select(0, token)[0]).scatter(0, token, -torch.inf)
+        token = nearest.argmax(0, keepdim=True)
+        chosen.append(token)
+    return torch.cat(chosen)

@@ -42,6 +42,7 @@ STAGE = "projected"
 NEEDS = frozenset({"features"})
 COUNT = "fixed"
 SERVED = True
+BATCHED = True
 
 WAVES = 4
 """A place is its row and its column, from 0 to 1, and sine and cosine of these at so many frequencies, each twice the last."""

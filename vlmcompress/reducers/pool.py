@@ -50,14 +50,15 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Join the tokens of each window."""
     (frames, height, width), (rows, columns) = signals.grid, options.sides
-    row, column = _middles(height, rows), _middles(width, columns)
-    first = torch.arange(frames) * (height * width)
+    device = signals.device
+    row, column = _middles(height, rows, device), _middles(width, columns, device)
+    first = torch.arange(frames, device=device) * (height * width)
     parent = first[:, None, None] + row[:, None] * width + column
-    return Reduction.join(parent.flatten().to(signals.device))
+    return Reduction.join(parent.flatten(), count=budget(signals.grid, options))
 
 
-def _middles(length: int, step: int) -> Tensor:
+def _middles(length: int, step: int, device: torch.device) -> Tensor:
     """For each of `length` places the middle of the part of `step` places, or fewer at the end, that it lies in, `[length]`."""
-    start = torch.arange(length) // step * step
+    start = torch.arange(length, device=device) // step * step
     end = (start + step).clamp(max=length)
     return start + (end - start - 1) // 2

@@ -6,10 +6,13 @@ process and on every device. A smaller `keep` keeps a subset of what a larger on
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vlmcompress.reducers._base import Grid, Reduction, Signals, check_whole, share, top
 from vlmcompress.reducers._selecting import SelectingOptions, selected
@@ -39,6 +42,13 @@ def budget(grid: Grid, options: Options) -> int:
 
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Give every token a random score and keep the highest."""
-    draw = random.Random(f"{options.seed} {signals.grid}")  # Python promises this sequence for good; torch does not
-    scores = torch.tensor([draw.random() for _ in range(signals.n)], dtype=torch.float64, device=signals.device)
-    return selected(top(scores, budget(signals.grid, options)), signals, options)
+    order = _order(signals.grid, options.seed).to(signals.device, non_blocking=True)
+    return selected(order[: budget(signals.grid, options)], signals, options)
+
+
+@functools.lru_cache(64)
+def _order(grid: Grid, seed: int) -> Tensor:
+    """The tokens of a grid, the one of highest score first, `[n]`."""
+    draw = random.Random(f"{seed} {grid}")  # Python promises this sequence for good; torch does not
+    scores = torch.tensor([draw.random() for _ in range(math.prod(grid))], dtype=torch.float64)
+    return top(scores, len(scores))

@@ -13,13 +13,13 @@ for another.
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
 
 STAGE = "projected"
 NEEDS = frozenset({"features", "query"})
@@ -51,51 +51,76 @@ def budget(grid: Grid, options: Options) -> int:
 
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Refine the most relevant regions until the budget is spent."""
-    assert signals.features is not None and signals.query is not None
-    cells = [_cells(signals.grid, *size) for size in _CELLS]
-    regions = cells[0]
-    worth = _worth(signals, regions, options.sharpness)
-    left = budget(signals.grid, options)
-    order = sorted(range(len(worth)), key=lambda region: (-worth[region], region))
-    if left <= len(order):
-        shown = torch.zeros(len(worth), dtype=torch.bool)
-        shown[order[:left]] = True
-        return _joined(torch.where(shown[regions], regions, -1), signals)
-    left -= len(order)
-    label = regions.clone()
-    for region, level, new in _steps(cells, worth):
-        apart = (regions == region) & torch.isin(cells[level], torch.tensor(new[:left]))
-        label[apart] = len(label) * level + cells[level][apart]  # no two levels share a label
-        left -= len(new[:left])
-        if left == 0:
-            break
-    return _joined(label, signals)
+    steps, count, n = _steps(signals.grid), budget(signals.grid, options), signals.n
+    cells, place, rank, region, size, widest = (
+        table.to(signals.device, non_blocking=True)
+        for table in (steps.cells, steps.place, steps.rank, steps.region, steps.size, steps.widest)
+    )
+    worth = _worth(signals, cells[0], steps.regions, options.sharpness)
+    if count <= steps.regions:
+        shown = torch.zeros_like(worth, dtype=torch.bool).index_fill_(0, top(worth, count), True)
+        return _joined(torch.where(shown[cells[0]], cells[0], -1), count)
+    order = top(worth[region] / widest, len(region))
+    before = size[order].cumsum(0) - size[order]  # tokens that the steps before cost
+    apart = torch.zeros_like(size)
+    apart[order] = (count - steps.regions - before).clamp(min=0)
+    label = cells[0]
+    for level in range(1, len(_CELLS)):  # no two levels share a label
+        label = torch.where(rank[level] < apart[place[level]], n * level + cells[level], label)
+    return _joined(label, count)
 
 
-def _steps(cells: list[Tensor], worth: list[float]) -> list[tuple[int, int, list[int]]]:
-    """List steps (region, level, cells set apart, one token more each) in the order in which the budget should pay for them."""
-    steps = []
-    for region, value in enumerate(worth):
-        tokens, price = (cells[0] == region).nonzero().squeeze(1), math.inf
-        for level in range(1, len(_CELLS)):
-            new = _split(cells[level - 1][tokens], cells[level][tokens])
-            if new:
-                # In a region cut off by the edge a finer level may cost less; it still waits for its turn.
-                price = min(price, value / len(new))
-                steps.append((price, level, region, new))
-    steps.sort(key=lambda step: (-step[0], *step[1:3]))
-    return [(region, level, new) for _, level, region, new in steps]
+@dataclass(frozen=True)
+class _Steps:
+    """What the budget can pay for on a grid. A step takes a region to a level and sets cells apart, one token more each.
+
+    cells:  `[levels, n]`, each token's cell at each level; of level 0 its region.
+    place:  `[levels, n]`, the step that may set that cell apart; rank: its turn within the step, `n` for cells that none does.
+    region: `[s]`, of each step; steps stand by level, then region.
+    size:   `[s]`, how many cells it sets apart; widest: `[s]`, the largest size of it and the region's steps before it.
+    """
+
+    regions: int
+    cells: Tensor
+    place: Tensor
+    rank: Tensor
+    region: Tensor
+    size: Tensor
+    widest: Tensor
 
 
-def _worth(signals: Signals, regions: Tensor, sharpness: float) -> list[float]:
-    """Worth of each region, from 1 to exp(sharpness)."""
+@functools.lru_cache(64)
+def _steps(grid: Grid) -> _Steps:
+    """List the steps of a grid, on the CPU; they depend on no image."""
+    cells = [_cells(grid, *size) for size in _CELLS]
+    n, regions = len(cells[0]), int(cells[0].max()) + 1
+    place, rank = torch.zeros(len(_CELLS), n, dtype=torch.int64), torch.full((len(_CELLS), n), n)
+    tokens = [(cells[0] == region).nonzero().squeeze(1) for region in range(regions)]
+    # In a region cut off by the edge a finer level may cost less; it still waits for its turn.
+    widest, rows = [0] * regions, list[tuple[int, int, int]]()
+    for level in range(1, len(_CELLS)):
+        for region, index in enumerate(tokens):
+            fine = cells[level][index]
+            turns = {cell: turn for turn, cell in enumerate(_split(cells[level - 1][index], fine))}
+            if turns:
+                place[level, index] = len(rows)
+                rank[level, index] = torch.tensor([turns.get(cell, n) for cell in fine.tolist()])
+                widest[region] = max(widest[region], len(turns))
+                rows.append((region, len(turns), widest[region]))
+    table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+    return _Steps(regions, torch.stack(cells), place, rank, *table.unbind(1))
+
+
+def _worth(signals: Signals, regions: Tensor, number: int, sharpness: float) -> Tensor:
+    """Worth of each of so many regions, from 1 to exp(sharpness), `[number]` float64."""
     assert signals.features is not None and signals.query is not None
     if len(signals.query) == 0:
-        return [1.0] * (int(regions.max()) + 1)
-    match = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1).cpu()
-    best = torch.full((int(regions.max()) + 1,), -torch.inf).scatter_reduce(0, regions, match, "amax")
-    low, high = best.min().item(), best.max().item()
-    return [math.exp(sharpness * (value - low) / (high - low)) if high > low else 1.0 for value in best.tolist()]
+        return torch.ones(number, dtype=torch.float64, device=regions.device)
+    match = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1).double()
+    best = torch.full((number,), -torch.inf, dtype=torch.float64, device=match.device)
+    best = best.scatter_reduce(0, regions, match, "amax")
+    low, high = best.amin(), best.amax()
+    return (sharpness * (best - low) / torch.where(high > low, high - low, 1.0)).exp()
 
 
 def _cells(grid: Grid, rows: int, columns: int) -> Tensor:
@@ -112,11 +137,10 @@ def _split(coarse: Tensor, fine: Tensor) -> list[int]:
     return sorted(set(fine.tolist()) - set(last.values()))
 
 
-def _joined(label: Tensor, signals: Signals) -> Reduction:
-    """Merge tokens of one label into the middle one; -1 drops."""
+def _joined(label: Tensor, count: int) -> Reduction:
+    """Merge tokens of one label, of which there are `count`, into the middle one; -1 drops."""
     ordered = label.sort(stable=True)
-    counts = ordered.values.unique_consecutive(return_counts=True)[1]
-    middle = ordered.indices[counts.cumsum(0) - counts + counts // 2]
+    first, end = (torch.searchsorted(ordered.values, ordered.values, right=right) for right in (False, True))
     parent = torch.empty_like(label)
-    parent[ordered.indices] = middle.repeat_interleave(counts)
-    return Reduction.join(parent.where(label >= 0, -1).to(signals.device))
+    parent[ordered.indices] = ordered.indices[first + (end - first) // 2]
+    return Reduction.join(parent.where(label >= 0, -1), count=count)

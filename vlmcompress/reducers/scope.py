@@ -12,7 +12,8 @@ covered is what the language model would get, but tokens may differ from that co
 Where saliency does not tell them apart, two tokens that cover nothing but each other gain exactly the same, as cosines are
 symmetric; so gains within `SLACK` of the largest are taken for equal, or rounding would decide.
 
-Costs `n^2 d` multiply-adds for the cosines, `4 n^2` bytes, and `n^2` additions for each token kept.
+Costs `n^2 d` multiply-adds for the cosines, `8 n^2` bytes, and at most `n^2` additions for each token kept, on a CPU a part of
+that (`_selecting.lazily`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ NEEDS = frozenset({"features"})
 OPTIONAL = frozenset({"saliency"})
 COUNT = "fixed"
 SERVED = True
+BATCHED = True
 SLACK = 1e-4
 """Gains that differ by less are equal, and the lower index comes first."""
 

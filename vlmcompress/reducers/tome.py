@@ -81,4 +81,5 @@ def join(chosen: Tensor, partner: Tensor, signals: Signals) -> Reduction:
     """Merge the rows `2 * chosen` into their partners, each row weighted by the tokens that it stands for."""
     parent = torch.arange(signals.n, device=partner.device)
     parent[2 * chosen] = partner[chosen]
-    return Reduction.join(parent, None if signals.merged is None else signals.merged.sizes)
+    weight = None if signals.merged is None else signals.merged.sizes
+    return Reduction.join(parent, weight, signals.n - len(chosen))

@@ -6,10 +6,12 @@ row over the columns; counts that do not divide differ by one. Exact for every b
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vlmcompress.reducers._base import Grid, Reduction, Signals, share
 from vlmcompress.reducers._selecting import SelectingOptions, selected
@@ -34,14 +36,21 @@ def budget(grid: Grid, options: Options) -> int:
 
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the tokens of the even grid."""
-    frames, rows, columns = signals.grid
+    index = _index(signals.grid, budget(signals.grid, options)).to(signals.device, non_blocking=True)
+    return selected(index, signals, options)
+
+
+@functools.lru_cache(64)
+def _index(grid: Grid, count: int) -> Tensor:
+    """The tokens of the even grid, `[count]`."""
+    frames, rows, columns = grid
     index = []
-    for frame, count in enumerate(_spread(budget(signals.grid, options), frames)):
-        used = min(rows, count, max(math.ceil(count / columns), round(math.sqrt(count * rows / columns))))
-        for row, tokens in zip(_centres(used, rows), _spread(count, used), strict=True):
+    for frame, left in enumerate(_spread(count, frames)):
+        used = min(rows, left, max(math.ceil(left / columns), round(math.sqrt(left * rows / columns))))
+        for row, tokens in zip(_centres(used, rows), _spread(left, used), strict=True):
             start = (frame * rows + row) * columns
             index += [start + column for column in _centres(tokens, columns)]
-    return selected(torch.tensor(index, device=signals.device), signals, options)
+    return torch.tensor(index)
 
 
 def _spread(total: int, parts: int) -> list[int]:

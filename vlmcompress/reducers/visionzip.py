@@ -58,17 +58,16 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     dominant = torch.zeros(n, dtype=torch.bool, device=device)
     dominant[top(signals.saliency, count - contextual)] = True
     if contextual == 0 or count == n:
-        return Reduction.keep(dominant.nonzero().squeeze(1) if count < n else torch.arange(n, device=device), n)
-    rest = (~dominant).nonzero().squeeze(1)
+        return Reduction.keep(top(dominant, count) if count < n else torch.arange(n, device=device), n)
+    rest = top(~dominant, n - count + contextual)
     targets = rest[:: max(1, len(rest) // contextual)][:contextual]
     rows = unit(signals.keys.float().view(n, signals.heads, -1).mean(1))
     parent = torch.arange(n, device=device)
     parent[rest] = targets[(rows[rest] @ rows[targets].T).argmax(1)]
     parent[targets] = targets
-    guests = torch.bincount(parent, minlength=n) - 1
-    weight = 1 / guests[parent].clamp(min=1)  # together the guests of a target count as much as it does
-    weight[parent == torch.arange(n, device=device)] = 1
-    joined = Reduction.join(parent, weight)
-    if options.merge == "mean":
-        return joined
-    return replace(joined, scale=torch.where(guests[joined.anchor] > 0, 2.0, 1.0))
+    joined = Reduction.join(parent, count=count)
+    guests = joined.sizes - 1
+    weight = 1 / guests[joined.target].clamp(min=1)  # together the guests of a target count as much as it does
+    weight.index_fill_(0, joined.anchor, 1.0)
+    scale = None if options.merge == "mean" else torch.where(guests > 0, 2.0, 1.0)
+    return replace(joined, weight=weight, scale=scale)

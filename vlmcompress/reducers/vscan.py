@@ -19,6 +19,7 @@ where the layer can be opened (96 kept here and a third of them there: 64 on ave
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -69,32 +70,39 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     assert signals.features is not None and signals.saliency is not None and signals.windowed is not None
     count = budget(signals.grid, options)
     kept = torch.zeros(signals.n, dtype=torch.bool, device=signals.saliency.device)
-    kept[local(signals.windowed, windows(signals.grid, options.window), count // 2)] = True
+    window = windows(signals.grid, options.window, kept.device)
+    kept[local(signals.windowed, window, count // 2, math.prod(_tiles(signals.grid, options.window)))] = True
     rest = signals.saliency.float().masked_fill(kept, -torch.inf)
     kept[top(rest, count - count // 2)] = True
-    rows, anchors = unit(signals.features), kept.nonzero().squeeze(1)
+    rows, anchors = unit(signals.features), top(kept, count)
     nearest = anchors[(rows @ rows[anchors].T).argmax(1)]
-    return Reduction.join(torch.where(kept, torch.arange(signals.n, device=kept.device), nearest))
+    return Reduction.join(torch.where(kept, torch.arange(signals.n, device=kept.device), nearest), count=count)
 
 
-def windows(grid: Grid, side: int) -> Tensor:
+def windows(grid: Grid, side: int, device: torch.device | None = None) -> Tensor:
     """Number of each token's window, `[n]`; windows are tiles of `side x side` from the upper left corner of each frame.
 
     The last ones of a row and of a column are larger by what does not divide, so every window has at least `side x side`
     tokens; a frame that is narrower has one window across.
     """
-    frames, rows, columns = (torch.arange(length) for length in grid)
-    down, across = max(1, grid[1] // side), max(1, grid[2] // side)
+    frames, rows, columns = (torch.arange(length, device=device) for length in grid)
+    _, down, across = _tiles(grid, side)
     tile = (rows // side).clamp(max=down - 1)[:, None] * across + (columns // side).clamp(max=across - 1)
     return (frames[:, None, None] * (down * across) + tile).flatten()
 
 
-def local(scores: Tensor, window: Tensor, count: int) -> Tensor:
+def _tiles(grid: Grid, side: int) -> Grid:
+    """Frames, and windows down and across each."""
+    return grid[0], max(1, grid[1] // side), max(1, grid[2] // side)
+
+
+def local(scores: Tensor, window: Tensor, count: int, number: int | None = None) -> Tensor:
     """Indices `[count]` of the highest scores, at most `count / windows`, rounded up, from each window.
 
     Args:
         scores: `[n]`, score of each token.
         window: `[n]`, number of each token's window, from 0.
+        number: number of windows; None: it is read from `window`.
     """
     order = top(scores, len(scores))
     owner = window.to(order.device)[order]
@@ -102,5 +110,5 @@ def local(scores: Tensor, window: Tensor, count: int) -> Tensor:
     first = torch.searchsorted(by_window.values, by_window.values)  # where the window's own run begins
     rank = torch.empty_like(order)  # rank of a token within its window
     rank[by_window.indices] = torch.arange(len(order), device=order.device) - first
-    quota = -(-count // (int(window.max()) + 1))
+    quota = -(-count // (int(window.max()) + 1 if number is None else number))
     return order[(rank >= quota).sort(stable=True).indices[:count]]  # those beyond the quota stand last

@@ -67,7 +67,8 @@ class Ahead:
                 for level in levels[number - 1 : number]:
                     hidden[: len(rows)] += level
         states = self._model.norm(hidden, residual)[0] if self._options.states else None
-        return signals(grid, layer_signals["saliency"], layer_signals["keys"], layer_signals["heads"], states)
+        saliency, keys, heads = (layer_signals[name] for name in ("saliency", "keys", "heads"))
+        return signals(grid, saliency, keys, heads, states, finite=True)
 
 
 class _Causal(nn.Module):

@@ -16,7 +16,7 @@ from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, 
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.hf_hooks import Reduced
-from vlmcompress.hf_hooks.units import whole
+from vlmcompress.hf_hooks.units import Unit, whole
 from vlmcompress.models import Layout, ModelSpec, spec_for
 from vlmcompress.reducers import Grid, Reduction
 
@@ -95,32 +95,38 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
             sizes: height and width of each image.
             signals: function that gives the encoder's signals for image number i, whose tokens are one grid.
         """
-        reductions = []
-        for number, (rows, size) in enumerate(zip(images, sizes, strict=True)):
+        every, tiles = list(images), []
+        for number, (rows, size) in enumerate(zip(every, sizes, strict=True)):
             layout = self._layout(*size)
             if len(rows) != layout.tokens:
                 raise ValueError(f"an image became {len(rows)} tokens, its size asks for {layout.tokens}")
             image_signals = self.question(number) | (signals(number) if signals else {})
-            result = self._reduction(rows, layout.grids(), image_signals)
-            reductions.append(self._placed(result.apply(rows), result))
-        return tuple(reductions)
+            tiles.append((rows, layout.grids(), image_signals))
+        reductions = zip(every, self._reductions(tiles), strict=True)
+        return tuple(self._placed(result.apply(rows), result) for rows, result in reductions)
 
-    def _reduction(
-        self, rows: Tensor, grids: Iterable[tuple[Grid, Sequence[int]]], signals: dict[str, Any]
-    ) -> Reduction:
-        """Reduce `rows`; each of `grids` names its rows by number."""
-        units = []
-        for grid, index in grids:
-            columns = torch.tensor(index)
-            tile_rows = rows[columns.to(rows.device)]
-            ahead = self._ahead.signals(grid, tile_rows, signals.get("query"))
-            result = self.reducer.reduce(grid, tile_rows, **signals, **ahead)
-            units.append(Reduced(0, columns, grid, 0, (0, len(rows)), result))
-        return whole(units)
+    def _reductions(
+        self, images: Sequence[tuple[Tensor, Iterable[tuple[Grid, Sequence[int]]], dict[str, Any]]]
+    ) -> list[Reduction]:
+        """Reduce images of `rows [n, d]`, grids, each of which names its rows by number, and signals; all tiles at once."""
+        units: list[list[Unit]] = []
+        tiles: list[dict[str, Any]] = []
+        for rows, grids, signals in images:
+            units.append([])
+            for grid, index in grids:
+                columns = torch.tensor(index).to(rows.device, non_blocking=True)
+                ahead = self._ahead.signals(grid, rows[columns], signals.get("query"))
+                tiles.append({"grid": grid, "features": rows[columns], **signals, **ahead})
+                units[-1].append(Unit(0, columns, grid, 0, (0, len(rows))))
+        results = iter(self.reducer.reduce_all(tiles))
+        return [
+            whole([Reduced(**vars(unit), reduction=next(results)) for unit in parts], parts[0].columns.device)
+            for parts in units
+        ]
 
     def _placed(self, rows: Tensor, reduction: Reduction) -> Tensor:
         """Pack `rows [m, d]`, one for each output of `reduction`, with their places in the image."""
-        return pack(rows, reduction.anchor.to(rows.device)[:, None].expand(-1, DIMS))
+        return pack(rows, reduction.anchor.to(rows.device)[:, None].expand(-1, DIMS), len(reduction.target) - 1)
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Numbers of tokens in encoder and projector, which get the full image."""

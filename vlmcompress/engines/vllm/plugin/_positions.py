@@ -35,9 +35,14 @@ BASE = 256  # digits up to 255 are exact in bfloat16, which rounds 257 to 256
 LIMIT = BASE**DIGITS
 
 
-def pack(rows: Tensor, places: Tensor) -> Tensor:
-    """Append `places [k, 3]`, whole numbers from 0 to 2^24 - 1, to `rows [k, d]` in nine channels, exact in every dtype."""
-    if len(places) and not 0 <= int(places.min()) <= int(places.max()) < LIMIT:
+def pack(rows: Tensor, places: Tensor, most: int | None = None) -> Tensor:
+    """Append `places [k, 3]`, whole numbers from 0 to 2^24 - 1, to `rows [k, d]` in nine channels, exact in every dtype.
+
+    `most`: what no place is above; None: they are looked at, for which the host waits.
+    """
+    if most is None:
+        most = int(places.max()) if len(places) else 0
+    if most >= LIMIT:
         raise ValueError(
             f"a token's place within its image is beyond {LIMIT - 1:,}; use smaller images or shorter videos"
         )

@@ -203,8 +203,9 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
             raise ValueError(
                 f"{self.reducer.chosen} kept {len(result.anchor)} of {math.prod(grid)} tokens, not {count}"
             )
-        anchors = torch.from_numpy(places(grid, pace))[result.anchor.cpu()]
-        return pack(result.apply(rows), anchors)
+        where = torch.from_numpy(places(grid, pace))
+        anchors = where.to(rows.device, non_blocking=True)[result.anchor]
+        return pack(result.apply(rows), anchors, int(where.max()))
 
     def get_encoder_cudagraph_config(self) -> Any:
         """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""

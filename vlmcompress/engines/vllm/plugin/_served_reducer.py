@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,18 +88,25 @@ class ServedReducer:
         return hasattr(self.chosen.module, "merge")
 
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
-        """Decide the reduction of one image.
+        """Decide the reduction of one image. Nothing here waits for the device, so values are not looked at.
 
         Args:
             grid: grid of the image's tokens.
             features: `[n, d]`, the tokens; None before the encoder has run.
             signals: further fields of `Signals`; and `count`, its tokens in the prompt, where the image decides that.
         """
-        count = signals.pop("count", None)
-        if self.views:  # it was decided before, and this image stays
-            return Reduction.identity(math.prod(grid), None if features is None else features.device)
-        image_signals = Signals(grid, features=features, **signals)
-        return reducers.reduce(self.chosen.module, image_signals, self.chosen.options, count)
+        return self.reduce_all([{"grid": grid, "features": features, **signals}])[0]
+
+    def reduce_all(self, images: Sequence[Mapping[str, Any]]) -> list[Reduction]:
+        """Decide the reductions of several images, for each of which there are the arguments of `reduce`."""
+        counts = [image.get("count") for image in images]
+        signals = [
+            Signals(**{name: value for name, value in image.items() if name != "count"}, finite=True)
+            for image in images
+        ]
+        if self.views:  # it was decided before, and these images stay
+            return [Reduction.identity(image.n, image.device) for image in signals]
+        return reducers.reduce_all(self.chosen.module, signals, self.chosen.options, counts, check=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:

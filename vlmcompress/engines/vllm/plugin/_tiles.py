@@ -116,10 +116,14 @@ class TiledImages(OriginalPositions, PlainRope):
 
     def _reduced(self, rows: Tensor) -> Tensor:
         """Reduce the tiles `rows [tiles * n, d]` of one image; returns the rows left with their places in their tiles."""
-        parts = []
-        for tile_rows in rows.split(math.prod(self.grid)):
-            result = self._reduction(self.grid, tile_rows)
-            parts.append(pack(result.apply(tile_rows), result.anchor[:, None].expand(-1, DIMS)))
+        parts, tiles = [], rows.split(math.prod(self.grid))
+        if self._merging:
+            results = [self._merging.take(1) for _ in tiles]
+        else:
+            results = self.reducer.reduce_all([{"grid": self.grid, "features": tile_rows} for tile_rows in tiles])
+        for tile_rows, result in zip(tiles, results, strict=True):
+            anchors = result.anchor[:, None].expand(-1, DIMS)
+            parts.append(pack(result.apply(tile_rows), anchors, math.prod(self.grid) - 1))
         return torch.cat(parts)
 
     def _reduction(self, grid: Grid, rows: Tensor) -> Reduction:
