@@ -55,8 +55,15 @@ class Check:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the steps."""
-        paths = [str(self.site or ""), str(machine.ROOT / "scripts"), str(machine.ROOT), os.environ.get("PYTHONPATH", "")]
-        named = {"VLMCOMPRESS_CHECK_PYTHON": self.interpreter} if self.interpreter else {}  # `gpu.engine.setting_up` reads it
+        paths = [
+            str(self.site or ""),
+            str(machine.ROOT / "scripts"),
+            str(machine.ROOT),
+            os.environ.get("PYTHONPATH", ""),
+        ]
+        named = (
+            {"VLMCOMPRESS_CHECK_PYTHON": self.interpreter} if self.interpreter else {}
+        )  # `gpu.engine.setting_up` reads it
         return {**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **named}
 
 

@@ -26,8 +26,8 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> scheme and its opt
     "gptq-plus": ("gptq-plus", {}),
 }
 SERVED = ("bf16", "fp8", "int8", "awq")
-WHOLE = {"qwen2.5-vl-7b/gptq-plus": 5.2, "qwen2.5-vl-7b/awq": 2.0, "qwen2.5-vl-7b/gptq": 2.5, "qwen2.5-vl-7b/fp8": 0.8,
-         "qwen3-vl-8b/awq": 1.5}  # fmt: skip
+WHOLE = {("qwen2.5-vl-7b", "gptq-plus"): 5.2, ("qwen2.5-vl-7b", "awq"): 2, ("qwen2.5-vl-7b", "gptq"): 2.5,
+         ("qwen2.5-vl-7b", "fp8"): 0.8, ("qwen3-vl-8b", "awq"): 1.5}  # fmt: skip
 
 INSTALLED = ("torch", "torchvision", "transformers", "accelerate", "safetensors", "PIL", "yaml", "jinja2", "pytest")
 """What a bare machine has, with what these need."""
@@ -109,8 +109,8 @@ STEPS: tuple[Step, ...] = (
     ),
     Step(
         "quantize", "whole models with 128 images of 1000 x 1000: seconds by phase, peak memory", "gpu.bare.whole",
-        [Part(name, minutes, QUANTIZES, dict(zip(("shape", "name"), name.split("/"), strict=True)))
-         for name, minutes in WHOLE.items()],
+        [Part(f"{shape}-{scheme}", minutes, QUANTIZES, {"shape": shape, "name": scheme})
+         for (shape, scheme), minutes in WHOLE.items()],
     ),
     Step(
         "layers", "a block's layers by every scheme: seconds by phase, kernels, waits, peak memory", "gpu.bare.layers",

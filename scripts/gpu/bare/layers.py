@@ -36,7 +36,9 @@ def run(place: Place, shape: str) -> dict[str, Any]:
         taken, stats[name] = measure.once(lambda name=name: made.statistics(*inputs[name], {*NEEDS, CROSS}))
         seconds += taken
     inputs.clear()
-    weights = {name: [made.weight(rows, width, device, rows) for rows in sides] for name, (width, sides) in groups.items()}
+    weights = {
+        name: [made.weight(rows, width, device, rows) for rows in sides] for name, (width, sides) in groups.items()
+    }
     methods = {name: (name, {}) for name in REGISTRY.names()} | SCHEMES
 
     def row(name: str) -> dict[str, Any]:
@@ -44,7 +46,9 @@ def run(place: Place, shape: str) -> dict[str, Any]:
         method = REGISTRY.get(scheme)
         return solved(method, method.Options(**chosen), weights, stats) | {"blocks": blocks}
 
-    names = [name for name, (scheme, _) in methods.items() if (m := REGISTRY.get(scheme)).scheme(m.Options()) is not None]
+    names = [
+        name for name, (scheme, _) in methods.items() if (m := REGISTRY.get(scheme)).scheme(m.Options()) is not None
+    ]
     rows = each(names, row)
     for figures in rows.values():
         if "seconds" in figures:

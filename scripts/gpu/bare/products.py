@@ -18,10 +18,12 @@ TOKENS = (32, 1280, 8192)
 
 
 def run(place: Place) -> dict[str, Any]:
-    """Measure all layers: microseconds in BF16, and how many times faster each other type is; an error where it does not run."""
+    """Measure all layers: microseconds in BF16, and how many times faster each other type is, or why it does not run."""
     layers = {"qkv": (64, 128)} if place.tiny else LAYERS
     return {
-        f"{name}, {tokens}": measured(tokens, *sides) for name, sides in layers.items() for tokens in TOKENS[: len(layers)]
+        f"{name}, {tokens}": measured(tokens, *sides)
+        for name, sides in layers.items()
+        for tokens in TOKENS[: len(layers)]
     }
 
 
@@ -31,12 +33,12 @@ def measured(tokens: int, width: int, rows: int) -> dict[str, Any]:
     x, w = (torch.randn(side, width, device=device) for side in (tokens, rows))
     products = {
         "bf16": lambda a, b: a @ b.T,
-        "fp8": lambda a, b: torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
+        "fp8": lambda a, b: torch._scaled_mm(a, b.T, scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16),
         "fp8_rows": lambda a, b: torch._scaled_mm(a, b.T, scale_a=by_row, scale_b=by_column, out_dtype=torch.bfloat16),
         "int8": lambda a, b: torch._int_mm(a, b.T),
     }
     types = {"bf16": torch.bfloat16, "int8": torch.int8}
-    one, by_row = torch.ones(1, device=device), torch.ones(tokens, 1, device=device)
+    unit, by_row = torch.ones(1, device=device), torch.ones(tokens, 1, device=device)
     by_column = torch.ones(1, rows, device=device)
     taken: dict[str, Any] = {}
     for name, product in products.items():

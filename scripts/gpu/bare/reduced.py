@@ -1,7 +1,7 @@
 """What a visual-token reducer costs and what it saves, in transformers on one GPU, at the widths of Qwen2.5-VL-7B.
 
-A reducer that takes longer than the prefill it saves is no gain, however few kernels it has: `beside_encoder` holds each against
-the encoder's time for the same images, `prefill` runs the model with all, half and a quarter of an image's 1,280 tokens.
+A reducer that takes longer than the prefill it saves is no gain. `beside_encoder` holds each against the encoder's time for
+the same images, `prefill` runs the model with all, half and a quarter of an image's 1,280 tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What needs gradients, a rotation or ranges of keys and values, on a model of full width with three decoder blocks.
 
-Each part runs the verb's own function on random weights: seconds by phase and peak memory, and that it comes to its end. What is
-learnt from random weights says nothing. `gradients` collects all that the verb `calibrate` can, and solves a scheme from it.
+Each part runs the verb's own function on random weights: seconds by phase, peak memory, and that it comes to its end. What is
+learnt says nothing. `gradients` collects what the verb `calibrate` does, with a gradient pass, and solves a scheme from it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What takes vLLM: the parts of the tier `engine`.
 
-    kernels   every scheme loaded, with the kernels that run its layers      probe       a checkpoint in vLLM, a process of its own
-    answers   what checkpoints answer, against transformers or 16 bits       serving     a scheme served at all, half, a quarter
-    setting_up   makes the environment
+kernels      every scheme loaded, and its layers' kernels      probe      a checkpoint in vLLM, a process of its own
+answers      checkpoints' answers against transformers         serving    a scheme at all, half, a quarter of the tokens
+setting_up   makes the environment
 """
