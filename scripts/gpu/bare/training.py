@@ -30,7 +30,7 @@ def run(place: Place, what: str) -> dict[str, Any]:
     try:
         seconds, figures = measure.once(lambda: works[what](place, source, out))
     finally:
-        for path in (out, Path(f"{out}-quantized")):
+        for path in (out, Path(f"{out}-quantized"), Path(f"{out}.safetensors")):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     result = {"seconds": round(seconds, 2), **figures, **measure.peaks()}
     if odd := [name for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)]:
@@ -66,7 +66,7 @@ def learn_reducer(place: Place, source: Path, out: Path) -> dict[str, Any]:
     from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
 
     facts: dict[str, Any] = {"timing": {}}
-    recipe = shapes.recipe(place, source, out, "none", {})
+    recipe = shapes.recipe(place, source, Path(f"{out}.safetensors"), "none", {})
     try:
         facts = learn_reducer(recipe, ScorerTraining(steps=STEPS, batch=BATCH, every=STEPS // 2), overwrite=True)
     except UserError as error:
