@@ -38,6 +38,7 @@ class Check:
     Attributes:
         results: file of results.
         work: folder for models, checkpoints and logs.
+        site: folder of packages that the steps find before those that are installed (`wheels`); None: there is none.
         interpreter: the Python named for the steps; None: the checkout's environment or this one.
         limit: minutes after which no part starts; one that is not expected to end before is left. None: no limit.
         again: names of steps and parts to run although they are done.
@@ -49,6 +50,21 @@ class Check:
     interpreter: str | None = None
     limit: float | None = None
     again: Sequence[str] = ()
+    site: Path | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the steps."""
+        paths = [
+            str(self.site or ""),
+            str(machine.ROOT / "scripts"),
+            str(machine.ROOT),
+            os.environ.get("PYTHONPATH", ""),
+        ]
+        named = (
+            {"VLMCOMPRESS_CHECK_PYTHON": self.interpreter} if self.interpreter else {}
+        )  # `gpu.engine.setting_up` reads it
+        return {**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **named}
 
 
 def run(check: Check, steps: Sequence[Step]) -> list[str]:
@@ -62,7 +78,7 @@ def run(check: Check, steps: Sequence[Step]) -> list[str]:
             if not again and record.done(record.read(check.results), name, device):
                 continue
             minutes = (time.monotonic() - began) / 60 + part.minutes
-            reason = unable(check, step, gpu is not None)
+            reason = unable(check, step, part, gpu is not None)
             if reason is None and check.limit is not None and minutes > check.limit:
                 left.append(name)
                 continue
@@ -75,12 +91,12 @@ def run(check: Check, steps: Sequence[Step]) -> list[str]:
     return left
 
 
-def unable(check: Check, step: Step, gpu: bool) -> str | None:
-    """The reason why a step can't run here, in one line; None where it can."""
+def unable(check: Check, step: Step, part: Part, gpu: bool) -> str | None:
+    """The reason why a part can't run here, in one line; None where it can."""
     if step.gpu and not gpu and not check.tiny:
         return "no NVIDIA GPU: nvidia-smi names none"
     interpreter = machine.python(check.interpreter)
-    if absent := machine.missing(interpreter, step.needs):
+    if absent := machine.missing(interpreter, part.needs, check.environment):
         return f"{interpreter} lacks {', '.join(absent)}; {machine.remedy(absent)}"
     return None
 
@@ -93,13 +109,9 @@ def one(check: Check, step: Step, part: Part) -> dict[str, Any]:
     out.unlink(missing_ok=True)
     command = [machine.python(check.interpreter), "-m", "gpu.part", step.module, json.dumps(dict(part.arguments)),
                str(out), str(check.work), "tiny" if check.tiny else "full"]  # fmt: skip
-    paths = [str(machine.ROOT / "scripts"), str(machine.ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    if check.interpreter:
-        environment["VLMCOMPRESS_CHECK_PYTHON"] = check.interpreter  # `gpu.setting_up` makes none then
     with log.open("wb") as sink:
         child = subprocess.Popen(
-            command, cwd=machine.ROOT, env=environment, stdin=subprocess.PIPE, stdout=sink, stderr=sink,
+            command, cwd=machine.ROOT, env=check.environment, stdin=subprocess.PIPE, stdout=sink, stderr=sink,
             start_new_session=True,
         )  # fmt: skip
         try:

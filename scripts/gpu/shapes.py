@@ -1,14 +1,17 @@
 """Checkpoints of random weights with the shapes of real models, their calibration data, and what is made of them.
 
-`full` is the model as published, but for depth where a comment says so; `shallow` has three decoder blocks of full width
-behind a short tower and a small vocabulary, which suffices for kernels and answers; `tiny` is for a CPU. Weights are drawn
+`full` is the model as published, but for depth where a comment says so; `tower` lacks all decoder
+blocks but one; `shallow` has three of full width behind a short tower and a small vocabulary, which suffices for kernels and
+answers; `tiny` is for a CPU. Weights are drawn
 on the GPU. The norms get a log-normal gain per channel, so that AWQ has something to find. The tokenizer has one token per
 byte; the rest of the vocabulary are names that no text contains.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -83,6 +86,10 @@ def _tiny(shape: Shape) -> Shape:
     return replace(shape, text=text | ({"head_dim": 32} if qwen3 else {}), vision=vision)
 
 
+def _tower(shape: Shape) -> Shape:
+    return replace(shape, text={**shape.text, "num_hidden_layers": 1, "vocab_size": 4096})
+
+
 def _shallow(shape: Shape) -> Shape:
     marks = {name: [0, 2] for name in ("fullatt_block_indexes", "deepstack_visual_indexes") if name in shape.vision}
     text = {**shape.text, "num_hidden_layers": 3, "vocab_size": 4096}
@@ -90,9 +97,9 @@ def _shallow(shape: Shape) -> Shape:
 
 
 def shape(place: Place, name: str, kind: str) -> Shape:
-    """The shape of a name, `full` or `shallow`; with tiny shapes that."""
+    """The shape of a name, `full`, `tower` or `shallow`; with tiny shapes that."""
     full = FULL[name]
-    return _tiny(full) if place.tiny else {"full": full, "shallow": _shallow(full)}[kind]
+    return _tiny(full) if place.tiny else {"full": full, "tower": _tower(full), "shallow": _shallow(full)}[kind]
 
 
 def model(place: Place, name: str, kind: str, apart: bool = False) -> Path:
@@ -102,10 +109,22 @@ def model(place: Place, name: str, kind: str, apart: bool = False) -> Path:
         apart: make it in another process, so that this one's peak memory is that of its own work.
     """
     folder = place.work / f"{name}-{kind}" / "bf16"
+    if kind == "full":  # of which only one is kept at a time, as disks are small where machines are lent
+        for other in FULL.keys() - {name}:
+            shutil.rmtree(place.work / f"{other}-full", ignore_errors=True)
     if apart and not (folder / "config.json").is_file():
         size = "tiny" if place.tiny else "full"
         subprocess.run([sys.executable, "-m", "gpu.shapes", str(place.work), size, name, kind], check=True)
-    return _made(folder, lambda partial: _build(shape(place, name, kind), partial))
+    return _made(folder, lambda partial: _save(shape(place, name, kind), partial))
+
+
+def vlm(place: Place, name: str, kind: str) -> Any:
+    """The unquantized model on the GPU, where there is one, and on no disk."""
+    from vlmcompress import models
+
+    built, processor = _built(shape(place, name, kind))
+    spec = models.spec_for(built.config.to_dict())
+    return models.VLM(built.eval().requires_grad_(False), processor, spec, place.work)
 
 
 def quantized(place: Place, name: str, kind: str, scheme: str, options: Mapping[str, Any], label: str) -> Path:
@@ -119,12 +138,15 @@ def quantized(place: Place, name: str, kind: str, scheme: str, options: Mapping[
     return folder
 
 
-def recipe(place: Place, source: Path, out: Path, scheme: str, options: Mapping[str, Any], **keys: Any) -> Any:
-    """A recipe, with the check's calibration data where it needs any."""
+def recipe(
+    place: Place, source: Path, out: Path, scheme: str, options: Mapping[str, Any], large: bool = False, **keys: Any
+) -> Any:
+    """A recipe, with the check's calibration data where it needs any: 64 small images, or 128 large ones."""
     import vlmcompress
 
     if scheme not in FREE or "kv_cache" in keys:
-        keys["calibrate"] = {"data": str(calibration(place)), "samples": 4 if place.tiny else 64}
+        data = calibration(place, large)
+        keys["calibrate"] = {"data": str(data), "samples": data.read_text().count("\n")}
     return vlmcompress.Recipe.of(str(source), str(out), scheme=scheme, options=dict(options), **keys)
 
 
@@ -144,21 +166,34 @@ def reduced(full: Path, reduce: str) -> Path:
     return _made(full.with_name(f"{full.name}-{reduce.replace(':', '-').replace('/', '-')}"), make)
 
 
-def calibration(place: Place) -> Path:
-    """Return the calibration data, made if they aren't there: drawn pictures with a question and an answer."""
-    count, size = (4, (112, 112)) if place.tiny else (64, (448, 448))
+def calibration(place: Place, large: bool = False) -> Path:
+    """Return the calibration data, made if they aren't there: drawn pictures with a question and an answer.
+
+    Args:
+        large: 128 pictures of 1000 x 1000 pixels instead of 64 of 448 x 448.
+    """
+    count, size = (128, (1000, 1000)) if large else (64, (448, 448))
+    if place.tiny:
+        count, size = 16, (112, 112)
 
     def make(folder: Path) -> None:
-        from vlmcompress.bench.prompts import dead_leaves
-
         folder.mkdir(parents=True)
-        rows = []
-        for number in range(count):
-            dead_leaves(size, number).save(folder / f"{number}.png")
-            rows.append({"id": str(number), "image": f"{number}.png", "question": QUESTION, "answer": "Leaves."})
+        draw = functools.partial(_draw, folder, size)
+        with multiprocessing.get_context("spawn").Pool(1 if place.tiny else os.cpu_count()) as pool:
+            pool.map(draw, range(count))
+        rows = [
+            {"id": str(number), "image": f"{number}.png", "question": QUESTION, "answer": "Leaves."}
+            for number in range(count)
+        ]
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    return _made(place.work / "calibration", make, "data.jsonl") / "data.jsonl"
+    return _made(place.work / f"calibration-{size[0]}", make, "data.jsonl") / "data.jsonl"
+
+
+def _draw(folder: Path, size: tuple[int, int], number: int) -> None:
+    from vlmcompress.bench.prompts import dead_leaves
+
+    dead_leaves(size, number).save(folder / f"{number}.png", compress_level=1)
 
 
 def _made(folder: Path, make: Callable[[Path], None], mark: str = "config.json") -> Path:
@@ -173,7 +208,17 @@ def _made(folder: Path, make: Callable[[Path], None], mark: str = "config.json")
     return folder
 
 
-def _build(shape: Shape, folder: Path) -> None:
+def _save(shape: Shape, folder: Path) -> None:
+    from vlmcompress import models
+
+    built, processor = _built(shape)
+    with models.quiet():
+        built.save_pretrained(folder, max_shard_size="4GB")
+        processor.save_pretrained(folder)
+
+
+def _built(shape: Shape) -> tuple[Any, Any]:
+    """A model with random weights, and its processor."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -193,8 +238,7 @@ def _build(shape: Shape, folder: Path) -> None:
                 if "layernorm" in name and "visual" not in name:
                     parameter.copy_(torch.randn(parameter.shape, device=parameter.device).mul(0.7).exp())
         built.generation_config.eos_token_id, built.generation_config.pad_token_id = END, PAD
-        built.save_pretrained(folder, max_shard_size="4GB")
-        _processor(shape).save_pretrained(folder)
+        return built, _processor(shape)
 
 
 def _processor(shape: Shape) -> Any:

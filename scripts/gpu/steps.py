@@ -1,13 +1,14 @@
-"""The steps of a check, as data: what each proves, what it needs, its parts and about how long they take on an H200.
+"""The steps of a check, as data: what each proves, what its parts need, and about how long they take.
 
-A part is run in a process of its own and recorded when it is done, so it is what a later call goes on behind. The minutes
-are estimates until a GPU has run them; together they are to stay within 40.
+A part is run in a process of its own and recorded when it is done, so it is what a later call goes on behind. Steps stand
+in the order of what they are worth. Minutes are estimates for an H100 or H200 until one has run them: those of the tier
+`bare` are to stay within 25, those of the tier `engine` within 30.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 SHAPES = ("qwen2.5-vl-7b", "qwen3-vl-8b")
@@ -22,21 +23,41 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> scheme and its opt
     "gptq": ("gptq", {}),
     "gptq-3bit": ("gptq", {"bits": 3}),
     "gptq-2bit": ("gptq", {"bits": 2}),
+    "gptq-plus": ("gptq-plus", {}),
 }
 SERVED = ("bf16", "fp8", "int8", "awq")
-PIECES = {"quick": 0.7, **{f"models-{n}-2": 1.2 for n in (1, 2)}, **{f"engines-{n}-3": 1.5 for n in (1, 2, 3)}}
-MODELS = ("torch", "transformers", "pydantic", "PIL")
+WHOLE = {("qwen2.5-vl-7b", "gptq-plus"): 5.2, ("qwen2.5-vl-7b", "awq"): 2, ("qwen2.5-vl-7b", "gptq"): 2.5,
+         ("qwen2.5-vl-7b", "fp8"): 0.8, ("qwen3-vl-8b", "awq"): 1.5}  # fmt: skip
+
+INSTALLED = ("torch", "torchvision", "transformers", "accelerate", "safetensors", "PIL", "yaml", "jinja2", "pytest")
+"""What a bare machine has, with what these need."""
+BROUGHT = ("pydantic", "compressed_tensors", "jaxtyping", "beartype", "hypothesis")
+"""What `wheels` brings along."""
+MODELS = ("torch", "torchvision", "transformers", "accelerate", "safetensors", "PIL", "yaml", "jinja2", "pydantic")
 QUANTIZES = (*MODELS, "compressed_tensors")
+TESTS = (*QUANTIZES, "pytest", "hypothesis", "jaxtyping", "beartype")
 ENGINE = (*QUANTIZES, "vllm")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a step. `arguments` are those of the step's `run`; `minutes`: about how long it takes on an H200."""
+    """One process of a step.
+
+    Attributes:
+        minutes: about how long it takes on an H100 or H200.
+        arguments: those of the step's `run`.
+        needs: packages that the Python which runs it must have.
+    """
 
     name: str
     minutes: float
+    needs: Sequence[str]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tier(self) -> str:
+        """`bare`: a machine with torch and transformers can run it, with a few wheels; `engine`: it takes more."""
+        return "bare" if {*self.needs} <= {*INSTALLED, *BROUGHT} else "engine"
 
 
 @dataclass(frozen=True)
@@ -46,72 +67,104 @@ class Step:
     Attributes:
         proves: one line for `--list`.
         module: the module whose `run(place, **arguments)` a part calls, or that of MODULE:FUNCTION; it returns plain data.
-        needs: packages that the Python which runs it must have.
-        gpu: whether it needs a GPU; not asked with `--tiny`.
-        counted: whether its minutes count towards the 40.
+        gpu: whether it needs a GPU; not required with `--tiny`.
         limit: seconds after which a part is ended; commands on a lent machine end after 600.
+        fetches: whether it fetches packages, which a bare machine can't; its minutes count towards no tier's.
     """
 
     name: str
     proves: str
     module: str
     parts: Sequence[Part]
-    needs: Sequence[str] = ()
     gpu: bool = True
-    counted: bool = True
     limit: float = 570.0
+    fetches: bool = False
 
     @property
     def minutes(self) -> float:
-        """About how long all parts take on an H200."""
+        """About how long all parts take."""
         return sum(part.minutes for part in self.parts)
 
 
-def _quantize(shape: str, minutes: Mapping[str, float]) -> Step:
-    parts = [Part(name, minutes.get(name, minutes[""]), {"shape": shape, "name": name}) for name in SCHEMES]
-    return Step(
-        f"quantize-{shape}", f"every scheme, {shape}: time by phase, peak memory", "gpu.quantizing", parts, QUANTIZES
-    )  # fmt: skip
+def _each_shape(minutes: float, needs: Sequence[str]) -> list[Part]:
+    return [Part(shape, minutes, needs, {"shape": shape}) for shape in SHAPES]
 
 
-def _each_shape(name: str, proves: str, module: str, minutes: float) -> Step:
-    return Step(name, proves, module, [Part(shape, minutes, {"shape": shape}) for shape in SHAPES], ENGINE)
+def _each(minutes: Mapping[str, float], needs: Sequence[str], argument: str) -> list[Part]:
+    return [Part(name, each, needs, {argument: name}) for name, each in minutes.items()]
 
 
 STEPS: tuple[Step, ...] = (
     Step(
-        "setup", "scripts/setup makes the environment for CUDA", "gpu.setting_up", [Part("venv", 8)],
-        counted=False, limit=1800,
+        "setup", "scripts/setup makes the environment for CUDA", "gpu.engine.setting_up", [Part("venv", 8, ())],
+        limit=1800, fetches=True,
     ),
     Step(
-        "environment", "GPU, driver and versions; torch computes on the GPU", "gpu.environment", [Part("here", 0.3)],
-        ("torch",),
+        "environment", "GPU, driver and versions; torch computes on the GPU", "gpu.machine:describe",
+        [Part("here", 0.3, ("torch",))],
     ),
     Step(
-        "transformers-only", "calibrating without vLLM: time and memory", "gpu.quantizing:without_engine",
-        [Part("calibrate", 0.8)], QUANTIZES,
-    ),
-    _each_shape("kernels", "vLLM loads every scheme and runs the kernels that targets/ names", "gpu.kernels", 1.5),
-    Step(
-        "humming", "2- and 3-bit layers run in Humming and answer as in transformers", "gpu.answers:narrow",
-        [Part(f"{bits}-bit", 0.7, {"bits": bits}) for bits in (2, 3)], ENGINE,
+        "equal", "quantizers, statistics and reducers give on the GPU what they give on a CPU", "gpu.bare.equal",
+        _each({"quantizers": 0.8, "statistics": 0.3, "reducers": 0.5}, MODELS, "what"),
     ),
     Step(
-        "kv-cache", "an FP8 KV cache answers as BF16 and holds twice as much", "gpu.answers:kv_cache", [Part("fp8", 1)], ENGINE,
-    ),
-    _each_shape("parity", "a reduced model answers in vLLM as in transformers (doctor)", "gpu.answers:parity", 1.5),
-    _quantize("qwen2.5-vl-7b", {"": 1.2, "fp8": 0.9, "w8a16": 0.9, "rtn": 0.9}),
-    _quantize("qwen3-vl-8b", {"": 0.6, "fp8": 0.4, "w8a16": 0.4, "rtn": 0.4}),
-    Step(
-        "serve", "TTFT, requests/s and concurrency at all, half and a quarter of the tokens", "gpu.serving",
-        [Part(scheme, 1.8, {"scheme": scheme}) for scheme in SERVED], (*ENGINE, "aiohttp"),
+        "quantize", "whole models with 128 images of 1000 x 1000: seconds by phase, peak memory", "gpu.bare.whole",
+        [Part(f"{shape}-{scheme}", minutes, QUANTIZES, {"shape": shape, "name": scheme})
+         for (shape, scheme), minutes in WHOLE.items()],
     ),
     Step(
-        "tests", "the default test suite", "gpu.suite",
-        [Part(piece, minutes, {"piece": piece}) for piece, minutes in PIECES.items()],
-        (*ENGINE, "llmcompressor", "pytest", "hypothesis", "jaxtyping", "beartype", "lm_eval"),
+        "layers", "a block's layers by every scheme: seconds by phase, kernels, waits, peak memory", "gpu.bare.layers",
+        _each_shape(1.2, QUANTIZES),
+    ),
+    Step(
+        "reducers", "milliseconds and waits of each reducer beside the encoder at 1, 8 and 32 images",
+        "gpu.bare.reduced:beside_encoder", [Part("qwen2.5-vl-7b", 1, MODELS)],
+    ),
+    Step(
+        "prefill", "prefill with all, half and a quarter of the visual tokens", "gpu.bare.reduced:prefill",
+        [Part("qwen2.5-vl-7b", 0.8, MODELS)],
+    ),
+    Step(
+        "products", "what FP8 and INT8 products by torch's own kernels win over BF16", "gpu.bare.products",
+        [Part("torch", 0.3, ("torch",))],
+    ),
+    Step(
+        "training", "gradient pass, ten steps of recover and learn-reducer, rotation, KV ranges", "gpu.bare.training",
+        _each({"gradients": 0.6, "recover": 0.7, "learn-reducer": 0.7, "rotate": 0.5, "kv-cache": 0.4}, QUANTIZES, "what"),
+    ),
+    Step(
+        "tests", "the default test suite", "gpu.bare.suite",
+        [*_each({"pure": 0.8, "device": 2}, TESTS, "piece"),
+         *_each({f"models-{n}-2": 1.2 for n in (1, 2)}, (*ENGINE, *TESTS, "llmcompressor", "lm_eval"), "piece"),
+         *_each({f"engines-{n}-3": 1.5 for n in (1, 2, 3)}, (*ENGINE, *TESTS, "llmcompressor", "lm_eval"), "piece")],
+    ),
+    Step(
+        "kernels", "vLLM loads every scheme and runs the kernels that targets/ names", "gpu.engine.kernels",
+        _each_shape(1.5, ENGINE),
+    ),
+    Step(
+        "humming", "2- and 3-bit layers run in Humming and answer as in transformers", "gpu.engine.answers:narrow",
+        [Part(f"{bits}-bit", 0.7, ENGINE, {"bits": bits}) for bits in (2, 3)],
+    ),
+    Step(
+        "kv-cache", "an FP8 KV cache answers as BF16 and holds twice as much", "gpu.engine.answers:kv_cache",
+        [Part("fp8", 1, ENGINE)],
+    ),
+    Step(
+        "parity", "a reduced model answers in vLLM as in transformers (doctor)", "gpu.engine.answers:parity",
+        _each_shape(1.5, ENGINE),
+    ),
+    Step(
+        "serve", "TTFT, requests/s and concurrency at all, half and a quarter of the tokens", "gpu.engine.serving",
+        _each(dict.fromkeys(SERVED, 2.2), (*ENGINE, "aiohttp"), "scheme"),
     ),
 )  # fmt: skip
+
+
+def of_tier(tier: str) -> list[Step]:
+    """The steps with those of their parts that belong to a tier, `bare` or `engine`."""
+    parts = {step.name: [part for part in step.parts if part.tier == tier] for step in STEPS if not step.fetches}
+    return [replace(step, parts=parts[step.name]) for step in STEPS if parts.get(step.name)]
 
 
 def names(steps: Sequence[Step]) -> list[str]:

@@ -17,7 +17,8 @@ def render(parts: Parts) -> str:
     ran = {name: part for name, part in parts.items() if part["status"] != "skipped"}
     if not ran:
         return EMPTY
-    sections = [_machine(ran), _steps(parts), _quantized(ran), _kernels(ran), _served(ran), _faults(ran)]
+    sections = [_machine(ran), _steps(parts), _quantized(ran), _layers(ran), _reducers(ran), _prefill(ran),
+                _products(ran), _trained(ran), _kernels(ran), _served(ran), _faults(ran)]  # fmt: skip
     return "\n\n".join(text for text in sections if text)
 
 
@@ -30,8 +31,10 @@ def listing(steps: Sequence[Step], parts: Parts) -> str:
             state = parts.get(f"{step.name}/{part.name}", {})
             reason = f": {state['reason']}" if state.get("status") == "skipped" else ""
             lines.append(f"    {part.name:<20}{part.minutes:>5.1f} min  {state.get('status', 'to do')}{reason}")
-    total = sum(step.minutes for step in steps if step.counted)
-    return "\n".join([*lines, f"{'all, without setup':<24}{total:>5.1f} min, estimated"])
+    for tier in ("bare", "engine"):
+        total = sum(part.minutes for step in steps if not step.fetches for part in step.parts if part.tier == tier)
+        lines.append(f"{f'all of the tier {tier}':<24}{total:>5.1f} min, estimated")
+    return "\n".join(lines)
 
 
 def _machine(ran: Parts) -> str:
@@ -57,23 +60,76 @@ def _steps(parts: Parts) -> str:
 
 
 def _quantized(ran: Parts) -> str:
-    rows = [
-        (name.split("/")[0].removeprefix("quantize-"), name.split("/")[1], part["result"])
-        for name, part in ran.items()
-        if name.startswith("quantize-") and part.get("result")
-    ]
-    if not rows:
-        return ""
-    lines = ["| model, scheme | blocks | samples | seconds | by phase | GPU peak | host peak | weights |",
-             "|---|---:|---:|---:|---|---:|---:|---:|"]  # fmt: skip
-    for shape, scheme, figures in rows:
+    rows = []
+    for name, figures in _results(ran, "quantize"):
         phases = ", ".join(f"{label} {value:.0f}" for label, value in figures["phases"].items() if value >= 0.5)
-        lines.append(
-            f"| {shape}, {scheme} | {figures['layers']} | {figures['samples']} | {figures['seconds']:.0f} | {phases} | "
+        rows.append(
+            f"| {name} | {figures['layers']} | {figures['samples']} | {figures['seconds']:.0f} | {phases} | "
             f"{_gb(figures['gpu_gb'])} | {_gb(figures['host_gb'])} | "
             f"{_gb(figures['gb_before'])} -> {_gb(figures['gb_after'])} |"
         )
-    return "\n".join(lines)
+    return _table(
+        "model, scheme | blocks | samples | seconds | by phase | GPU peak | host peak | weights", "rrrlrrr", rows
+    )
+
+
+def _layers(ran: Parts) -> str:
+    rows = []
+    for shape, result in _results(ran, "layers"):
+        for scheme, figures in result["schemes"].items():
+            if "seconds" in figures:
+                phases = " | ".join(f"{figures['seconds'][phase]:.2f}" for phase in ("smooth", "solve", "pack"))
+                counts = f"{figures['layer']['kernels'] / figures['columns']:.1f} | {_count(figures['layer']['waits'])}"
+                rows.append(
+                    f"| {shape}, {scheme} | {phases} | {counts} | {_gb(figures['gpu_gb'])} | {figures['model_seconds']:.0f} |"
+                )
+    return _table(
+        "layers of a block | smooth, s | solve, s | pack, s | kernels a column | waits a layer | GPU peak | all blocks, s",
+        "rrrrrrr", rows,
+    )  # fmt: skip
+
+
+def _reducers(ran: Parts) -> str:
+    rows: list[str] = []
+    heads = ""
+    for shape, result in _results(ran, "reducers"):
+        heads = "".join(f" | {count} images, ms" for count in result["encoder_ms"])
+        encoder = " | ".join(f"{value:.1f}" for value in result["encoder_ms"].values())
+        rows.append(f"| encoder of {shape} | | | {encoder} |")
+        for name, figures in result["reducers"].items():
+            if "ms" in figures:
+                taken = " | ".join(f"{value:.1f}" for value in figures["ms"].values())
+                rows.append(f"| {name} | {figures['kernels']} | {_count(figures['waits'])} | {taken} |")
+    return _table(f"reducer | kernels | waits{heads}", "r" * (2 + heads.count("|")), rows)
+
+
+def _prefill(ran: Parts) -> str:
+    rows = []
+    for shape, result in _results(ran, "prefill"):
+        for name, figures in result.items():
+            if isinstance(figures, dict) and "decoder_ms" in figures:
+                decoder = ", ".join(f"{share}: {value:.1f}" for share, value in figures["decoder_ms"].items())
+                whole = ", ".join(f"{label}: {value:.1f}" for label, value in figures["model_ms"].items())
+                rows.append(f"| {shape}, {name} | {decoder} | {whole} |")
+    return _table("prefill | decoder alone by share of tokens, ms | model behind a reducer, ms", "ll", rows)
+
+
+def _products(ran: Parts) -> str:
+    rows = []
+    for _, result in _results(ran, "products"):
+        for name, figures in result.items():
+            gains = (figures[kind] for kind in ("fp8", "fp8_rows", "int8"))
+            cells = " | ".join(gain if isinstance(gain, str) else f"{gain:.2f}x" for gain in gains)
+            rows.append(f"| {name} | {figures['us']:.0f} | {figures['tflops']:.0f} | {cells} |")
+    return _table("layer, tokens | BF16, us | TFLOP/s | FP8 | FP8 by rows | INT8", "rrrrr", rows)
+
+
+def _trained(ran: Parts) -> str:
+    rows = []
+    for name, figures in _results(ran, "training"):
+        phases = ", ".join(f"{label} {value:.1f}" for label, value in figures["phases"].items() if value >= 0.05)
+        rows.append(f"| {name} | {figures['seconds']:.1f} | {phases} | {_gb(figures['gpu_gb'])} |")
+    return _table("three blocks of full width | seconds | by phase | GPU peak", "rlr", rows)
 
 
 def _kernels(ran: Parts) -> str:
@@ -117,8 +173,24 @@ def _faults(ran: Parts) -> str:
     return "\n".join(lines)
 
 
+def _table(heads: str, align: str, rows: Sequence[str]) -> str:
+    """A table; empty without rows. `align`: `l` or `r` for each column behind the first."""
+    marks = "".join("---:|" if side == "r" else "---|" for side in align)
+    return "\n".join([f"| {heads} |", f"|---|{marks}", *rows]) if rows else ""
+
+
+def _results(ran: Parts, step: str) -> list[tuple[str, Any]]:
+    """The parts of a step that have results, by their names."""
+    named = [(name.partition("/"), part.get("result")) for name, part in ran.items()]
+    return [(part, result) for (of, _, part), result in named if of == step and result]
+
+
 def _result(parts: Parts, name: str) -> Any:
     return parts.get(name, {}).get("result")
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else str(value)
 
 
 def _gb(value: float | None) -> str:

@@ -12,7 +12,8 @@ Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
 Packing is along `in`, least significant bits first, of the code plus 2^(b-1); zero points are packed the same way along `out`.
 Of NVFP4 two codes make a byte (`numerics.pack_fp4`), and the global scales are divisors: `weight = code * scale / global`.
 Sources: compressed_tensors 0.19 `compressors/*`, vLLM 0.32 `quantization/compressed_tensors` (which reads `weights` of
-8-bit weight-only layers from pack-quantized files only).
+8-bit weight-only layers from pack-quantized files only). The library is imported where it is used: what reads names and
+shapes only, and every other format, does without it.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from compressed_tensors import __version__
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
 
 from vlmcompress.common.layer_names import Kept, Layers, Names
@@ -118,6 +116,8 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
         if input_scale is not None:  # transformers computes with the type that it finds
             stored["input_scale"] = input_scale.reshape(1).to(qt.scale.dtype)
         return stored
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
     bits = scheme.weights.bits  # the helper adds 2^(b-1) to codes and zero points itself
     stored = {
         "weight_packed": pack_to_int32(qt.q, bits).contiguous(),
@@ -148,6 +148,9 @@ def quantization_config(
     """
     if not groups and not kv_cache:
         return {}
+    from compressed_tensors import __version__
+    from compressed_tensors.quantization import QuantizationConfig
+
     formats = sorted({storage(scheme) for scheme, _ in groups})
     config = {
         "quant_method": FORMAT,
@@ -285,6 +288,8 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -
         return QTensor(unpack_fp4(stored["weight_packed"]), *scales), stored.get("input_global_scale")
     if kind != "pack-quantized":
         return QTensor(stored["weight"], stored["weight_scale"], None, scheme.weights), stored.get("input_scale")
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
     bits, scale = scheme.weights.bits, stored["weight_scale"]
     q, zero = unpack_from_int32(stored["weight_packed"], bits, torch.Size(shape)), stored.get("weight_zero_point")
     if zero is not None:

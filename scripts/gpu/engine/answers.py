@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu import kernels, probe, shapes
-from gpu.environment import target
+from gpu import shapes
+from gpu.engine import kernels, probe
+from gpu.machine import target_here
 from gpu.part import Failed, Place, last_lines
 
 SHAPE = "qwen3-vl-8b"  # its keys are normed; FP8 keys of Qwen2.5 lose more
@@ -26,7 +27,7 @@ PROMPTS = 8
 
 def narrow(place: Place, bits: int) -> dict[str, Any]:
     """Quantize a shallow model by GPTQ, ask it in vLLM and in transformers, compare."""
-    width = 4 if target() == "cpu" else bits  # the CPU build has no kernel for fewer; 4 go the same way
+    width = 4 if target_here() == "cpu" else bits  # the CPU build has no kernel for fewer; 4 go the same way
     folder = shapes.quantized(place, SHAPE, "shallow", "gptq", {"bits": width}, f"narrow-{width}")
     images, log = kernels.pictures(place), place.work / "logs" / f"probe-narrow-{bits}.log"
     probed = probe.finish(probe.start(folder, log, images, shapes.QUESTION, **probe.options_for(0.3)), log)
@@ -35,7 +36,7 @@ def narrow(place: Place, bits: int) -> dict[str, Any]:
     used = sorted({kernel for layer_kernels in probed["layers"].values() for kernel in layer_kernels})
     gap = apart(probed["first"], reference(folder, images, shapes.QUESTION))
     result = {"bits": width, "kernels": used, "apart_nats": round(gap, 4), "pictures": len(images)}
-    expected = "CPUWNA16" if target() == "cpu" else "Humming"
+    expected = "CPUWNA16" if target_here() == "cpu" else "Humming"
     if not used or not all(kernels.fits(expected, kernel) for kernel in used):
         raise Failed(f"{width} bits run in {', '.join(used) or 'no kernel'}, not in {expected}", result)
     if not gap <= NARROW_APART:
@@ -63,7 +64,7 @@ def kv_cache(place: Place) -> dict[str, Any]:
         "tokens": {name: figures["kv_tokens"] for name, figures in probed.items()},
         "backends": {name: figures["decoder_backends"] for name, figures in probed.items()},
         "scales": [round(value, 5) for value in scales],
-        "targets_say": targets.get(target()).kv_fp8,
+        "targets_say": targets.get(target_here()).kv_fp8,
     }
     if not scales or all(value == 1.0 for value in scales):
         raise Failed("the engine has no scales of keys and values from the checkpoint", result)

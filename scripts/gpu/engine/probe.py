@@ -1,8 +1,8 @@
 """One checkpoint in vLLM, in a process of its own: what the log says, the kernel of each layer, the first tokens.
 
-`ask` starts `python -m gpu.probe JOB OUT`; that process has the engine in it, so that the model can be looked at. vLLM names
-a kernel once a process ("Using MarlinLinearKernel for CompressedTensorsWNA16", "Selected CutlassFP8ScaledMMLinearKernel for
-CompressedTensorsW8A8Fp8": vLLM 0.32, `model_executor/kernels/linear/__init__.py` and
+`start` runs `python -m gpu.engine.probe JOB OUT`; that process has the engine in it, so that the model can be looked at. vLLM
+names a kernel once a process ("Using MarlinLinearKernel for CompressedTensorsWNA16", "Selected
+CutlassFP8ScaledMMLinearKernel for CompressedTensorsW8A8Fp8": vLLM 0.32, `model_executor/kernels/linear/__init__.py` and
 `layers/quantization/compressed_tensors/schemes`), hence a process for each checkpoint. The layers are asked themselves, too:
 a scheme keeps its kernel in an attribute (`kernel`, `fp8_linear`, `linear_kernel`).
 """
@@ -38,7 +38,7 @@ def start(folder: Path, log: Path, images: Sequence[Path], question: str, **opti
         "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }  # fmt: skip
     with log.open("wb") as sink:
-        command = [sys.executable, "-m", "gpu.probe", json.dumps(job), str(out)]
+        command = [sys.executable, "-m", "gpu.engine.probe", json.dumps(job), str(out)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gpu import probe, shapes
-from gpu.environment import target
+from gpu import shapes
+from gpu.engine import probe
+from gpu.machine import target_here
 from gpu.part import Failed, Place
 from gpu.steps import SCHEMES
 
@@ -43,7 +44,7 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     """Load every scheme. Failed where one does not load, or runs in a kernel that its target does not name."""
     from vlmcompress import targets
 
-    machine = targets.get(target())
+    machine = targets.get(target_here())
     schemes: dict[str, Any] = {}
     expected: dict[str, str] = {}
     for name in SCHEMES:
@@ -55,7 +56,7 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     folders = {name: checkpoint(place, shape, name) for name in expected}
     for name, loaded in ask(place, shape, folders).items():
         schemes[name] = judged(expected[name], str(machine.kernel(expected[name])), loaded)
-    result = {"target": target(), "schemes": {name: schemes[name] for name in SCHEMES if name in schemes}}
+    result = {"target": target_here(), "schemes": {name: schemes[name] for name in SCHEMES if name in schemes}}
     wrong = [f"{name}: {problem}" for name, scheme in result["schemes"].items() for problem in scheme.get("wrong", ())]
     if wrong:
         raise Failed("\n".join(wrong), result)

@@ -1,0 +1,92 @@
+"""What needs gradients, a rotation or ranges of keys and values, on a model of full width with three decoder blocks.
+
+Each part runs the verb's own function on random weights: seconds by phase, peak memory, and that it comes to its end. What is
+learnt says nothing. `gradients` collects what the verb `calibrate` does, with a gradient pass, and solves a scheme from it.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gpu import shapes
+from gpu.bare import measure
+from gpu.part import Failed, Place
+
+SHAPE = "qwen2.5-vl-7b"
+STEPS, BATCH = 10, 2
+NEEDS = ("gram", "absmax", "absmean", "gradient")
+
+
+def run(place: Place, what: str) -> dict[str, Any]:
+    """Run one of `gradients`, `recover`, `learn-reducer`, `rotate`, `kv-cache`. Failed where its figures are no numbers."""
+    source = shapes.model(place, SHAPE, "shallow", apart=True)
+    out = source.with_name(f"training-{what}")
+    works = {"gradients": gradients, "recover": recover, "learn-reducer": learn_reducer, "rotate": rotate,
+             "kv-cache": kv_cache}  # fmt: skip
+    measure.forget_peaks()
+    try:
+        seconds, figures = measure.once(lambda: works[what](place, source, out))
+    finally:
+        for path in (out, Path(f"{out}-quantized"), Path(f"{out}.safetensors")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    result = {"seconds": round(seconds, 2), **figures, **measure.peaks()}
+    if odd := [name for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)]:
+        raise Failed(f"{', '.join(odd)} should be a number", result)
+    return result
+
+
+def gradients(place: Place, source: Path, out: Path) -> dict[str, Any]:
+    """Collect statistics and gradients, and solve by `mbq`, which reads them."""
+    import vlmcompress
+
+    recipe = shapes.recipe(place, source, out, "mbq", {})
+    manifest = vlmcompress.calibrate(recipe, needs=NEEDS, overwrite=True).manifest
+    calibration = {"data": recipe.calibrate.data, "samples": recipe.calibrate.samples, "stats": str(out)}
+    solving = vlmcompress.Recipe.of(str(source), f"{out}-quantized", scheme="mbq", calibrate=calibration)
+    solved = vlmcompress.quantize(solving, overwrite=True).manifest
+    return {"phases": manifest["timing"], "solving_phases": solved["timing"], "samples": recipe.calibrate.samples}
+
+
+def recover(place: Place, source: Path, out: Path) -> dict[str, Any]:
+    """Some steps of training behind a reducer."""
+    from vlmcompress.runs.recover import recover
+    from vlmcompress.runs.train_student import TrainingOptions
+
+    recipe = shapes.recipe(place, source, out, "none", {}, reduce="divprune:0.5")
+    manifest = recover(recipe, TrainingOptions(steps=STEPS, batch=BATCH, every=STEPS // 2), overwrite=True).manifest
+    return {"phases": manifest["timing"], "steps": STEPS, "batch": BATCH}
+
+
+def learn_reducer(place: Place, source: Path, out: Path) -> dict[str, Any]:
+    """Some steps of training a scorer, which of random weights can't learn anything and says so at its end."""
+    from vlmcompress.errors import UserError
+    from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
+
+    facts: dict[str, Any] = {"timing": {}}
+    recipe = shapes.recipe(place, source, Path(f"{out}.safetensors"), "none", {})
+    try:
+        facts = learn_reducer(recipe, ScorerTraining(steps=STEPS, batch=BATCH, every=STEPS // 2), overwrite=True)
+    except UserError as error:
+        if not str(error).startswith("nothing was learnt"):
+            raise
+    return {"phases": facts["timing"], "steps": STEPS, "batch": BATCH, "learnt": bool(facts["timing"])}
+
+
+def rotate(place: Place, source: Path, out: Path) -> dict[str, Any]:
+    """Rotate the hidden states and quantize behind that."""
+    import vlmcompress
+
+    recipe = shapes.recipe(place, source, out, "rtn", {}, rotate="hadamard")
+    return {"phases": vlmcompress.quantize(recipe, overwrite=True).manifest["timing"]}
+
+
+def kv_cache(place: Place, source: Path, out: Path) -> dict[str, Any]:
+    """Ranges of keys and values, and the scales of an FP8 cache."""
+    import vlmcompress
+
+    recipe = shapes.recipe(place, source, out, "fp8", {}, kv_cache="fp8")
+    manifest = vlmcompress.quantize(recipe, overwrite=True).manifest
+    return {"phases": manifest["timing"], "samples": recipe.calibrate.samples}
