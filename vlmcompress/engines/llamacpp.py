@@ -98,6 +98,7 @@ class Engine:
         params.cache_ram_mib = 0  # no prompt is asked twice
         if settings["dtype"] == "float32":
             params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+            params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return xllamacpp.Server(params)
 
     def answer(self, request: dict, settings: dict):

@@ -66,7 +66,7 @@ def _metadata(
         keys["scores"] = _scores(tokens, model["merges"])
         keys["add_space_prefix"] = _adds_space(content)
     else:
-        keys["merges"] = merges
+        keys["merges"] = merges or ["00 00"]  # llama.cpp wants some; symbols of two characters come of merges alone
     ids = {token: index for index, token in enumerate(tokens)}
     keys |= _specials(settings, config, ids)
     keys["add_bos_token"] = _adds_bos(content, settings)
