@@ -141,7 +141,8 @@ def _planned(model: Model, parts: Parts, facts: Facts, side: str) -> list[_Plan]
         pattern = re.compile(re.escape(rule.source).replace(r"\{\}", r"(\d+)"))
         for name in parts.names:
             if matched := pattern.fullmatch(name):
-                target = rule.target.format(*matched.groups())
+                numbers = [int(text) for text in matched.groups()]
+                target = rule.target.format(*(rule.number(facts, n) if rule.number else n for n in numbers))
                 plans.append(_plan(rule, name, target, parts, facts, side))
     return plans
 

@@ -35,16 +35,29 @@ def text_keys(**more: Value) -> dict[str, Value]:
     return {f"{{arch}}.{name}": value for name, value in (keys | further).items()}
 
 
-def decoder(*, rotated: bool = False, biases: bool = False, norms: tuple[tuple[str, str], ...] = ()) -> tuple[Rule, ...]:
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+
+
+def decoder(
+    *,
+    rotated: bool = False,
+    biases: bool = False,
+    norms: Mapping[str, str] = NORMS,
+    norm_offset: float = 0.0,
+    root: str = LANGUAGE,
+) -> tuple[Rule, ...]:
     """The tensors of a decoder of the Llama shape.
 
     Args:
         rotated: ggml rotates neighbouring channels of queries and keys, not halves of a head.
         biases: q, k and v have some.
-        norms: further norms of a block, as (memory name, name in GGUF).
+        norms: norms of a block, memory name -> name in GGUF.
+        norm_offset: norms compute `x * (offset + weight)`.
+        root: its memory name.
     """
     q, k = (at(f"text_config.num_{kind}_heads") if rotated else None for kind in ("attention", "key_value"))
-    block, target = f"{LANGUAGE}.layers.{{}}.", "blk.{}."
+    block, target = f"{root}.layers.{{}}.", "blk.{}."
     linears = (
         ("self_attn.q_proj", "attn_q", q),
         ("self_attn.k_proj", "attn_k", k),
@@ -57,12 +70,11 @@ def decoder(*, rotated: bool = False, biases: bool = False, norms: tuple[tuple[s
     rules = [Rule(f"{block}{old}.weight", f"{target}{new}.weight", heads=heads) for old, new, heads in linears]
     if biases:
         rules += [Rule(f"{block}{old}.bias", f"{target}{new}.bias", heads=heads) for old, new, heads in linears[:3]]
-    norms = norms or (("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"))
-    rules += [Rule(f"{block}{old}.weight", f"{target}{new}.weight") for old, new in norms]
+    rules += [Rule(f"{block}{old}.weight", f"{target}{new}.weight", add=norm_offset) for old, new in norms.items()]
     return (
-        Rule(f"{LANGUAGE}.embed_tokens.weight", "token_embd.weight"),
+        Rule(f"{root}.embed_tokens.weight", "token_embd.weight"),
         *rules,
-        Rule(f"{LANGUAGE}.norm.weight", "output_norm.weight"),
+        Rule(f"{root}.norm.weight", "output_norm.weight", add=norm_offset),
         Rule("lm_head.weight", "output.weight"),
     )
 

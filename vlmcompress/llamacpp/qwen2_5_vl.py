@@ -20,7 +20,7 @@ def check(facts: Facts) -> list[str]:
     whole, every = vision["fullatt_block_indexes"], pattern(facts)
     if whole != list(range(every - 1, vision["depth"], every)):
         problems.append(f"llama.cpp has blocks of full attention at equal distances, the tower has them at {whole}")
-    if False and vision["window_size"] != WINDOW:
+    if vision["window_size"] != WINDOW:
         problems.append(f"llama.cpp's windows are {WINDOW} pixels wide, the tower's {vision['window_size']}")
     return problems
 
