@@ -96,6 +96,8 @@ class Engine:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.warmup = params.fit_params = False
         params.cache_ram_mib = 0  # no prompt is asked twice
+        if limits := _token_limits(self.processor.image_processor):  # llama.cpp reads no such limits from files
+            params.image_min_tokens, params.image_max_tokens = limits
         if settings["dtype"] == "float32":
             params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -170,6 +172,15 @@ class Engine:
         with Image.open(path) as picture:
             picture.convert("RGB").save(buffer, "PNG", compress_level=1)
         return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _token_limits(processor: Any) -> tuple[int, int] | None:
+    """Least and most visual tokens of an image of a processor that keeps an image's proportions; None for others."""
+    size, merge = processor.size, getattr(processor, "merge_size", None)
+    if merge is None or not size.get("shortest_edge") or not size.get("longest_edge"):
+        return None
+    area = (processor.patch_size * merge) ** 2
+    return max(size["shortest_edge"] // area, 1), size["longest_edge"] // area
 
 
 def _positions(folder: Path) -> int:

@@ -5,6 +5,7 @@ have both. Optional:
 
     problems(layers) -> [str]       reasons why it cannot hold these layers together in one checkpoint
     SCALES                          the dtype of all its scales, for which quantizers then solve; without it that of the weights
+    GROUP_SIZE                      a literal: the group size of schemes that have one, where the recipe gives none
     write_files(tree, family, parts, progress) -> bytes      its files, where they are not safetensors under the source's names;
                                     `tree` has the source's other files already, `parts` is a `Parts`
     family_problems(family) -> [str]                         with it: reasons why it cannot hold models of a family
