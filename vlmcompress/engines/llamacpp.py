@@ -26,7 +26,7 @@ from vlmcompress.engines.local import Local
 PACKAGE = "xllamacpp"
 MARKER = "<__media__>"
 LONGEST = 8192  # tokens of a context, unless the settings say: a cache for the model's own length may not fit
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "LLAMA_MEDIA_MARKER": MARKER}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENGINE = Local(
     name="llamacpp",
     title="llama.cpp",
@@ -87,6 +87,7 @@ class Engine:
         self.server = self._serve(folder, settings)
 
     def _serve(self, folder: Path, settings: dict):
+        os.environ["LLAMA_MEDIA_MARKER"] = MARKER  # a random one otherwise
         import xllamacpp
 
         threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
@@ -115,6 +116,7 @@ class Engine:
             "temperature": 0.0,
             "n_probs": settings["logprobs"],
             "cache_prompt": False,
+            "return_tokens": True,
         }
         data = json.dumps(body).encode()
         call = urllib.request.Request(
@@ -126,9 +128,11 @@ class Engine:
                 reply = json.load(response)
         except urllib.error.HTTPError as error:
             return ValueError(json.load(error).get("error", {}).get("message", str(error)))
-        tops = (reply.get("completion_probabilities") or [{}])[0].get("top_logprobs") or []
+        tokens, probabilities = reply["tokens"], (reply.get("completion_probabilities") or [{}])[0]
+        # The server leaves out tokens that are a part of a character: what comes first may be a later one's.
+        tops = probabilities.get("top_logprobs") or [] if tokens[:1] == [probabilities.get("id")] else []
         return {
-            "text": reply["content"],
+            "text": self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             "finish": "length" if reply["stop_type"] == "limit" else "stop",
             "prompt_tokens": reply["tokens_evaluated"],
             "output_tokens": reply["tokens_predicted"],
@@ -176,6 +180,9 @@ class Engine:
 
 def _token_limits(processor: Any) -> tuple[int, int] | None:
     """Least and most visual tokens of an image of a processor that keeps an image's proportions; None for others."""
+    least, most = (getattr(processor, f"{name}_image_tokens", None) for name in ("min", "max"))  # of LFM2-VL
+    if least and most:
+        return least, most
     size, merge = processor.size, getattr(processor, "merge_size", None)
     if merge is None or not size.get("shortest_edge") or not size.get("longest_edge"):
         return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,23 +165,21 @@ def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side
         shape = (qt.q.shape[0] // of, qt.q.shape[1])
         return _Plan(target, source, storage(scheme), shape, lambda: rows(pack(parts.quantized[module][0])))
     spec = parts.specs[source]
-    shape = (spec.shape[0] // of, *spec.shape[1:]) if spec.shape else (1,)
-    if rule.index is not None:
-        shape = (*shape[:2], *shape[3:])
+
+    def changed(value: Tensor) -> Tensor:
+        return rule.change(value, facts) if rule.change else value
+
+    shape = changed(torch.empty((spec.shape[0] // of, *spec.shape[1:]), device="meta")).shape
     kind = _float_type(target, shape, spec.dtype, side)
 
     def make() -> Tensor:
-        value = rows(parts.read(source).view(spec.shape or (1,)))
-        if rule.index is not None:
-            value = value[:, :, rule.index]
-        if rule.add:
-            value = value.float() + rule.add
-        return _as_type(value, kind, source)
+        value = changed(rows(parts.read(source)))
+        return _as_type(value.float() + rule.add if rule.add else value, kind, source)
 
     return _Plan(target, source, kind, tuple(shape), make)
 
 
-def _float_type(target: str, shape: tuple[int, ...], stored: str, side: str) -> str:
+def _float_type(target: str, shape: Sequence[int], stored: str, side: str) -> str:
     """The ggml type of a tensor that is not quantized."""
     if len(shape) < 2 or "position_embd" in target or stored == "F32":
         return "F32"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from vlmcompress.llamacpp._parts import both, decoder, square_pixels, text_keys
 from vlmcompress.llamacpp._spec import Facts, Model, Rule, Value, at
 
@@ -12,6 +15,11 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 def sections(facts: Facts) -> list[int]:
     """Pairs of channels that are rotated by the position in time, row and column; ggml has a fourth kind."""
     return [*facts.config["text_config"]["rope_parameters"]["mrope_section"], 0]
+
+
+def frame(number: int) -> Callable[[Any, Facts], Any]:
+    """Takes one of the two frames of a convolution `[out, colours, frames, height, width]`."""
+    return lambda weight, facts: weight[:, :, number]
 
 
 LANGUAGE = Model(text_keys(rope__dimension_sections=sections), decoder(biases=True))
@@ -27,8 +35,8 @@ def tower(block: tuple[Rule, ...]) -> tuple[Rule, ...]:
     qkv = f"{TOWER}.blocks.{{}}.attn.qkv"
     parts = [rule for i, name in enumerate("qkv") for rule in both(qkv, f"v.blk.{{}}.attn_{name}", part=(i, 3))]
     return (
-        Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", index=0),
-        Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight.1", index=1),
+        Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", change=frame(0)),
+        Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight.1", change=frame(1)),
         *parts,
         *both(f"{TOWER}.blocks.{{}}.attn.proj", "v.blk.{}.attn_out"),
         *block,

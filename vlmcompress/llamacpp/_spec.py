@@ -38,7 +38,7 @@ class Rule:
         target: name in the GGUF file.
         part: which of so many equal parts of the rows it is, as (0, 3) of a fused q/k/v.
         heads: number of attention heads whose rows are put in the order of ggml's rotation of neighbours; None: the order stays.
-        index: position along the third axis of a convolution over time that is taken; None: all of it.
+        change: function that brings a tensor that is not quantized into another shape; None: it has that shape.
         number: function that gives the block's number in GGUF for that in memory; None: they are equal.
         add: number added to each value: norms that compute `x * (1 + weight)` are `x * weight` in ggml.
     """
@@ -47,7 +47,7 @@ class Rule:
     target: str
     part: tuple[int, int] = (0, 1)
     heads: Value | None = None
-    index: int | None = None
+    change: Callable[[Any, Facts], Any] | None = None
     number: Callable[[Facts, int], int] | None = None
     add: float = 0.0
 

@@ -15,7 +15,7 @@ from vlmcompress.llamacpp._parts import (
     text_keys,
     vision_keys,
 )
-from vlmcompress.llamacpp._qwen import IMAGE, PIXELS, TOWER, sections
+from vlmcompress.llamacpp._qwen import IMAGE, PIXELS, TOWER, frame, sections
 from vlmcompress.llamacpp._spec import Facts, Family, Model, Rule, always, at
 
 BLOCK = {
@@ -57,8 +57,8 @@ TOWER_KEYS = vision_keys(
     **PIXELS,
 )
 TOWER_RULES = (
-    Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", index=0),
-    Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight.1", index=1),
+    Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", change=frame(0)),
+    Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight.1", change=frame(1)),
     Rule(f"{TOWER}.patch_embed.proj.bias", "v.patch_embd.bias"),
     Rule(f"{TOWER}.pos_embed.weight", "v.position_embd.weight"),
     *blocks(f"{TOWER}.blocks.{{}}", BLOCK),
