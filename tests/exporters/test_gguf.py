@@ -140,7 +140,7 @@ def test_what_llama_cpp_lacks_is_refused_in_one_line(family, flags, reason, tmp_
 
 
 def test_scores_order_merges_as_sentencepiece_does():
-    scores = dict(zip("ab ab abab".split() + ["x"], _scores(["ab", "ab", "abab", "x"], ["a b", "ab ab"]), strict=True))
+    scores = dict(zip(["ab", "ab", "abab", "x"], _scores(["ab", "ab", "abab", "x"], ["a b", "ab ab"]), strict=True))
     assert scores["ab"] > scores["abab"] > scores["x"]
 
 

@@ -67,7 +67,16 @@ def convert(
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
     content = Content(
-        _plan_tensors(stored, written, writer), stored, writer, layers, config, record, before, {}, _memory(written), stored.spec.family
+        _plan_tensors(stored, written, writer),
+        stored,
+        writer,
+        layers,
+        config,
+        record,
+        before,
+        {},
+        _memory(written),
+        stored.spec.family,
     )
     with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)

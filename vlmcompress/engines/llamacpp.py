@@ -1,8 +1,9 @@
 """llama.cpp as an engine: the server of the package `xllamacpp`, on a folder with `model.gguf` and `mmproj.gguf`.
 
 `ENGINE` runs this file in a process of its own (`engines/worker.py` loads it there). Prompts are rendered here, by the
-checkpoint's own chat template, and go to the server as text with a marker for each image, so that they are those of the other
-engines: llama.cpp's chat interface would put an image where its text part stands, and leave out what a template writes around it.
+checkpoint's own chat template, and go to the server as text with a marker for each image, so that they are those of the
+other engines: llama.cpp's chat interface puts an image where a text part stands, and leaves out what a template writes around
+it. Images are resized by llama.cpp, as they are for its users.
 """
 
 from __future__ import annotations
@@ -55,8 +56,7 @@ def start(job: dict):
 def answers(engine, requests, job: dict):
     """Answer as many requests at once as the server has slots, in their order."""
     with ThreadPoolExecutor(engine.slots) as pool:
-        for name, answer in pool.map(lambda request: (request["id"], engine.answer(request, job["settings"])), requests):
-            yield name, answer
+        yield from pool.map(lambda request: (request["id"], engine.answer(request, job["settings"])), requests)
 
 
 class Engine:

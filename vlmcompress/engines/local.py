@@ -33,7 +33,9 @@ from vlmcompress.errors import UserError
 WORKER = Path(__file__).with_name("worker.py")
 LOG_VARIABLE = "VLMCOMPRESS_ENGINE_LOG"
 
-_PREFIX = re.compile(r"^(\([\w ]+pid=\d+\)\s*)?((ERROR|WARNING|INFO) \d\d-\d\d [\d:]+ \[[^]]*\]\s*)?(\d+\.\d\d\.\d{3}\.\d{3} [EWI]\s+)?")
+_PREFIX = re.compile(
+    r"^(\([\w ]+pid=\d+\)\s*)?((ERROR|WARNING|INFO) \d\d-\d\d [\d:]+ \[[^]]*\]\s*)?(\d+\.\d\d\.\d{3}\.\d{3} [EWI]\s+)?"
+)
 _NOISE = re.compile(
     r"$|Traceback |File \"|[~^]+$|raise |return |[\w.]*ValidationError: \d+ validation |Fatal Python error: _enter_buff"
 )

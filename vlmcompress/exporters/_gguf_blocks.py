@@ -7,9 +7,9 @@
 | Q8_0 | scale d (float16), 32 bytes | d * q, q from -128 to 127 |
 
 Of 4-bit codes, byte i has that of weight i in its lower half and that of weight i + 16 in its upper one. Our symmetric codes
-are q - 8 and q themselves, so Q4_0 and Q8_0 hold them bit for bit; larger groups repeat their scale. Of Q4_1 codes and scales are
-the same, too; the minimum, scale times zero point, has up to 15 bits and is rounded to the 11 of a float16: at most
-15 / 2048 = 0.7% of a step.
+are q - 8 and q themselves, so Q4_0 and Q8_0 hold them bit for bit; larger groups repeat their scale. Of Q4_1 codes and
+scales are the same, too; the minimum, scale times zero point, has up to 15 bits and is rounded to the 11 of a float16: at
+most 15 / 2048 = 0.7% of a step.
 Source: llama.cpp, `ggml/src/ggml-common.h` and `ggml-quants.c`.
 """
 
@@ -44,7 +44,9 @@ def row_bytes(fmt: Format, columns: int) -> int:
     kind = block_type(fmt)
     fmt.n_groups(columns)
     if columns % BLOCK:
-        raise ValueError(f"{columns} inputs are no whole blocks of {BLOCK}, which GGUF needs; leave the layer out by --skip")
+        raise ValueError(
+            f"{columns} inputs are no whole blocks of {BLOCK}, which GGUF needs; leave the layer out by --skip"
+        )
     return columns // BLOCK * BYTES[kind]
 
 
@@ -83,7 +85,7 @@ def _minimum(scale: Tensor, zero_point: Tensor) -> Tensor:
     error = ((rounded.double() - exact).abs() / scale.double()).max().item()
     if not error < MOST:
         raise UserError(
-            f"a minimum (scale times zero point) rounded to GGUF's 16-bit float is {error:.2g} of a step off, more than {MOST}; "
-            "use symmetric weights"
+            f"a minimum (scale times zero point) rounded to GGUF's 16-bit float is {error:.2g} of a step off, more than "
+            f"{MOST}; use symmetric weights"
         )
     return rounded

@@ -43,7 +43,9 @@ def metadata(folder: Path, vocabulary: int, config: Mapping[str, Any]) -> dict[s
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"{folder} has no tokenizer.json, of which a GGUF file's tokenizer is made; save a fast tokenizer there")
+        raise UserError(
+            f"{folder} has no tokenizer.json, of which a GGUF file's tokenizer is made; save a fast tokenizer there"
+        )
     content, settings = json_files.read(path), _optional(folder / "tokenizer_config.json")
     try:
         return _metadata(content, settings, folder, vocabulary, config)
@@ -72,7 +74,9 @@ def _metadata(
     keys["add_bos_token"] = _adds_bos(content, settings)
     keys["add_eos_token"] = False
     keys["chat_template"] = _template(folder, settings)
-    return {f"tokenizer.{'' if name == 'chat_template' else 'ggml.'}{name}": v for name, v in keys.items() if v is not None}
+    return {
+        f"tokenizer.{'' if name == 'chat_template' else 'ggml.'}{name}": v for name, v in keys.items() if v is not None
+    }
 
 
 def _tokens(content: Mapping[str, Any], vocabulary: int, pieces: bool) -> tuple[list[str], list[int]]:
@@ -120,7 +124,9 @@ def _splitting(content: Mapping[str, Any]) -> str:
     pattern = next((step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"), None)
     if pattern in PATTERNS:
         return PATTERNS[pattern]
-    raise UserError("the tokenizer splits text in a way that llama.cpp has no name for here; its GGUF cannot be written")
+    raise UserError(
+        "the tokenizer splits text in a way that llama.cpp has no name for here; its GGUF cannot be written"
+    )
 
 
 def _adds_space(content: Mapping[str, Any]) -> bool:
@@ -134,7 +140,12 @@ def _specials(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mappi
     """Ids of the tokens that begin and end a text and fill it up."""
     text = config.get("text_config", config)
     keys = {}
-    for name, key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("pad", "padding_token_id"), ("unk", "unknown_token_id")):
+    for name, key in (
+        ("bos", "bos_token_id"),
+        ("eos", "eos_token_id"),
+        ("pad", "padding_token_id"),
+        ("unk", "unknown_token_id"),
+    ):
         token = settings.get(f"{name}_token")
         token = token.get("content") if isinstance(token, Mapping) else token
         ends = text.get(f"{name}_token_id")

@@ -8,8 +8,8 @@
 | left as they are | BF16, F16, F32 | the source's type; norms and biases F32 |
 | tower and projector | F16 | rounded to it; F32 of a float32 source; norms, biases and positions F32 |
 
-Scales are float16, so quantizers solve for such ones (`SCALES`). Names and metadata are data (`vlmcompress.llamacpp`), the files
-are written by the package `gguf`. Beside them stand the source's configuration, tokenizer and processor.
+Scales are float16, so quantizers solve for such ones (`SCALES`). Names and metadata are data (`vlmcompress.llamacpp`), the
+files are written by the package `gguf`. Beside them stand the source's configuration, tokenizer and processor.
 Source: llama.cpp's converter, `conversion/base.py`, and `gguf` 0.19.
 """
 
@@ -190,7 +190,9 @@ def _as_type(value: Tensor, kind: str, source: str) -> Tensor:
     dtype = DTYPES[kind]
     rounded = value.to(dtype).contiguous()
     if dtype == torch.float16 and not rounded.isfinite().all():
-        raise UserError(f"{source} has values that no 16-bit float of GGUF's F16 holds; convert the source to float32 first")
+        raise UserError(
+            f"{source} has values that no 16-bit float of GGUF's F16 holds; convert the source to float32 first"
+        )
     return rounded
 
 
@@ -199,7 +201,9 @@ def _check_complete(family: Family, parts: Parts, plans: list[_Plan]) -> None:
     taken = {plan.source for plan in plans}
     for name in parts.names:
         if name not in taken and not name.startswith(family.unused or ("\0",)):
-            raise UserError(f"llama.cpp has no place for the tensor {name} in this family; it cannot be written to GGUF")
+            raise UserError(
+                f"llama.cpp has no place for the tensor {name} in this family; it cannot be written to GGUF"
+            )
 
 
 def _general(name: str, plans: list[_Plan], parts: Parts) -> dict[str, Any]:
@@ -222,7 +226,9 @@ def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: l
         import gguf
         import numpy as np
     except ImportError as error:
-        raise UserError("the package gguf is not installed; pip install '.[gguf]' in the checkout of vlmcompress") from error
+        raise UserError(
+            "the package gguf is not installed; pip install '.[gguf]' in the checkout of vlmcompress"
+        ) from error
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():
         if value is not None:

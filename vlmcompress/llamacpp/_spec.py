@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlmcompress.errors import UserError
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -37,7 +35,7 @@ class Rule:
         source: memory name of a parameter.
         target: name in the GGUF file.
         part: which of so many equal parts of the rows it is, as (0, 3) of a fused q/k/v.
-        heads: number of attention heads whose rows are put in the order of ggml's rotation of neighbours; None: the order stays.
+        heads: number of attention heads whose rows are put in the order of ggml's rotation of neighbours; None: it stays.
         change: function that brings a tensor that is not quantized into another shape; None: it has that shape.
         number: function that gives the block's number in GGUF for that in memory; None: they are equal.
         add: number added to each value: norms that compute `x * (1 + weight)` are `x * weight` in ggml.
@@ -76,7 +74,6 @@ class Family:
         image: the text in a rendered chat prompt that stands for an image.
         marker: what stands for it in a prompt for llama.cpp, with `{}` for the marker of media.
         check: function that yields what llama.cpp computes otherwise than the checkpoint asks for, a line each.
-        ran: whether its greedy answers were compared with those of transformers.
     """
 
     arch: Value
@@ -86,7 +83,6 @@ class Family:
     marker: str = "{}"
     unused: tuple[str, ...] = ()
     check: Callable[[Facts], list[str]] = lambda facts: []
-    ran: bool = False
 
 
 def at(path: str, kind: type | None = None) -> Value:
@@ -104,15 +100,3 @@ def at(path: str, kind: type | None = None) -> Value:
 def always(value: Any) -> Value:
     """The same value for each checkpoint."""
     return lambda facts: value
-
-
-def image(key: str) -> Value:
-    """A value of the image processor's settings."""
-    return lambda facts: facts.image.get(key)
-
-
-def needed(value: Any, what: str) -> Any:
-    """`value`, unless it is None. Raises UserError, with `what` is missing."""
-    if value is None:
-        raise UserError(f"GGUF needs {what}, which the checkpoint does not say; restore its config files")
-    return value

@@ -31,7 +31,9 @@ def check(facts: Facts) -> list[str]:
     problems = rope_problems(facts)
     if config["text_config"]["model_type"] not in ("llama", "mistral"):
         problems.append(f"a decoder of the kind '{config['text_config']['model_type']}' is not written for LLaVA")
-    if config["vision_config"]["model_type"] != "clip_vision_model" or not isinstance(config["vision_feature_layer"], int):
+    if config["vision_config"]["model_type"] != "clip_vision_model" or not isinstance(
+        config["vision_feature_layer"], int
+    ):
         problems.append("llama.cpp runs LLaVA with a CLIP tower and the features of one layer")
     if config["vision_feature_select_strategy"] != "default" or config["projector_hidden_act"] != "gelu":
         problems.append("llama.cpp drops the CLS token and has a GELU projector")
