@@ -95,7 +95,7 @@ def test_what_is_read_is_what_was_stored(name, key):
 
 def test_a_format_is_written_read_or_both():
     assert set(FORMATS.names()) - set(WRITTEN) == {"fp8"} and isinstance(fp8, Reader)
-    assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == ["bf16"]
+    assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == ["bf16", "gguf"]
 
 
 def test_formats_hold_what_they_should():
@@ -190,7 +190,16 @@ def test_one_scheme_or_several():
     names = {(f"model.layers.{i}.mlp.down_proj",): four if i else eight for i in range(3)}
     layers = Layers([], [Kept(("lm_head",), False)], names, kv_cache=True)
     counts = {name: len(exporters.problems(FORMATS.get(name), layers)) for name in FORMATS.names()}
-    assert counts == {"awq": 3, "bf16": 1, "compressed-tensors": 0, "fp8": 1, "gptq": 1, "gptq-v2": 1, "modelopt": 2}
+    assert counts == {
+        "awq": 3,
+        "bf16": 1,
+        "compressed-tensors": 0,
+        "fp8": 1,
+        "gguf": 1,
+        "gptq": 1,
+        "gptq-v2": 1,
+        "modelopt": 2,
+    }
     block = gptq.configs(layers)["config.json"]
     assert block["bits"] == 4 and len(block["dynamic"]) == 2
     for name, scheme in names.items():

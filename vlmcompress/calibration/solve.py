@@ -38,11 +38,13 @@ class QuantMethod:
 
     Attributes:
         others: (block, group name) -> the method of a group that gets another one.
+        scale_dtype: the dtype that the written format has for scales; None: that of the weights.
     """
 
     module: Quantizer
     options: QuantizerOptions
     others: Mapping[tuple[int, str], QuantMethod] = field(default_factory=dict)
+    scale_dtype: torch.dtype | None = None
 
     def of(self, group: Group) -> QuantMethod:
         """The method that a group gets."""

@@ -66,7 +66,18 @@ def convert(
     config.pop("quantization_config", None)
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
-    content = Content(_plan_tensors(stored, written, writer), stored, writer, layers, config, record, before)
+    content = Content(
+        _plan_tensors(stored, written, writer),
+        stored,
+        writer,
+        layers,
+        config,
+        record,
+        before,
+        {},
+        _memory(written),
+        stored.spec.family,
+    )
     with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 
@@ -108,8 +119,15 @@ def rewrite_tensors(
         record | dict(entries),
         record["size"]["weights_before"],
         extra_files or {},
+        _memory(stored.names),
+        stored.spec.family,
     )
     return write_folder(stored.path, out, content, shard_size=shard_size, progress=progress)
+
+
+def _memory(written: Mapping[str, str]) -> dict[str, str]:
+    """Name in the output -> memory name of the parameter."""
+    return {name: parameter for parameter, name in written.items()}
 
 
 def _layers(stored: Stored, written: Mapping[str, str]) -> Layers:

@@ -13,11 +13,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
+from transformers import AutoConfig
 
 from vlmcompress.checkpoint import card, launch_files, manifest, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST
@@ -27,10 +28,12 @@ from vlmcompress.common.progress import phase, phase_seconds
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.common.text import parse_size
 from vlmcompress.errors import UserError
-from vlmcompress.exporters import Format, Writer
+from vlmcompress.exporters import Format, Parts, Writer
 from vlmcompress.models import (
     CONFIG_FILES,
     left_out,
+    load_processor,
+    quiet,
     refuse_quantized,
     spec_for,
     stored_bytes,
@@ -70,6 +73,8 @@ class Content:
         manifest: the manifest without sizes and hashes.
         before: bytes of the original's tensors.
         extra_files: name of a further file, or of one that differs from the source's -> bytes, or what is written as JSON.
+        memory: name of a tensor in the output -> memory name of the parameter.
+        family: name of the model's family.
     """
 
     tensors: list[OutputTensor]
@@ -79,7 +84,9 @@ class Content:
     config: dict
     manifest: dict
     before: int
-    extra_files: Mapping[str, Mapping | bytes] = field(default_factory=dict)
+    extra_files: Mapping[str, Mapping | bytes]
+    memory: Mapping[str, str]
+    family: str
 
 
 def write(
@@ -137,7 +144,10 @@ def write(
     if reducer:
         config = reducer_block.write(config, reducer, counter)
     before = stored_bytes(original or source)
-    content = Content(tensors, quantized, exporter, layers, config, manifest, before, extra_files or {})
+    memory = {(written or names)[parameter]: parameter for parameter in names}
+    content = Content(
+        tensors, quantized, exporter, layers, config, manifest, before, extra_files or {}, memory, spec.family
+    )
     return write_folder(original or source, out, content, shard_size=shard_size, progress=progress)
 
 
@@ -155,8 +165,6 @@ def write_folder(
     needed = sum(tensor.spec.nbytes for tensor in content.tensors)
     folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))
     with folders.new_folder(out) as tree:
-        with phase("writing"):
-            after = write_weights(tree, content.tensors, limit, content.quantized, content.exporter, progress)
         configs = content.exporter.configs(content.layers)
         block = configs.pop("config.json", None)
         write_json(tree / "config.json", content.config | ({"quantization_config": block} if block else {}))
@@ -169,6 +177,11 @@ def write_folder(
         for file, place in copied:
             (tree / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / place)
+        with phase("writing"):
+            if hasattr(content.exporter, "write_files"):
+                after = content.exporter.write_files(tree, content.family, _parts(tree, content, source.name), progress)
+            else:
+                after = write_weights(tree, content.tensors, limit, content.quantized, content.exporter, progress)
         size = {"weights_before": content.before, "weights_after": after}
         record = content.manifest | {"size": size, "tensors": len(content.tensors), "timing": phase_seconds()}
         launch_files.write(tree, record, out.name)
@@ -176,6 +189,23 @@ def write_folder(
         record["files"] = manifest.hash_files(tree)
         write_json(tree / MANIFEST, record)
     return record
+
+
+def _parts(tree: Path, content: Content, title: str) -> Parts:
+    """The content for a format with files of its own; `tree` holds the config and the processor that are written."""
+    with quiet():
+        config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False).to_dict()
+        processor = load_processor(tree, False)
+    plain = {content.memory.get(t.name, t.name): t for t in content.tensors if not isinstance(t.origin, tuple)}
+
+    def read(name: str) -> Tensor:
+        origin = plain[name].origin
+        if isinstance(origin, Entry):
+            return tensor_files.read_tensor(origin)
+        return origin() if callable(origin) else cast(Tensor, origin)
+
+    specs = {name: tensor.spec for name, tensor in plain.items()}
+    return Parts(specs, read, content.quantized, config, processor.image_processor.to_dict(), title)
 
 
 def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:

@@ -144,8 +144,10 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     """Describe the written checkpoint as data for `--json`."""
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
-    served = recipe.get("engine", "vllm") == "vllm"
-    compare = evaluation_command(out, model, "" if served else " --engine hf")
+    gguf = recipe.get("format") == "gguf"
+    served = recipe.get("engine", "vllm") == "vllm" and not gguf
+    engine = " --engine llamacpp --baseline-engine hf" if gguf else " --engine hf"
+    compare = evaluation_command(out, model, "" if served else engine)
     serve = f"vlmcompress serve {shlex.quote(str(out))}"
     return {
         "ok": True,

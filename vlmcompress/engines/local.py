@@ -33,11 +33,13 @@ from vlmcompress.errors import UserError
 WORKER = Path(__file__).with_name("worker.py")
 LOG_VARIABLE = "VLMCOMPRESS_ENGINE_LOG"
 
-_PREFIX = re.compile(r"^(\([\w ]+pid=\d+\)\s*)?((ERROR|WARNING|INFO) \d\d-\d\d [\d:]+ \[[^]]*\]\s*)?")
+_PREFIX = re.compile(
+    r"^(\([\w ]+pid=\d+\)\s*)?((ERROR|WARNING|INFO) \d\d-\d\d [\d:]+ \[[^]]*\]\s*)?(\d+\.\d\d\.\d{3}\.\d{3} [EWI]\s+)?"
+)
 _NOISE = re.compile(
     r"$|Traceback |File \"|[~^]+$|raise |return |[\w.]*ValidationError: \d+ validation |Fatal Python error: _enter_buff"
 )
-_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*(error:|\[type=\w+, |Killed|out of memory)")
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*(error:|error loading |\[type=\w+, |Killed|out of memory)")
 _INPUT = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given behind what is wrong with it
 
 
@@ -176,7 +178,7 @@ class Local:
             return UserError(f"{self.title} can't be imported by {self.interpreter()} ({message}); {self.advice}")
         if event["stage"] == "request":
             return UserError(f"sample '{event['id']}' can't be answered by {model}: {message}")
-        if "root cause" in message:  # the engine core is a process of its own and its error is only in the log
+        if "root cause" in message or "Failed to init server" in message:  # vLLM's and llama.cpp's reason is in the log
             return UserError(f"{self.title} could not load {model}{last_words(log)}")
         return UserError(f"{self.title} could not load {model}: {message}")
 

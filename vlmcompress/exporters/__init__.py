@@ -1,14 +1,22 @@
 """Checkpoint formats. One file per format: pure maps from quantized weights to stored tensors and back, and its config block.
 
 A recipe's `format` names the file. A format that is written has what `Writer` lists, one that is read what `Reader` lists; most
-have both. Optional: `problems(layers) -> [str]`, reasons why it cannot hold these layers together in one checkpoint.
+have both. Optional:
+
+    problems(layers) -> [str]       reasons why it cannot hold these layers together in one checkpoint
+    SCALES                          the dtype of all its scales, for which quantizers then solve; without it that of the weights
+    GROUP_SIZE                      a literal: the group size of schemes that have one, where the recipe gives none
+    write_files(tree, family, parts, progress) -> bytes      its files, where they are not safetensors under the source's names;
+                                    `tree` has the source's other files already, `parts` is a `Parts`
+    family_problems(family) -> [str]                         with it: reasons why it cannot hold models of a family
 
 A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlmcompress.errors import UserError
@@ -97,6 +105,30 @@ class Reader(Format, Protocol):
             UserError: the tensors hold what their scheme excludes.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A checkpoint's tensors and settings, for a format with files of its own.
+
+    Attributes:
+        specs: parameter (memory name) that is not quantized -> type and shape; `read` reads it.
+        quantized: linear layer (memory name) -> weight, scheme, scale of static activations; lazy.
+        config: transformers' configuration with all defaults; `image`: the settings of its image processor.
+        title: the model's name for people.
+    """
+
+    specs: Mapping[str, Spec]
+    read: Callable[[str], Tensor]
+    quantized: Mapping[str, tuple[QTensor, Scheme, Tensor | None]]
+    config: Mapping[str, Any]
+    image: Mapping[str, Any]
+    title: str
+
+    @property
+    def names(self) -> list[str]:
+        """The memory names of all parameters."""
+        return [*self.specs, *(f"{layer}.weight" for layer in self.quantized)]
 
 
 def problems(exporter: Any, layers: Layers) -> list[str]:

@@ -129,7 +129,15 @@ def vision_tower(survey: Survey) -> Iterator[str]:
 
 def stored_format(survey: Survey) -> Iterator[str]:
     """Whether the format of the files can hold the schemes."""
-    yield from exporters.problems(survey.recipe.exporter, survey.layers)
+    exporter, family = survey.recipe.exporter, survey.source.spec.family
+    yield from exporters.problems(exporter, survey.layers)
+    if hasattr(exporter, "family_problems"):
+        yield from exporter.family_problems(family)
+    if hasattr(exporter, "write_files") and survey.recipe.reduce:
+        yield (
+            f"reduce {survey.recipe.reduce}: llama.cpp has no place for a method that selects or merges visual tokens; "
+            "make images smaller by --resize, or write compressed-tensors"
+        )
 
 
 def something_to_write(survey: Survey) -> Iterator[str]:
@@ -137,6 +145,8 @@ def something_to_write(survey: Survey) -> Iterator[str]:
     recipe = survey.recipe
     if recipe.kv_cache and not all(survey.blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
+    if hasattr(recipe.exporter, "write_files"):  # a format that other engines read is reason enough
+        return
     if not (survey.layers.quantized or recipe.reduce or recipe.resize or recipe.vision_attention or recipe.rotate):
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 

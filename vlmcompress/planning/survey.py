@@ -114,7 +114,8 @@ def survey(
     bytes_before = sum(spec.nbytes for spec in source.stored.values())
     source = _outlined(recipe, source)
     assigned = _assigned(recipe, source)
-    method = QuantMethod(recipe.method, recipe.options, {**assigned, **(allocation.methods if allocation else {})})
+    others = {**assigned, **(allocation.methods if allocation else {})}
+    method = QuantMethod(recipe.method, recipe.options, others, getattr(recipe.exporter, "SCALES", None))
     blocks = [[group for group in _unskipped(recipe, block) if method.of(group).scheme] for block in source.blocks]
     groups = [group for block in blocks for group in block]
     vision_module = SCHEMES.get(recipe.vision) if recipe.vision != "bf16" else None

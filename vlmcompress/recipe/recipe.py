@@ -228,6 +228,8 @@ def resolve(
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
     values, origins = merge(layers)
+    layers.append(_format_layer(values))
+    values, origins = merge(layers)
     for key, registry in (("scheme", SCHEMES), ("target", TARGETS), ("format", FORMATS)):
         if isinstance(values.get(key), str):
             values[key] = registry.name(values[key])
@@ -267,6 +269,17 @@ def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Laye
     if goal not in ("memory", "throughput", None):
         raise UserError(_wrong("goal", goal, "should be 'memory' or 'throughput'", origins))
     return f"target {TARGETS.name(target)}", {"scheme": targets.default_scheme(target, goal)}
+
+
+def _format_layer(values: Mapping[str, Any]) -> Layer:
+    """The settings that a format gives: its group size (`GROUP_SIZE`), for schemes that have one."""
+    name = FORMATS.name(values["format"]) if isinstance(values.get("format"), str) else ""
+    scheme = SCHEMES.name(values["scheme"]) if isinstance(values.get("scheme"), str) else ""
+    size = FORMATS.constant(name, "GROUP_SIZE") if name in FORMATS else None
+    if size is None or scheme not in SCHEMES:
+        return "format", {}
+    has_groups = any(field.name == "group_size" for field in dataclasses.fields(SCHEMES.get(scheme).Options))
+    return f"format {name}", {"options": {"group_size": size}} if has_groups else {}
 
 
 def _check_keys(settings: Mapping[str, Any], allowed: Iterable[str], prefix: str, origin: str) -> None:

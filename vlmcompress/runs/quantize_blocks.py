@@ -212,7 +212,7 @@ def _solve(
         g.smooth: modules[g.smooth].weight.detach().to(device) for g in groups if g.smooth and g.smooth_kind == "norm"
     }
     with phase("solving"):
-        dtype = next(iter(weights.values())).dtype
+        dtype = method.scale_dtype or next(iter(weights.values())).dtype
         return solve_block(groups, weights, stats, method, dtype, scales, norms, norm_offset)
 
 

@@ -73,6 +73,8 @@ def serve(
             that the checkpoint or the engine can't do.
     """
     model = Path(model)
+    if (model / "model.gguf").is_file():
+        raise UserError(f"{model} is GGUF, which vLLM does not serve; start llama.cpp: sh {model}/serve/llamacpp.sh")
     python = interpreter()
     limits: dict[str, Any] = {"images": images, "videos": videos, "max_model_len": max_model_len}
     arguments = arguments_of(model, host=host, port=port, **limits, speculative=speculative, extra=extra)

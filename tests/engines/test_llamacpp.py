@@ -1,0 +1,157 @@
+"""llama.cpp itself, on GGUF files of tiny float32 models, against transformers: prompts, first tokens, greedy answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.kit.tiny import build
+from vlmcompress import engines
+from vlmcompress.cli import main
+from vlmcompress.engines import Request, Settings, hf, llamacpp
+from vlmcompress.errors import UserError
+from vlmcompress.llamacpp import REGISTRY
+
+ENDS = [258, 257]  # `<|im_end|>`, and `<|endoftext|>`, which llama.cpp takes for an end by its name
+SETTINGS = Settings(max_tokens=8, logprobs=8, dtype="float32", max_num_seqs=1)
+SIZES = {  # of images that no processor has to make smaller: llama.cpp pads where transformers stretches
+    "gemma3": [(56, 56)],
+    "idefics3": [],  # llama.cpp cuts images into tiles otherwise: text alone is compared
+    "internvl": [(56, 56)],
+    "lfm2-vl": [(64, 64), (128, 64)],
+    "llava": [(56, 56)],
+    "qwen2-vl": [(112, 84), (56, 56)],
+    "qwen2-5-vl": [(112, 84), (168, 140)],
+    "qwen3-vl": [(256, 256), (128, 96)],
+}
+SPLITS = {"idefics3": ["\n\n", "\n"]}  # tokens that llama.cpp's processor of the family asks for by name
+
+
+def floats(family: str, folder: Path) -> Path:
+    """A tiny float32 checkpoint with no parameter that is the same everywhere, so that each has to be in its place."""
+    build(family, folder)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name, tensor in tensors.items():
+        if tensor.numel() > 1 and tensor.std() == 0:
+            tensors[name] = tensor + 0.3 * torch.randn(tensor.shape, generator=generator)
+        elif tensor.ndim > 1:
+            tensors[name] = tensor * 4
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    _as_float32(config)
+    if family.startswith("qwen2"):
+        config["text_config"]["rms_norm_eps"] = 1e-12  # llama.cpp's `qwen2vl` of 2026-10 does not read it and takes 0
+    if family == "qwen2-5-vl":
+        config["vision_config"]["window_size"] = 112
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ENDS}))
+    if family in SPLITS:
+        _add_tokens(folder / "tokenizer.json", SPLITS[family])
+    return folder
+
+
+def _as_float32(config: dict) -> None:
+    for key, value in config.items():
+        if key == "dtype":
+            config[key] = "float32"
+        elif isinstance(value, dict):
+            _as_float32(value)
+
+
+def _add_tokens(path: Path, tokens: list[str]) -> None:
+    content = json.loads(path.read_text())
+    first = 1 + max(entry["id"] for entry in content["added_tokens"])
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    content["added_tokens"] += [{"id": first + i, "content": token, **plain} for i, token in enumerate(tokens)]
+    path.write_text(json.dumps(content))
+
+
+def questions(media: Path, sizes: list[tuple[int, int]]) -> list[Request]:
+    """Questions about two pictures of each size, and one without."""
+    noise, requests = random.Random(0), []
+    for index, size in enumerate(sizes * 2):
+        small = Image.frombytes("RGB", (8, 8), noise.randbytes(192))
+        small.resize(size, Image.Resampling.BICUBIC).save(media / f"{index}.png")
+        image = {"type": "image_url", "image_url": {"url": (media / f"{index}.png").as_uri()}}
+        text = {"type": "text", "text": f"What is number {index}?"}
+        requests.append(Request(str(index), [{"role": "user", "content": [image, text]}]))
+    return [*requests, Request("text", [{"role": "user", "content": "Hello there."}])]
+
+
+def job(folder: Path, media: Path) -> dict:
+    return {"model": str(folder), "media": str(media), "settings": vars(SETTINGS), "reduce": None}
+
+
+def as_llama_cpp_computes(family: str, model) -> None:
+    """What llama.cpp of 2026-10 does otherwise: the CLS token comes behind the patches, which have the positions before
+    theirs, and the features of LLaVA are all but the first then."""
+    if family == "internvl":
+        positions = model.model.vision_tower.embeddings.position_embeddings
+        positions.data = positions.data.roll(1, dims=1)
+    if family == "llava":
+        embeddings = model.model.vision_tower.embeddings
+
+        def forward(pixel_values, interpolate_pos_encoding=False):
+            patches = embeddings.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
+            last = embeddings.class_embedding.expand(len(patches), 1, -1)
+            return torch.cat([patches, last], 1) + embeddings.position_embedding.weight[None]
+
+        embeddings.forward = forward
+
+
+def test_each_family_has_its_sizes():
+    assert sorted(SIZES) == sorted(REGISTRY.names())
+
+
+@pytest.mark.parametrize("family", sorted(SIZES))
+def test_answers_are_those_of_transformers(family, tmp_path):
+    source, media = floats(family, tmp_path / "source"), tmp_path
+    assert main(["quantize", str(source), "--scheme", "none", "--format", "gguf", "-o", str(tmp_path / "out")]) == 0
+    requests = [vars(request) for request in questions(media, SIZES[family])]
+    reference, _ = hf.start(job(source, media))
+    as_llama_cpp_computes(family, reference.model)
+    engine, _ = llamacpp.start(job(tmp_path / "out", media))
+    expected = dict(hf.answers(reference, requests, job(source, media)))
+    replies = dict(llamacpp.answers(engine, requests, job(tmp_path / "out", media)))
+    equal = reported = 0
+    for name, answer in expected.items():
+        reply = replies[name]
+        assert not isinstance(reply, Exception), reply
+        assert reply["prompt_tokens"] == answer["prompt_tokens"]
+        if reply["first"]:  # llama.cpp reports none of a token that is a part of a character
+            pairs = zip(reply["first"], answer["first"], strict=True)  # most likely first; texts of bytes are alike
+            assert max(abs(mine[1] - theirs[1]) for mine, theirs in pairs) < 0.02
+            reported += 1
+        equal += reply["text"] == answer["text"]
+    assert equal >= len(expected) - 1  # one near tie may fall otherwise
+    assert reported or not SIZES[family]
+
+
+def test_the_engine_is_a_process_of_its_own(tmp_path):
+    """Four-bit weights in llama.cpp against the same weights in transformers, which rounds inputs less."""
+    source = floats("qwen2-vl", tmp_path / "source")
+    for name, fmt in (("out", "gguf"), ("dense", "bf16")):
+        flags = ["--scheme", "rtn", "--set", "options.group_size=32", "--format", fmt]
+        assert main(["quantize", str(source), *flags, "-o", str(tmp_path / name)]) == 0
+    requests = questions(tmp_path, SIZES["qwen2-vl"])
+    run = engines.get("llamacpp").answer(tmp_path / "out", requests, media=tmp_path, settings=SETTINGS)
+    assert run.engine["name"] == "llamacpp" and run.answers.keys() == {request.id for request in requests}
+    reference, _ = hf.start(job(tmp_path / "dense", tmp_path))
+    rows = [vars(request) for request in requests]
+    for name, answer in hf.answers(reference, rows, job(tmp_path / "dense", tmp_path)):
+        if run.answers[name].first:
+            assert next(iter(run.answers[name].first.values())) == pytest.approx(answer["first"][0][1], abs=0.5)
+
+
+def test_a_folder_without_gguf_is_refused(tmp_path):
+    source = build("qwen2-vl", tmp_path / "source")
+    with pytest.raises(UserError, match="no checkpoint of ours"):
+        engines.get("llamacpp").answer(source, questions(tmp_path, [(56, 56)]), media=tmp_path, settings=SETTINGS)

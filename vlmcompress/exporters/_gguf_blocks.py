@@ -1,0 +1,91 @@
+"""Blocks of 32 weights as ggml stores them: `Q4_0`, `Q4_1` and `Q8_0`.
+
+| type | bytes of 32 weights | weight |
+|---|---|---|
+| Q4_0 | scale d (float16), 16 bytes | d * (q - 8), q from 0 to 15 |
+| Q4_1 | scale d, minimum m (float16), 16 bytes | d * q + m |
+| Q8_0 | scale d (float16), 32 bytes | d * q, q from -128 to 127 |
+
+Of 4-bit codes, byte i has that of weight i in its lower half and that of weight i + 16 in its upper one. Our symmetric codes
+are q - 8 and q themselves, so Q4_0 and Q8_0 hold them bit for bit; larger groups repeat their scale. Of Q4_1 codes and
+scales are the same, too; the minimum, scale times zero point, has up to 15 bits and is rounded to the 11 of a float16: at
+most 15 / 2048 = 0.7% of a step.
+Source: llama.cpp, `ggml/src/ggml-common.h` and `ggml-quants.c`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vlmcompress.errors import UserError
+from vlmcompress.exporters._packing import to_float16
+from vlmcompress.numerics import Format, QTensor
+
+BLOCK = 32
+BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+"""Bytes of a block."""
+MOST = 0.01  # of a step, that a minimum may be off: more only where scales are nearly too small for a float16
+
+
+def block_type(fmt: Format) -> str:
+    """The ggml type that holds integer weights of a format. Raises UserError where none does."""
+    if fmt.kind != "int" or fmt.bits not in (4, 8) or (fmt.bits == 8 and not fmt.symmetric):
+        raise UserError(
+            "GGUF holds integer weights of 4 bits and symmetric ones of 8; use rtn, awq, gptq, gptq-plus, qronos or w8a16"
+        )
+    if fmt.group > 0 and fmt.group % BLOCK:
+        raise UserError(f"GGUF has a scale for each {BLOCK} weights; use a group size that {BLOCK} divides, or -1")
+    return "Q8_0" if fmt.bits == 8 else "Q4_0" if fmt.symmetric else "Q4_1"
+
+
+def row_bytes(fmt: Format, columns: int) -> int:
+    """Bytes of a row of `columns` weights. Raises ValueError where it does not consist of whole blocks."""
+    kind = block_type(fmt)
+    fmt.n_groups(columns)
+    if columns % BLOCK:
+        raise ValueError(
+            f"{columns} inputs are no whole blocks of {BLOCK}, which GGUF needs; leave the layer out by --skip"
+        )
+    return columns // BLOCK * BYTES[kind]
+
+
+def pack(qt: QTensor) -> Tensor:
+    """The bytes of a matrix, uint8 `[out, row_bytes]`.
+
+    Raises:
+        UserError: a scale is no float16, or a minimum far from one.
+    """
+    kind, (rows, columns) = block_type(qt.format), qt.q.shape
+    blocks = columns // BLOCK
+    scale = _per_block(to_float16(qt.scale, "GGUF"), rows, blocks)
+    head = [scale]
+    if kind == "Q8_0":
+        body = qt.q.view(torch.uint8).view(rows, blocks, BLOCK)
+    else:
+        codes = (qt.q.to(torch.int16) + 8).to(torch.uint8).view(rows, blocks, 2, BLOCK // 2)
+        body = codes[:, :, 0] | (codes[:, :, 1] << 4)
+    if kind == "Q4_1":
+        assert qt.zero_point is not None
+        head.append(_per_block(_minimum(qt.scale, qt.zero_point), rows, blocks))
+    parts = [part.contiguous().view(torch.uint8).view(rows, blocks, 2) for part in head]
+    return torch.cat([*parts, body], -1).view(rows, -1)
+
+
+def _per_block(values: Tensor, rows: int, blocks: int) -> Tensor:
+    """Repeat values of groups `[rows, groups]`, or of the whole matrix `[1]`, for each block: `[rows, blocks]`."""
+    values = values.view(-1, values.shape[-1]).expand(rows, -1)
+    return values.repeat_interleave(blocks // values.shape[1], 1)
+
+
+def _minimum(scale: Tensor, zero_point: Tensor) -> Tensor:
+    """The weight of the lowest code, float16."""
+    exact = -scale.double() * (zero_point.double() + 8)
+    rounded = exact.to(torch.float16)
+    error = ((rounded.double() - exact).abs() / scale.double()).max().item()
+    if not error < MOST:
+        raise UserError(
+            f"a minimum (scale times zero point) rounded to GGUF's 16-bit float is {error:.2g} of a step off, more than "
+            f"{MOST}; use symmetric weights"
+        )
+    return rounded
