@@ -124,14 +124,17 @@ class _Recorder:
         """Args: `last`: number of the last block, at which the model's forward pass ends."""
         self.device, self.last = device, last
         self.room = 0.0 if device.type == "cpu" else _ROOM * torch.accelerator.get_memory_info()[0]
+        self.zeros, self.version = torch.empty(0), 0  # what the last block gave, and whether it was written to since
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # of the present batch: id -> the tensor, and what is kept of it
 
-    def record(self, batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Keep a block's arguments; of the first its hidden states, too, and of others what was added to zeros."""
+    def record(self, batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Keep a block's arguments; of the first its hidden states, too, and of others what was added to zeros. Returns zeros."""
         if layer == 0:
             self.kept.clear()
             batch.hidden = self._keep(hidden)
             batch.home = batch.hidden.device
+        elif hidden is self.zeros and hidden._version == self.version:  # what the block before gave: nothing to look at
+            batch.added.append(None)
         else:
             rows = hidden.flatten(0, 1)
             index = rows.any(1).nonzero().squeeze(1)
@@ -140,6 +143,9 @@ class _Recorder:
         if layer == self.last:
             self.kept.clear()
             raise StopForward
+        self.zeros = torch.zeros_like(hidden)
+        self.version = self.zeros._version
+        return self.zeros
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
@@ -154,7 +160,7 @@ class _Recorder:
 class _Stub(nn.Module):
     """Stands for a decoder block, whose attributes it shows."""
 
-    def __init__(self, block: nn.Module, layer: int, note: Callable[..., None]):
+    def __init__(self, block: nn.Module, layer: int, note: Callable[..., Tensor]):
         super().__init__()
         self.__dict__.update(_block=block, _layer=layer, _tell=note)
 
@@ -162,12 +168,12 @@ class _Stub(nn.Module):
         return getattr(self.__dict__["_block"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._tell(self._layer, hidden_states, args, kwargs)
-        return torch.zeros_like(hidden_states)
+        output: Tensor = self._tell(self._layer, hidden_states, args, kwargs)
+        return output
 
 
 @contextmanager
-def _stubs(model: nn.Module, paths: Sequence[str], note: Callable[..., None]) -> Iterator[None]:
+def _stubs(model: nn.Module, paths: Sequence[str], note: Callable[..., Tensor]) -> Iterator[None]:
     blocks = {path: model.get_submodule(path) for path in paths}
     try:
         for layer, (path, block) in enumerate(blocks.items()):

@@ -211,7 +211,7 @@ Tensor device(const Tensor& tensor) { return Aliases().device(tensor); }
 
 // ---- every operator without a kernel of its own below
 
-const Names kIndexing = {"aten::index.Tensor", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put",
+const Names kIndexing = {"aten::index.Tensor", "aten::index.Tensor_out", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put",
                          "aten::_unsafe_index.Tensor"};
 const Names kProducts = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot",
                          "aten::addmm_", "aten::addmv_", "aten::baddbmm_", "aten::addbmm", "aten::vdot"};
