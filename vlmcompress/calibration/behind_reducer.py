@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from vlmcompress import models
+from vlmcompress.calibration.devices import accelerated
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER, VISION, Inputs
 from vlmcompress.errors import UserError
@@ -97,9 +99,11 @@ def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress
         Inputs of `Decoder`, one sample each, with `modality [1, tokens]` of the tokens that are left. All have the same keys.
     """
     shortened = []
-    with attach(vlm, chosen) as attached:
+    blocks = models.decoder_layers(vlm.model, vlm.spec)  # which do not run
+    with accelerated(vlm.model, blocks, idle=True) as device, attach(vlm, chosen) as attached:
         for index, batch in enumerate(batches):
-            shortened.append(_one(vlm, attached, batch))
+            shorter = _one(vlm, attached, {name: value.to(device) for name, value in batch.items()})
+            shortened.append({name: value.cpu() for name, value in shorter.items()})
             progress("reducing visual tokens", index + 1, len(batches))
     return _alike(shortened)
 

@@ -8,6 +8,7 @@ each block, some 100 forward passes of the decoder with the defaults.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from vlmcompress import models
 from vlmcompress.calibration.block_inputs import Batch, capture_block_inputs
 from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
+from vlmcompress.calibration.devices import accelerator, resident
 from vlmcompress.calibration.entropy import PAIRED, conditional_entropy
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.progress import Progress, silent
@@ -43,25 +45,24 @@ def search(
         batches: from `encode`.
         method: a method of scheme `qvlm`; groups that get another one keep their float weights in the search.
     """
-    home = vlm.model.device
     modules: list[Any] = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
     base_options, samples = _options(method), capture_block_inputs(vlm, batches, progress)
     runs = qvlm.partition(entropies(vlm, batches), base_options.depth)
     floats = [batch.hidden for batch in samples]
     quantized = list(floats)
     chosen: dict[Key, float] = {}
+    device = accelerator() or vlm.model.device
     for run in runs:
         outputs = floats
-        for block in run:
-            modules[block].to(floats[0].device)
-            outputs = call(modules, block, outputs, samples)
-        groups = [[group for group in blocks[block] if method.of(group).module is qvlm] for block in run]
-        with _Weights(vlm.model, [group for members in groups for group in members], method) as weights:
+        with contextlib.ExitStack() as stack:
+            for block in run:
+                stack.enter_context(resident(modules[block], device))
+                outputs = call(modules, block, outputs, samples)
+            groups = [[group for group in blocks[block] if method.of(group).module is qvlm] for block in run]
+            weights = stack.enter_context(_Weights(vlm.model, [group for part in groups for group in part], method))
             chosen |= _descend(modules, run, groups, samples, quantized, outputs, weights, base_options)
             for block in run:
                 quantized = call(modules, block, quantized, samples)
-        for block in run:
-            modules[block].to(home)
         floats = outputs
         progress("searching ranges", run[-1] + 1, len(modules))
     others = dict(method.others)
@@ -87,8 +88,9 @@ def entropies(vlm: VLM, batches: Sequence[dict[str, Tensor]]) -> list[float]:
 
 
 def call(modules: Sequence[Any], block: int, xs: Sequence[Tensor], samples: Sequence[Batch]) -> list[Tensor]:
-    """Call a block for each batch; return its outputs as the next block gets them."""
-    return [batch.run_block(modules[block], block, x.device, x) for x, batch in zip(xs, samples, strict=True)]
+    """Call a block where it is for each batch; return its outputs as the next block gets them, where its inputs were."""
+    device = next(modules[block].parameters()).device
+    return [batch.run_block(modules[block], block, device, x).to(x.device) for x, batch in zip(xs, samples, strict=True)]
 
 
 class _Weights:
@@ -100,7 +102,7 @@ class _Weights:
             (group.layer, group.name): [model.get_parameter(f"{name}.weight") for name in group.linears]
             for group in groups
         }
-        self.float = {key: [weight.detach().clone() for weight in linears] for key, linears in self.weights.items()}
+        self.float = {key: [weight.data for weight in linears] for key, linears in self.weights.items()}
 
     def __enter__(self) -> _Weights:
         for key in self.weights:
@@ -110,7 +112,7 @@ class _Weights:
     def __exit__(self, *_: object) -> None:
         for key, linears in self.weights.items():
             for weight, original in zip(linears, self.float[key], strict=True):
-                weight.copy_(original)
+                weight.data = original
 
     def set(self, key: Key, percentile: float) -> None:
         """Quantize a group with ranges that cover `percentile`."""
@@ -118,7 +120,7 @@ class _Weights:
         for weight, original in zip(self.weights[key], self.float[key], strict=True):
             ratio = qvlm.cover(original, fmt, percentile)
             params = find_params(original, fmt, scale_dtype=original.dtype, ratio=ratio)
-            weight.copy_(fake_quantize(original, *params, fmt))
+            weight.data = fake_quantize(original, *params, fmt).to(original.dtype)
 
 
 def _descend(

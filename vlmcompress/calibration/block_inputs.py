@@ -1,7 +1,7 @@
 """The inputs of a decoder's blocks, captured in one pass over the samples in which no block is run.
 
-Every block is replaced by a stub that records its arguments and outputs zeros. So the first one's input comes of the model's
-own embeddings, vision tower and projector; positions and masks are those that the model computes; and what arrives at a later
+Every block is replaced by a stub that records its arguments and outputs zeros; the pass ends at the last one, before the head. So
+the first one's input comes of the model's own embeddings, vision tower and projector; positions and masks are those that the model computes; and what arrives at a later
 block is what the model adds between two of them (Qwen3-VL adds visual features behind the first ones). From there on a block
 can be called by itself, as often as needed, with no more than its own weights in memory.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +34,11 @@ from vlmcompress.models import VLM, ModelSpec
 
 TOKENS = 2048  # of a batch with its padding, at most, unless it is a single sample
 PADDING = 1 / 8  # of a batch's tokens, at most
-_ROOM = 0.2  # share of an accelerator's free memory that hidden states between two blocks may take
+_ROOM = 0.2  # share of an accelerator's free memory that may be taken by what batches keep between two blocks
+
+
+class StopForward(Exception):
+    """Raised by a hook to end a forward pass, as nothing behind it is recorded."""
 
 
 @dataclass
@@ -44,9 +48,9 @@ class Batch:
     Attributes:
         samples: their indices.
         modality: `[samples, tokens]` of each token, on the CPU.
-        home: device of the hidden states between two blocks.
+        home: device of the hidden states between two blocks: the accelerator, as long as there is room, or main memory.
         hidden: input of the next block, `[samples, tokens, width]`.
-        calls: for each block, its other arguments.
+        calls: for each block, its other arguments; what several blocks are given is there once.
         added: DeepStack additions after each block, as (rows of `[samples * tokens, width]`, values), or None.
     """
 
@@ -97,45 +101,66 @@ def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progres
     """
     paths = models.decoder_layers(vlm.model, vlm.spec)
     batches: list[Batch] = []
-    with _stubs(vlm.model, paths, lambda *call: _record(batches[-1], *call)), accelerated(vlm.model) as device:
+    last = len(paths) - 1
+    with _stubs(vlm.model, paths, lambda *call: recorder.record(batches[-1], *call)), accelerated(vlm.model) as device:
+        recorder = _Recorder(device, last)
         chosen = distributed.shard(bucket_by_length(samples))
-        home = _home(vlm, samples, device)
         for done, rows in enumerate(chosen, start=1):
             inputs = collate([samples[row] for row in rows])
-            batches.append(Batch(rows, inputs.pop("modality").cpu(), home))
+            batches.append(Batch(rows, inputs.pop("modality").cpu(), device))
             add_positions(inputs, vlm.spec)
             inputs = {key: value.to(device) for key, value in inputs.items()}
-            with float_products(vlm.model):
-                vlm.model(**inputs, use_cache=False, logits_to_keep=1)
+            with suppress(StopForward), float_products(vlm.model):
+                vlm.model(**inputs, use_cache=False)
             batches[-1].added.append(None)  # nothing comes behind the last block
             progress("capturing block inputs", done, len(chosen))
     return batches
 
 
-def _home(vlm: VLM, samples: Sequence[dict[str, Tensor]], device: torch.device) -> torch.device:
-    """Where hidden states of all samples have room: on the accelerator, or else in main memory."""
-    if device.type == "cpu":
-        return device
-    embeddings: Any = vlm.model.get_input_embeddings()
-    width = embeddings.weight.shape[1]
-    needed = sum(sample["modality"].numel() for sample in samples) * width * vlm.model.dtype.itemsize
-    return device if needed < _ROOM * torch.accelerator.get_memory_info()[0] else torch.device("cpu")
+class _Recorder:
+    """Puts the arguments of a model's blocks into batches, on the accelerator while there is room and then in main memory."""
 
+    def __init__(self, device: torch.device, last: int):
+        """Args: `last`: number of the last block, at which the model's forward pass ends."""
+        self.device, self.last = device, last
+        self.room = 0.0 if device.type == "cpu" else _ROOM * torch.accelerator.get_memory_info()[0]
+        self.zeros, self.version = torch.empty(0), 0  # what the last block gave, and whether it was written to since
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # of the present batch: id -> the tensor, and what is kept of it
 
-def _record(batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-    batch.calls.append((args, kwargs))
-    if layer == 0:
-        batch.set_hidden(hidden)
-        return
-    rows = hidden.flatten(0, 1)
-    index = rows.any(1).nonzero().squeeze(1)
-    batch.added.append((index, rows[index]) if len(index) else None)
+    def record(self, batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Keep a block's arguments; of the first its hidden states, too, and of others what was added to zeros. Returns zeros."""
+        if layer == 0:
+            self.kept.clear()
+            batch.hidden = self._keep(hidden)
+            batch.home = batch.hidden.device
+        elif hidden is self.zeros and hidden._version == self.version:  # what the block before gave: nothing to look at
+            batch.added.append(None)
+        else:
+            rows = hidden.flatten(0, 1)
+            index = rows.any(1).nonzero().squeeze(1)
+            batch.added.append((self._keep(index), self._keep(rows[index])) if len(index) else None)
+        batch.calls.append(tree_map_only(Tensor, self._keep, (args, kwargs)))
+        if layer == self.last:
+            self.kept.clear()
+            raise StopForward
+        self.zeros = torch.zeros_like(hidden)
+        self.version = self.zeros._version
+        return self.zeros
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        if id(tensor) not in self.kept:
+            fits = tensor.nbytes <= self.room
+            self.room -= tensor.nbytes if fits else 0
+            self.kept[id(tensor)] = tensor, tensor if fits else tensor.cpu()
+        return self.kept[id(tensor)][1]
 
 
 class _Stub(nn.Module):
     """Stands for a decoder block, whose attributes it shows."""
 
-    def __init__(self, block: nn.Module, layer: int, note: Callable[..., None]):
+    def __init__(self, block: nn.Module, layer: int, note: Callable[..., Tensor]):
         super().__init__()
         self.__dict__.update(_block=block, _layer=layer, _tell=note)
 
@@ -143,12 +168,12 @@ class _Stub(nn.Module):
         return getattr(self.__dict__["_block"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._tell(self._layer, hidden_states, args, kwargs)
-        return torch.zeros_like(hidden_states)
+        output: Tensor = self._tell(self._layer, hidden_states, args, kwargs)
+        return output
 
 
 @contextmanager
-def _stubs(model: nn.Module, paths: Sequence[str], note: Callable[..., None]) -> Iterator[None]:
+def _stubs(model: nn.Module, paths: Sequence[str], note: Callable[..., Tensor]) -> Iterator[None]:
     blocks = {path: model.get_submodule(path) for path in paths}
     try:
         for layer, (path, block) in enumerate(blocks.items()):

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.calibration.block_inputs import Batch, capture_block_inputs
+from vlmcompress.calibration.block_inputs import Batch, StopForward, capture_block_inputs
 from vlmcompress.calibration.devices import accelerator, resident, trim, widened
 from vlmcompress.calibration.input_recorder import (
     BlockCapture,
     CaptureSpec,
     InputRecorder,
     ReferenceBlock,
-    StopForward,
     TokenIndex,
 )
 from vlmcompress.calibration.routed import LayerDraw, mixtures, routed_to_all
@@ -48,6 +47,8 @@ def capture_blocks(
     spec: CaptureSpec,
     *,
     finished: Callable[[int], bool] = lambda _layer: False,
+    passed: Callable[[int], object] = lambda _layer: None,
+    release: bool = False,
     progress: Progress = silent,
 ) -> Iterator[tuple[int, BlockCapture | None]]:
     """Yield the number of each block that has groups, with its capture; with the prefix "groups" as often as it has groups.
@@ -56,12 +57,18 @@ def capture_blocks(
         blocks: the groups to capture of each decoder block.
         samples: from `encode`, one sample each.
         finished: whether a block need not be captured; it is yielded with None in its turn.
+        passed: called with the number of each block that has groups when its output has been passed on, before it leaves the
+            accelerator.
+        release: leave nothing of `samples` but `modality` when the blocks' inputs are captured: pictures take gigabytes.
         progress: called with (label, done, total).
 
     Raises:
         UserError: NaN or Inf among the inputs of a layer.
     """
     run = _Capture(vlm, samples, spec, progress)
+    for sample in samples if release else ():
+        for name in sample.keys() - {"modality"}:
+            del sample[name]
     pending = [layer for layer, groups in enumerate(blocks) if groups and not finished(layer)]
     last = max(pending, default=-1)
     parts = [[[group] for group in groups] if spec.prefix == "groups" else [groups] for groups in blocks]
@@ -86,6 +93,8 @@ def capture_blocks(
                     yield layer, None
             if layer < last and not advanced:
                 run.advance(layer, block, run.batches)
+            if groups:
+                passed(layer)
 
 
 class _Capture:

@@ -23,60 +23,113 @@ _ROOM = 0.8  # share of an accelerator's free memory that weights may take
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator of this process; None where there is none."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    """The accelerator of this process, with its index, as tensors on it have one; None where there is none."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return device and torch.device(device.type, torch.accelerator.current_device_index())
 
 
 @contextlib.contextmanager
-def accelerated(model: Any) -> Iterator[torch.device]:
-    """The model on the accelerator, if there is one: as a whole, or streamed where it is too large."""
-    device, home = accelerator(), model.device
+def accelerated(model: Any, blocks: Sequence[str] = (), *, idle: bool = False) -> Iterator[torch.device]:
+    """The model on the accelerator, if there is one.
+
+    Weights come back only where they were changed. A model that takes more than 0.8 of the free memory has its decoder blocks
+    streamed; all else is there throughout.
+
+    Args:
+        blocks: names of the decoder blocks.
+        idle: these are not run, and stay where they are.
+    """
+    device, members = accelerator(), [model.get_submodule(name) for name in blocks]
     if device is None:
-        yield home
+        yield model.device
         return
-    if sum(tensor.nbytes for tensor in model.state_dict().values()) > _ROOM * torch.accelerator.get_memory_info()[0]:
-        with streamed(model, device):
-            yield device
-        return
-    try:
-        model.to(device)
+    inside = {id(tensor) for block in members for tensor in _tensors(block)}
+    tensors = _tensors(model)
+    needed = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
+    apart = idle or needed > _ROOM * torch.accelerator.get_memory_info()[0]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_moved([t for t in tensors if not (apart and id(t) in inside)], model, device))
+        for block in members if apart and not idle else ():
+            stack.enter_context(streamed(block, device))
         yield device
-    finally:
-        model.to(home)
 
 
 @contextlib.contextmanager
-def streamed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Each module's weights are on `device` while it runs, and for as long as the graph of its block is kept."""
-    from accelerate import cpu_offload
-    from accelerate.hooks import remove_hook_from_submodules
+def streamed(block: nn.Module, device: torch.device) -> Iterator[None]:
+    """Copies of a block's weights are on `device` while it runs, and for as long as a graph needs them."""
+    forward = block.forward
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        homes: list[tuple[dict, str, Any]] = []
+        try:
+            for module in block.modules():
+                for named, kind in ((module._parameters, nn.Parameter), (module._buffers, lambda tensor, _: tensor)):
+                    for name, tensor in named.items():
+                        if tensor is not None and tensor.device != device:
+                            homes.append((named, name, tensor))
+                            named[name] = kind(tensor.detach().to(device), tensor.requires_grad)
+            return forward(*args, **kwargs)
+        finally:
+            for named, name, tensor in homes:
+                named[name] = tensor
+
+    had_its_own = "forward" in block.__dict__
+    block.__dict__["forward"] = run
     try:
-        cpu_offload(model, device, offload_buffers=True)
         yield
     finally:
-        remove_hook_from_submodules(model)
+        block.__dict__.pop("forward")
+        if had_its_own:
+            block.__dict__["forward"] = forward
 
 
 @contextlib.contextmanager
 def resident(module: nn.Module, device: torch.device) -> Iterator[None]:
     """A module on `device` while it is worked with, and where it was before afterwards.
 
-    What was not changed meanwhile is put back as it was: weights that are mapped from a file stay so, and take no memory.
+    What was not changed meanwhile is put back as it was: weights that are mapped from a file stay so, and take no memory. What
+    the module lacks by then is not brought back.
     """
-    tensors = [*module.parameters(), *module.buffers()]
-    if all(tensor.device == device for tensor in tensors):
+    with _moved(_tensors(module), module, device):
         yield
-        return
-    homes = [tensor.data for tensor in tensors]
-    for tensor in tensors:
-        tensor.data = tensor.data.to(device)
-    before = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+
+
+@contextlib.contextmanager
+def _moved(tensors: Sequence[Tensor], module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Some tensors of a module on `device` within the context."""
+    moved = [(tensor, tensor.data) for tensor in tensors if tensor.device != device]
+    for tensor, home in moved:
+        tensor.data = home.to(device)
+    before = [(tensor.data_ptr(), tensor._version) for tensor, _ in moved]
     try:
         yield
     finally:
-        for tensor, home, version in zip(tensors, homes, before, strict=True):
-            tensor.data = home if (tensor.data_ptr(), tensor._version) == version else tensor.data.to(home.device)
+        left = {id(tensor) for tensor in _tensors(module)} if moved else set()
+        for (tensor, home), version in zip(moved, before, strict=True):
+            if id(tensor) in left:
+                unchanged = (tensor.data_ptr(), tensor._version) == version
+                tensor.data = home if unchanged else tensor.data.to(home.device)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a module that have memory."""
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type != "meta"]
+
+
+@contextlib.contextmanager
+def full_float32() -> Iterator[None]:
+    """Products of float32 matrices are computed in float32 within the context, not in TF32, which keeps 10 bits of a factor.
+
+    Statistics, factors and errors are small differences of large sums. Can be used as a decorator.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def trim() -> None:

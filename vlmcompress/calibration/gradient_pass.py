@@ -14,8 +14,8 @@ decides, whose squares are on average the diagonal of the divergence's curvature
 number of a sample's answer tokens like the loss, so that squares are of the same size, and costs the same. What is called
 `absolute` is then not MBQ's.
 
-On a machine with an accelerator the model is moved there, and back; one that does not fit is streamed through it module by
-module.
+On a machine with an accelerator the model is there meanwhile; of one that does not fit the blocks are streamed. Sums over tokens
+are taken in one order, in float64, so that results are the same in every run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def gradients(
     names = [name for linears in blocks for name in linears]
     totals, scale, loss, done = _Totals(names), _HALF_SCALE if vlm.model.dtype == torch.float16 else 1.0, 0.0, 0
     with contextlib.ExitStack() as stack:
-        device = stack.enter_context(accelerated(vlm.model))
+        device = stack.enter_context(accelerated(vlm.model, models.decoder_layers(vlm.model, vlm.spec)))
         for context in (_graph(vlm, checkpointed), totals.watching(vlm.model), torch.enable_grad()):
             stack.enter_context(context)
         stack.enter_context(float_products(vlm.model))
@@ -187,8 +187,8 @@ class _Totals:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.sums = {name: torch.zeros(len(MODALITIES), 4, dtype=torch.float64) for name in names}
-        self._seen: dict[str, Tensor] = {}  # of the present batch: layer -> [samples * kinds, 3]
-        self._codes = torch.empty(0)  # which of these each token adds to
+        self._seen: dict[str, Tensor] = {}  # of the present batch: layer -> [samples, kinds, 3]
+        self._kinds = torch.empty(0)  # whether each token is of each kind, [samples, tokens, kinds, 1]
         self._experts: set[str] = set()  # layers that need not see a token
         self._rows = 0
         self.problem: str | None = None
@@ -207,7 +207,7 @@ class _Totals:
     def begin(self, modality: Tensor) -> None:
         """Tell what the tokens of the next batch are: `modality [samples, tokens]`."""
         self._rows = len(modality)
-        self._codes = (torch.arange(self._rows, device=modality.device)[:, None] * _KINDS + modality.long()).flatten()
+        self._kinds = (modality[..., None] == torch.arange(_KINDS, device=modality.device))[..., None]
 
     def end(self, scale: float, indices: Sequence[int]) -> None:
         """Add the gradients since `begin`, of a loss times `scale`. `indices` of the samples are for messages."""
@@ -216,7 +216,7 @@ class _Totals:
                 f"the answer's loss does not depend on {min(missing)}; the model's decoder is not as described"
             )
         names = list(self._seen)
-        together = torch.stack([self._seen[name].cpu() for name in names]).double()
+        together = torch.stack([self._seen[name] for name in names]).cpu()
         together = together.view(len(names), self._rows, _KINDS, 3) / torch.tensor([scale, scale**2, 1]).double()
         if not (finite := together.isfinite().all(3).all(2).all(0)).all():
             index = indices[int(finite.logical_not().nonzero()[0])]
@@ -241,10 +241,11 @@ class _Totals:
     def _watch(self, name: str, expert: models.Expert | None) -> Callable:
         def reduce(grad: Tensor, upstream: Tensor | None) -> None:
             rows = grad.detach().reshape(-1, grad.shape[-1]).float()
-            codes = self._codes.to(rows.device)
-            values = torch.stack([rows.abs().mean(1), rows.square().mean(1), rows.new_ones(len(rows))], 1)
-            sums = values.new_zeros(self._rows * _KINDS, 3)
-            self._seen[name] = sums.index_add_(0, codes if upstream is None else codes[upstream], values)
+            values = torch.stack([rows.abs().mean(1), rows.square().mean(1), rows.new_ones(len(rows))], 1).double()
+            tokens = self._kinds.shape[:2]
+            if upstream is not None:  # the tokens that an expert is sent, each once
+                values = values.new_zeros(tokens.numel(), 3).index_copy_(0, upstream, values)
+            self._seen[name] = torch.where(self._kinds, values.view(*tokens, 1, 3), 0).sum(1)
 
         def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
             if output.requires_grad:
@@ -259,14 +260,17 @@ def _graph(vlm: VLM, checkpointed: bool) -> Iterator[None]:
     """Let the graph begin at the input of the first decoder block, and let each block keep no more of it than its input."""
     blocks = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
     root = blocks[0].register_forward_pre_hook(_begin)
+    before = [block.__dict__.get("forward") for block in blocks]
     try:
         for block in blocks if checkpointed else ():
             block.forward = _checkpointed(block.forward, lambda: float_products(vlm.model))
         yield
     finally:
         root.remove()
-        for block in blocks:
+        for block, forward in zip(blocks, before, strict=True):
             block.__dict__.pop("forward", None)
+            if forward is not None:
+                block.__dict__["forward"] = forward
 
 
 def _begin(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from vlmcompress.calibration.block_inputs import Batch
+from vlmcompress.calibration.block_inputs import Batch, StopForward
 from vlmcompress.calibration.devices import widened
 from vlmcompress.calibration.routed import LayerDraw, Routed
 from vlmcompress.common import distributed
@@ -81,10 +81,6 @@ class TokenIndex:
     drawn: list[Split]
     counts: dict[str, int]
     layer_draw: LayerDraw | None
-
-
-class StopForward(Exception):
-    """Raised by a hook to end a block's forward pass, as nothing behind it is recorded."""
 
 
 class ReferenceBlock:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
+from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
@@ -53,18 +54,16 @@ def token_weights(
     paths = models.decoder_layers(vlm.model, vlm.spec)
     parts = [_Block(vlm.model, path, groups, method) for path, groups in zip(paths, blocks, strict=True)]
     weights: list[Weights] = []
-    for index, batch in enumerate(batches):
-        inputs = {key: value.to(vlm.model.device) for key, value in batch.items() if key != "modality"}
-        with contextlib.ExitStack() as hooks:
-            for part in parts:
-                hooks.enter_context(part.float_pass())
-            vlm.model(**inputs, use_cache=False)
-        with contextlib.ExitStack() as hooks:
-            for part in parts:
-                hooks.enter_context(part.quantized_pass())
-            vlm.model(**inputs, use_cache=False)
-        weights.append({key: weight for part in parts for key, weight in part.weights.items()})
-        progress("weighing tokens", index + 1, len(batches))
+    with accelerated(vlm.model, paths) as device:
+        for index, batch in enumerate(batches):
+            inputs = {key: value.to(device) for key, value in batch.items() if key != "modality"}
+            for kind in (_Block.float_pass, _Block.quantized_pass):
+                with contextlib.ExitStack() as hooks:
+                    for part in parts:
+                        hooks.enter_context(kind(part))
+                    vlm.model(**inputs, use_cache=False, logits_to_keep=1)
+            weights.append({key: weight for part in parts for key, weight in part.weights.items()})
+            progress("weighing tokens", index + 1, len(batches))
     return _scaled(weights)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress import models
+from vlmcompress.calibration.devices import accelerator, full_float32
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint.stored import Stored
@@ -36,6 +37,7 @@ _ROWS = 256  # most rows of a weight, as when quantizing
 _KEYS = ("config_sha256", "headers_sha256")
 
 
+@full_float32()
 def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
     """Measure the errors of the checkpoint in `folder`, whose original is in `model`.
 
@@ -52,8 +54,8 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
         raise UserError(problems[0])
     if "gram" not in statistics.facts["needs"]:
         raise UserError(f"statistics {statistics.folder} have no Gram matrices; calibrate with --needs gram")
-    before = Weights(model)
-    after = Weights(folder)
+    device = accelerator() or torch.device("cpu")
+    before, after = Weights(model, device), Weights(folder, device)
     blocks: dict[int, list[Group]] = {}
     for group in before.groups:
         if any(after.scheme(name) for name in group.linears):
@@ -61,7 +63,7 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
     errors: dict[str, Mapping[str, float]] = {}
     smoothed = after.smoothed(before)
     for layer, groups in blocks.items():
-        stats = statistics.load(layer)[0]
+        stats = statistics.load(layer, str(device))[0]
         if absent := next((group.linears[0] for group in groups if group.name not in stats), None):
             raise UserError(f"statistics {statistics.folder} have none of {absent}; calibrate again")
         weights, inputs = restored(groups, before, after) if smoothed else ({}, {})
@@ -75,9 +77,15 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
 
 
 class Weights:
-    """The weights of a checkpoint, plain or compressed in any format, by memory name and as an engine computes with them."""
+    """The weights of a checkpoint, plain or compressed in any format, by memory name and as an engine computes with them.
 
-    def __init__(self, folder: Path):
+    Args:
+        folder: of the checkpoint.
+        device: where tensors are read to.
+    """
+
+    def __init__(self, folder: Path, device: torch.device | None = None):
+        self.device = device
         block = models.read_config(folder).get("quantization_config")
         self.stored = Stored.of(folder) if block and block.get("config_groups") != {} else None
         source = self.stored or Source.of(folder)
@@ -91,20 +99,22 @@ class Weights:
 
     def parameter(self, name: str) -> Tensor:
         """Read a tensor that is stored unquantized, as float32."""
-        return tensor_files.read_tensor(self.entries[self.names[name]]).float()
+        return tensor_files.read_tensor(self.entries[self.names[name]]).to(self.device).float()
 
     def weight(self, linear: str) -> Tensor:
         """Read the weight `[out, in]` of a linear layer, dequantized to float32."""
         if self.stored is None or linear not in self.stored:
             return self.parameter(f"{linear}.weight")
-        return self.stored[linear][0].dequantize(torch.float32)
+        codes = self.stored[linear][0]
+        tensors = {name: value.to(self.device) for name, value in vars(codes).items() if isinstance(value, Tensor)}
+        return replace(codes, **tensors).dequantize(torch.float32)
 
     def rounding(self, linear: str) -> Callable[[Tensor], Tensor] | None:
         """The function by which an engine rounds the rows of a layer's input; None: it rounds nothing."""
         scheme = self.scheme(linear)
         if self.stored is None or scheme is None or scheme.activations is None:
             return None
-        scale = self.stored[linear][2] if scheme.activations.calibrated else None
+        scale = self.stored[linear][2].to(self.device) if scheme.activations.calibrated else None
         return functools.partial(round_activations, fmt=scheme.activations, scale=scale)
 
     def norm(self, name: str) -> Tensor:

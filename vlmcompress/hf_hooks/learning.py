@@ -12,7 +12,7 @@ image, and says itself at which level they keep `keep` on average.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -84,10 +84,10 @@ def learn(
     if not hasattr(chosen.module, "merge"):
         curves = _curves(vlm, batches, chosen, progress)
         return chosen.with_thresholds((chosen.module.level(curves, chosen.options.keep),))
-    parts, levels = _pictures(vlm, batches), []
-    for part in parts:
+    levels = []
+    for part, parts in _pictures(vlm, batches):
         levels.append(_run(vlm, part, chosen.options, _Learning).found)
-        progress("thresholds", len(levels), len(parts))
+        progress("thresholds", len(levels), parts)
     return chosen.with_thresholds(REGISTRY.get(METHOD).average(levels))
 
 
@@ -100,7 +100,7 @@ def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoic
         return [chosen.module.counted(curve, level) for curve in _curves(vlm, batches, chosen, silent)]
     return [
         len(reduction.anchor)
-        for part in _pictures(vlm, batches)
+        for part, _parts in _pictures(vlm, batches)
         for reduction in _run(vlm, part, chosen.options, Merger).merged
     ]
 
@@ -142,13 +142,23 @@ def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
         raise UserError(f"keep={keep:g}: {error}; choose a larger share") from error
 
 
-def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    """Yield the pictures of all batches, `[images, 3, height, width]`, in parts of about `BATCH`, in the model's type."""
-    parts = [pictures(vlm, inputs) for inputs in batches if inputs.get("pixel_values") is not None]
-    if not parts:
+def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, int]]:
+    """Yield the pictures of all batches in parts of at most `BATCH`, all but the last of one size, each with the number of parts.
+
+    A part is `[images, 3, height, width]`, in the model's type and where the model is; no more than two are there at a time.
+    """
+    shown = [inputs for inputs in batches if inputs.get("pixel_values") is not None]
+    count = sum(len(pictures(vlm, inputs)) for inputs in shown)
+    if not count:
         raise UserError(NO_IMAGES)
-    every = torch.cat(parts).to(vlm.model.device, vlm.model.dtype)
-    return list(every.chunk(-(-len(every) // BATCH)))
+    parts = math.ceil(count / BATCH)
+    size, waiting = math.ceil(count / parts), torch.empty(0)
+    for number, inputs in enumerate(shown, start=1):
+        more_pictures = pictures(vlm, inputs).to(vlm.model.dtype)
+        waiting = torch.cat([waiting, more_pictures]) if len(waiting) else more_pictures
+        while len(waiting) >= size or (number == len(shown) and len(waiting)):
+            part, waiting = waiting[:size], waiting[size:]
+            yield part.to(vlm.model.device), math.ceil(count / size)
 
 
 def _run(vlm: VLM, pixels: Tensor, options: Any, kind: type[M]) -> M:

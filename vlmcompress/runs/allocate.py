@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.devices import accelerator, full_float32
 from vlmcompress.calibration.predict import ROWS, Predictor
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics
@@ -60,6 +61,7 @@ def clean(out: Path) -> None:
     shutil.rmtree(_folder(out), ignore_errors=True)
 
 
+@full_float32()
 def decide(
     plan: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS
 ) -> tuple[dict[Key, QuantMethod], dict[str, Any]]:
@@ -118,12 +120,16 @@ def predicted(
         balance: balance that weighs the modalities where there are no gradients to do so; None: the recipe's.
     """
     assert plan.budget is not None
-    balance = balance or plan.recipe.options.balance or "off"
+    balance, device = balance or plan.recipe.options.balance or "off", str(accelerator() or "cpu")
     errors: dict[Key, dict[str, float]] = {}
+
+    def placed(name: str) -> Tensor:
+        return read(name).to(device)
+
     for layer, groups in enumerate(plan.blocks):
-        stats = statistics.load(layer)[0] if groups else {}
+        stats = statistics.load(layer, device)[0] if groups else {}
         for group in groups:
-            predictor, scale = predictor_of(group, stats.pop(group.name), statistics, read, balance, rows)
+            predictor, scale = predictor_of(group, stats.pop(group.name), statistics, placed, balance, rows)
             sums = errors.setdefault((layer, group.unit), {})
             for name, method in sorted(plan.budget.widths.items(), key=_balance):  # as predictors want it
                 if name in plan.budget.sizes[layer, group.unit]:

@@ -16,6 +16,7 @@ import torch
 
 from vlmcompress import models
 from vlmcompress.calibration import entropy
+from vlmcompress.calibration.devices import full_float32
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity
@@ -143,6 +144,7 @@ def _calibrated(
             kv_cache=bool(recipe.kv_cache),
             seed=recipe.seed,
             all_experts=recipe.calibrate.all_experts,
+            release=True,
             progress=progress,
         )
     described = _description(recipe, whole.vlm, weights, blocks) | {"needs": sorted(needs), RUN: mark}
@@ -168,6 +170,7 @@ def _loaded(recipe: Recipe, read: Path | None, progress: Progress) -> VLM:
         return replace(vlm, path=recipe.model)
 
 
+@full_float32()
 def collect(
     vlm: VLM,
     blocks: list[list[Group]],
@@ -178,9 +181,13 @@ def collect(
     kv_cache: bool = False,
     seed: int = 0,
     all_experts: bool = False,
+    release: bool = False,
     progress: Progress = silent,
 ) -> None:
-    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep their statistics in `store`."""
+    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep their statistics in `store`.
+
+    `release`: leave nothing of `batches` but `modality` when the blocks' inputs are captured.
+    """
     filled = [layer for layer, groups in enumerate(blocks) if groups]
     measured = "entropy" not in needs or set(filled) <= store.entropies().keys()
     if measured and all(store.has(layer) for layer in filled):
@@ -194,7 +201,8 @@ def collect(
     def finished(layer: int) -> bool:
         return not rows and store.has(layer)  # entropies compare a block with the one before
 
-    for layer, captured in capture_blocks(vlm, blocks, batches, spec, finished=finished, progress=progress):
+    options: dict[str, Any] = {"finished": finished, "release": release, "progress": progress}
+    for layer, captured in capture_blocks(vlm, blocks, batches, spec, **options):
         if captured is None:
             continue
         if distributed.is_main() and not store.has(layer):

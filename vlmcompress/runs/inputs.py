@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -16,7 +17,7 @@ from torch import Tensor
 from vlmcompress import models
 from vlmcompress.calibration import tower_attention
 from vlmcompress.calibration.behind_reducer import decoder, reduced
-from vlmcompress.calibration.devices import accelerator
+from vlmcompress.calibration.devices import accelerated, accelerator
 from vlmcompress.checkpoint import rotate
 from vlmcompress.common import distributed, folders, hub, identity
 from vlmcompress.common.messages import note
@@ -149,7 +150,10 @@ def fit_reducer(
     if fitted is not None and same(fitted, reducer):
         thresholds = fitted.options.thresholds
         return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else fitted
-    return learning.learn(vlm, samples, reducer, progress) if samples else threshold_file.known(vlm, reducer)
+    if not samples:
+        return threshold_file.known(vlm, reducer)
+    with _before_decoder(vlm):
+        return learning.learn(vlm, samples, reducer, progress)
 
 
 def fit_counter(
@@ -161,7 +165,15 @@ def fit_counter(
         tokens: the plan's description of the reducer.
         reducer: the reducer with all learnt numbers in place.
     """
-    return learning.counter(vlm, samples, reducer) if reducer and tokens and tokens.counted else None
+    if not (reducer and tokens and tokens.counted):
+        return None
+    with _before_decoder(vlm):
+        return learning.counter(vlm, samples, reducer)
+
+
+def _before_decoder(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
+    """What comes before the decoder's blocks on the accelerator, if there is one."""
+    return accelerated(vlm.model, models.decoder_layers(vlm.model, vlm.spec), idle=True)
 
 
 def reducer_warnings(reducer: ReducerChoice | None, origin: Mapping[str, Any] | None) -> list[str]:

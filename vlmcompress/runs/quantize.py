@@ -61,6 +61,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
             if plan.prefix != "quantized":  # only the reducer learnt from the samples
                 inputs = replace(inputs, batches=[])
             decoder_inputs = inputs.behind(learnt.recipe.reduce, progress)
+            inputs = replace(inputs, batches=[])  # pictures that the decoder behind a reducer does not need
             store = _capture_and_solve(plan, learnt.recipe, decoder_inputs, resume, progress)
         if not distributed.is_main():
             return Result(out, {})
@@ -116,6 +117,7 @@ def _capture_and_solve(plan: Plan, recipe: Recipe, inputs: Inputs, resume: bool,
                 all_experts=recipe.calibrate.all_experts,
                 fisher=recipe.calibrate.fisher,
                 seed=recipe.seed,
+                release=True,
                 progress=progress,
                 **options,
             )

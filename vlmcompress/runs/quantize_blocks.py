@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.calibration.block_store import BlockStore
-from vlmcompress.calibration.devices import accelerator, trim
+from vlmcompress.calibration.devices import accelerator, full_float32, trim
 from vlmcompress.calibration.solve import BlockResult, QuantMethod, apply, solve_block
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common import distributed
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vlmcompress.calibration.input_recorder import BlockCapture, TokenWeights
 
 
+@full_float32()
 def quantize_blocks(
     vlm: VLM,
     blocks: list[list[Group]],
@@ -40,6 +41,7 @@ def quantize_blocks(
     fisher: Fisher = "labels",
     seed: int = 0,
     lean: bool = False,
+    release: bool = False,
     progress: Progress = silent,
 ) -> None:
     """Quantize the decoder's blocks in `vlm.model` and keep the results in `store`.
@@ -50,6 +52,7 @@ def quantize_blocks(
         fisher, seed: what the backward pass propagates, where the method needs one (`calibration.gradient_pass`).
         lean: free a block's linear weights when its output has been passed on. What is loaded is mapped from files until it is
             changed, so memory holds the weights of one block, however large the model.
+        release: leave nothing of `samples` but `modality` when the blocks' inputs are captured.
     """
     if not samples:
         return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
@@ -67,14 +70,15 @@ def quantize_blocks(
     statistics = method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
     weights = searched.token_weights
     spec = CaptureSpec(statistics, method.needs.prefix, kv_cache, token_weights=weights, all_experts=all_experts)
-    quantized: dict[str, Any] = {}  # linear layers of the block before
+
+    def passed(layer: int) -> None:
+        if lean:
+            _free([vlm.model.get_submodule(name) for group in blocks[layer] for name in group.linears])
+
     whole = BlockResult()
-    for layer, captured in capture_blocks(vlm, blocks, samples, spec, finished=store.has, progress=progress):
+    options: dict[str, Any] = {"finished": store.has, "passed": passed, "release": release, "progress": progress}
+    for layer, captured in capture_blocks(vlm, blocks, samples, spec, **options):
         modules = _modules(vlm.model, blocks[layer])
-        linears = {name: modules[name] for group in blocks[layer] for name in group.linears}
-        if lean and linears.keys() != quantized.keys():
-            _free(quantized)
-        quantized = linears
         if captured is None:
             apply(store.load(layer), modules, norm_offset)
             continue
@@ -85,8 +89,6 @@ def quantize_blocks(
         if groups[-1] is blocks[layer][-1]:  # with the prefix "groups" a block is captured in parts
             _save(store, layer, whole)
             whole = BlockResult()
-    if lean:
-        _free(quantized)
 
 
 def _solve_captured(
@@ -100,7 +102,8 @@ def _solve_captured(
     """Solve the groups of a block that were captured, with what the searches before found for them."""
     from vlmcompress.calibration import finalists
 
-    method, device = searched.method, vlm.model.device
+    method = searched.method
+    device = vlm.model.get_parameter(f"{groups[0].linears[0]}.weight").device  # the block's, which is not the whole model's
     for name, stats in captured.stats.items():
         stats.sensitivity = sensitivities.get((layer, name))
     scales: dict[str, Tensor | None] = {
@@ -113,6 +116,7 @@ def _solve_captured(
     return result
 
 
+@full_float32()
 def solve_blocks(
     model: nn.Module,
     blocks: list[list[Group]],
@@ -222,8 +226,8 @@ def _save(store: BlockStore, layer: int, result: BlockResult) -> None:
             store.save(layer, result)
 
 
-def _free(linears: Mapping[str, Any]) -> None:
+def _free(linears: Sequence[Any]) -> None:
     """Replace the weights of quantized layers by tensors on the meta device."""
-    for module in linears.values():
+    for module in linears:
         module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
     trim()
