@@ -17,7 +17,7 @@ search first; `smooth: feedback` compares AWQ's candidates by that same norm ins
 columns by falling diagonal of H while groups keep their place, so that the engine needs no index; it is at least as
 accurate and costs nothing at serving time.
 
-Cost: `in^3 / 3` once per group (twice with `smooth: feedback`) and `out * in^2` for each layer. Loses: it may overfit
+Cost: `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit
 few calibration tokens (hence the damping). Where there are fewer than inputs, H is singular: inputs that the tokens
 don't tell apart share corrections as damping alone says. That and damping beyond `damp` (ten times more until H can be
 factorized) are warned of; the larger the damping, the closer to rounding to nearest.
@@ -30,7 +30,7 @@ rows multiplied by their weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ _FACTORED = 256  # columns of H factorized at a time
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
+    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H (with `smooth: feedback`
+    in proportion to the root of each input's own); `block`: columns per
     update; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales first, or "feedback" for those of them
     that leave GPTQ least; `clip`: search the ranges,
     in `clip_grid` steps; `sweeps` of local search afterwards, which with `refit` moves scales, too; `balance`: see
@@ -121,6 +122,12 @@ class Feedback:
     pivots: Tensor
     warnings: tuple[tuple[str, str], ...] = ()
 
+    def rescaled(self, s: Tensor) -> Feedback:
+        """The feedback of inputs divided by `s [in]`, in the same order of visits; takes over the matrix."""
+        visited = s[self.order]
+        matrix = self.matrix.mul_(visited[:, None]).div_(visited)
+        return replace(self, matrix=matrix, residues=self.residues / s.square(), pivots=self.pivots / visited)
+
 
 def needs(options: Options) -> Needs:
     """The Gram matrix; mean magnitudes for smoothing; weights of tokens where the options ask for them."""
@@ -142,10 +149,14 @@ def smooth(
     awq_options = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
     if options.smooth == "awq":
         return awq.smooth(weights, stats, awq_options, scale_dtype)
-    residues = prepare(weights, stats, options).residues
-    return least_left(
-        weights, awq.candidates(weights, stats, awq_options), residues, scheme(options).weights, scale_dtype
-    )
+    scales = awq.candidates(weights, stats, awq_options)
+    return least_left(weights, scales, residues(stats, options), scheme(options).weights, scale_dtype)
+
+
+def residues(stats: GroupStats, options: Options) -> Tensor:
+    """`Feedback.residues [in]` of inputs that no scale was found for yet; hands their factor on to `prepare`."""
+    feedback = stats.handed_on[_key(options)] = _factorized(stats.unscaled(), options)
+    return feedback.residues if stats.scale is None else feedback.residues / stats.scale.square()
 
 
 def least_left(
@@ -173,14 +184,30 @@ def least_left(
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedback:
-    """Factorize the Gram matrix of the group's input; damped more while it is not definite."""
+    """Factorize the Gram matrix of the group's input; damped more while it is not definite.
+
+    With `smooth: feedback` that of the inputs before smoothing, which `smooth` has factorized already: with inputs divided by s
+    its factor is `S^-1 R`. Columns are then visited in the order of those inputs.
+    """
+    if options.smooth != "feedback":
+        return _factorized(stats, options)
+    feedback = stats.handed_on.pop(_key(options), None) or _factorized(stats.unscaled(), options)
+    return feedback if stats.scale is None else feedback.rescaled(stats.scale)
+
+
+def _key(options: Options) -> tuple[Any, ...]:
+    return "feedback", options.damp, options.actorder
+
+
+def _factorized(stats: GroupStats, options: Options) -> Feedback:
+    """Factorize the Gram matrix of `stats`."""
     damp = options.damp
     for _ in range(8):
         h = stats.gram()
         diagonal = h.diagonal().clone()
         dead = diagonal == 0  # inputs that are always zero: with any positive diagonal their weights are just rounded
         diagonal[dead] = 1.0 if dead.all() else diagonal[~dead].mean()
-        diagonal.add_(damp * diagonal.mean())
+        diagonal += _damping(diagonal, damp, options)
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
             order = diagonal.argsort(descending=True, stable=True)
@@ -193,6 +220,18 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
             return Feedback(order, h.div_(pivots[:, None]), residues.masked_fill_(dead, 0), pivots, warnings)
         damp *= 10
     raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
+
+
+def _damping(diagonal: Tensor, damp: float, options: Any) -> Tensor:
+    """What is added to the `diagonal [in]` of a Gram matrix: alike for all inputs, as in the paper.
+
+    With `smooth: feedback`, where s is not known yet, in proportion to an input's size: about what damping alike adds to inputs
+    divided by scales of AWQ's family, which go with a power of that size between 0 and 1.
+    """
+    if options.smooth != "feedback":
+        return damp * diagonal.mean()
+    size = diagonal.sqrt()
+    return damp * size.mean() * size
 
 
 def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[tuple[str, str], ...]:
@@ -237,7 +276,7 @@ def searched(weights: list[Tensor], quantized: list[QTensor], stats: GroupStats,
     if not options.sweeps:
         return quantized
     gram = stats.gram().clone()
-    gram.diagonal().add_(options.damp * gram.diagonal().mean())
+    gram.diagonal().add_(_damping(gram.diagonal(), options.damp, options))
     return descend(weights, quantized, gram, options.sweeps, options.refit)
 
 
