@@ -233,7 +233,7 @@ def test_gptq_plus_is_gptq_with_all_steps(bits):
     x, w = inputs(128, tokens=4000), weight(64, 128)
     stats, left = statistics(x[:2000]), {}
     fields = {"bits": bits, "group_size": 32, "symmetric": False}
-    every = gptq.Options(**fields, smooth="feedback", clip=True, sweeps=3, refit=False)
+    every = gptq.Options(**fields, smooth="feedback", clip=True, sweeps=2, refit=False)
     plus = gptq_plus.Options(bits=bits, group_size=32)
     for name, method, options in (
         ("plus", gptq_plus, plus),

@@ -36,7 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import QTensor, as_stored, dequantize, to_codes
+from vlmcompress.numerics import Format, QTensor, as_stored, dequantize, to_codes
+from vlmcompress.quantizers._fused import kernels
 
 _SPAN = 128  # columns whose changes reach all other columns' slopes in one product
 _STRIP = 16  # columns within which slopes follow each change one by one
@@ -87,7 +88,7 @@ def _row_parts(weight: Tensor) -> list[slice]:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """What a search changes in place: `codes [out, in]` and `scales [out, n_groups]`; and `zeros`, shaped like these, or None."""
+    """What a search changes in place, `codes [out, in]` and `scales [out, n_groups]`; and `zeros` like these, or None."""
 
     codes: Tensor
     scales: Tensor
@@ -112,15 +113,18 @@ class _Search:
         self.matrix, self.like, self.gram = matrix, like, gram
         self.size = len(gram) // matrix.scales.shape[1]  # columns of a group
         inverse = 1 / gram.diagonal()
-        self.inverse = torch.where(inverse.isfinite(), inverse, 0.0)[:, None]  # columns of no weight stay as they are
+        self.inverse = torch.where(inverse.isfinite(), inverse, 0.0)  # columns of no weight stay as they are
         errors = weight - dequantize(matrix.codes, matrix.scales, matrix.zeros, like.format)
         self.slopes = self._refitted(errors) if refit else errors @ gram
 
     def sweep(self) -> None:
         """Visit all columns once."""
+        matrix, fused = self.matrix, kernels(self.gram.device)
+        recode = fused.recode if fused else _recode
         for a in range(0, len(self.gram), _SPAN):
             b = min(a + _SPAN, len(self.gram))
-            _add_product(self.slopes, self._recode(a, b), self.gram[a:b])
+            changes = recode(self.slopes, matrix.codes, matrix.scales, self.inverse, self.gram, a, b, self.like.format)
+            _add_product(self.slopes, changes, self.gram[a:b])
 
     def _refitted(self, errors: Tensor) -> Tensor:
         """Refit all scales, which changes `errors [out, in]`; returns the slopes."""
@@ -149,32 +153,44 @@ class _Search:
         self.matrix.scales[:, g] = torch.where(better, new, old)
         return codes * torch.where(better, -step, 0.0)[:, None]
 
-    def _recode(self, a: int, b: int) -> Tensor:
-        """Choose the codes of columns `a` to `b`; returns how their errors change: `[out, columns]`.
 
-        Works in units of the group's step, where errors change by whole codes, on the transpose, whose columns are contiguous.
-        """
-        slopes, codes = _transposed(self.slopes[:, a:b]), _transposed(self.matrix.codes[:, a:b]).float()
-        changes = torch.zeros_like(codes)
-        for c, d in self._strips(a, b):
-            columns, scale = slice(c - a, d - a), self.matrix.scales[:, c // self.size].contiguous()
-            inverse, changed = self.inverse[c:d], changes[columns]
-            targets = (slopes[columns] * inverse).div_(scale).add_(codes[columns])
-            factors = (self.gram[c:d, c:d] * inverse).tril_(-1).unbind()  # 0 for columns that are not visited yet
-            for target, code, change, row in zip(
-                targets.unbind(), codes[columns].unbind(), changed.unbind(), factors, strict=True
-            ):
-                torch.sub(code, to_codes(target.addmv_(changed.T, row), self.like.format), out=change)
-            codes[columns] = targets
-            changed.mul_(scale)
-            slopes[d - a :].addmm_(self.gram[d:b, c:d], changed)
-        self.matrix.codes[:, a:b] = _transposed(codes.to(self.matrix.codes.dtype))
-        return changes.T
+def _recode(
+    slopes: Tensor, codes: Tensor, scales: Tensor, inverse: Tensor, gram: Tensor, a: int, b: int, fmt: Format
+) -> Tensor:
+    """Choose the codes of columns `a` to `b` one after another, given half the slopes of all, `[out, in]`.
 
-    def _strips(self, a: int, b: int) -> list[tuple[int, int]]:
-        """Cut columns `a` to `b` into strips within groups."""
-        edges = sorted({a, b, *range(a, b, _STRIP), *range(-(-a // self.size) * self.size, b, self.size)})
-        return list(itertools.pairwise(edges))
+    Works in units of the group's step, where errors change by whole codes, on the transpose, whose columns are contiguous.
+
+    Args:
+        codes: `[out, in]`, changed in place; `scales`: `[out, n_groups]`.
+        inverse: `[in]`, of the diagonal of `gram [in, in]`; 0 where that is 0.
+
+    Returns:
+        how the errors of these columns change: `[out, columns]`.
+    """
+    size = len(gram) // scales.shape[1]
+    ahead, old = _transposed(slopes[:, a:b]), _transposed(codes[:, a:b]).float()
+    changes = torch.zeros_like(old)
+    for c, d in _strips(a, b, size):
+        columns, scale = slice(c - a, d - a), scales[:, c // size].contiguous()
+        rate, changed = inverse[c:d, None], changes[columns]
+        targets = (ahead[columns] * rate).div_(scale).add_(old[columns])
+        factors = (gram[c:d, c:d] * rate).tril_(-1).unbind()  # 0 for columns that are not visited yet
+        for target, code, change, row in zip(
+            targets.unbind(), old[columns].unbind(), changed.unbind(), factors, strict=True
+        ):
+            torch.sub(code, to_codes(target.addmv_(changed.T, row), fmt), out=change)
+        old[columns] = targets
+        changed.mul_(scale)
+        ahead[d - a :].addmm_(gram[d:b, c:d], changed)
+    codes[:, a:b] = _transposed(old.to(codes.dtype))
+    return changes.T
+
+
+def _strips(a: int, b: int, size: int) -> list[tuple[int, int]]:
+    """Cut columns `a` to `b` into strips within groups of `size` columns."""
+    edges = sorted({a, b, *range(a, b, _STRIP), *range(-(-a // size) * size, b, size)})
+    return list(itertools.pairwise(edges))
 
 
 def _transposed(x: Tensor) -> Tensor:
@@ -188,7 +204,7 @@ def _add_product(slopes: Tensor, changes: Tensor, gram: Tensor) -> None:
 
 
 def _sparse(changes: Tensor) -> Tensor:
-    """`changes [out, columns]` as a sparse matrix, or as they are where many are not 0. Three times as fast as `to_sparse_csr`."""
+    """`changes [out, columns]` as a sparse matrix, or as they are where many are not 0; faster than `to_sparse_csr`."""
     flat, (rows, columns) = changes.view(-1), changes.shape
     places = (flat != 0).nonzero().view(-1)
     if len(places) > _SPARSE * len(flat):

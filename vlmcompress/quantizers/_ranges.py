@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, encode, find_ranges, remainder, residual, scale_from_range
+from vlmcompress.quantizers._fused import kernels
 
 LARGEST, SMALLEST = 1.2, 0.4  # shares of the plain range that are tried
 RATIOS = tuple(1.12 - 0.04 * k for k in range(16))
@@ -68,7 +69,9 @@ def least_error(
         tried.append(scale_from_range(w, low * share, high * share, fmt, max_code=fmt.max_codes[0], **kwargs))
     scales = torch.stack([scale for scale, _ in tried])  # [1 + steps, out, n_groups]
     zeros = None if fmt.symmetric else torch.stack([zero for _, zero in tried if zero is not None])
-    best = _errors(w, scales, zeros, importance, fmt).argmin(0, keepdim=True)  # the first of equal ones
+    fused = kernels(w.device)
+    errors = fused.range_errors if fused else _errors
+    best = errors(w, scales, zeros, importance, fmt).argmin(0, keepdim=True)  # the first of equal ones
     return scales.gather(0, best)[0], None if zeros is None else zeros.gather(0, best)[0]
 
 

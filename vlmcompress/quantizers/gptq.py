@@ -39,7 +39,9 @@ from torch import Tensor
 from vlmcompress.numerics import Format, QTensor, Scheme, encode, find_params, remainder, residual, weight_only
 from vlmcompress.quantizers import awq
 from vlmcompress.quantizers._base import Needs, QuantizerOptions, Search
+from vlmcompress.quantizers._cholesky import factorize, reordered
 from vlmcompress.quantizers._coordinate_descent import descend
+from vlmcompress.quantizers._fused import kernels
 from vlmcompress.quantizers._ranges import least_error
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
@@ -47,7 +49,6 @@ from vlmcompress.statistics.inputs import GroupStats
 PREPARED_BY = ("damp", "actorder", "balance")
 _FAR = 512  # columns corrected at a time for the errors of all before; larger products are faster
 _STRIP = 16  # columns within which errors are fed back one by one
-_FACTORED = 256  # columns of H factorized at a time
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,9 @@ def _factorized(stats: GroupStats, options: Options) -> Feedback:
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
             order = diagonal.argsort(descending=True, stable=True)
-        h = _reordered(h, order)
+        h = reordered(h, order)
         h.diagonal().copy_(diagonal[order])
-        if _factorize(h):
+        if factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
             pivots, residues = h.diagonal().clone(), torch.zeros_like(diagonal)
             residues[order] = pivots.square()
@@ -319,29 +320,45 @@ def _quantize_columns(
     """Codes `[out, in]` of `weight [out, in]`; `scales` and `zeros` are `[n_groups, out]`.
 
     Works on W^T, where columns are contiguous. The sums over earlier errors are products of matrices, large ones for errors
-    far back, then by blocks and by strips; only within a strip they are taken column by column.
+    far back, then by blocks and by strips; only within a strip (on a GPU a block) they are taken column by column.
     """
     # [in, out] in the order in which columns are rounded; each row of it becomes the errors of its column
     rows = weight.T.contiguous().index_select(0, feedback.order)
     codes, matrix = torch.empty_like(rows, dtype=fmt.dtype), feedback.matrix
-    groups = (feedback.order // (len(rows) if fmt.group < 0 else fmt.group)).tolist()
-    s = scales.unbind()
-    z = [None] * len(s) if zeros is None else zeros.unbind()
+    groups = (feedback.order // (len(rows) if fmt.group < 0 else fmt.group)).int()
+    fused = kernels(rows.device)
+    visit = fused.visit if fused else _visit
     for first, end in _spans(0, len(rows), max(_FAR, block)):
         targets = rows[first:end].addmm(matrix[first:end, :first], rows[:first])
         for a, b in _spans(first, end, block):
-            targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
-            for c, d in _spans(a, b, _STRIP):
-                strip, columns = targets[c - first : d - first], rows[c:d]
-                strip.addmm_(matrix[c:d, a:c], rows[a:c])
-                earlier, errors = matrix[c:d, c:d].tril(-1), columns.T  # 0 for columns whose errors are not known yet
-                for g, target, row, factors in zip(
-                    groups[c:d], strip.unbind(), columns.unbind(), earlier.unbind(), strict=True
-                ):
-                    encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=target)
-                    remainder(row, target, s[g], z[g], out=row)
+            block_targets = targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
+            visit(block_targets, rows[a:b], matrix[a:b, a:b], scales, zeros, groups[a:b], fmt)
         codes[first:end] = targets
     return codes.index_select(0, feedback.order.argsort()).T.contiguous()
+
+
+def _visit(
+    targets: Tensor, rows: Tensor, matrix: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor, fmt: Format
+) -> None:
+    """Round a block of columns one after another.
+
+    Args:
+        targets: `[columns, out]` what they are rounded from but for each other's errors; becomes their codes.
+        rows: `[columns, out]` their weights; becomes their errors.
+        matrix: `[columns, columns]` of `Feedback.matrix`.
+        scales, zeros: `[n_groups, out]`; `groups`: `[columns]`, int32, which of them a column has.
+    """
+    s = scales.unbind()
+    z = [None] * len(s) if zeros is None else zeros.unbind()
+    places = groups.tolist()
+    for c, d in _spans(0, len(rows), _STRIP):
+        strip, columns = targets[c:d].addmm_(matrix[c:d, :c], rows[:c]), rows[c:d]
+        earlier, errors = matrix[c:d, c:d].tril(-1), columns.T  # 0 for columns whose errors are not known yet
+        for g, target, row, factors in zip(
+            places[c:d], strip.unbind(), columns.unbind(), earlier.unbind(), strict=True
+        ):
+            encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=target)
+            remainder(row, target, s[g], z[g], out=row)
 
 
 def _spans(first: int, end: int, step: int) -> list[tuple[int, int]]:
@@ -370,30 +387,3 @@ def propagated_error(residual: Tensor, feedback: Feedback) -> Tensor:
     error = torch.empty_like(residual)
     error[:, feedback.order] = fed.T
     return error
-
-
-def _reordered(h: Tensor, order: Tensor) -> Tensor:
-    """Lower block triangle of `h [in, in]` with rows and columns in `order`; 0 elsewhere."""
-    reordered = torch.zeros_like(h)
-    for a in range(0, len(h), _FACTORED):
-        b = min(a + _FACTORED, len(h))
-        reordered[a:b, :b] = h.index_select(0, order[a:b]).index_select(1, order[:b])
-    return reordered
-
-
-def _factorize(h: Tensor) -> bool:
-    """Factor `h [in, in]`, a lower block triangle, as `R R^T` with `R` upper triangular; write `R^T` over it.
-
-    By blocks from the last on, as R is Cholesky's factor of `h` with rows and columns reversed. In place, as `h` may be the
-    largest tensor of the run. Returns whether `h` is definite.
-    """
-    failed = []
-    for a in reversed(range(0, len(h), _FACTORED)):
-        b = min(a + _FACTORED, len(h))
-        panel = h[a:b, :b].addmm_(h[b:, a:b].T, h[b:, :b], alpha=-1) if b < len(h) else h[a:b]
-        lower, info = torch.linalg.cholesky_ex(panel[:, a:].flip(0, 1))
-        upper = lower.flip(0, 1)
-        panel[:, a:] = upper.T
-        panel[:, :a] = torch.linalg.solve_triangular(upper, panel[:, :a], upper=True)
-        failed.append(info)
-    return not torch.stack(failed).any()

@@ -2,7 +2,7 @@
 
 The same algorithm, formats and options as `gptq`, whose defaults are the published method; here they are what lost least on a
 real language model. AWQ's candidates scale input channels first, compared by what feedback will leave of their errors (`smooth:
-feedback`); ranges are searched (`clip`); three rounds of coordinate descent change codes once all are known (`sweeps`); and
+feedback`); ranges are searched (`clip`); two rounds of coordinate descent change codes once all are known (`sweeps`); and
 codes have zero points, which all of vLLM's kernels for 4-bit weights take.
 
 Cost: COSTS. Loses: it fits the calibration tokens more closely than either
@@ -29,5 +29,5 @@ class Options(gptq.Options):
     symmetric: bool = False
     smooth: Any = "feedback"
     clip: bool = True
-    sweeps: int = 3
+    sweeps: int = 2
     refit: bool = False
