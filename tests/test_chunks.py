@@ -20,7 +20,7 @@ from vlmcompress.calibration import entropy, solve
 from vlmcompress.common import json_files, tensor_files
 from vlmcompress.evaluation import paired
 from vlmcompress.numerics import NVFP4, Format, _fp4, _rounding, rotation, round_to_nearest
-from vlmcompress.quantizers import _coordinate_descent, _ranges, awq, gptq
+from vlmcompress.quantizers import _cholesky, _coordinate_descent, _ranges, awq, gptq
 from vlmcompress.statistics import collect
 from vlmcompress.statistics import inputs as gram_matrices
 from vlmcompress.statistics.collect import Collector
@@ -199,11 +199,11 @@ def test_columns_of_feedback(width, block, generator):
     scales, fmt = w.abs().amax(1)[None] / 7, Format("int", 4, -1)
 
     def factor() -> Tensor:
-        triangle = gptq._reordered(h, order)
-        assert gptq._factorize(triangle)
+        triangle = _cholesky.reordered(h, order)
+        assert _cholesky.factorize(triangle)
         return triangle.tril()
 
-    whole, parts = in_pieces(factor, _FACTORED=(gptq, PIECE))
+    whole, parts = in_pieces(factor, _FACTORED=(_cholesky, PIECE))
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(whole.T @ whole, h[order][:, order])
     pivots = whole.diagonal().clone()

@@ -39,8 +39,8 @@ def grid(fmt: Format) -> torch.Tensor:
 
 
 def slow_descent(w, start, gram, sweeps, refit):
-    """Coordinate descent one number at a time, in float64: each scale by least squares over its group, each code by trying
-    all of them; the scales of 128 columns before their codes."""
+    """Coordinate descent one number at a time, in float64: each scale by least squares over its group, then each code by
+    trying all of them."""
     zeros = None if start.zero_point is None else start.zero_point.double()
     rows = [
         slow_row(w[i].double(), start, i, 0 if zeros is None else zeros[i], gram.double(), sweeps, refit)
@@ -61,23 +61,20 @@ def slow_row(w, start, row, zeros, gram, sweeps, refit):
     def left(codes, steps):
         return w - (codes - shift) * steps.repeat_interleave(size)
 
-    for _ in range(sweeps):
-        for first in range(0, len(w), 128 // size * size or size):
-            span = range(first, min(len(w), first + (128 // size * size or size)))
-            for g in range(first // size, span[-1] // size + 1) if refit else ():
-                c = torch.zeros_like(w)
-                c[g * size : (g + 1) * size] = (codes - shift)[g * size : (g + 1) * size]
-                if not c.any():
-                    continue
-                new = steps.clone()
-                target = steps[g] + c @ gram @ left(codes, steps) / error(c)
-                new[g] = as_written(target, start)
-                if target > 0 and error(left(codes, new)) < error(left(codes, steps)):
-                    steps = new
-            for column in span:
-                tried = codes.repeat(len(every), 1)
-                tried[:, column] = every
-                codes[column] = every[error(left(tried, steps)).argmin()]
+    for g in range(len(steps)) if refit and sweeps else ():
+        c = torch.zeros_like(w)
+        c[g * size : (g + 1) * size] = (codes - shift)[g * size : (g + 1) * size]
+        if not c.any():
+            continue
+        new = steps.clone()
+        target = steps[g] + c @ gram @ left(codes, steps) / error(c)
+        new[g] = as_written(target, start)
+        if target > 0 and error(left(codes, new)) < error(left(codes, steps)):
+            steps = new
+    for column in [*range(len(w))] * sweeps:
+        tried = codes.repeat(len(every), 1)
+        tried[:, column] = every
+        codes[column] = every[error(left(tried, steps)).argmin()]
     return (codes - shift) * steps.repeat_interleave(size)
 
 
@@ -219,7 +216,7 @@ def test_each_step_lowers_the_error(bits, symmetric):
     stats, left = statistics(x), {}
     steps = {"plain": {}, "clip": {"clip": True}, "sweeps": {"sweeps": 2}, "smooth": {"smooth": "awq"}}
     steps["feedback"] = {"smooth": "feedback"}
-    steps["all"] = {"clip": True, "sweeps": 2, "smooth": "awq"}
+    steps["all"] = {"clip": True, "sweeps": 2, "smooth": "feedback"}
     for name, step in steps.items():
         options = gptq.Options(bits=bits, group_size=32, symmetric=symmetric, **step)
         made, smoothed = rounded(gptq, w, stats, options)
@@ -236,7 +233,7 @@ def test_gptq_plus_is_gptq_with_all_steps(bits):
     x, w = inputs(128, tokens=4000), weight(64, 128)
     stats, left = statistics(x[:2000]), {}
     fields = {"bits": bits, "group_size": 32, "symmetric": False}
-    every = gptq.Options(**fields, smooth="feedback", clip=True, sweeps=2)
+    every = gptq.Options(**fields, smooth="feedback", clip=True, sweeps=2, refit=False)
     plus = gptq_plus.Options(bits=bits, group_size=32)
     for name, method, options in (
         ("plus", gptq_plus, plus),
@@ -269,7 +266,8 @@ def test_smoothing_for_feedback_takes_what_feedback_leaves_least_of():
     stats, weights = statistics(inputs(96, tokens=600)), [weight(24, 96), weight(16, 96, 1)]
     options, fmt = gptq.Options(bits=3, group_size=32, smooth="feedback"), Format("int", 3, 32)
     gram = stats.gram().double()
-    gram.diagonal().add_(0.01 * gram.diagonal().mean())
+    root = gram.diagonal().sqrt()
+    gram.diagonal().add_(0.01 * root * root.mean())
     order = stats.gram().diagonal().argsort(descending=True, stable=True)
     scales = awq.candidates(weights, stats, awq.Options(bits=3, group_size=32, symmetric=True))
     left = []
@@ -285,6 +283,32 @@ def test_smoothing_for_feedback_takes_what_feedback_leaves_least_of():
     scale = smooth(gptq, weights, stats, options)
     best = min(range(len(left)), key=left.__getitem__)
     assert best and torch.equal(scale, scales[best - 1])
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_the_factor_of_smoothed_inputs_is_that_of_plain_inputs_rescaled(earlier):
+    """Oracle: a factorization of the damped and smoothed matrix; also where the statistics were divided before."""
+    x, w = inputs(48, tokens=300), weight(8, 48)
+    x[:, 7] = 0
+    stats, options = statistics(x), gptq.Options(group_size=16, smooth="feedback", damp=0.05)
+    if earlier:
+        stats = stats.rescaled(torch.rand(48) + 0.5)
+    s = smooth(gptq, [w], stats, options)
+    feedback = gptq.prepare([w * s], stats.rescaled(s), options)
+    h = stats.unscaled().gram().double()
+    h[7, 7] = h.diagonal()[h.diagonal() > 0].mean()
+    root = h.diagonal().sqrt()
+    h.diagonal().add_(0.05 * root * root.mean())
+    by = (s if stats.scale is None else s * stats.scale).double()
+    h = (h / torch.outer(by, by))[feedback.order][:, feedback.order]
+    factor = torch.linalg.cholesky(h.flip(0, 1)).flip(0, 1)  # upper triangular R with h = R R^T
+    ratios = (factor / factor.diagonal()).T
+    torch.testing.assert_close(feedback.matrix.double().tril(), ratios, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(feedback.pivots.double(), factor.diagonal(), rtol=1e-3, atol=0)
+    again = gptq.prepare([w * s], stats.rescaled(s), options)  # nothing is handed on any more
+    assert torch.equal(again.matrix.tril(), feedback.matrix.tril()) and torch.equal(again.residues, feedback.residues)
+    expected = factor.diagonal().square().where(feedback.order != 7, 0)
+    torch.testing.assert_close(feedback.residues[feedback.order].double(), expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("fields", [{"smooth": "yes"}, {"clip": 1}, {"clip_grid": 2}, {"sweeps": -1}, {"refit": None}])

@@ -41,6 +41,7 @@ from vlmcompress.numerics._rounding import (
     residual,
     row_chunks,
     scale_from_range,
+    to_codes,
 )
 from vlmcompress.numerics._tensors import QTensor, quantize_with, round_activations, round_to_nearest
 
@@ -70,6 +71,7 @@ __all__ = [
     "round_activations",
     "round_to_nearest",
     "row_chunks",
+    "to_codes",
     "unpack_fp4",
     "weight_only",
 ]

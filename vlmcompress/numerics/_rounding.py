@@ -117,6 +117,11 @@ def encode(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, *, 
     x = torch.div(x, scale, out=out)
     if zero_point is not None:
         x.add_(zero_point)
+    return to_codes(x, fmt)
+
+
+def to_codes(x: Tensor, fmt: Format) -> Tensor:
+    """Round `x`, float32 in units of a step and counted from the code 0, to the nearest codes, in place."""
     if fmt.nvfp4:
         return _fp4.round_fp4(x)
     if fmt.kind == "float":

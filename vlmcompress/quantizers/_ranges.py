@@ -25,17 +25,21 @@ are those of rounding to nearest (`gptq` changes them). Loses: ranges fitted to 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import Format, find_ranges, residual, row_chunks, scale_from_range
+from vlmcompress.numerics import Format, encode, find_ranges, remainder, residual, scale_from_range
+from vlmcompress.quantizers._fused import kernels
 
 LARGEST, SMALLEST = 1.2, 0.4  # shares of the plain range that are tried
 RATIOS = tuple(1.12 - 0.04 * k for k in range(16))
 """Shares of the range of each group that are tried: down to half."""
 _ROWS = 256  # whose candidates are tried together
+_COLUMNS = 128  # of whole groups whose errors are computed together
+_CACHED = 1 << 17  # elements of a group of some rows, of which a few float32 copies fit into a core's cache
 
 
 def least_error(
@@ -58,32 +62,40 @@ def least_error(
         scale_dtype: dtype the scale is stored in.
         global_scale: of NVFP4, the number `[1]` that scales are relative to.
     """
-    params = [
-        _least_error(w[rows].float(), importance, fmt, steps, scale_dtype, global_scale) for rows in row_chunks(w)
-    ]
-    zero = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None])
-    return torch.cat([scale for scale, _ in params]), zero
-
-
-def _least_error(
-    w: Tensor, importance: Tensor, fmt: Format, steps: int, scale_dtype: torch.dtype, global_scale: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Compute `least_error` for some rows, float32."""
     low, high = find_ranges(w, fmt, importance)
     kwargs: dict[str, Any] = {"scale_dtype": scale_dtype, "importance": importance, "global_scale": global_scale}
-
-    def tried(share: float, max_code: float | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        scale, zero = scale_from_range(w, low * share, high * share, fmt, max_code=max_code, **kwargs)
-        error = residual(w, scale, zero, fmt).square_().mul_(importance)
-        return scale, zero, error.view(*scale.shape, -1).sum(-1)
-
-    scale, zero, least = tried(1.0, None)
+    tried = [scale_from_range(w, low, high, fmt, **kwargs)]  # of symmetric codes the better of two
     for share in torch.linspace(LARGEST if fmt.symmetric else 1.0, SMALLEST, steps).tolist():
-        other, other_zero, error = tried(share, fmt.max_codes[0])
-        falls = error < least
-        scale, least = torch.where(falls, other, scale), torch.minimum(error, least)
-        zero = None if zero is None or other_zero is None else torch.where(falls, other_zero, zero)
-    return scale, zero
+        tried.append(scale_from_range(w, low * share, high * share, fmt, max_code=fmt.max_codes[0], **kwargs))
+    scales = torch.stack([scale for scale, _ in tried])  # [1 + steps, out, n_groups]
+    zeros = None if fmt.symmetric else torch.stack([zero for _, zero in tried if zero is not None])
+    fused = kernels(w.device)
+    errors = fused.range_errors if fused else _errors
+    best = errors(w, scales, zeros, importance, fmt).argmin(0, keepdim=True)  # the first of equal ones
+    return scales.gather(0, best)[0], None if zeros is None else zeros.gather(0, best)[0]
+
+
+def _errors(w: Tensor, scales: Tensor, zeros: Tensor | None, importance: Tensor, fmt: Format) -> Tensor:
+    """Squared errors of rounding each piece of `w [out, in]` to nearest: `[k, out, n_groups]`, as `scales` and `zeros`.
+
+    Works on the transposes of pieces, a group of some rows at a time, which stay in a CPU's cache while all k are tried.
+    """
+    (k, out, n_groups), width = scales.shape, w.shape[1]
+    errors, size = torch.empty(k, n_groups, 1, out, device=w.device), width // n_groups
+    scales = scales.float().permute(0, 2, 1).contiguous()[:, :, None]  # [k, n_groups, 1, out]
+    zeros = None if zeros is None else zeros.float().permute(0, 2, 1).contiguous()[:, :, None]
+    counts, some = importance.view(n_groups, 1, size), max(1, _COLUMNS // size)
+    step = max(16, _CACHED // (some * size)) if w.device.type == "cpu" else out
+    for a, g in itertools.product(range(0, out, step), range(0, n_groups, some)):
+        rows, groups = slice(a, a + step), slice(g, g + some)
+        part = w[rows, g * size : (g + some) * size].float().unflatten(1, (-1, size)).permute(1, 2, 0).contiguous()
+        d = torch.empty_like(part)
+        for i in range(k):
+            scale, zero = scales[i, groups, :, rows], None if zeros is None else zeros[i, groups, :, rows]
+            encode(part, scale, zero, fmt, out=d)
+            remainder(part, d if zero is None else d.sub_(zero), scale, None, out=d)
+            errors[i, groups, :, rows] = torch.bmm(counts[groups], d.square_())
+    return errors[:, :, 0].transpose(1, 2)
 
 
 def refined(

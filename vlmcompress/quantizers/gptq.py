@@ -17,7 +17,7 @@ search first; `smooth: feedback` compares AWQ's candidates by that same norm ins
 columns by falling diagonal of H while groups keep their place, so that the engine needs no index; it is at least as
 accurate and costs nothing at serving time.
 
-Cost: `in^3 / 3` once per group (twice with `smooth: feedback`) and `out * in^2` for each layer. Loses: it may overfit
+Cost: `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit
 few calibration tokens (hence the damping). Where there are fewer than inputs, H is singular: inputs that the tokens
 don't tell apart share corrections as damping alone says. That and damping beyond `damp` (ten times more until H can be
 factorized) are warned of; the larger the damping, the closer to rounding to nearest.
@@ -30,7 +30,7 @@ rows multiplied by their weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,9 @@ from torch import Tensor
 from vlmcompress.numerics import Format, QTensor, Scheme, encode, find_params, remainder, residual, weight_only
 from vlmcompress.quantizers import awq
 from vlmcompress.quantizers._base import Needs, QuantizerOptions, Search
+from vlmcompress.quantizers._cholesky import factorize, reordered
 from vlmcompress.quantizers._coordinate_descent import descend
+from vlmcompress.quantizers._fused import kernels
 from vlmcompress.quantizers._ranges import least_error
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
@@ -47,12 +49,12 @@ from vlmcompress.statistics.inputs import GroupStats
 PREPARED_BY = ("damp", "actorder", "balance")
 _FAR = 512  # columns corrected at a time for the errors of all before; larger products are faster
 _STRIP = 16  # columns within which errors are fed back one by one
-_FACTORED = 256  # columns of H factorized at a time
 
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
+    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H (with `smooth: feedback`
+    in proportion to the root of each input's own); `block`: columns per
     update; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales first, or "feedback" for those of them
     that leave GPTQ least; `clip`: search the ranges,
     in `clip_grid` steps; `sweeps` of local search afterwards, which with `refit` moves scales, too; `balance`: see
@@ -121,6 +123,12 @@ class Feedback:
     pivots: Tensor
     warnings: tuple[tuple[str, str], ...] = ()
 
+    def rescaled(self, s: Tensor) -> Feedback:
+        """The feedback of inputs divided by `s [in]`, in the same order of visits; takes over the matrix."""
+        visited = s[self.order]
+        matrix = self.matrix.mul_(visited[:, None]).div_(visited)
+        return replace(self, matrix=matrix, residues=self.residues / s.square(), pivots=self.pivots / visited)
+
 
 def needs(options: Options) -> Needs:
     """The Gram matrix; mean magnitudes for smoothing; weights of tokens where the options ask for them."""
@@ -142,10 +150,14 @@ def smooth(
     awq_options = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
     if options.smooth == "awq":
         return awq.smooth(weights, stats, awq_options, scale_dtype)
-    residues = prepare(weights, stats, options).residues
-    return least_left(
-        weights, awq.candidates(weights, stats, awq_options), residues, scheme(options).weights, scale_dtype
-    )
+    scales = awq.candidates(weights, stats, awq_options)
+    return least_left(weights, scales, residues(stats, options), scheme(options).weights, scale_dtype)
+
+
+def residues(stats: GroupStats, options: Options) -> Tensor:
+    """`Feedback.residues [in]` of inputs that no scale was found for yet; hands their factor on to `prepare`."""
+    feedback = stats.handed_on[_key(options)] = _factorized(stats.unscaled(), options)
+    return feedback.residues if stats.scale is None else feedback.residues / stats.scale.square()
 
 
 def least_left(
@@ -173,26 +185,54 @@ def least_left(
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedback:
-    """Factorize the Gram matrix of the group's input; damped more while it is not definite."""
+    """Factorize the Gram matrix of the group's input; damped more while it is not definite.
+
+    With `smooth: feedback` that of the inputs before smoothing, which `smooth` has factorized already: with inputs divided by s
+    its factor is `S^-1 R`. Columns are then visited in the order of those inputs.
+    """
+    if options.smooth != "feedback":
+        return _factorized(stats, options)
+    feedback = stats.handed_on.pop(_key(options), None) or _factorized(stats.unscaled(), options)
+    return feedback if stats.scale is None else feedback.rescaled(stats.scale)
+
+
+def _key(options: Options) -> tuple[Any, ...]:
+    return "feedback", options.damp, options.actorder
+
+
+def _factorized(stats: GroupStats, options: Options) -> Feedback:
+    """Factorize the Gram matrix of `stats`."""
     damp = options.damp
     for _ in range(8):
         h = stats.gram()
         diagonal = h.diagonal().clone()
         dead = diagonal == 0  # inputs that are always zero: with any positive diagonal their weights are just rounded
         diagonal[dead] = 1.0 if dead.all() else diagonal[~dead].mean()
-        diagonal.add_(damp * diagonal.mean())
+        diagonal += _damping(diagonal, damp, options)
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
             order = diagonal.argsort(descending=True, stable=True)
-        h = _reordered(h, order)
+        h = reordered(h, order)
         h.diagonal().copy_(diagonal[order])
-        if _factorize(h):
+        if factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
             pivots, residues = h.diagonal().clone(), torch.zeros_like(diagonal)
             residues[order] = pivots.square()
             return Feedback(order, h.div_(pivots[:, None]), residues.masked_fill_(dead, 0), pivots, warnings)
         damp *= 10
     raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
+
+
+def _damping(diagonal: Tensor, damp: float, options: Any) -> Tensor:
+    """What is added to the `diagonal [in]` of a Gram matrix: alike for all inputs, as in the paper.
+
+    With `smooth: feedback`, where s is not known yet, in proportion to an input's size: about what damping alike adds to inputs
+    divided by scales of AWQ's family, which go with a power of that size between 0 and 1.
+    """
+    if options.smooth != "feedback":
+        return damp * diagonal.mean()
+    size = diagonal.sqrt()
+    return damp * size.mean() * size
 
 
 def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[tuple[str, str], ...]:
@@ -237,7 +277,7 @@ def searched(weights: list[Tensor], quantized: list[QTensor], stats: GroupStats,
     if not options.sweeps:
         return quantized
     gram = stats.gram().clone()
-    gram.diagonal().add_(options.damp * gram.diagonal().mean())
+    gram.diagonal().add_(_damping(gram.diagonal(), options.damp, options))
     return descend(weights, quantized, gram, options.sweeps, options.refit)
 
 
@@ -280,29 +320,45 @@ def _quantize_columns(
     """Codes `[out, in]` of `weight [out, in]`; `scales` and `zeros` are `[n_groups, out]`.
 
     Works on W^T, where columns are contiguous. The sums over earlier errors are products of matrices, large ones for errors
-    far back, then by blocks and by strips; only within a strip they are taken column by column.
+    far back, then by blocks and by strips; only within a strip (on a GPU a block) they are taken column by column.
     """
     # [in, out] in the order in which columns are rounded; each row of it becomes the errors of its column
     rows = weight.T.contiguous().index_select(0, feedback.order)
     codes, matrix = torch.empty_like(rows, dtype=fmt.dtype), feedback.matrix
-    groups = (feedback.order // (len(rows) if fmt.group < 0 else fmt.group)).tolist()
-    s = scales.unbind()
-    z = [None] * len(s) if zeros is None else zeros.unbind()
+    groups = (feedback.order // (len(rows) if fmt.group < 0 else fmt.group)).int()
+    fused = kernels(rows.device)
+    visit = fused.visit if fused else _visit
     for first, end in _spans(0, len(rows), max(_FAR, block)):
         targets = rows[first:end].addmm(matrix[first:end, :first], rows[:first])
         for a, b in _spans(first, end, block):
-            targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
-            for c, d in _spans(a, b, _STRIP):
-                strip, columns = targets[c - first : d - first], rows[c:d]
-                strip.addmm_(matrix[c:d, a:c], rows[a:c])
-                earlier, errors = matrix[c:d, c:d].tril(-1), columns.T  # 0 for columns whose errors are not known yet
-                for g, target, row, factors in zip(
-                    groups[c:d], strip.unbind(), columns.unbind(), earlier.unbind(), strict=True
-                ):
-                    encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=target)
-                    remainder(row, target, s[g], z[g], out=row)
+            block_targets = targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
+            visit(block_targets, rows[a:b], matrix[a:b, a:b], scales, zeros, groups[a:b], fmt)
         codes[first:end] = targets
     return codes.index_select(0, feedback.order.argsort()).T.contiguous()
+
+
+def _visit(
+    targets: Tensor, rows: Tensor, matrix: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor, fmt: Format
+) -> None:
+    """Round a block of columns one after another.
+
+    Args:
+        targets: `[columns, out]` what they are rounded from but for each other's errors; becomes their codes.
+        rows: `[columns, out]` their weights; becomes their errors.
+        matrix: `[columns, columns]` of `Feedback.matrix`.
+        scales, zeros: `[n_groups, out]`; `groups`: `[columns]`, int32, which of them a column has.
+    """
+    s = scales.unbind()
+    z = [None] * len(s) if zeros is None else zeros.unbind()
+    places = groups.tolist()
+    for c, d in _spans(0, len(rows), _STRIP):
+        strip, columns = targets[c:d].addmm_(matrix[c:d, :c], rows[:c]), rows[c:d]
+        earlier, errors = matrix[c:d, c:d].tril(-1), columns.T  # 0 for columns whose errors are not known yet
+        for g, target, row, factors in zip(
+            places[c:d], strip.unbind(), columns.unbind(), earlier.unbind(), strict=True
+        ):
+            encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=target)
+            remainder(row, target, s[g], z[g], out=row)
 
 
 def _spans(first: int, end: int, step: int) -> list[tuple[int, int]]:
@@ -331,30 +387,3 @@ def propagated_error(residual: Tensor, feedback: Feedback) -> Tensor:
     error = torch.empty_like(residual)
     error[:, feedback.order] = fed.T
     return error
-
-
-def _reordered(h: Tensor, order: Tensor) -> Tensor:
-    """Lower block triangle of `h [in, in]` with rows and columns in `order`; 0 elsewhere."""
-    reordered = torch.zeros_like(h)
-    for a in range(0, len(h), _FACTORED):
-        b = min(a + _FACTORED, len(h))
-        reordered[a:b, :b] = h.index_select(0, order[a:b]).index_select(1, order[:b])
-    return reordered
-
-
-def _factorize(h: Tensor) -> bool:
-    """Factor `h [in, in]`, a lower block triangle, as `R R^T` with `R` upper triangular; write `R^T` over it.
-
-    By blocks from the last on, as R is Cholesky's factor of `h` with rows and columns reversed. In place, as `h` may be the
-    largest tensor of the run. Returns whether `h` is definite.
-    """
-    failed = []
-    for a in reversed(range(0, len(h), _FACTORED)):
-        b = min(a + _FACTORED, len(h))
-        panel = h[a:b, :b].addmm_(h[b:, a:b].T, h[b:, :b], alpha=-1) if b < len(h) else h[a:b]
-        lower, info = torch.linalg.cholesky_ex(panel[:, a:].flip(0, 1))
-        upper = lower.flip(0, 1)
-        panel[:, a:] = upper.T
-        panel[:, :a] = torch.linalg.solve_triangular(upper, panel[:, :a], upper=True)
-        failed.append(info)
-    return not torch.stack(failed).any()

@@ -2,10 +2,10 @@
 
 The same algorithm, formats and options as `gptq`, whose defaults are the published method; here they are what lost least on a
 real language model. AWQ's candidates scale input channels first, compared by what feedback will leave of their errors (`smooth:
-feedback`); ranges are searched (`clip`); two rounds of coordinate descent change codes and scales once all are known
-(`sweeps`); and codes have zero points, which all of vLLM's kernels for 4-bit weights take.
+feedback`); ranges are searched (`clip`); two rounds of coordinate descent change codes once all are known (`sweeps`); and
+codes have zero points, which all of vLLM's kernels for 4-bit weights take.
 
-Cost: with the statistics about 1.6 times as long as `gptq`. Loses: it fits the calibration tokens more closely than either
+Cost: COSTS. Loses: it fits the calibration tokens more closely than either
 method does, so what is not like those gains less.
 """
 
@@ -30,3 +30,4 @@ class Options(gptq.Options):
     smooth: Any = "feedback"
     clip: bool = True
     sweeps: int = 2
+    refit: bool = False

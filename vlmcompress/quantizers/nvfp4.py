@@ -83,9 +83,14 @@ class Options(QuantizerOptions):
         if self.rounding not in _READ:
             raise ValueError(f"rounding must be 'rtn', 'gptq' or 'awq', got {self.rounding!r}")
         object.__setattr__(self, "smooth", "off" if self.smooth is False else self.smooth)
-        gptq.Options(damp=self.damp, **self.steps)
+        _ = self.feedback  # checks damp and the steps
         if self.rounding != "gptq" and (self.smooth != "off" or self.clip or self.sweeps):
             raise ValueError(f"smooth, clip and sweeps are for rounding 'gptq', got rounding {self.rounding!r}")
+
+    @property
+    def feedback(self) -> gptq.Options:
+        """The options that gptq has as well."""
+        return gptq.Options(damp=self.damp, **self.steps)
 
     @property
     def steps(self) -> dict[str, Any]:
@@ -133,8 +138,7 @@ def smooth(
         return None
     scales = awq.candidates(weights, stats, awq.Options(group_size=NVFP4.group))
     if options.smooth == "feedback":
-        residues = gptq.prepare(weights, stats, gptq.Options(damp=options.damp)).residues
-        return gptq.least_left(weights, scales, residues, NVFP4, scale_dtype)
+        return gptq.least_left(weights, scales, gptq.residues(stats, options.feedback), NVFP4, scale_dtype)
     return awq.least_error(weights, scales, stats.gram(), NVFP4, scale_dtype, options.max_code)
 
 
@@ -143,7 +147,7 @@ def prepare(weights: list[Tensor], stats: GroupStats | None, options: Options) -
     shared = find_global_scale(weights)
     if options.rounding == "gptq":
         assert stats is not None
-        feedback = gptq.prepare(weights, stats, gptq.Options(damp=options.damp))
+        feedback = gptq.prepare(weights, stats, options.feedback)
         return Prepared(shared, feedback, None, feedback.warnings)
     return Prepared(shared, None, stats.gram() if options.rounding == "awq" and stats else None)
 

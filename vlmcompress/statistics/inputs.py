@@ -68,6 +68,8 @@ class GroupStats:
         self.routed = False  # the layers are an expert's, which is given some of the tokens
         self.borrowed = 0  # how many of its tokens were not routed to it
         self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
+        # what a step computed of G before `rescaled` and a later one takes out again, by a key of theirs; copies share it
+        self.handed_on: dict[Any, Any] = {}
         self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
@@ -151,7 +153,7 @@ class GroupStats:
         balanced_shares = shares(balance, self.count, self.sensitivity, partial=self.routed)
         if balanced_shares == self._shares:
             return self
-        return self._with(_shares=balanced_shares, _merged=None)
+        return self._with(_shares=balanced_shares, _merged=None, handed_on={})
 
     def rescaled(self, s: Tensor) -> GroupStats:
         """The statistics of `X / s` for `s [in]`, positive. Closed form, and the Gram matrices stay shared."""
@@ -159,6 +161,15 @@ class GroupStats:
         if not (s.isfinite().all() and (s > 0).all()):
             raise ValueError("smoothing scales must be positive and finite")
         return self._with(_scale=s if self._scale is None else self._scale * s)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The product `[in]` of the `s` of all `rescaled`; None: of none."""
+        return self._scale
+
+    def unscaled(self) -> GroupStats:
+        """The statistics before any `rescaled`."""
+        return self._with(_scale=None)
 
     def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
         """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""

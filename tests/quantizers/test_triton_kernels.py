@@ -1,0 +1,85 @@
+"""The Triton kernels against the torch functions whose place they take on a GPU; without one, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.kit.quant_data import inputs, statistics, weight
+from vlmcompress.numerics import NVFP4, Format, find_global_scale, find_params, round_to_nearest
+from vlmcompress.quantizers import _coordinate_descent, _ranges, gptq
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("triton") is None, reason="triton is not part of the CPU's environment: pip install triton"
+    ),
+]
+FORMATS = [Format("int", 4, 48), Format("int", 3, 24, symmetric=False), Format("int", 2, -1, symmetric=False), NVFP4]
+ROWS, WIDTH = 40, 144  # rows do not fill the last program, nor columns the last block
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch):
+    """The kernels, which everything here takes for its device's."""
+    from vlmcompress.quantizers import _triton_kernels
+
+    def use() -> None:
+        for module in (gptq, _ranges, _coordinate_descent):
+            monkeypatch.setattr(module, "kernels", lambda _device: _triton_kernels)
+
+    return use
+
+
+@pytest.mark.parametrize("actorder", ["static", None])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_visiting_columns(fmt, actorder, triton_kernels):
+    """The same codes, but where a value sits on a boundary, from where a row goes on differently."""
+    w, stats = weight(ROWS, WIDTH).to(DEVICE), statistics(inputs(WIDTH, tokens=600).to(DEVICE))
+    feedback = gptq.prepare([w], stats, gptq.Options(actorder=actorder))
+    shared = find_global_scale([w]) if fmt.nvfp4 else None
+    params = find_params(w, fmt, scale_dtype=torch.bfloat16, global_scale=shared)
+
+    def codes(block: int) -> torch.Tensor:
+        return gptq.quantize_columns([w], feedback, [params], fmt, block, shared)[0].q.float()
+
+    expected = codes(128)
+    triton_kernels()
+    for block in (128, 48, 1000):
+        assert (codes(block) == expected).all(1).double().mean() >= 0.9
+
+
+@pytest.mark.parametrize("refit", [True, False])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_coordinate_descent(fmt, refit, triton_kernels):
+    """The same codes and scales, rows in which a value sits on a boundary excepted."""
+    w, gram = weight(ROWS, WIDTH).to(DEVICE), statistics(inputs(WIDTH, tokens=600).to(DEVICE)).gram()
+    quantized = round_to_nearest(w, fmt, scale_dtype=torch.bfloat16)
+    expected = _coordinate_descent.descend([w], [quantized], gram, 2, refit)[0]
+    triton_kernels()
+    searched = _coordinate_descent.descend([w], [quantized], gram, 2, refit)[0]
+    assert (searched.q.float() != quantized.q.float()).any()
+    alike = (searched.q.float() == expected.q.float()).all(1) & (searched.step == expected.step).all(1)
+    assert alike.double().mean() >= 0.9
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_range_errors(fmt, triton_kernels):
+    """The errors of each range, and the ranges chosen by them."""
+    w, counts = weight(ROWS, WIDTH).to(DEVICE), torch.rand(WIDTH, device=DEVICE)
+    kwargs = {"scale_dtype": torch.bfloat16, "global_scale": find_global_scale([w]) if fmt.nvfp4 else None}
+    expected = _ranges.least_error(w, counts, fmt, 9, **kwargs)
+    plain = [tensor if tensor is None else tensor[None] for tensor in find_params(w, fmt, **kwargs)]
+    errors = _ranges._errors(w, *plain, counts, fmt)
+    triton_kernels()
+    torch.testing.assert_close(_ranges.kernels(w.device).range_errors(w, *plain, counts, fmt), errors)
+    scale, zero = _ranges.least_error(w, counts, fmt, 9, **kwargs)
+    assert (scale == expected[0]).double().mean() >= 0.99
+    assert zero is None or (zero == expected[1]).double().mean() >= 0.99

@@ -1,0 +1,19 @@
+"""Which devices have kernels for what is otherwise done column by column."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+
+@functools.cache
+def kernels(device: torch.device) -> ModuleType | None:
+    """The Triton kernels (`_triton_kernels`) for tensors on `device`; None where torch does it all."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from vlmcompress.quantizers import _triton_kernels
+
+    return _triton_kernels

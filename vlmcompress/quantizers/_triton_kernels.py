@@ -1,0 +1,155 @@
+"""Triton kernels of what the quantizers do column by column, for a GPU, where a start of a kernel takes longer than a column.
+
+Each does in one start what a torch function does in hundreds, with its arguments and its results, up to the order of sums:
+`visit` is `gptq._visit`, `recode` is `_coordinate_descent._recode`, `range_errors` is `_ranges._errors`. Those are the oracles
+and run everywhere else; a test compares them in Triton's interpreter (`TRITON_INTERPRET=1`), which needs no GPU.
+
+A program has some rows of the weight. It keeps what a block of columns is rounded from in registers and, as soon as a column
+is rounded, adds what its error changes to the columns behind it. Quotients are rounded as torch's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vlmcompress.numerics import Format
+
+_COLUMNS = 128  # most columns of a program
+_ROWS = 32  # rows of a program
+
+
+@triton.jit
+def _to_codes(x, qmin, qmax, FP4: tl.constexpr):
+    """`numerics.to_codes`: adding and taking away 1.5 * 2^23 steps rounds to whole steps, halves to even."""
+    if FP4:
+        size = tl.minimum(tl.maximum(tl.abs(x), 1.0), 6.0)
+        power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        magic = power * 6291456.0
+        codes = (tl.minimum(tl.maximum(x, -6.0), 6.0) + magic) - magic
+        return tl.where(x < 0, -tl.abs(codes), codes)
+    else:
+        codes = (tl.minimum(tl.maximum(x, qmin - 1), qmax + 1) + 12582912.0) - 12582912.0
+        return tl.minimum(tl.maximum(codes, qmin), qmax)
+
+
+@triton.jit
+def _visit(
+    targets, rows, matrix, scales, zeros, groups, columns, out, pitch, qmin, qmax,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, COLUMNS)
+    left = tl.load(targets + k[:, None] * out + n[None, :], mask=(k < columns)[:, None] & (n < out)[None, :], other=0.0)
+    for i in range(0, columns):
+        group = tl.load(groups + i)
+        scale = tl.load(scales + group * out + n, mask=n < out, other=1.0)
+        x = tl.div_rn(tl.sum(tl.where((k == i)[:, None], left, 0.0), 0), scale)
+        if ZEROS:
+            zero = tl.load(zeros + group * out + n, mask=n < out, other=0.0)
+            code = _to_codes(x + zero, qmin, qmax, FP4)
+            value = (code - zero) * scale
+        else:
+            code = _to_codes(x, qmin, qmax, FP4)
+            value = code * scale
+        place = i * out + n
+        error = tl.load(rows + place, mask=n < out, other=0.0) - value
+        tl.store(targets + place, code, mask=n < out)
+        tl.store(rows + place, error, mask=n < out)
+        factors = tl.load(matrix + k * pitch + i, mask=(k > i) & (k < columns), other=0.0)
+        left += factors[:, None] * error[None, :]
+
+
+def visit(
+    targets: Tensor, rows: Tensor, matrix: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor, fmt: Format
+) -> None:
+    """Round a block of columns one after another; see `gptq._visit`. `groups`: int32, on the device."""
+    width, out = targets.shape
+    for a in range(0, width, _COLUMNS):
+        b = min(a + _COLUMNS, width)
+        if a:
+            targets[a:b].addmm_(matrix[a:b, :a], rows[:a])
+        _visit[(triton.cdiv(out, _ROWS),)](
+            targets[a:b], rows[a:b], matrix[a:b, a:b], scales, scales if zeros is None else zeros, groups[a:b],
+            b - a, out, matrix.stride(0), fmt.qmin, fmt.qmax,
+            COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, ZEROS=zeros is not None, FP4=fmt.nvfp4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _recode(
+    slopes, codes, changes, scales, inverse, gram, columns, out, width, size, n_groups, first, qmin, qmax,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, COLUMNS)
+    left = tl.load(
+        slopes + k[:, None] + n[None, :] * width, mask=(k < columns)[:, None] & (n < out)[None, :], other=0.0
+    )
+    for i in range(0, columns):
+        scale = tl.load(scales + n * n_groups + (first + i) // size, mask=n < out, other=1.0)
+        place = n * columns + i
+        code = tl.load(codes + place, mask=n < out, other=0.0)
+        x = tl.sum(tl.where((k == i)[:, None], left, 0.0), 0) * tl.load(inverse + first + i)
+        new = _to_codes(code + tl.div_rn(x, scale), qmin, qmax, FP4)
+        change = (code - new) * scale
+        tl.store(codes + place, new, mask=n < out)
+        tl.store(changes + place, change, mask=n < out)
+        factors = tl.load(gram + k.to(tl.int64) * width + i, mask=(k > i) & (k < columns), other=0.0)
+        left += factors[:, None] * change[None, :]
+
+
+def recode(
+    slopes: Tensor, codes: Tensor, scales: Tensor, inverse: Tensor, gram: Tensor, a: int, b: int, fmt: Format
+) -> Tensor:
+    """Choose the codes of columns `a` to `b`, of which there are at most 128; see `_coordinate_descent._recode`."""
+    (out, width), n_groups = slopes.shape, scales.shape[1]
+    chosen = codes[:, a:b].float().contiguous()
+    changes = torch.empty_like(chosen)
+    _recode[(triton.cdiv(out, _ROWS),)](
+        slopes[:, a:b], chosen, changes, scales, inverse, gram[a:b, a:b], b - a, out, width, width // n_groups, n_groups,
+        a, fmt.qmin, fmt.qmax, COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, FP4=fmt.nvfp4,
+    )  # fmt: skip
+    codes[:, a:b] = chosen.to(codes.dtype)
+    return changes
+
+
+@triton.jit
+def _range_errors(
+    w, scales, zeros, counts, errors, tried, out, width, size, n_groups, qmin, qmax,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1)
+    k = tl.arange(0, COLUMNS)
+    for i in range(0, tried):
+        place = (i * out + n) * n_groups + group
+        scale = tl.load(scales + place, mask=n < out, other=1.0)
+        zero = tl.load(zeros + place, mask=n < out, other=0.0) if ZEROS else tl.zeros_like(scale)
+        total = tl.zeros_like(scale)
+        for c in range(0, size, COLUMNS):
+            inside = c + k < size
+            column = group * size + c + k
+            x = tl.load(
+                w + n[:, None] * width + column[None, :], mask=(n < out)[:, None] & inside[None, :], other=0.0
+            ).to(tl.float32)
+            code = _to_codes(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)) + zero[:, None], qmin, qmax, FP4)
+            rest = x - (code - zero[:, None]) * scale[:, None]
+            total += tl.sum(rest * rest * tl.load(counts + column, mask=inside, other=0.0)[None, :], 1)
+        tl.store(errors + place, total, mask=n < out)
+
+
+def range_errors(w: Tensor, scales: Tensor, zeros: Tensor | None, importance: Tensor, fmt: Format) -> Tensor:
+    """Squared errors `[k, out, n_groups]` of rounding with each of k scales; see `_ranges._errors`."""
+    (tried, out, n_groups), width = scales.shape, w.shape[1]
+    w, scales = w.contiguous(), scales.float().contiguous()
+    zeros = None if zeros is None else zeros.float().contiguous()
+    errors, size = torch.empty_like(scales), width // n_groups
+    _range_errors[(triton.cdiv(out, _ROWS), n_groups)](
+        w, scales, scales if zeros is None else zeros, importance.contiguous(), errors, tried, out, width, size, n_groups,
+        fmt.qmin, fmt.qmax, COLUMNS=min(_COLUMNS, max(16, triton.next_power_of_2(size))), ROWS=_ROWS,
+        ZEROS=zeros is not None, FP4=fmt.nvfp4,
+    )  # fmt: skip
+    return errors
