@@ -17,7 +17,7 @@ from vlmcompress.numerics import ActFormat, Format, Scheme
 from vlmcompress.targets import Target
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from gpu.kernels import CLASSES
+from gpu.engine.kernels import CLASSES
 
 Layer = dict[str, Any]
 Answers = dict[str, dict[str, dict[str, dict[str, str]]]]

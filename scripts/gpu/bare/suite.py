@@ -1,7 +1,7 @@
 """The default test suite in pieces of under ten minutes, as far as the Python that runs it can run it.
 
 `pure` are the tests that use no model, `device` those of what works on the accelerator where there is one: these two take torch
-and transformers, and leave out files that import what is not installed. `models` are all that load models, `engines` those
+and transformers, and skip what imports a package that is not installed. `models` are all that load models, `engines` those
 that start vLLM. Tiny shapes run one quick folder and only collect the others, as the suite is what runs this.
 """
 
@@ -23,7 +23,7 @@ from gpu.part import Failed, Place, last_lines
 
 SECONDS = 540
 DEVICE = ("calibration", "hf_hooks", "runs")
-_OURS = {"vlmcompress", "tests", "eval", "scripts"}
+_OURS = {"vlmcompress", "tests", "eval", "gpu"}
 
 
 def run(place: Place, piece: str) -> dict[str, Any]:
@@ -89,16 +89,7 @@ def files(kind: str) -> list[Path]:
     if kind == "models":
         return [file for file in every if reaches(file)]
     chosen = every if kind == "pure" else [file for name in DEVICE for file in every if file.parent.name == name]
-    return [file for file in chosen if reaches(file) == (kind == "device") and not lacking(file)]
-
-
-def lacking(file: Path) -> list[str]:
-    """Packages that a test file imports, also within functions, and that are not installed."""
-    from tests.conftest import imported
-
-    names = {name.partition(".")[0] for name in imported(file)} - _OURS - {*sys.stdlib_module_names}
-    beside = {path.stem for path in (ROOT / "scripts").glob("*/*.py")} | {"gpu"}  # which tests put on their path
-    return sorted(name for name in names - beside if find_spec(name) is None)
+    return [file for file in chosen if reaches(file) == (kind == "device")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,12 +100,22 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
     """A test that fails for want of another package is skipped: on a bare machine there are few."""
+    return _excused((yield), call, item.path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    """So is a file that can't be imported for want of one."""
     report = yield
-    error: BaseException | None = call.excinfo.value if call.excinfo else None
+    return _excused(report, getattr(report, "call", None), collector.path)
+
+
+def _excused(report: Any, call: pytest.CallInfo | None, path: Path) -> Any:
+    error: BaseException | None = call.excinfo.value if call and call.excinfo else None
     while error is not None and not isinstance(error, ModuleNotFoundError):
         error = error.__cause__ or error.__context__
     if error is not None and str(error.name).partition(".")[0] not in _OURS:
-        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: there is no {error.name}")
+        report.outcome, report.longrepr = "skipped", (str(path), 0, f"Skipped: there is no {error.name}")
     return report
 
 
