@@ -163,6 +163,7 @@ def test_lines_are_short(page):
         ("bench_methods", "nvfp4"),
         ("compare_weights", "weights"),
         ("bench_reducers", "reducers"),
+        ("choosing_speed", "choosing"),
         ("compare_resizing", "resizing"),
         ("compare_learning", "learning"),
         ("bench_serving", "serving"),

@@ -2,6 +2,7 @@
 """Processor time of every served reducer's choice beside that of the encoder whose tokens it chooses from.
 
     scripts/measure/choosing_speed.py             measure, on one thread, and write eval/choosing.json
+    scripts/measure/choosing_speed.py --tokens 576    measure one size anew
     scripts/measure/choosing_speed.py --render    print the docs' table of the last measurement
 
 Encoders have the shapes of CLIP ViT-L/14, SigLIP So400m/14 and Qwen2.5-VL's (four patches a token), random weights and
@@ -32,10 +33,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, CLIPVisionConfig, SiglipVisionConfig
-from transformers.models.clip.modeling_clip import CLIPEncoderLayer
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionBlock
-from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
 from vlmcompress import reducers
 from vlmcompress.reducers import REGISTRY, Grid, Merger, Signals, learned
@@ -46,7 +43,9 @@ FILMS: dict[int, Grid] = {256: (4, 8, 8), 576: (4, 12, 12), 1280: (5, 16, 16), 4
 KEEP, WIDTH, PIXELS = 0.25, 4096, 4 * 2 * 3 * 14 * 14  # pixels: of a token of Qwen2.5-VL
 LAYERS, KEYS, HEADS = 23, 1024, 16  # of ViT-L/14: layers that merge, and the keys in each
 IMAGES = 8
-MOST_OTHERS = 1280  # tokens of an image that the other two encoders are timed at; eight images are ViT-L's alone
+MOST = (
+    1280  # tokens of an image of which eight are timed, too, and that all encoders are timed at; of eight ViT-L alone
+)
 METHODS = [name for name in REGISTRY.names() if REGISTRY.get(name).SERVED and name != "litevlm"]  # that chooses images
 
 
@@ -93,6 +92,10 @@ def chooser(name: str, tokens: int) -> Callable[[Signals], None]:
 
 def encoders(tokens: int, images: int) -> dict[str, Callable[[], float]]:
     """Functions that run an encoder's layers of each kind, and return seconds of all its layers."""
+    from transformers import AutoConfig, CLIPVisionConfig, SiglipVisionConfig
+    from transformers.models.clip.modeling_clip import CLIPEncoderLayer
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionBlock
+    from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
     def layers(kinds: list[tuple[Any, int, dict[str, Any]]], states: Tensor) -> Callable[[], float]:
         def run() -> float:
@@ -107,7 +110,7 @@ def encoders(tokens: int, images: int) -> dict[str, Callable[[], float]]:
     clip = CLIPVisionConfig(hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
     vit = [(layer(CLIPEncoderLayer, clip), 24, {"attention_mask": None})]
     runs = {"CLIP ViT-L/14": layers(vit, states(images, tokens + 1, 1024))}
-    if images > 1 or tokens > MOST_OTHERS:
+    if images > 1 or tokens > MOST:
         return runs
     siglip = SiglipVisionConfig(hidden_size=1152, intermediate_size=4304, num_attention_heads=16)
     so400m = [(layer(SiglipEncoderLayer, siglip), 27, {"attention_mask": None})]
@@ -137,7 +140,7 @@ def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     """Measure a row for each size, number of images, and encoder or method."""
     rows = []
     for tokens in sizes:
-        for images, turns in ((1, rounds), (IMAGES, 1)):
+        for images, turns in ((1, rounds), (IMAGES, 1)) if tokens <= MOST else ((1, rounds),):
             runs: dict[str, Callable[[], float]] = dict(encoders(tokens, images))
             made = [drawn(tokens, seed) for seed in range(images)]
             films = [dataclasses.replace(image, grid=FILMS[tokens], finite=True) for image in made]
@@ -151,10 +154,8 @@ def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
                     taken[name].append(run())
                 print(f"{tokens} tokens, {images} images: round {number + 1} of {turns}", file=sys.stderr, flush=True)
             for name, seconds in taken.items():
-                rows.append(
-                    {"tokens": tokens, "images": images, "what": name}
-                    | {"ms": round(1000 * statistics.median(seconds), 2)}
-                )
+                row = {"tokens": tokens, "images": images, "what": name, "rounds": turns}
+                rows.append(row | {"ms": round(1000 * statistics.median(seconds), 2)})
     return rows
 
 
@@ -162,7 +163,7 @@ def render(rows: list[dict[str, Any]]) -> str:
     """Render milliseconds of encoders and methods, single images and eight, and the share of ViT-L's time at 576 tokens."""
     times = {(row["what"], row["tokens"], row["images"]): row["ms"] for row in rows}
     sizes = sorted({row["tokens"] for row in rows})
-    columns = [(size, images) for images in (1, IMAGES) for size in sizes]
+    columns = [(size, images) for images in (1, IMAGES) for size in sizes if images == 1 or size <= MOST]
     titles = [f"{size:,}" if images == 1 else f"{images} x {size:,}" for size, images in columns]
     lines = ["| | " + " | ".join(titles) + " | of ViT-L/14 at 576 |", "|---|" + "---|" * (len(titles) + 1)]
     for what in dict.fromkeys(row["what"] for row in rows):
@@ -189,7 +190,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if not args.render:
         torch.manual_seed(0)
-        args.output.write_text(json.dumps(measure(args.tokens, args.rounds), indent=1) + "\n")
+        kept = json.loads(args.output.read_text()) if args.output.exists() else []
+        rows = [row for row in kept if row["tokens"] not in args.tokens] + measure(args.tokens, args.rounds)
+        args.output.write_text(json.dumps(sorted(rows, key=lambda row: row["tokens"]), indent=1) + "\n")
     rows = json.loads(args.output.read_text())
     print(render(rows))
     times = {row["what"]: row["ms"] for row in rows if (row["tokens"], row["images"]) == (576, 1)}

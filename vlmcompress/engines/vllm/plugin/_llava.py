@@ -115,8 +115,9 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
             units.append([])
             for grid, index in grids:
                 columns = torch.tensor(index).to(rows.device, non_blocking=True)
-                ahead = self._ahead.signals(grid, rows[columns], signals.get("query"))
-                tiles.append({"grid": grid, "features": rows[columns], **signals, **ahead})
+                features = rows[columns]
+                ahead = self._ahead.signals(grid, features, signals.get("query"))
+                tiles.append({"grid": grid, "features": features, **signals, **ahead})
                 units[-1].append(Unit(0, columns, grid, 0, (0, len(rows))))
         results = iter(self.reducer.reduce_all(tiles))
         return [

@@ -40,9 +40,9 @@ def pack(rows: Tensor, places: Tensor, most: int | None = None) -> Tensor:
 
     `most`: what no place is above; None: they are looked at, for which the host waits.
     """
-    if most is None:
-        most = int(places.max()) if len(places) else 0
-    if most >= LIMIT:
+    if most is None and len(places):
+        most = LIMIT if int(places.min()) < 0 else int(places.max())
+    if most is not None and most >= LIMIT:
         raise ValueError(
             f"a token's place within its image is beyond {LIMIT - 1:,}; use smaller images or shorter videos"
         )
