@@ -109,6 +109,7 @@ def sums(
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Sum errors over samples `[1, tokens, channels]`: modality -> sum of |D| (mae) or D^2 (mse), and number of elements."""
     masks = active_session().state.loss_masks
+    assert masks is not None  # `run_oneshot` gives every sample its mask
     total, count = torch.zeros(len(MODALITIES), dtype=torch.float64), torch.zeros(len(MODALITIES), dtype=torch.int64)
     for mask, reference, output in zip(masks, references, outputs, strict=True):
         error = (reference - output).float()

@@ -114,6 +114,7 @@ def budget_of(
     Raises:
         UserError: a width is not possible, or the budget cannot be met.
     """
+    assert recipe.bits is not None
     table = widths(recipe)
     searches: frozenset[Search] = frozenset().union(*(method.needs.searches for method in table.values()))
     if searches & {"block_scales", "ranges"}:
