@@ -55,7 +55,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval", "ray"),
     *("vlmcompress.models", "vlmcompress.planning", "vlmcompress.runs", "vlmcompress.diagnosis"),
-    *("vlmcompress.engines", "vlmcompress.api", "vlmcompress.modifiers", "vlmcompress.commands", "vlmcompress.cli"),
+    *("vlmcompress.engines", "vlmcompress.api", "vlmcompress.commands", "vlmcompress.cli"),
     "eval.demo",
 }
 

@@ -65,7 +65,7 @@ def test_every_verb_has_its_place(capfd, monkeypatch):
     """`--help` has the verbs under the headings of their groups, in the order of their places; each is a whole file."""
     monkeypatch.setenv("COLUMNS", "60")
     verbs = sorted(cli.VERBS, key=lambda name: cli.VERBS.constant(name, "PLACE"))
-    assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 22
+    assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 21
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capfd.readouterr().out
@@ -107,7 +107,6 @@ SPELLINGS = {
     "tokens m --image-size 8x8": ["--kv-cache fp8 --kv-cache-dtype fp8"],
     "eval o": ["--suite a --tasks a"],
     "auto m -o o --images i": ["--max-time 1h --budget 1h"],
-    "sweep s m": ["--max-bits 4 --budget 4"],
 }
 
 

@@ -272,11 +272,11 @@ case("is not usable: line ", kind="syntax", scheme="rtn")(template)
 
 
 def budget(folder: Path, bits: str) -> list[str]:
-    return ["sweep", str(folder / "stats"), str(folder / "llava"), f"--max-bits={bits}"]
+    return quantize(folder, "--set", f"bits.budget={bits}")
 
 
-for budget_bits in ("nan", "-1", "0", "inf"):
-    case(f"--max-bits is {budget_bits}; give bits per weight", bits=budget_bits)(budget)
+for budget_bits, fault in {"nan": "should be", "-1": "should be greater than 0", ".inf": "should be"}.items():
+    case(f"bits.budget is .*{fault}", bits=budget_bits)(budget)
 
 
 def digits(folder: Path, key: str) -> list[str]:

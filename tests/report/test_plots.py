@@ -1,4 +1,4 @@
-"""Plots of a search, a sweep and a comparison: names that can be read on a page and on a phone, and what is marked."""
+"""Plots of a search and a comparison: names that can be read on a page and on a phone, and what is marked."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from markupsafe import Markup
 from PIL import ImageFont
 
 from tests.kit.made_results import comparison, make_results
-from vlmcompress.commands import sweep as verb
 from vlmcompress.report import html, panels, scatter, search
 from vlmcompress.report.findings import Findings
 from vlmcompress.report.plot import HALF, PAGE, PHONE, Frame, Name, place
-from vlmcompress.report.scatter import LOOKS, front, tradeoff
+from vlmcompress.report.scatter import front
 from vlmcompress.report.svg import Box, width
-from vlmcompress.runs.sweep import Point, Sweep
 from vlmcompress.search.outcome import mark
 
 ROOT = Path(__file__).parents[2]
@@ -50,27 +48,6 @@ def candidates() -> list[dict[str, Any]]:
 CONFIRMED = {"verdict": "inconclusive", "questions": 1500, "difference": -0.006, "low": -0.025, "high": 0.01}
 
 
-def settings_of_a_sweep() -> list[Point]:
-    """Widths, group sizes and budgets of four schemes; errors fall by a factor of five a bit."""
-    settings, least = [], float("inf")
-    for i, scheme in enumerate(("rtn", "gptq", "gptq-plus", "awq")):
-        for bits, group in itertools.product((2, 3, 4, 8), (32, 128)):
-            size = bits + 16 / group + 0.01 * i
-            settings.append(
-                Point(f"{scheme} w{bits} g{group} auto", {"scheme": scheme}, size, int(1e6 * size), 5**-size / (i + 1))
-            )
-    for bits in (2.5, 3.25, 3.5, 3.6, 5.0):
-        keys = {"scheme": "gptq", "bits": {"budget": bits}}
-        settings.append(Point(f"gptq {bits:g} bits g128 auto", keys, bits, int(1e6 * bits), 5**-bits / 4))
-    points = []
-    for point in sorted(settings, key=lambda p: (p.nbytes, p.error)):
-        points.append(Point(point.name, point.recipe, point.bits, point.nbytes, point.error, point.error < least))
-        least = min(least, point.error)
-    return points
-
-
-POINTS = settings_of_a_sweep()
-CHOSEN = next(point for point in POINTS if point.name == "gptq 3.6 bits g128 auto")
 EQUAL = [scatter.Point(name, 1.96, comparison("awq")) for name in ("rtn", "gptq", "awq", "awq-block")]
 
 
@@ -86,7 +63,6 @@ def measured(frame: Frame) -> Markup:
 
 DRAWN: dict[str, Callable[[Frame], Markup]] = {
     "search": lambda frame: front(candidates(), 0.02, "requests a second", CONFIRMED, frame),
-    "sweep": lambda frame: tradeoff(POINTS, "nats per answer token", CHOSEN, frame),
     "comparison": measured,
     "equal runs": lambda frame: scatter.pareto(EQUAL, "times smaller", 0.01, frame),
 }
@@ -130,11 +106,7 @@ def test_names_never_overlap_and_optional_ones_keep_off_dots(spots: list[tuple[i
 
 
 def test_widths_are_upper_estimates() -> None:
-    names = (
-        [row["name"] for row in candidates()]
-        + [point.name for point in POINTS]
-        + ["gptq-plus + coverage:1/9,merge=mean"]
-    )
+    names = [row["name"] for row in candidates()] + ["gptq-plus + coverage:1/9,merge=mean"]
     for name in names:
         assert width(name, 1) >= ImageFont.load_default(100).getlength(name) / 100, name
 
@@ -177,32 +149,6 @@ def test_the_page_of_a_search_says_its_verdict_in_a_badge() -> None:
     assert 'class="pill inconclusive"' in text and 'class="verdict inconclusive"' in text
     assert "on 1,500 other questions about 500 images" in text and "about 70 more images would decide" in text
     assert text.count("<svg") == 2 and "pill" not in search.page(data).partition("<main>")[2]
-
-
-@pytest.mark.parametrize("suffix", [".html", ".svg"])
-def test_a_sweep_marks_the_chosen_setting(suffix: str) -> None:
-    text = verb._plot(Sweep(POINTS, "nats per answer token", []), CHOSEN, suffix, "demo")
-    drawings = text.count('class="plot ')
-    assert drawings == (2 if suffix == ".html" else 1)
-    assert (
-        text.count('class="ring"')
-        == text.count(f'font-weight="650" class="name" fill="#777">{CHOSEN.name}')
-        == drawings
-    )
-    if suffix == ".html":
-        assert (
-            f"Chosen: {CHOSEN.name}" in text
-            and text.count('<td class="minor">chosen</td>') == text.count(", chosen</td>") == 1
-        )
-
-
-def test_schemes_look_different() -> None:
-    def rgb(colour: str) -> tuple[int, ...]:
-        return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
-
-    for (first, shape), (second, other) in itertools.combinations(LOOKS.values(), 2):
-        distance = sum((a - b) ** 2 for a, b in zip(rgb(first), rgb(second), strict=True)) ** 0.5
-        assert distance > (100 if shape == other else 50), (first, second)
 
 
 class Rows(HTMLParser):

@@ -89,7 +89,6 @@ def test_statistics_are_of_the_rotated_model(model, samples, tmp_path):
             UserError, match=r"are of the model rotated \(hadamard, seed 0\); use --rotate hadamard --seed 0"
         ):
             make_plan(recipe(model, tmp_path / "x", **stats, **other))
-    assert cli.main(["sweep", str(tmp_path / "stats"), str(model)]) == 2
     assert (
         cli.main(["report-error", str(tmp_path / "out"), "--stats", str(tmp_path / "stats"), "--model", str(model)])
         == 2
@@ -129,11 +128,6 @@ def test_refused_families_say_why_before_anything_is_read(checkpoint, tmp_path, 
     assert cli.main([*arguments, "--rotate", "hadamard"]) == 2
     assert "norms compute x * (1 + weight)" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_sweep_and_other_verbs_leave_it_out(model, tmp_path, capsys):
-    assert cli.main(["sweep", str(tmp_path), str(model), "--set", "rotate=hadamard"]) == 2
-    assert "a sweep predicts errors of the model as it is" in capsys.readouterr().err
 
 
 @pytest.mark.engine

@@ -63,14 +63,12 @@ class BlockSearch(StockSearch):
 
     Attributes:
         objective: "mae" or "mse", see `quantizers.mbq`.
-        rho: weight of visual tokens: a number, or linear layer (or `re:` pattern) -> number for the scale of its input.
-        stock: whether llm-compressor will round the weights; its rule for symmetric scales differs from ours.
+        rho: first linear layer of a group -> weight of visual tokens in the search for the scale of the group's input.
     """
 
     duo_scaling: bool | Literal["both"] = False
     objective: Literal["mae", "mse"] = "mae"
-    rho: float | dict[str, float] | None = None
-    stock: bool = False
+    rho: dict[str, float]
 
     _losses: dict[str, list[float]] = PrivateAttr(default_factory=dict)  # op -> loss of each candidate
 
@@ -78,12 +76,12 @@ class BlockSearch(StockSearch):
         total, count = self._smooth_activation_stats[mapping.smooth_name]
         device = mapping.balance_layers[0].weight.device
         scales = mbq.candidates((total / count).to(device), self.n_grid)
-        rho = self.weight(mapping.balance_names[0])
+        rho = self.rho[mapping.balance_names[0]]
         losses = []
         for scale in scales:
             with contextlib.ExitStack() as stack:
                 for layer in mapping.balance_layers:
-                    stack.enter_context(_rounded(layer, scale, self.stock))
+                    stack.enter_context(_rounded(layer, scale))
                 outputs = self._run_samples(mapping.parent)
             try:
                 losses.append(mbq.loss(self.objective, *sums(fp16_outputs, outputs, self.objective), rho))
@@ -105,24 +103,13 @@ class BlockSearch(StockSearch):
         self._found[mapping.smooth_name] = scales[least].cpu()
         return scales[least].cpu()
 
-    def weight(self, linear: str) -> float:
-        """The weight rho of visual tokens in the search for the scale of a linear layer's input."""
-        if not isinstance(self.rho, dict):
-            assert self.rho is not None
-            return self.rho
-        for target, rho in self.rho.items():
-            if linear == target or (target.startswith("re:") and re.match(target[3:], linear)):
-                return rho
-        raise UserError(f"rho names no weight for {linear}; add it, or a pattern `re:...` that matches it")
-
 
 def sums(
     references: Sequence[Tensor], outputs: Sequence[Tensor], objective: str
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Sum errors over samples `[1, tokens, channels]`: modality -> sum of |D| (mae) or D^2 (mse), and number of elements."""
     masks = active_session().state.loss_masks
-    if not masks:
-        raise UserError("the search weighs modalities: samples need a `loss_mask`, oneshot needs use_loss_mask=True")
+    assert masks is not None  # `run_oneshot` gives every sample its mask
     total, count = torch.zeros(len(MODALITIES), dtype=torch.float64), torch.zeros(len(MODALITIES), dtype=torch.int64)
     for mask, reference, output in zip(masks, references, outputs, strict=True):
         error = (reference - output).float()
@@ -136,13 +123,12 @@ def sums(
 
 
 @contextlib.contextmanager
-def _rounded(layer: nn.Linear, scale: Tensor, stock: bool) -> Iterator[None]:
-    """Make `layer` compute what the engine will: `X / scale`, rounded if activations are, times `Q(W scale)`, where Q uses
-    llm-compressor's scales (`stock`) or ours."""
+def _rounded(layer: nn.Linear, scale: Tensor) -> Iterator[None]:
+    """Make `layer` compute what the engine will: `X / scale`, rounded if activations are, times `Q(W scale)`."""
     before = layer.__dict__.get("forward")
     scheme = _scheme(layer)
     if scheme is not None:
-        layer.__dict__["forward"] = _engine_forward(layer, scale, scheme, stock)
+        layer.__dict__["forward"] = _engine_forward(layer, scale, scheme)
     try:
         yield
     finally:
@@ -151,13 +137,10 @@ def _rounded(layer: nn.Linear, scale: Tensor, stock: bool) -> Iterator[None]:
             layer.__dict__["forward"] = before
 
 
-def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme, stock: bool) -> Callable[[Tensor], Tensor]:
+def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme) -> Callable[[Tensor], Tensor]:
     dtype, act = layer.weight.dtype, scheme.activations
     weight = layer.weight.float() * scale
-    max_code = scheme.weights.qmax + 0.5 if stock else None
-    weight = fake_quantize(
-        weight, *find_params(weight, scheme.weights, scale_dtype=dtype, max_code=max_code), scheme.weights
-    )
+    weight = fake_quantize(weight, *find_params(weight, scheme.weights, scale_dtype=dtype), scheme.weights)
     if act is None:
         weight = weight.to(dtype)
         return lambda input: nn.functional.linear((input / scale).to(dtype), weight, layer.bias)
@@ -174,16 +157,7 @@ def _scheme(layer: nn.Module) -> Scheme | None:
     args = getattr(layer, "quantization_scheme", None)
     if args is None or args.weights is None:
         return None
-    plain = args.model_dump(mode="json")
-    strategies = {plain[key]["strategy"] for key in ("weights", "input_activations") if plain.get(key)}
-    if not strategies <= {"channel", "tensor", "group", "token"}:
-        raise UserError(
-            f"the search knows no strategy {', '.join(sorted(strategies))}; use channels, groups and tokens"
-        )
-    scheme = compressed_tensors.scheme_of(plain)
-    if scheme.activations is not None and not scheme.activations.dynamic:
-        raise UserError("the search knows no fixed activation scales; use dynamic ones, per token")
-    return scheme
+    return compressed_tensors.scheme_of(args.model_dump(mode="json"))
 
 
 @torch.no_grad()

@@ -54,10 +54,9 @@ class LazyImages(Sequence[Image.Image]):
         origin: where the images were named, e.g. `data.jsonl row 3`; error messages begin with it.
     """
 
-    def __init__(self, sources: Sequence[bytes | Path], origin: str, max_pixels: int = MAX_PIXELS):
+    def __init__(self, sources: Sequence[bytes | Path], origin: str):
         self._sources = tuple(sources)
         self._origin = origin
-        self._max_pixels = max_pixels
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -71,7 +70,7 @@ class LazyImages(Sequence[Image.Image]):
             return [self[i] for i in range(*index.indices(len(self)))]
         source = self._sources[index]
         number = f", image {range(len(self))[index] + 1}" if len(self) > 1 else ""
-        return open_image(source, f"{self._origin}{number}", self._max_pixels)
+        return open_image(source, f"{self._origin}{number}")
 
 
 def open_image(source: bytes | Path, origin: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -218,7 +217,7 @@ class Sample:
         return [*self.prompt(), {"role": "assistant", "content": [_text(self.answer)]}]
 
 
-def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path, max_pixels: int = MAX_PIXELS) -> Sample:
+def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) -> Sample:
     """Read one row.
 
     Args:
@@ -242,7 +241,7 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path, 
         raise UserError(f"{origin}: messages has no user turn; start with one")
     return Sample(
         id=identity,
-        images=LazyImages(sources, origin, max_pixels),
+        images=LazyImages(sources, origin),
         question=questions[-1],
         answer=None if last is None else _joined(last),
         family=None if row.get("family") is None else str(row["family"]),

@@ -21,7 +21,7 @@ from typing import Any
 
 from vlmcompress.common import hub, json_files
 from vlmcompress.common.messages import reason
-from vlmcompress.data.samples import MAX_PIXELS, SUFFIXES, Sample, to_sample
+from vlmcompress.data.samples import SUFFIXES, Sample, to_sample
 from vlmcompress.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,6 @@ def load_samples(
     *,
     samples: int | None,
     seed: int,
-    max_pixels: int = MAX_PIXELS,
     check_images: bool = True,
     text: bool = False,
 ) -> list[Sample]:
@@ -74,12 +73,11 @@ def load_samples(
             the Hub (see `hub.local`).
         samples: how many to take; all where there are fewer. None: all, in the source's order.
         seed: decides which samples are chosen, as the module says.
-        max_pixels: images with more are refused.
         check_images: decode the images of the chosen rows now, so that a broken one is named before a long run.
         text: no sample may have an image; a column `text` stands for a question where there is none.
     """
     table, chosen = _chosen(hub.local(source, "dataset"), samples, seed, text)
-    loaded = _samples(table, chosen, max_pixels, text)
+    loaded = _samples(table, chosen, text)
     if check_images:
         for sample in loaded:
             for index in range(len(sample.images)):
@@ -121,7 +119,7 @@ def preview(source: str | Path, *, samples: int, seed: int, text: bool = False) 
     if path.is_file() and not binary and path.stat().st_size > _LARGE:
         return None
     table, chosen = _chosen(path, samples, seed, text)
-    return Preview(len(chosen), _samples(table, chosen[:_FIRST] if binary else chosen, MAX_PIXELS, text))
+    return Preview(len(chosen), _samples(table, chosen[:_FIRST] if binary else chosen, text))
 
 
 def _chosen(path: Path, samples: int | None, seed: int, text: bool) -> tuple[_Table, list[int]]:
@@ -134,7 +132,7 @@ def _chosen(path: Path, samples: int | None, seed: int, text: bool) -> tuple[_Ta
     return table, _choose(_unique(table.ids), samples, seed)
 
 
-def _samples(table: _Table, chosen: list[int], max_pixels: int, text: bool) -> list[Sample]:
+def _samples(table: _Table, chosen: list[int], text: bool) -> list[Sample]:
     """Some rows of a table as samples; arguments as in `load_samples`."""
     identities = _unique(table.ids)
     ascending = sorted(chosen)
@@ -147,7 +145,6 @@ def _samples(table: _Table, chosen: list[int], max_pixels: int, text: bool) -> l
             identities[index],
             origin=f"{table.name} {table.row_name(index)}".strip(),
             folder=table.folder,
-            max_pixels=max_pixels,
         )
         for index in chosen
     ]

@@ -102,21 +102,20 @@ def budget_of(
     source: Source,
     groups: Sequence[Group],
     written: Mapping[str, Spec],
-    table: Mapping[str, QuantMethod] | None = None,
 ) -> Budget:
     """Compute the budget that a recipe's `bits` leave.
 
     Args:
-        recipe: the recipe; without `bits` the budget is unlimited.
+        recipe: the recipe, with `bits`.
         source: the model, from its headers.
         groups: the decoder's groups of layers, without skipped layers.
         written: every tensor that would be written without an allocation, as `write.output_specs` names them.
-        table: widths by name; None: those of the recipe.
 
     Raises:
         UserError: a width is not possible, or the budget cannot be met.
     """
-    table = widths(recipe) if table is None else table
+    assert recipe.bits is not None
+    table = widths(recipe)
     searches: frozenset[Search] = frozenset().union(*(method.needs.searches for method in table.values()))
     if searches & {"block_scales", "ranges"}:
         raise UserError(
@@ -149,7 +148,7 @@ def budget_of(
     count = sum(math.prod(weight.shape) for group in groups for weight in source.weights(group))
     largest = sum(max(nbytes.values()) for nbytes in sizes.values())
     budget = Budget(table, sizes, count, fixed, largest)
-    return budget if recipe.bits is None else dataclasses.replace(budget, nbytes=_limit(recipe.bits, budget))
+    return dataclasses.replace(budget, nbytes=_limit(recipe.bits, budget))
 
 
 def _limit(bits: Bits, budget: Budget) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.numerics import Scheme, label
@@ -107,19 +106,18 @@ def make_plan(
     *,
     source: Source | None = None,
     allocation: Allocation | None = None,
-    widths: Mapping[str, QuantMethod] | None = None,
     refuse: bool = True,
 ) -> Plan:
     """Plan a recipe: survey it and its model, and run all checks.
 
     Args:
-        source, allocation, widths: as in `survey`.
+        source, allocation: as in `survey`.
         refuse: raise `UserError` for the first problem; False: the plan lists them.
 
     Raises:
         UserError: the model cannot be used, or the recipe not be carried out.
     """
-    surveyed = survey(recipe, source=source, allocation=allocation, widths=widths)
+    surveyed = survey(recipe, source=source, allocation=allocation)
     problems = checks.problems(surveyed)
     if problems and refuse:
         raise UserError(problems[0])

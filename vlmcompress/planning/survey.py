@@ -91,19 +91,12 @@ class Survey:
         return self.budget is not None and self.allocation is None
 
 
-def survey(
-    recipe: Recipe,
-    *,
-    source: Source | None = None,
-    allocation: Allocation | None = None,
-    widths: Mapping[str, QuantMethod] | None = None,
-) -> Survey:
+def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocation | None = None) -> Survey:
     """Look at a recipe and its model.
 
     Args:
         source: the recipe's model, if its headers have been read already, or the rotated model.
         allocation: how the budget of the recipe's `bits` was shared out.
-        widths: widths by name, for a budget of other widths than the recipe's.
 
     Raises:
         UserError: the model is quantized already, not whole, or of an unknown family.
@@ -128,8 +121,8 @@ def survey(
     kv_layers = len(models.attentions(source.meta_model, source.spec)) if recipe.kv_cache else 0
     written = output_specs(source.stored, schemes, source.names, recipe.exporter, kv_layers)
     budget, budget_fault = allocation.budget if allocation else None, None
-    if not allocation and (recipe.bits or widths is not None):
-        budget, budget_fault = _or_fault(budget_of, recipe, source, groups, written, widths)
+    if recipe.bits and not allocation:
+        budget, budget_fault = _or_fault(budget_of, recipe, source, groups, written)
     statistics, statistics_fault = None, None
     if recipe.calibrate.stats is not None:
         statistics, statistics_fault = _or_fault(statistics_folder.read, Path(recipe.calibrate.stats))

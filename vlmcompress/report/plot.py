@@ -1,4 +1,4 @@
-"""Plots of named dots over two axes with a grid, for sweeps, searches and comparisons of candidates.
+"""Plots of named dots over two axes with a grid, for searches and comparisons of candidates.
 
 A plot is drawn twice, for a `Frame` as broad as a page and for one as broad as a phone; the page's style sheet shows the one
 that fits (`both`), so that text is never scaled below what can be read. Names are placed greedily, the same way every time:
@@ -22,6 +22,7 @@ _DOT = 6  # half the side of the box that names keep off
 _GAP = 9  # from a dot's centre to its name
 _CLOSE = 12  # from a dot to its name without a line between them
 _STEP = 6  # between boxes along a line
+_REACH = 3.5  # font sizes that a name which is not needed may be away from its dot
 _CELLS = 9  # places across that are tried for a name that finds none beside its dot
 _GREY = {"fill": "#777"}  # what a drawing that is a file of its own shows; a page's style sheet goes before it
 
@@ -52,10 +53,9 @@ class Dot:
         low, high: ends of its error bar upwards; None: it has none.
         css: CSS classes of its kind.
         colour: of the mark and its bar where no style sheet is.
-        shape: one of `SHAPES`.
         strong: whether it is the one that the plot is about: larger, with a ring, its name needed and bold.
         named: whether its name is needed, as a strong one's is; others are left out where there is no room.
-        hollow: whether it is an outline.
+        hollow: whether it is an outline, of a diamond, instead of a disc.
         aside: how far it stands aside of its place, so as not to hide another, in pixels.
     """
 
@@ -67,7 +67,6 @@ class Dot:
     high: float | None = None
     css: str = ""
     colour: str = "#777"
-    shape: str = "circle"
     strong: bool = False
     named: bool = False
     hollow: bool = False
@@ -76,15 +75,12 @@ class Dot:
 
 @dataclass(frozen=True)
 class Plot:
-    """Two axes in a frame. `unit` stands behind the numbers across, a sign before those upwards that are `signed`; names that
-    are not needed may be `reach` font sizes away from their dots."""
+    """Two axes in a frame. `unit` stands behind the numbers across, a sign before those upwards."""
 
     across: Axis
     up: Axis
     frame: Frame
     unit: str = ""
-    signed: bool = False
-    reach: float = 3.5
 
     @property
     def area(self) -> Box:
@@ -105,7 +101,7 @@ class Plot:
 
     def _tick(self, tick: float) -> str:
         """The text of a tick upwards."""
-        return typeset("+" * (self.signed and tick > 0) + words.brief(tick))
+        return typeset("+" * (tick > 0) + words.brief(tick))
 
     def grid(self, across: str, up: str) -> list[Markup]:
         """Draw the grid with its numbers, as many as have room, and the names of both axes."""
@@ -185,7 +181,7 @@ class Plot:
 
     def _dot(self, dot: Dot) -> Markup:
         x, y = self.x(dot.x) + dot.aside, self.y(dot.y)
-        marks = [mark(dot.shape, x, y, 5.5 if dot.strong else 4.5, dot.colour, dot.hollow)]
+        marks = [mark(x, y, 5.5 if dot.strong else 4.5, dot.colour, dot.hollow)]
         if dot.strong:
             ring = {"r": 9.5, "fill": "none", "stroke": dot.colour, "stroke_width": 2}
             marks.append(element("circle", cx=x, cy=y, **ring, class_="ring"))
@@ -203,7 +199,7 @@ class Plot:
         names.sort(key=lambda name: not name.needed)
         area = self.area
         room = Box(area.left + 2, area.top, self.frame.width, area.bottom)
-        for name, box in place(names, [*boxes, *keep_off], room, font, self.reach):
+        for name, box in place(names, [*boxes, *keep_off], room, font):
             if way := lead(name, box):
                 end = way[-1]
                 ends = {"x1": name.x, "y1": name.y, "x2": end.left + 1, "y2": end.top + 1}
@@ -226,24 +222,16 @@ def both(draw: Callable[[Frame], Markup], frame: Frame = PAGE) -> Markup:
     return draw(frame) + draw(PHONE)
 
 
-SHAPES = {  # outlines around (0, 0), of radius 1
-    "square": "M-.9-.9H.9V.9H-.9Z",
-    "diamond": "M0-1.3L1.2 0L0 1.3L-1.2 0Z",
-    "up": "M0-1.2L1.2.95H-1.2Z",
-    "down": "M0 1.2L1.2-.95H-1.2Z",
-    "plus": "M-.4-1.2H.4V-.4H1.2V.4H.4V1.2H-.4V.4H-1.2V-.4H-.4Z",
-    "hourglass": "M-1.1-1.1H1.1L-1.1 1.1H1.1Z",
-    "cross": "M0-.55L.8-1.3L1.3-.8L.55 0L1.3.8L.8 1.3L0 .55L-.8 1.3L-1.3.8L-.55 0L-1.3-.8L-.8-1.3Z",
-}
+_DIAMOND = "M0-1.3L1.2 0L0 1.3L-1.2 0Z"  # around (0, 0), of radius 1
 
 
-def mark(shape: str, x: float, y: float, radius: float, colour: str, hollow: bool = False) -> Markup:
-    """Draw a mark: a circle or one of `SHAPES`."""
-    look = {"fill": "none" if hollow else colour, "stroke": colour, "class_": "mark hollow" if hollow else "mark"}
-    if shape == "circle":
-        return element("circle", cx=x, cy=y, r=radius, stroke_width=1.5 if hollow else None, **look)
+def mark(x: float, y: float, radius: float, colour: str, hollow: bool = False) -> Markup:
+    """Draw a disc, or the outline of a diamond."""
+    if not hollow:
+        return element("circle", cx=x, cy=y, r=radius, fill=colour, stroke=colour, class_="mark")
     place = f"translate({x:.1f} {y:.1f}) scale({radius:g})"
-    return element("path", d=SHAPES[shape], transform=place, stroke_width=0.3 if hollow else 0, **look)
+    look = {"fill": "none", "stroke": colour, "class_": "mark hollow"}
+    return element("path", d=_DIAMOND, transform=place, stroke_width=0.3, **look)
 
 
 @dataclass(frozen=True)
@@ -257,16 +245,13 @@ class Name:
     bold: bool = False
 
 
-def place(
-    names: Sequence[Name], marks: Sequence[Box], frame: Box, size: float, reach: float = 3.5
-) -> list[tuple[Name, Box]]:
+def place(names: Sequence[Name], marks: Sequence[Box], frame: Box, size: float) -> list[tuple[Name, Box]]:
     """A box for each name that overlaps no other name and stays in the frame, near its dot and off the marks.
 
     Args:
         names: the most important first; they choose in this order.
         marks: dots, lines and other text, which names keep off.
         size: of the font, in pixels.
-        reach: font sizes that a name that is not needed may be away from its dot.
 
     Returns:
         The names that found room; of those that are not needed, none that would cover a mark, or whose lead to its dot would
@@ -283,7 +268,7 @@ def place(
                 continue
             covered = sum(box.shared(mark) for mark in (*marks, *taken))
             crossed = sum(spot.shared(other) for spot in lead(name, box) for _, other in placed)
-            if not name.needed and (covered or crossed or away > reach * size):
+            if not name.needed and (covered or crossed or away > _REACH * size):
                 continue
             cost = covered + size * crossed + away
             if best is None or cost < best[0]:

@@ -1,38 +1,23 @@
-"""Charts of choices: candidates compared, those of a search, settings of a sweep, and requests that a machine holds at once."""
+"""Charts of choices: candidates compared, those of a search, and requests that a machine holds at once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 
 from vlmcompress.common.text import figures, times
 from vlmcompress.common.text import points as in_points
-from vlmcompress.report.plot import HALF, PAGE, Dot, Frame, Plot, mark
+from vlmcompress.report.plot import HALF, PAGE, Dot, Frame, Plot
 from vlmcompress.report.svg import Box, element, linear, logarithmic, picture, width
 from vlmcompress.report.words import VERDICTS, typeset
 from vlmcompress.results import Comparison
 
-if TYPE_CHECKING:
-    from vlmcompress.runs.sweep import Point as Setting
-
 _MANY = 12  # compared runs of which some may go without a name; the tables have all
 _WINNER, _FRONT, _OTHER = "#d55e00", "#0072b2", "#8a8a8a"
 _WILD = 10.0  # points: error bars of few answers end at the chart's edge rather than flatten the rest
-LOOKS = {  # colour and shape of each scheme: readers who do not tell the colours apart have the shapes
-    "rtn": ("#8a8a8a", "circle"),
-    "gptq": ("#0072b2", "circle"),
-    "gptq-plus": ("#e69f00", "up"),
-    "awq": ("#d55e00", "down"),
-    "mbq": ("#cc79a7", "cross"),
-    "int8": ("#009e73", "plus"),
-    "w8a16": ("#8150b3", "diamond"),
-    "fp8": ("#8c5a2b", "hourglass"),
-}
-_OTHER_SCHEME = ("#8a8a8a", "diamond")
-SHARED = "square"  # of settings that share a budget out
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,7 @@ def pareto(points: Sequence[Point], what: str, margin: float, frame: Frame = HAL
     across = logarithmic(min(1.0, *(p.gain for p in points)), max(1.05, *(p.gain for p in points)))
     lows, highs = [p.accuracy.low for p in points], [p.accuracy.high for p in points]
     up = linear(100 * max(-0.4, min(-1.3 * margin, *lows)), 100 * min(0.4, max(0.005, *highs)))
-    plot = Plot(across, up, frame, "x", signed=True)
+    plot = Plot(across, up, frame, "x")
     area, limit, best = plot.area, plot.y(-100 * margin), undominated(points)
     lost = {"x": area.left, "width": area.right - area.left, "y": limit, "height": max(0.0, area.bottom - limit)}
     line = [(p.gain, 100 * p.accuracy.difference) for p in best]
@@ -110,7 +95,7 @@ def front(
     across = linear(1.0, max(1.2, *(dot.x for dot in dots)), 6)
     ends = [value for dot in dots for value in (dot.low, dot.high) if dot.named and value is not None]
     heights = [dot.y for dot in dots] + [min(_WILD, max(-_WILD, end)) for end in ends]
-    plot = Plot(across, linear(min(-150 * max_drop, *heights), max(0.5, *heights), 6), frame, "x", signed=True)
+    plot = Plot(across, linear(min(-150 * max_drop, *heights), max(0.5, *heights), 6), frame, "x")
     floor, area = plot.y(-100 * max_drop), plot.area
     joined = sorted((row for row in tried if row["front"]), key=lambda row: row["gain"])
     front_line = [(row["gain"], 100 * row["believed"]) for row in joined]
@@ -146,58 +131,8 @@ def _confirmation(confirmed: Mapping[str, Any], gain: float) -> Dot:
     low, high = confirmed["low"], confirmed["high"]
     name = f"on {confirmed['questions']:,} other questions"
     tooltip = f"{name}: {in_points(confirmed['difference'])} points ({in_points(low)} to {in_points(high)})"
-    look: dict[str, Any] = {"colour": _WINNER, "shape": "diamond", "hollow": True, "named": True}
+    look: dict[str, Any] = {"colour": _WINNER, "hollow": True, "named": True}
     return Dot(name, gain, 100 * confirmed["difference"], tooltip, low=100 * low, high=100 * high, **look)
-
-
-def tradeoff(settings: Sequence[Setting], unit: str, chosen: Setting | None = None, frame: Frame = PAGE) -> Markup:
-    """The settings of a sweep by bits per weight and predicted error, `chosen` with a ring, those that nothing smaller beats
-    joined. Settings without error are left out, as the axis upwards is logarithmic."""
-    shown = [point for point in settings if point.error > 0]
-    if not shown:
-        return Markup("")
-    across = linear(min(p.bits for p in shown), max(p.bits for p in shown), 8)
-    up = logarithmic(min(p.error for p in shown), max(p.error for p in shown))
-    plot = Plot(across, up, frame, reach=6)
-    best = [point for point in shown if point.best]
-    line = [(point.bits, point.error) for point in best]
-    first = sorted(shown, key=lambda point: (point != chosen, not point.best))
-    marks = [
-        *plot.grid("bits per weight", f"predicted, {unit}"),
-        plot.joined(line),
-        *plot.dots([_setting(point, point == chosen) for point in first], plot.along(line)),
-    ]
-    label = f"Predicted error ({unit}) against bits per weight of {len(shown)} settings; best: " + "; ".join(
-        f"{p.name} {p.bits:.3g} bits {figures(p.error)}" for p in best
-    )
-    return plot.picture(label, *marks)
-
-
-def legend(settings: Sequence[Setting]) -> list[tuple[str, Markup]]:
-    """The schemes of settings, each with its mark, and that of settings which share out a budget."""
-    schemes = {str(point.recipe["scheme"]) for point in settings}
-    looks = [(name, *look) for name, look in LOOKS.items() if name in schemes]
-    looks += [(name, *_OTHER_SCHEME) for name in sorted(schemes - set(LOOKS))]
-    looks += [("budget of bits", LOOKS["gptq"][0], SHARED)] if any("bits" in p.recipe for p in settings) else []
-    return [
-        (name, element("svg", mark(shape, 0, 0, 5, colour), viewBox="-7 -7 14 14", width=14, aria_hidden="true"))
-        for name, colour, shape in looks
-    ]
-
-
-def _setting(point: Setting, chosen: bool) -> Dot:
-    """A setting's dot, filled where nothing of at most its size is better."""
-    colour, shape = LOOKS.get(str(point.recipe["scheme"]), _OTHER_SCHEME)
-    return Dot(
-        point.name if point.best or chosen else "",
-        point.bits,
-        point.error,
-        f"{point.name}: {point.bits:.4g} bits, {figures(point.error)}",
-        colour=colour,
-        shape=SHARED if "bits" in point.recipe else shape,
-        strong=chosen,
-        hollow=not (point.best or chosen),
-    )
 
 
 _WIDTH, _HEIGHT = 640, 320

@@ -1,1 +1,1 @@
-"""Runs that compress a model: calibrate it, quantize it, share out bits among its layers, sweep over settings."""
+"""Runs that compress a model: calibrate it, quantize it, share out bits among its layers."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.devices import accelerator, full_float32
-from vlmcompress.calibration.predict import ROWS, Predictor
+from vlmcompress.calibration.predict import Predictor
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common import folders, tensor_files
@@ -63,7 +63,7 @@ def clean(out: Path) -> None:
 
 @full_float32()
 def decide(
-    plan: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS
+    plan: Plan, statistics: Statistics, read: Read, progress: Progress
 ) -> tuple[dict[Key, QuantMethod], dict[str, Any]]:
     """Choose a method for each group, and describe the choice for the manifest.
 
@@ -72,7 +72,6 @@ def decide(
         statistics: statistics of the model, with Gram matrices.
         read: reads the weight of a linear layer.
         progress: called with (label, done, total).
-        rows: number of rows of a group that errors are predicted on.
     """
     budget, bits = plan.budget, plan.recipe.bits
     assert budget is not None and bits is not None
@@ -82,7 +81,7 @@ def decide(
         raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
     if bits.by == "error" and "gradients" not in statistics.facts:
         note(blind(statistics))
-    errors = predicted(plan, statistics, read, progress, rows)
+    errors = predicted(plan, statistics, read, progress)
     order = {key: list(sizes) for key, sizes in budget.sizes.items()}
     candidates = {
         key: [Candidate(budget.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
@@ -111,16 +110,11 @@ def blind(statistics: Statistics) -> str:
     )
 
 
-def predicted(
-    plan: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS, balance: Any = None
-) -> dict[Key, dict[str, float]]:
-    """Predict errors, group or all experts of a block -> width -> error, for the widths that the shapes allow.
-
-    Args:
-        balance: balance that weighs the modalities where there are no gradients to do so; None: the recipe's.
-    """
+def predicted(plan: Plan, statistics: Statistics, read: Read, progress: Progress) -> dict[Key, dict[str, float]]:
+    """Predict errors, group or all experts of a block -> width -> error, for the widths that the shapes allow."""
     assert plan.budget is not None
-    balance, device = balance or plan.recipe.options.balance or "off", str(accelerator() or "cpu")
+    # `balance` weighs the modalities where there are no gradients to do so
+    balance, device = plan.recipe.options.balance or "off", str(accelerator() or "cpu")
     errors: dict[Key, dict[str, float]] = {}
 
     def placed(name: str) -> Tensor:
@@ -129,7 +123,7 @@ def predicted(
     for layer, groups in enumerate(plan.blocks):
         stats = statistics.load(layer, device)[0] if groups else {}
         for group in groups:
-            predictor, scale = predictor_of(group, stats.pop(group.name), statistics, placed, balance, rows)
+            predictor, scale = predictor_of(group, stats.pop(group.name), statistics, placed, balance)
             sums = errors.setdefault((layer, group.unit), {})
             for name, method in sorted(plan.budget.widths.items(), key=_balance):  # as predictors want it
                 if name in plan.budget.sizes[layer, group.unit]:
@@ -139,9 +133,7 @@ def predicted(
     return errors
 
 
-def predictor_of(
-    group: Group, stats: Any, statistics: Statistics, read: Read, balance: Any, rows: int
-) -> tuple[Predictor, float]:
+def predictor_of(group: Group, stats: Any, statistics: Statistics, read: Read, balance: Any) -> tuple[Predictor, float]:
     """The predictor of a group's errors, and the factor that makes them nats per answer token, where gradients are known.
 
     The gradients are of the mean loss of a sample's k answer tokens; the Fisher information of a mean is 1/k of theirs, k^2 of
@@ -150,10 +142,10 @@ def predictor_of(
     weights = [read(name) for name in group.linears]
     gradients = statistics.facts.get("gradients")
     if gradients is None:
-        return Predictor(weights, stats, balance="off" if balance in ("auto", "mbq") else balance, rows=rows), 1.0
+        return Predictor(weights, stats, balance="off" if balance in ("auto", "mbq") else balance), 1.0
     squares = [gradients["blocks"][group.layer][name]["square"] for name in group.linears]
     scale = statistics.facts["calibration"]["tokens"]["answer"] / gradients["samples"] ** 2
-    return Predictor(weights, stats, squares, rows=rows, scale_dtype=weights[0].dtype), scale
+    return Predictor(weights, stats, squares, scale_dtype=weights[0].dtype), scale
 
 
 def smooths(group: Group, groups: Sequence[Group]) -> bool:
