@@ -171,6 +171,13 @@ def kv_cache(parser: Parser, about: str, **settings: Any) -> None:
     parser.add_argument("--kv-cache", aliases=["--kv-cache-dtype"], help=about, **settings)
 
 
+def devices(args: argparse.Namespace) -> int:
+    """The number that `--tp` gives. Raises `UserError` for none."""
+    if args.tp < 1:
+        raise UserError(f"--tp {args.tp} is no number of devices; give 1 or more")
+    return args.tp
+
+
 def tensor_parallel(parser: Parser, about: str) -> None:
     """The flag of how many devices share the model; `about`: its help."""
     parser.add_argument("--tp", aliases=["--tensor-parallel-size"], type=int, default=1, metavar="N", help=about)

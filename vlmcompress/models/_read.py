@@ -42,6 +42,11 @@ def read_json(path: Path, what: str) -> dict:
     return content
 
 
+def has_weights(path: Path) -> bool:
+    """Whether a folder has weight files, whole or not."""
+    return path.is_dir() and (any(path.glob("*.safetensors")) or (path / INDEX).is_file())
+
+
 def read_config(path: str | Path, weights: bool = True) -> dict:
     """Read config.json of the model in `path`, after checking that the folder holds whole safetensors files.
 

