@@ -63,7 +63,8 @@ def layers_of(model: nn.Module, groups: Iterable[Group], schemes: Mapping[str, S
     layers: dict[tuple, Layer] = {}
     for group in groups:
         first = group.linears[0]
-        shapes = tuple(tuple(model.get_parameter(f"{name}.weight").shape) for name in group.linears)
+        weights = [model.get_parameter(f"{name}.weight") for name in group.linears]
+        shapes = tuple((weight.shape[0], weight.shape[1]) for weight in weights)
         head: Any = getattr(model.get_submodule(first.rpartition(".")[0]), "head_dim", 1)
         layer = Layer(group, shapes, schemes.get(first), head)
         layers.setdefault((group.kind, shapes, layer.scheme), layer)

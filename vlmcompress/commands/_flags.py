@@ -86,6 +86,7 @@ RECIPE_KEYS = {
     "bits": "options.bits",
     "group_size": "options.group_size",
     "rotate": "rotate",
+    "from_quantized": "from_quantized",
     "reduce": "reduce",
     "calib": "calibrate.data",
     "text": "calibrate.text",
@@ -151,6 +152,9 @@ def recipe(parser: Parser) -> None:
         "--group-size", type=int, metavar="N", default=none, help="weights that share a scale: options.group_size"
     )
     parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
+    parser.add_argument(
+        "--from-quantized", action="store_true", default=none, help="MODEL is FP8: quantize what it stands for"
+    )
     target(parser)
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
