@@ -61,6 +61,14 @@ def test_the_size_that_is_proposed_is_the_largest_that_fits():
     assert fitting_size([layer("down", [2048], 1216, Format("float", 4, 16))], 8) is None
 
 
+def test_what_is_said_of_blocks():
+    """Of outputs, of inputs, and where not even one device has whole blocks."""
+    blocks = Format("float", 8, 128, rows=128)
+    assert "576 of 1,152 outputs, which blocks of 128" in str(problem([layer("gate_up", [1152] * 2, 2048, blocks)], 2))
+    assert "576 of the 1,152 inputs, which groups of 128" in str(problem([layer("down", [2048], 1152, blocks)], 2))
+    assert str(problem([layer("gate_up", [200] * 2, 2048, blocks)], 2)).endswith("; use another scheme")
+
+
 def test_a_device_has_a_head_of_keys_at_least():
     """Two heads of 128 on four devices: each has one, whole, which blocks of 128 rows do not tear."""
     blocks = Scheme(Format("float", 8, 128, rows=128))

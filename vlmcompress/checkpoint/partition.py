@@ -106,10 +106,13 @@ def problem(layers: Sequence[Layer], devices: int, target: str | None = None) ->
     if torn is not None and torn.scheme:
         rows, columns = torn.share(devices)
         weights, name = torn.scheme.weights, torn.group.linears[0]
-        if columns % weights.group:
+        if torn.group.split == "inputs" and columns % weights.group:
             part, pieces = f"{columns:,} of the {torn.inputs:,} inputs", f"groups of {weights.group}"
         else:
-            part, pieces = f"{rows[0]:,} of the {torn.shapes[0][0]:,} outputs", f"blocks of {weights.rows}"
+            count, whole = next(
+                (count, out) for count, (out, _) in zip(rows, torn.shapes, strict=True) if count % weights.rows
+            )
+            part, pieces = f"{count:,} of {whole:,} outputs", f"blocks of {weights.rows}"
         return (
             f"on each of {devices} devices {name} has {part}, which {pieces} do not divide, so that vLLM refuses it; "
             f"{_instead(layers, torn, devices)}"
@@ -165,4 +168,6 @@ def _instead(layers: Sequence[Layer], torn: Layer, devices: int) -> str:
     about = " (one scale per row, which costs accuracy below 8 bits)" if size == -1 else ""
     sizes = [f"quantize with --set options.group_size={size}{about}"] if size else []
     whole = ["serve with --enable-expert-parallel, which shares experts out whole"]
-    return ", or ".join([*sizes, f"use --tp {fewer[-1]}", *(whole if torn.group.expert is not None else [])])
+    devices_text = [f"use --tp {fewer[-1]}"] if fewer else []
+    ways = [*sizes, *devices_text, *(whole if torn.group.expert is not None else [])]
+    return ", or ".join(ways) or "use another scheme"

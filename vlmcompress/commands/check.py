@@ -51,8 +51,9 @@ def _devices(recipe: Recipe, tp: int) -> Finding:
     from vlmcompress.planning.plan import make_plan
 
     try:
-        opened = models.Source.of if models.has_weights(recipe.model) else models.Source.outline
-        problem = devices.problem(make_plan(recipe, source=opened(recipe.model), refuse=False), tp)
+        outlined = not recipe.from_quantized and not models.has_weights(recipe.model)
+        source = models.Source.outline(recipe.model) if outlined else None
+        problem = devices.problem(make_plan(recipe, source=source, refuse=False), tp)
     except UserError as error:
         return Finding("devices", False, str(error))
     return Finding("devices", problem is None, problem or f"the model can be split over {tp}")
