@@ -209,7 +209,7 @@ USAGE = [
     (["quantize", "m", "--scheme"], "--scheme needs a value"),
     (["quantize", "m", "--dataset", "d"], "takes no '--dataset'; did you mean '--calib'?"),
     (["search", "m", "-o", "o", "--dataset", "d"], "takes no '--dataset'; did you mean '--calib' or '--data'?"),
-    (["quantize", "m", "--tp", "2"], "takes no '--tp'; check and plan have it"),
+    (["quantize", "m", "--scheme", "rtn", "--tp", "0"], "--tp 0 is no number of devices; give 1 or more"),
     (["quantize", "m", "--frobnicate"], "takes no '--frobnicate'; see vlmcompress quantize --help"),
     (
         ["serve", "o", "--tensor-parallel-size=2"],

@@ -18,6 +18,7 @@ from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
 from vlmcompress.commands import _process as terminal
 from vlmcompress.common import _hub_fetch, hub, tensor_files
+from vlmcompress.engines.vllm import speculation
 from vlmcompress.errors import UserError
 
 NEVER = ("pytorch_model.bin", "training_args.pt", "modeling.py", "original/consolidated.safetensors", "model.fp16.bin")
@@ -64,6 +65,16 @@ def run(server: Hub, home: Path, *arguments: object, **environment: str) -> subp
     env = kept | {"HF_ENDPOINT": server.address, "HF_HOME": str(home), "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, "-m", "vlmcompress", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+def test_a_draft_model_by_its_id(online, source):
+    """It is fetched for the server, which gets the folder; the model that it drafts for is in a folder."""
+    online.add("org/draft", source)
+    setting = {"model": "org/draft", "num_speculative_tokens": 2}
+    checked = speculation.checked(source, json.dumps(setting))
+    assert (Path(checked["model"]) / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    with pytest.raises(UserError, match="org/none"):
+        speculation.checked(source, json.dumps(setting | {"model": "org/none"}))
 
 
 def test_quantize_from_ids_then_offline(server, source, tmp_path, monkeypatch, capfd):

@@ -14,6 +14,7 @@ from PIL import Image as Pillow
 from tests.kit.echo import Echo, checkpoint, question
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress.errors import UserError
+from vlmcompress.evaluation import reasoning_benchmarks, scoring
 from vlmcompress.evaluation.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.catalogue import about, names
 from vlmcompress.evaluation.tasks import load_suite
@@ -104,6 +105,125 @@ BENCHMARKS: dict[str, tuple[str, Features, list[dict[str, Any]]]] = {
         Features(question_id=TEXT, image=Image(), answer=List(TEXT), bbox=List(Value("float32"))),
         [{"question_id": "5", "image": RED, "answer": ["left dog", "brown one"], "bbox": [4.0, 5.0, 20.0, 10.0]}],
     ),
+    "vqav2": (
+        "validation",
+        Features(
+            dict.fromkeys(("question", "multiple_choice_answer", "answer_type"), TEXT)
+            | {"question_id": Value("int64"), "image": Image()}
+            | {"answers": List({"answer": TEXT, "answer_id": Value("int64")})}
+        ),
+        [
+            {
+                "question_id": 9,
+                "question": "is it?",
+                "multiple_choice_answer": "yes",
+                "answer_type": "yes/no",
+                "image": RED,
+            }
+            | {
+                "answers": [
+                    {"answer": "yes" if n < 2 else "no", "answer_confidence": "yes", "answer_id": n} for n in range(10)
+                ]
+            },
+        ],
+    ),
+    "ocrbench": (
+        "test",
+        Features(dataset=TEXT, question=TEXT, question_type=TEXT, answer=List(TEXT), image=Image()),
+        [
+            {
+                "dataset": "IIIT5K",
+                "question": "what is written?",
+                "question_type": "Regular",
+                "answer": ["CENTRE"],
+                "image": RED,
+            },
+            {
+                "dataset": "HME100k",
+                "question": "formula?",
+                "question_type": "Formula",
+                "answer": ["\\frac { 1 } 2"],
+                "image": RED,
+            },
+        ],
+    ),
+    "mathvista": (
+        "testmini",
+        Features(
+            dict.fromkeys(("pid", "query", "image", "answer", "question_type", "answer_type"), TEXT)
+            | {"decoded_image": Image(), "choices": List(TEXT), "precision": Value("float64")}
+        ),
+        [
+            {
+                "pid": "1",
+                "query": "Hint: a letter. Choose:\n(A) 145\u00b0\n(B) 70\u00b0",
+                "image": "images/1.jpg",
+                "answer": "70\u00b0",
+            }
+            | {
+                "question_type": "multi_choice",
+                "answer_type": "text",
+                "choices": ["145\u00b0", "70\u00b0"],
+                "decoded_image": RED,
+            },
+            {
+                "pid": "2",
+                "query": "Hint: two decimals. How far?",
+                "image": "images/2.jpg",
+                "answer": "1.45",
+                "precision": 2.0,
+            }
+            | {"question_type": "free_form", "answer_type": "float", "decoded_image": BLUE},
+            {"pid": "3", "query": "Hint: an integer. How many?", "image": "images/3.jpg", "answer": "14"}
+            | {"question_type": "free_form", "answer_type": "integer", "decoded_image": BLUE},
+        ],
+    ),
+    "mmmu_pro": (
+        "test",
+        Features(
+            dict.fromkeys(("id", "question", "options", "answer", "subject"), TEXT)
+            | {f"image_{n}": Image() for n in range(1, 8)}
+        ),
+        [
+            {
+                "id": "test_Art_1",
+                "question": "Who made <image 1>?",
+                "options": "['Monet', 'Manet', 'Morisot']",
+                "answer": "C",
+            }
+            | {"subject": "Art", "image_1": RED},
+        ],
+    ),
+    "mmmu_pro_vision": (
+        "test",
+        Features(dict.fromkeys(("id", "options", "answer", "subject"), TEXT) | {"image": Image()}),
+        [{"id": "test_Art_1", "options": "['Monet', 'Manet']", "answer": "B", "subject": "Art", "image": RED}],
+    ),
+    "mmlu_pro": (
+        "test",
+        Features(question_id=Value("int64"), question=TEXT, options=List(TEXT), answer=TEXT, category=TEXT),
+        [
+            {
+                "question_id": 70,
+                "question": "which gas?",
+                "options": ["helium", "neon"],
+                "answer": "B",
+                "category": "physics",
+            }
+        ],
+    ),
+    "gpqa": (
+        "gpqa_diamond",
+        Features(
+            dict.fromkeys(
+                ("Record ID", "Question", "Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))), TEXT
+            )
+        ),
+        [
+            {"Record ID": "rec1", "Question": "how heavy? ", "Correct Answer": "10 kg "}
+            | {f"Incorrect Answer {n}": f"{n} kg" for n in (1, 2, 3)},
+        ],
+    ),
     "gsm8k": ("test", Features(question=TEXT, answer=TEXT), [{"question": "2 + 6?", "answer": "2 + 6 = 8\n#### 8"}]),
 }
 
@@ -128,6 +248,7 @@ def ask(data: Path, name: str, says: Callable[[str], str]) -> SuiteAnswers:
     return ask_suite(model, suite, Echo(lambda request: says(question(request))))
 
 
+GPQA = f"The answer is ({reasoning_benchmarks.gpqa_target(BENCHMARKS['gpqa'][2][0])})"
 RIGHT: dict[str, list[tuple[str, str, float]]] = {  # part of the prompt -> answer, its score
     "chartqa": [("how many?", "95", 1.0), ("which?", "norway", 1.0)],
     "docvqa": [("who?", "J.Doe", 5 / 6), ("when?", " 1999", 1.0)],
@@ -137,6 +258,13 @@ RIGHT: dict[str, list[tuple[str, str, float]]] = {  # part of the prompt -> answ
     "pope": [("dog?", "Yes, there is.", 1.0)],
     "refcoco": [("left dog", "(0.1, 0.25, 0.5, 0.75)", 1.0), ("brown one", "[0, 0, 1, 1]", 0.0)],
     "refcoco_1000": [("left dog", "(100, 250), (600, 750)", 1.0), ("brown one", "(100,250,600,750)", 1.0)],
+    "vqav2": [("is it?", "Yes.", 0.6)],
+    "ocrbench": [("what is written?", "It says Centre.", 1.0), ("formula?", "$\\frac{1}2$", 1.0)],
+    "mathvista": [("(A) 145", "(B)", 1.0), ("How far?", "It is 1.449 m", 1.0), ("How many?", "14.0", 1.0)],
+    "mmmu_pro": [("A. Monet\nB. Manet\nC. Morisot\nAnswer with", "C", 1.0)],
+    "mmmu_pro_vision": [("Answer with the option letter", "Surely (B).", 1.0)],
+    "mmlu_pro": [("A. helium\nB. neon", "A is light. The answer is (B).", 1.0)],
+    "gpqa": [("how heavy?", GPQA, 1.0)],
     "gsm8k": [("2 + 6?", "It is 2 + 6.\n#### 8", 1.0)],
 }
 
@@ -158,7 +286,7 @@ def test_scores_of_known_answers(data: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in RIGHT if name != "docvqa"])
 def test_answers_without_an_answer_are_counted(data: Path, name: str) -> None:
-    open_texts = {"chartqa", "textvqa"}  # there any text is an answer
+    open_texts = {"chartqa", "textvqa", "vqav2", "ocrbench"}  # there any text is an answer
     answers = ask(data, name, lambda _: " " if name in open_texts else "hm")
     closed = [sample for sample in answers.samples if "How far" not in sample.question]
     assert closed and not any(sample.parsed or sample.score for sample in closed)
@@ -174,6 +302,13 @@ def test_families_ids_and_targets(data: Path) -> None:
         "mmbench": ["object"],
         "pope": ["random", "popular", "adversarial"],
         "refcoco": ["refcoco", "refcoco"],
+        "vqav2": ["yes/no"],
+        "ocrbench": ["Regular", "Formula"],
+        "mathvista": ["multiple choice", "float", "integer"],
+        "mmmu_pro": ["Art"],
+        "mmmu_pro_vision": ["Art"],
+        "mmlu_pro": ["physics"],
+        "gpqa": ["gpqa"],
         "gsm8k": ["gsm8k"],
     }
     ids = {name: [s.id for s in samples] for name, samples in by_benchmark.items()}
@@ -184,6 +319,38 @@ def test_families_ids_and_targets(data: Path) -> None:
     )
     first, second = (sample.image for sample in by_benchmark["mmmu"])
     assert first.split("+")[1] == second and first.split("+")[0] == by_benchmark["textvqa"][1].image
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        ("The answer is (C).", "C"),
+        ("First the answer is A. No: the answer is B", "B"),
+        ("Answer: D", "D"),
+        ("So I take B, not A", "A"),
+        ("The answer is E", None),
+        ("Beyond all doubt", None),
+        ("", None),
+    ],
+)
+def test_the_final_letter(answer: str, letter: str | None) -> None:
+    assert scoring.final_letter(answer, 4) == letter
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "value"),
+    [
+        ("roughly 1,200", "integer", "1200"),
+        ("3.7", "integer", "3"),
+        ("-0.5", "float", "-0.5"),
+        ("no idea", "float", None),
+        ("the list is [1, 2], then [3, 4]", "list", "[3, 4]"),
+        ("larger then", "choice", "larger than"),
+        ("entirely something else", "choice", None),
+    ],
+)
+def test_values_of_mathvista(answer: str, kind: str, value: str | None) -> None:
+    assert scoring.mathvista_value(answer, kind, ["smaller than", "larger than"], 2) == value
 
 
 def test_pope_reports_f1(data: Path) -> None:
@@ -205,7 +372,9 @@ def test_missing_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_benchmarks_say_how_they_score() -> None:
-    assert set(RIGHT) | {"world"} < set(names()) and len(names()) == len(RIGHT) + 12  # ten families, two groups
+    assert (
+        set(RIGHT) | {"world"} < set(names()) and len(names()) == len(RIGHT) + 12
+    )  # the world's: ten families, two groups
     assert all(about(name).endswith(".") for name in names()) and "ANLS" in about("docvqa")
 
 

@@ -72,6 +72,9 @@ def test_config_is_not_json(folder, text):
         ("llama", "not a vision-language model"),
         ("llavva", "transformers .* does not know it .*did you mean 'llava'"),
         ("paligemma", "no file in vlmcompress/models describes it; transformers .* has it.*CONTRIBUTING.md says how"),
+        ("qwen3_omni_moe", "hears and speaks beside seeing.*'qwen3_vl_moe'"),
+        ("kimi_vl", "Python code in the checkpoint.*vLLM has one"),
+        ("deepseek_vl_v2", "DeepSeek-OCR are Python code"),
         ("internvl_chat", "Python code in the checkpoint; take .*'internvl'"),
     ],
 )
@@ -96,6 +99,23 @@ def test_an_architecture_of_another_release_or_model(folder):
     models.spec_for(config | {"architectures": ["VlmcompressLlavaForConditionalGeneration"]})
     with pytest.raises(UserError, match="says architecture 'Qwen2VLForConditionalGeneration' and model type 'llava'"):
         models.spec_for(config | {"architectures": ["Qwen2VLForConditionalGeneration"]})
+
+
+def test_mistrals_own_format_is_named(tmp_path):
+    (tmp_path / "params.json").write_text("{}")
+    refused(tmp_path, "Mistral's own format", models.read_config)
+
+
+def test_a_quantized_checkpoint_whose_config_does_not_say_so(folder):
+    """Packed weights under a config without a `quantization_config`, as after a copy of the original's config.json."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    packed = {f"{name.removesuffix('weight')}weight_packed": tensors.pop(name).view(torch.int32)}
+    save_file(tensors | packed, file, {"format": "pt"})
+    refused(
+        folder, "weight_packed.* is of a quantized layer, and config.json has no quantization_config", models.Source.of
+    )
 
 
 def test_what_is_said_to_be_unsupported_is(folder):

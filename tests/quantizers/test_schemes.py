@@ -87,7 +87,7 @@ def test_shapes_and_dtypes(name, scale_dtype):
     for q, rows in zip(solution.weights, (48, 32), strict=True):
         assert q.format == fmt
         assert q.q.shape == (rows, WIDTH) and q.q.dtype is fmt.dtype and q.q.is_contiguous()
-        assert q.scale.shape == ((1,) if fmt.group == 0 else (rows, fmt.n_groups(WIDTH)))
+        assert q.scale.shape == ((1,) if fmt.group == 0 else (-(-rows // fmt.rows), fmt.n_groups(WIDTH)))
         assert q.scale.dtype is (torch.float8_e4m3fn if fmt.nvfp4 else scale_dtype)
         assert (q.global_scale is not None) == fmt.nvfp4
         assert (q.zero_point is None) == fmt.symmetric

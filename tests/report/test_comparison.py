@@ -15,6 +15,8 @@ from tests.kit.report_files import NAMES, Balanced
 from vlmcompress.commands import report as options
 from vlmcompress.errors import UserError
 from vlmcompress.report import comparison, files
+from vlmcompress.report.findings import Findings
+from vlmcompress.report.text import card_section
 from vlmcompress.results import Results, load
 
 ONLY_ACCURACY: dict[str, Any] = {"bench": None, "gate": None}
@@ -118,3 +120,30 @@ def test_verb(tmp_path: Path) -> None:
     assert code == 0 and data["files"]["html"] == str(tmp_path / "out" / "report.html") and "report.html" in text
     with pytest.raises(UserError, match="give a folder that vlmcompress eval or bench wrote"):
         options.run(parser.parse_args([str(tmp_path / "nowhere")]))
+
+
+def test_recovery_of_several_precisions_in_a_table(tmp_path: Path) -> None:
+    """Shares of the baseline's score, worked out here from the counts of right answers."""
+    runs = {
+        "awq": make_results("awq", gate=None),
+        "lost": make_results("lost", gate=None, suites=[make_suite(outcome="broken")]),
+    }
+    written_files = comparison.write(written(tmp_path, **runs), tmp_path / "out")
+    text = written_files["md"].read_text()
+    line = next(
+        line for line in text.split("## Recovery")[1].splitlines() if line.startswith(f"| {make_suite().name} |")
+    )
+    shares = []
+    for results in runs.values():
+        overall = results.suites[0].overall
+        shares.append(100 * (overall.both + overall.candidate_only) / (overall.both + overall.baseline_only))
+    assert [f"; {share:.1f}% (" in line for share in shares] == [True, True] and shares[1] < 96 < shares[0]
+    assert "| weights, times smaller |" in text and "| times faster |" in text
+
+
+def test_recovery_in_a_card() -> None:
+    results = make_results()
+    overall = results.suites[0].overall
+    section = card_section(Findings(results)).split("### Recovery")[1].split("###")[0]
+    assert f"| {100 * overall.candidate / overall.baseline:.1f}% |" in section and " to " in section
+    assert "| weights |" in section

@@ -60,23 +60,13 @@ def convert(
     specs = {entry.name: entry.spec for entry in stored.entries}
     if fault := models.draft_fault(stored.spec, stored.config, specs):
         raise UserError(fault)
-    layers = _layers(stored, written)
-    check(stored, layers, writer)
+    layers, tensors = _layers(stored, written), written_tensors(stored, writer)
     config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
     content = Content(
-        _plan_tensors(stored, written, writer),
-        stored,
-        writer,
-        layers,
-        config,
-        record,
-        before,
-        {},
-        _memory(written),
-        stored.spec.family,
+        tensors, stored, writer, layers, config, record, before, {}, _memory(written), stored.spec.family
     )
     with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
@@ -148,8 +138,10 @@ def check(stored: Stored, layers: Layers, writer: Writer) -> None:
             raise UserError(f"{layer.prefix.removesuffix('.')}: {error}") from error
 
 
-def _plan_tensors(stored: Stored, written: Mapping[str, str], writer: Writer) -> list[OutputTensor]:
-    """List what is written in the place of each of the checkpoint's tensors."""
+def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
+    """What a format has in the place of each of a checkpoint's tensors. Raises `UserError` for what it cannot hold."""
+    written = models.written_names(stored.names, stored.spec)
+    check(stored, _layers(stored, written), writer)
     renamed = {disk: written[memory] for memory, disk in stored.names.items()}
     owner = {entry.name: name for name, layer in stored.layers.items() for entry in layer.entries.values()}
     kv = {

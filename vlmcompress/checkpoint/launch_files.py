@@ -38,7 +38,10 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> la
         machine = launch.Machine(target.title, target.memory, target.capability)
     weights = sizes.get("weights_after")
     weights = weights if isinstance(weights, int) else 0
-    return launch.read(config, name, weights=weights, machine=machine, reducer=reducer, draft=_draft(config))
+    splits = record.get("devices")
+    splits = tuple(count for count in splits if isinstance(count, int)) if isinstance(splits, list) else None
+    draft = _draft(config)
+    return launch.read(config, name, weights=weights, machine=machine, reducer=reducer, draft=draft, splits=splits)
 
 
 def _draft(config: Mapping[str, Any]) -> str:

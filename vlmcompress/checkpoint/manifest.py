@@ -16,6 +16,7 @@ Schema 1, one JSON object:
 | visual_tokens | of a reduced checkpoint: tokens of a prompt with one typical image, before and after |
 | recovery | of a recovered checkpoint: settings, what was trained, held-out divergence before and after, steps |
 | allocation | where the recipe has `bits`: the widths of groups with all predicted errors, bits per weight, uniform widths |
+| devices | how many devices, of 1, 2, 4 and 8, vLLM can share the model out among (tensor parallelism) |
 | size | bytes of weights before and after |
 | tensors | number of stored tensors |
 | timing | phase of the run -> seconds, up to the writing of this file |
@@ -52,6 +53,7 @@ def build(
     allocation: Mapping[str, Any] | None = None,
     visual_tokens: Mapping[str, Any] | None = None,
     recovery: Mapping[str, Any] | None = None,
+    devices: Sequence[int] | None = None,
 ) -> dict:
     """Build the manifest without sizes and hashes, which `checkpoint.write` adds.
 
@@ -60,7 +62,7 @@ def build(
         family: name of its `ModelSpec`.
         recipe: the resolved recipe as plain data, with its `seed`.
         calibration: None for a data-free scheme. This and the others are entries of the table above, by memory names of
-            layers; an `allocation`, `visual_tokens` or `recovery` that is None is left out.
+            layers; an `allocation`, `visual_tokens`, `recovery` or `devices` that is None is left out.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -76,6 +78,7 @@ def build(
         **({"allocation": dict(allocation)} if allocation else {}),
         **({"visual_tokens": dict(visual_tokens)} if visual_tokens else {}),
         **({"recovery": dict(recovery)} if recovery else {}),
+        **({"devices": list(devices)} if devices is not None else {}),
     }
 
 

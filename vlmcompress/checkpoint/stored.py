@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models
+from vlmcompress.checkpoint import auto_round
 from vlmcompress.checkpoint.write import Quantized
 from vlmcompress.common import tensor_files
 from vlmcompress.common.registry import FORMATS
@@ -157,7 +158,7 @@ def _block(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path} is not quantized; give a quantized checkpoint, or quantize this one")
     if not isinstance(block, dict):
         raise UserError(f"quantization_config of {path / 'config.json'} is no JSON object; restore it from the source")
-    return block
+    return auto_round.translated(block) if models.quantization_method(block) == auto_round.METHOD else block
 
 
 def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
@@ -169,9 +170,8 @@ def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
         module = FORMATS.get(name)
         if method == module.FORMAT and isinstance(module, Reader):
             return name, module
-    raise UserError(
-        f"{path} has quantization of kind '{method}', which is not read; read are {', '.join(FORMATS.names())}"
-    )
+    read = ", ".join([auto_round.METHOD, *FORMATS.names()])
+    raise UserError(f"{path} has quantization of kind '{method}', which is not read; read are {read}")
 
 
 def _kv_scales(entries: list[Entry], reader: Reader) -> dict[str, tuple[Entry, Entry]]:

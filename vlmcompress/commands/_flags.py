@@ -87,6 +87,7 @@ RECIPE_KEYS = {
     "bits": "options.bits",
     "group_size": "options.group_size",
     "rotate": "rotate",
+    "from_quantized": "from_quantized",
     "reduce": "reduce",
     "calib": "calibrate.data",
     "text": "calibrate.text",
@@ -152,6 +153,9 @@ def recipe(parser: Parser) -> None:
         "--group-size", type=int, metavar="N", default=none, help="weights that share a scale: options.group_size"
     )
     parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
+    parser.add_argument(
+        "--from-quantized", action="store_true", default=none, help="MODEL is FP8: quantize what it stands for"
+    )
     target(parser)
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
@@ -170,6 +174,13 @@ def kv_cache(parser: Parser, about: str, **settings: Any) -> None:
     """The flag of the type of the KV cache; `about`: what becomes of it."""
     settings = {"default": argparse.SUPPRESS} | settings
     parser.add_argument("--kv-cache", aliases=["--kv-cache-dtype"], help=about, **settings)
+
+
+def devices(args: argparse.Namespace) -> int:
+    """The number that `--tp` gives. Raises `UserError` for none."""
+    if args.tp < 1:
+        raise UserError(f"--tp {args.tp} is no number of devices; give 1 or more")
+    return args.tp
 
 
 def tensor_parallel(parser: Parser, about: str) -> None:

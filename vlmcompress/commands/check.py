@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> Outcome:
     engine = args.engine or recipe.engine
     results = findings(recipe, engine)
     if args.tp != 1:
-        results.append(_devices(recipe, args.tp))
+        results.append(_devices(recipe, _flags.devices(args)))
     fine = all(finding.ok for finding in results)
     title = f"{hub.shown(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
     data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in results]}
@@ -47,13 +47,13 @@ def _devices(recipe: Recipe, tp: int) -> Finding:
     from vlmcompress import models
     from vlmcompress.common.messages import Finding
     from vlmcompress.errors import UserError
-    from vlmcompress.planning import served_model
+    from vlmcompress.planning import devices
+    from vlmcompress.planning.plan import make_plan
 
-    if tp < 1:
-        raise UserError(f"--tp {tp} is no number of devices; give 1 or more")
     try:
-        described = served_model.describe(models.build_meta_model(recipe.model))
+        outlined = not recipe.from_quantized and not models.has_weights(recipe.model)
+        source = models.Source.outline(recipe.model) if outlined else None
+        problem = devices.problem(make_plan(recipe, source=source, refuse=False), tp)
     except UserError as error:
         return Finding("devices", False, str(error))
-    problem = served_model.tp_refusal(described, tp) or served_model.group_problem(described, tp, recipe.number_formats)
-    return Finding("devices", problem is None, problem or f"the decoder can be split over {tp}")
+    return Finding("devices", problem is None, problem or f"the model can be split over {tp}")

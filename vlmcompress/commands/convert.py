@@ -15,8 +15,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of the quantized checkpoint, or its id on the Hub")
     converting(parser, default="compressed-tensors")
     parser.epilog = (
-        "Read are compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), FP8 and ModelOpt, from safetensors only. Nothing is\n"
-        "rounded again. What comes out has a manifest, so that doctor, eval, bench and serve know it."
+        "Read are compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), auto-round, FP8 and ModelOpt, from safetensors only.\n"
+        "Nothing is rounded again. What comes out has a manifest, so that doctor, eval, bench and serve know it."
     )
 
 

@@ -351,6 +351,7 @@ def _format_data(row: Row) -> dict[str, Any]:
         "format": about.key,
         "refused": about.refused,
         "weights": about.stored,
+        "options": dict(about.options),
         "device_weights": row.device,
         "cache_space": row.space,
         "fits": row.fits,

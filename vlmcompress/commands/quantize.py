@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ PLACE = 21
 
 def options(parser: Parser) -> None:
     _flags.recipe(parser)
+    _flags.tensor_parallel(parser, "devices that are to share the model; refuse what vLLM cannot split; default: 1")
     parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
     _flags.resumable(parser, "OUT")
 
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> Outcome:
 
     values = _flags.recipe_values(args)
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
+    if args.tp != 1:
+        _check_devices(resolved, _flags.devices(args))
     if args.dry_run:
         return _planned(resolved, values, args.recipe, args.overwrite)
     if resolved.recipe.out is None:
@@ -56,6 +59,16 @@ def run(args: argparse.Namespace) -> Outcome:
     return OK, data, text(data, args.verbose)
 
 
+def _check_devices(resolved: Resolved, tp: int) -> None:
+    """Raise `UserError` where vLLM could not share what the recipe gives out among `tp` devices."""
+    _process.import_transformers()
+    from vlmcompress.planning import devices
+    from vlmcompress.planning.plan import make_plan
+
+    if problem := devices.problem(make_plan(resolved.recipe), tp):
+        raise UserError(problem)
+
+
 def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, overwrite: bool) -> Outcome:
     """The outcome of `--dry-run`, with the bit widths of groups where statistics decide them.
 
@@ -67,6 +80,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, ov
     _process.import_transformers()
     from vlmcompress.checkpoint.manifest import MANIFEST
     from vlmcompress.common import folders
+    from vlmcompress.planning import devices
     from vlmcompress.planning.calibration_data import looked_at
     from vlmcompress.planning.plan import make_plan
 
@@ -84,12 +98,20 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, ov
 
         whole = resolve(values, file).recipe  # bits are shared out by the weights themselves
         plan = allocate.share_out(make_plan(whole), progress=silent)
-    data = {"ok": True, **plan.to_dict(), "samples": samples, "origins": resolved.origins}
+    data = {
+        "ok": True,
+        **plan.to_dict(),
+        "devices": devices.choices(plan),
+        "samples": samples,
+        "origins": resolved.origins,
+    }
     return OK, data, plan_text(plan, resolved, samples)
 
 
 def plan_text(plan: Plan, resolved: Resolved, samples: int | None) -> str:
     """A plan as text: settings with their origins, layers, sizes. `samples`: number of calibration samples; None: not known."""
+    from vlmcompress.planning import devices
+
     flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
     settings = [
         (key, value if isinstance(value, str) else json.dumps(value), resolved.origin(key))
@@ -118,6 +140,7 @@ def plan_text(plan: Plan, resolved: Resolved, samples: int | None) -> str:
         *([("images", plan.visual_tokens.text)] if plan.visual_tokens else []),
         ("peak memory", f"about {size(plan.peak_bytes)}"),
         ("calibration", data),
+        ("devices", devices_text(devices.choices(plan))),
         ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved behind quantized ones")),
     ]
     lines = [f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})", table(settings)]
@@ -156,6 +179,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "weights_before": before,
         "weights_after": after,
         "ratio": round(before / max(after, 1), 4),
+        "devices": manifest["devices"],
         "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
         "worst_layers": worst_layers(manifest["errors"]),
         "kv_cache": kv_cache(manifest["kv_cache"]),
@@ -202,6 +226,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         reducer = read(done["reduce"]) if done["reduce"] else None
         resize = Resize(**done["resize"]) if done["resize"] else None
         lines.append(f"  images    {tokens_text(reducer, done['visual_tokens'], resize)}")
+    lines.append(f"  devices   {devices_text(done['devices'])}")
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
     for number, layer in enumerate(done["worst_layers"]):
@@ -216,6 +241,11 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         )
         lines.append(f"  KV cache  {scales} {worst['share']:.2%} of visual values ({worst['where']})")
     return written_text(done, lines, verbose)
+
+
+def devices_text(choices: Sequence[int]) -> str:
+    """How many devices vLLM can share a checkpoint out among."""
+    return f"{' or '.join(map(str, choices))} can share it in vLLM (check --tp N says why not N)"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -240,7 +240,7 @@ def _engine(subject: _Subject) -> str:
     names = {memory.removesuffix("_packed"): disk.removesuffix("_packed") for memory, disk in subject.names.items()}
     groups = subject.groups | dict.fromkeys(models.routers(subject.meta_model, subject.spec))
     if subject.stored:
-        wrong = misnamed(subject.stored.reader, subject.quantization, groups, names, subject.spec)
+        wrong = misnamed(subject.stored.reader, subject.stored.block, groups, names, subject.spec)
     else:
         wrong = misread(subject.quantization, groups, names, subject.spec)
     if wrong:

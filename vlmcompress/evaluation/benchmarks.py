@@ -30,20 +30,30 @@ def exact(row: Row, answers: list[str]) -> Scores:
 
 
 def chartqa(row: Row, answers: list[str]) -> Scores:
-    return _scores("relaxed_accuracy", answers[0], any(scoring.relaxed(answers[0], label) for label in row["label"]))
+    return score("relaxed_accuracy", answers[0], any(scoring.relaxed(answers[0], label) for label in row["label"]))
 
 
 def docvqa(row: Row, answers: list[str]) -> Scores:
-    return _scores("anls", answers[0], scoring.anls(answers[0], row["answers"]))
+    return score("anls", answers[0], scoring.anls(answers[0], row["answers"]))
 
 
 def textvqa(row: Row, answers: list[str]) -> Scores:
-    return _scores("vqa_accuracy", answers[0], scoring.vqa_accuracy(answers[0], row["answers"]))
+    return score("vqa_accuracy", answers[0], scoring.vqa_accuracy(answers[0], row["answers"]))
 
 
-def _scores(metric: str, answer: str, score: float | None) -> Scores:
-    """The score, and whether an answer was found: `score` is not None and the text is not empty."""
-    return {metric: float(score or 0.0), "parsed": float(score is not None and bool(answer.strip()))}
+def vqav2(row: Row, answers: list[str]) -> Scores:
+    people = [person["answer"] for person in row["answers"]]
+    return score("vqa_accuracy", answers[0], scoring.vqa_accuracy(answers[0], people))
+
+
+def ocrbench(row: Row, answers: list[str]) -> Scores:
+    formulas = row["dataset"] == "HME100k"
+    return score("accuracy", answers[0], scoring.contains(answers[0], row["answer"], formulas=formulas))
+
+
+def score(metric: str, answer: str, value: float | None) -> Scores:
+    """The score by its name, and whether an answer was found: `value` is not None and the text is not empty."""
+    return {metric: float(value or 0.0), "parsed": float(value is not None and bool(answer.strip()))}
 
 
 def mmmu_text(row: Row) -> str:
@@ -76,9 +86,9 @@ def mmmu_target(row: Row) -> list[str]:
 
 def mmmu(row: Row, answers: list[str]) -> Scores:
     if row["question_type"] != "multiple-choice":
-        return _scores("accuracy", answers[0], scoring.mmmu_open(answers[0], mmmu_target(row)))
+        return score("accuracy", answers[0], scoring.mmmu_open(answers[0], mmmu_target(row)))
     chosen = scoring.mmmu_choice(answers[0], _mmmu_options(row))
-    return _scores("accuracy", answers[0], None if chosen is None else chosen in mmmu_target(row))
+    return score("accuracy", answers[0], None if chosen is None else chosen in mmmu_target(row))
 
 
 def mmbench_text(row: Row) -> str:
@@ -99,13 +109,13 @@ def _filled(value: Any) -> bool:
 
 def mmbench(row: Row, answers: list[str]) -> Scores:
     chosen = scoring.mmbench_choice(answers[0], _mmbench_options(row))
-    return _scores("accuracy", answers[0], None if chosen is None else chosen == row["answer"])
+    return score("accuracy", answers[0], None if chosen is None else chosen == row["answer"])
 
 
 def pope(row: Row, answers: list[str]) -> dict[str, Any]:
     """Score a POPE answer: accuracy, and (expected, said) for the F1 score of yes."""
     said = scoring.yes_or_no(answers[0])
-    scores = _scores("accuracy", answers[0], None if said is None else said == row["answer"])
+    scores = score("accuracy", answers[0], None if said is None else said == row["answer"])
     return {**scores, "f1": (row["answer"], said)}
 
 
@@ -153,7 +163,7 @@ def refcoco_1000(row: Row, answers: list[str]) -> Scores:
 
 
 def _box_scores(row: Row, answer: str, box: Sequence[float] | None) -> Scores:
-    return _scores("iou_0.5", answer, None if box is None else scoring.iou(box, _region(row)) >= 0.5)
+    return score("iou_0.5", answer, None if box is None else scoring.iou(box, _region(row)) >= 0.5)
 
 
 def gsm8k_target(row: Row) -> str:
@@ -162,4 +172,4 @@ def gsm8k_target(row: Row) -> str:
 
 def gsm8k(row: Row, answers: list[str]) -> Scores:
     number, expected = scoring.final_number(answers[0]), scoring.final_number(row["answer"])
-    return _scores("exact_match", answers[0], None if number is None else number == expected)
+    return score("exact_match", answers[0], None if number is None else number == expected)

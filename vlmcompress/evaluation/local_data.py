@@ -27,7 +27,7 @@ from vlmcompress.data.sources import bundled
 from vlmcompress.errors import UserError
 
 VARIABLE = "VLMCOMPRESS_DATA"
-IMAGES = ("image", "images", *(f"image_{number}" for number in range(1, 8)))
+IMAGES = ("image", "images", "decoded_image", *(f"image_{number}" for number in range(1, 8)))
 
 
 def load(

@@ -233,3 +233,56 @@ def vqa_normalise(text: str) -> str:
         stripped = stripped.replace(mark, "" if beside_space else " ")
     words = [NUMBERS.get(word, word) for word in re.sub(r"\.(?!\d)", "", stripped).split()]
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
+
+
+def contains(answer: str, expected: Sequence[str], formulas: bool = False) -> bool:
+    """Whether an expected text stands in the answer; lower case, or for formulas as written but without spaces.
+
+    OCRBench (Liu et al. 2023, arXiv 2305.07895; Yuliang-Liu/MultimodalOCR, `example.py`), where HME100k has formulas.
+    """
+
+    def form(text: str) -> str:
+        text = text.strip().replace("\n", " ")
+        return text.replace(" ", "") if formulas else text.lower()
+
+    return any(form(text) in form(answer) for text in expected)
+
+
+def final_letter(answer: str, options: int) -> str | None:
+    """The letter behind the last "answer is", else behind the last "Answer:", else the last that stands alone.
+
+    MMLU-Pro (Wang et al. 2024, arXiv 2406.01574; TIGER-AI-Lab/MMLU-Pro, `evaluate_from_api.py`), which draws an option where
+    this returns None. Letters are those of the first `options` options.
+    """
+    letters = f"[A-{chr(ord('A') + options - 1)}]"
+    for pattern in (rf"answer is \(?({letters})\b\)?", rf"[aA]nswer:\s*\(?({letters})\b", rf"\b({letters})\b"):
+        if matches := re.findall(pattern, answer):
+            return matches[-1]
+    return None
+
+
+def mathvista_value(answer: str, kind: str, choices: Sequence[str] = (), precision: int | None = None) -> str | None:
+    """The value that an answer gives, in the form of MathVista's expected answers; None: none was found.
+
+    A choice is its text: that of the letter as of `mmmu_choice`, else the choice of the smallest edit distance to a short
+    answer. Numbers are the last ones in the text: an `integer` cut, a `float` rounded to `precision` digits. A `list` is the
+    last one in brackets. MathVista (Lu et al. 2023, arXiv 2310.02255; lupantech/MathVista, `calculate_score.py`) normalizes so
+    what a language model found in the text (`extract_answer.py`); here that is looked for by these rules.
+    """
+    text = answer.strip()
+    if kind == "choice":
+        options = {chr(ord("A") + index): choice for index, choice in enumerate(choices)}
+        if (letter := mmmu_choice(text, options)) is not None:
+            return options[letter]
+        near = min(choices, key=lambda choice: levenshtein(text.lower(), choice.lower()), default=None)
+        return near if near is not None and levenshtein(text.lower(), near.lower()) <= len(near) // 2 else None
+    if kind == "list":
+        lists = re.findall(r"\[[^\[\]]*\]", text)
+        return lists[-1] if lists else None
+    if kind not in ("integer", "float"):
+        return text or None
+    numbers = _NUMBER.findall(text)
+    if not numbers:
+        return None
+    number = float(numbers[-1].replace(",", ""))
+    return str(int(number)) if kind == "integer" else str(round(number, precision if precision is not None else 2))

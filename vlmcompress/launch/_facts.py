@@ -13,6 +13,7 @@ from typing import Any
 
 COMPRESSED_TENSORS = "compressed-tensors"
 _PREFIX = "Vlmcompress"  # before the architecture of a checkpoint with a reducer, see `checkpoint.reducer_block`
+_COUNTS = (1, 2, 4, 8)
 _FILL = 0.6  # share of the memory that weights may take before another GPU is asked for; the rest is KV cache
 _SHARE = 0.92  # of device memory that vLLM 0.32 takes by default
 
@@ -74,6 +75,7 @@ class Facts:
         weights: bytes.
         code: whether the checkpoint brings Python code of its own.
         draft: method of speculative decoding by a head that the checkpoint carries; empty: it carries none.
+        splits: numbers of GPUs that its layers can be shared out among; None: as far as the heads say.
     """
 
     name: str
@@ -89,14 +91,15 @@ class Facts:
     draft: str = ""
     machine: Machine | None = None
     reducer: Reducer | None = None
+    splits: tuple[int, ...] | None = None
 
     @property
     def gpus(self) -> int:
-        """The fewest GPUs (a power of two up to 8 that divides the heads) whose memory holds the weights with room for a KV
-        cache; 1 where the machine is not known."""
+        """The fewest GPUs (a power of two up to 8 that divides the heads and tears no group of weights) whose memory holds the
+        weights with room for a KV cache; 1 where the machine is not known."""
         if self.machine is None or not self.machine.memory or self.machine.capability is None:
             return 1
-        counts = [count for count in (1, 2, 4, 8) if not (self.heads or 1) % count]
+        counts = [count for count in _COUNTS if not (self.heads or 1) % count and count in (self.splits or _COUNTS)]
         room = _FILL * _SHARE * self.machine.memory * 1e9
         return next((count for count in counts if self.weights <= count * room), counts[-1])
 
@@ -134,6 +137,7 @@ def read(
     machine: Machine | None = None,
     reducer: Reducer | None = None,
     draft: str = "",
+    splits: tuple[int, ...] | None = None,
 ) -> Facts:
     """Gather the facts.
 
@@ -142,6 +146,7 @@ def read(
         name: the checkpoint's name, of any characters.
         weights: bytes of all tensors.
         draft: method of speculative decoding by a head that the checkpoint carries.
+        splits: numbers of GPUs that its layers can be shared out among, where that is known.
     """
     text = _mapping(config.get("text_config")) or config
     quantization = _mapping(config.get("quantization_config"))
@@ -160,6 +165,7 @@ def read(
         draft=draft,
         machine=machine,
         reducer=reducer,
+        splits=splits,
     )
 
 

@@ -56,6 +56,7 @@ from vlmcompress.models._read import (
     REGISTRY,
     all_specs,
     check_files,
+    has_weights,
     mixture,
     quantization_block,
     quantization_method,

@@ -126,14 +126,21 @@ def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, 
         yield where, key, value
 
 
+_OMNI = "it hears and speaks beside seeing, and its 'thinker' alone, which vLLM serves, is not described yet; take"
 UNSUPPORTED: dict[str, str] = {
+    "deepseek_vl_v2": "DeepSeek-VL2 and DeepSeek-OCR are Python code in the checkpoint; vLLM has classes for them",
     "gemma4_unified": "it has no vision tower that could be kept apart: raw patches go into the decoder",
     "glm46v": "vLLM 0.32 has no class for it; GLM-4.6V-Flash is published as model type 'glm4v', which is supported",
     "glm4v_moe": "its experts are not described yet; of GLM-4.6V take the dense 'Flash', of the model type 'glm4v'",
     "internvl_chat": "its model is Python code in the checkpoint; take the same model's '-HF', of the type 'internvl'",
+    "kimi_k25": "its experts are not described yet; the published checkpoint is in 4 bits already, and vLLM serves it",
+    "kimi_vl": "its model is Python code in the checkpoint, and transformers has no class for it; vLLM has one",
     "minicpmo": "its model is Python code in the checkpoint, and transformers has no class for it",
     "minicpmv": "its model is Python code in the checkpoint; transformers has a class from MiniCPM-V 4.6 on",
     "minicpmv4_6": "transformers 5.17 runs its tower only on tiles of one size, which an image and its tiles seldom have",
+    "pixtral": "that is Pixtral's tower alone; take a whole model with it, of the type 'llava' or 'mistral3'",
+    "qwen2_5_omni": f"{_OMNI} Qwen2.5-VL, of the type 'qwen2_5_vl'",
+    "qwen3_omni_moe": f"{_OMNI} Qwen3-VL, of the type 'qwen3_vl' or 'qwen3_vl_moe'",
 }
 """Model type -> why it is not supported, and what to take instead where there is something."""
 
@@ -186,7 +193,7 @@ def check_experts(config: Mapping[str, Any], spec: ModelSpec) -> None:
     mixed = isinstance(text, Mapping) and any((text.get(key) or 0) > 1 for key in _EXPERTS)
     if mixed and spec.experts is None:
         what = f"'{config['model_type']}' with a mixture-of-experts language model is not supported"
-        raise UserError(f"{what}; use a dense one")
+        raise UserError(f"{what}: its experts are not described yet; use a dense one")
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:

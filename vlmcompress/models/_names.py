@@ -17,6 +17,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from vlmcompress.errors import UserError
 from vlmcompress.models._spec import ModelSpec
 
+_QUANTIZED = frozenset(
+    ("weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point")
+    + ("weight_global_scale", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB")
+)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -37,6 +41,11 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
         if memory not in state:
             if _ignored(model, memory):
                 continue
+            if memory.rpartition(".")[2] in _QUANTIZED:
+                raise UserError(
+                    f"checkpoint tensor '{disk}' is of a quantized layer, and config.json has no quantization_config of it; "
+                    "restore config.json, or give the 16-bit original"
+                )
             where = f"in {type(model).__name__} (looked for '{memory}'); config.json and weights do not belong together"
             raise UserError(f"checkpoint tensor '{disk}' has no place {where}")
         if memory in names:

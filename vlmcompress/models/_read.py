@@ -42,6 +42,11 @@ def read_json(path: Path, what: str) -> dict:
     return content
 
 
+def has_weights(path: Path) -> bool:
+    """Whether a folder has weight files, whole or not."""
+    return path.is_dir() and (any(path.glob("*.safetensors")) or (path / INDEX).is_file())
+
+
 def read_config(path: str | Path, weights: bool = True) -> dict:
     """Read config.json of the model in `path`, after checking that the folder holds whole safetensors files.
 
@@ -55,6 +60,11 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
         raise UserError(f"{path} is a file; give the folder that holds config.json and the safetensors files")
     if not any(path.iterdir()):
         raise UserError(f"model folder {path} is empty; download the checkpoint into it")
+    if not (path / "config.json").is_file() and (path / "params.json").is_file():
+        raise UserError(
+            f"{path} is in Mistral's own format (params.json), as Pixtral is published; give a folder in that of transformers "
+            "(config.json), of the type 'llava' or 'mistral3'"
+        )
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
     config = read_json(path / "config.json", "config")
@@ -171,6 +181,18 @@ def refuse_quantized(path: str | Path, config: Mapping[str, Any]) -> None:
         return
     method = quantization_method(block) if isinstance(block, Mapping) else ""
     kind = f"quantized already ({method})" if method else "quantized already"
+    again = "; of FP8, --from-quantized quantizes what it stands for" if _is_fp8(block) else ""
     raise UserError(
-        f"{path} is {kind}; give the 16-bit original (export and convert change only the format of this one)"
+        f"{path} is {kind}; give the 16-bit original (export and convert change only the format of this one{again})"
     )
+
+
+def _is_fp8(block: Any) -> bool:
+    """Whether a quantization config says that all its weights are FP8."""
+    if not isinstance(block, Mapping):
+        return False
+    groups = block.get("config_groups")
+    kinds = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    if kinds and all(isinstance(weights, Mapping) for weights in kinds):
+        return all((weights.get("type"), weights.get("num_bits")) == ("float", 8) for weights in kinds)
+    return block.get("quant_method") == "fp8"

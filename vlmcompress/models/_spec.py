@@ -17,6 +17,10 @@ SmoothKind = Literal["norm", "linear"]
 Prefixes = tuple[tuple[str, str], ...]
 EXPERTS = "experts"
 """What all groups of a mixture's experts are called together."""
+ROW_PARALLEL = frozenset({"o", "down", "fc2", "gdn_out", "conv_out"})
+"""Groups whose inputs vLLM splits over devices (`RowParallelLinear`); of others it splits the outputs."""
+REPLICATED = frozenset({"per_layer_gate", "per_layer_out"})
+"""Groups that every device has whole (`ReplicatedLinear`)."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class LinearGroup:
     """Linear layers of one block that read the same input.
 
     Attributes:
-        name: what reports call it, e.g. `qkv`. With `{}` in it there is one for each expert, whose number stands there in
-            `linears` and `smooth`, too.
+        name: what reports call it, e.g. `qkv`; it says what vLLM splits over devices (`ROW_PARALLEL`). With `{}` in it there is
+            one for each expert, whose number stands there in `linears` and `smooth`, too.
         linears: names within the block. Those that a block lacks are left out; a block with none has no such group.
         smooth: the op before them, within the block, that can be divided by a per-channel vector while these weights
             are multiplied by it. Several candidates: the first that exists wins.
@@ -64,6 +68,12 @@ class Group:
     def kind(self) -> str:
         """The name without the number of an expert."""
         return self.name if self.expert is None else self.name.replace(f".{self.expert}.", ".")
+
+    @property
+    def split(self) -> Literal["inputs", "outputs", "none"]:
+        """What of the layers vLLM splits over several devices."""
+        last = self.name.rpartition(".")[2]
+        return "inputs" if last in ROW_PARALLEL else "none" if last in REPLICATED else "outputs"
 
     @property
     def unit(self) -> str:
@@ -115,6 +125,8 @@ class ModelSpec:
         vision_cls: whether the tower has a CLS token, and blocks whose `self_attn` gives its attention.
         vision_units: what a visual token is made of: one row of the tower's output (`patch`), those of a square (`block`), or a
             mean of some where tiles are scaled down behind the tower (`resized`).
+        vision_whole: whether each of several devices has the whole tower, as where vLLM runs transformers' module; else its
+            layers are split.
         vision_joint: names within a tower block of the attention and of the norm behind it, between which rows can merge, in
             transformers and in vLLM; None where tokens cannot merge in the tower.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
@@ -149,6 +161,7 @@ class ModelSpec:
     mixed_blocks: str | None = None
     vision_cls: bool = False
     vision_units: Literal["patch", "block", "resized"] = "block"
+    vision_whole: bool = False
     vision_joint: tuple[str, str] | None = None
     norm_offset: float = 0.0
     engine_prefixes: Prefixes = ()

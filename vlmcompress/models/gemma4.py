@@ -47,6 +47,7 @@ SPEC = ModelSpec(
         LinearGroup("up", ("mlp.up_proj.linear",)),
         LinearGroup("down", ("mlp.down_proj.linear",)),
     ),
+    vision_whole=True,
     image_token="image_token_id",
     layout=budgeted,
     sizes=budgets,

@@ -24,8 +24,7 @@ class Format:
         bits: bits per weight.
         group: columns that share a scale; -1 is one scale per output row, 0 one scale per matrix. NVFP4 has 16.
         symmetric: no zero point.
-        rows: outputs that share a scale, besides columns, in blocks that the matrix's edges may cut: float8 of other tools,
-            which is read and written, and nothing is rounded to.
+        rows: outputs that share a scale, besides columns, in blocks that the matrix's edges may cut; float8 alone.
     """
 
     kind: Literal["int", "float"]
@@ -139,7 +138,8 @@ def label(scheme: Scheme | None) -> str:
     if fmt.nvfp4:
         return f"w4a{act.bits if act else 16} nvfp4"
     kind = "fp8" if fmt.kind == "float" else "int"
-    scales = {-1: "channel", 0: "tensor"}.get(fmt.group, f"g{fmt.group}")
+    grouped = f"{fmt.rows}x{fmt.group}" if fmt.rows > 1 else f"g{fmt.group}"
+    scales = {-1: "channel", 0: "tensor"}.get(fmt.group, grouped)
     extra = ("" if fmt.symmetric else " asym") + (" static" if act and not act.dynamic else "")
     return f"w{fmt.bits}a{act.bits if act else 16} {kind} {scales}{extra}"
 

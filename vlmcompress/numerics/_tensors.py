@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vlmcompress.numerics import _fp4
 from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, NVFP4, ActFormat, Format
-from vlmcompress.numerics._rounding import dequantize, fake_quantize, find_params, quantize
+from vlmcompress.numerics._rounding import as_stored, dequantize, fake_quantize, find_params, quantize
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ def round_to_nearest(
 
     `global_scale`: of NVFP4; None: that of `w` alone.
     """
+    if fmt.rows > 1:
+        return _round_blocks(w, fmt, scale_dtype)
     if fmt.nvfp4 and global_scale is None:
         global_scale = _fp4.find_global_scale([w])
     kwargs = {"scale_dtype": scale_dtype, "max_code": max_code, "global_scale": global_scale}
@@ -83,6 +85,22 @@ def quantize_with(
 ) -> QTensor:
     """Quantize `w [out, in]` to the nearest codes, with a scale and zero point already chosen, of NVFP4 for `global_scale`."""
     return QTensor.of(quantize(w, scale, zero_point, fmt), scale, zero_point, fmt, global_scale)
+
+
+def _round_blocks(w: Tensor, fmt: Format, scale_dtype: torch.dtype) -> QTensor:
+    """Quantize `w [out, in]` to float8 with a scale for each block of `fmt.rows` x `fmt.group`, cut off at the edges."""
+    if not w.isfinite().all():
+        raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
+    edges = -w.shape[0] % fmt.rows, -w.shape[1] % fmt.group
+    padded = torch.nn.functional.pad(w.abs(), (0, edges[1], 0, edges[0]))
+    tops = padded.unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, fmt.group)).amax((1, 3)).float()  # [blocks, blocks]
+    scale = as_stored(tops / fmt.qmax, fmt, scale_dtype)
+    q = torch.empty(w.shape, dtype=FLOAT8, device=w.device)
+    for row, steps in enumerate(scale.float()):
+        rows = slice(row * fmt.rows, (row + 1) * fmt.rows)
+        spread = steps.repeat_interleave(fmt.group)[: w.shape[1]]
+        q[rows] = (w[rows].float() / spread).clamp_(fmt.qmin, fmt.qmax).to(FLOAT8)
+    return QTensor(q, scale, None, fmt)
 
 
 def round_activations(x: Tensor, fmt: ActFormat, scale: Tensor | None = None) -> Tensor:

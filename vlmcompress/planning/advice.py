@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vlmcompress.common import hub
 from vlmcompress.planning import kv_cache
 from vlmcompress.planning.capacity import Capacity, Row
-from vlmcompress.planning.weight_bytes import QUANTIZED
+from vlmcompress.planning.weight_bytes import QUANTIZED, Weights
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ def command(capacity: Capacity, row: Row, model: str, out: str = "OUT") -> str |
     if row.weights.scheme is None and not request.reduce:
         return None
     parts = ["vlmcompress", "quantize", model, "-o", out, "--scheme", "none" if row.weights.scheme is None else name]
+    parts += [part for key, value in row.weights.options.items() for part in ("--set", f"options.{key}={value}")]
+    parts += ["--tp", str(request.tp)] if request.tp > 1 and row.weights.scheme else []
     parts += ["--target", request.target_name] if request.target_name else []
     parts += ["--kv-cache", "fp8"] if kv else []
     parts += ["--reduce", str(request.reduce)] if request.reduce else []
@@ -48,6 +50,8 @@ def flags(capacity: Capacity, row: Row) -> list[Flag]:
     serve_flags = []
     if request.tp > 1:
         serve_flags.append(Flag("--tensor-parallel-size", str(request.tp), "as asked"))
+        if capacity.model.tower_problem(request.tp):
+            serve_flags.append(Flag("--mm-encoder-tp-mode", "data", "the vision tower cannot be split over so many"))
     context = capacity.model.decoder.context
     serve_flags.append(
         Flag(
@@ -84,6 +88,7 @@ def reason(capacity: Capacity, row: Row) -> str:
         return "the checkpoint as it is"
     if capacity.model.source is None:
         return "the model as it is: its family is not one that quantize knows"
+    regrouped = f"; groups of {size}, as {request.tp} devices tear larger ones" if (size := _size(weights)) else ""
     base = next((other for other in capacity.rows if other.weights.scheme is None), row)
     schemes = request.target.schemes if request.target else {}
     names = (weights.name, *weights.others)
@@ -93,9 +98,14 @@ def reason(capacity: Capacity, row: Row) -> str:
     elif request.target and schemes.get("memory") in names:
         why = f"what {request.target.title} serves best where memory is short"
     if base is row or not base.fits:
-        return f"{why}{'' if base is row else '; bf16 does not fit'}"
+        return f"{why}{'' if base is row else '; bf16 does not fit'}{regrouped}"
     gain = row.served[capacity.served].requests / base.served[capacity.served].requests
-    return f"{why}; {gain:.2f} times the requests of bf16"
+    return f"{why}; {gain:.2f} times the requests of bf16{regrouped}"
+
+
+def _size(weights: Weights) -> int | None:
+    """The size of groups that was chosen for the number of devices; None where the scheme's own is taken."""
+    return weights.options.get("group_size")
 
 
 def shown_model(capacity: Capacity) -> str:

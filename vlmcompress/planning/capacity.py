@@ -190,7 +190,7 @@ def plan_capacity(
     )
     if not rows:
         return capacity
-    formats = formats or weight_bytes.formats(model, request.target_name)
+    formats = formats or weight_bytes.formats(model, request.target_name, request.tp)
     return replace(capacity, rows=tuple(_row(capacity, counted, weights) for weights in formats))
 
 
@@ -270,10 +270,8 @@ def _reserve(model: Model, defaults: Defaults, counted: Counted, tp: int) -> int
 
 
 def _row(capacity: Capacity, counted: Counted, weights: Weights) -> Row:
-    """What a format leaves and serves; one whose experts cannot be split over the devices is refused."""
+    """What a format leaves and serves."""
     request, model = capacity.request, capacity.model
-    if not weights.refused and (problem := served_model.group_problem(model.decoder, request.tp, weights.scheme)):
-        weights = replace(weights, refused=problem, stored=None)
     if weights.stored is None:
         return Row(weights, 0, None)
     kv_heads = [block.kv_heads for block in model.decoder.blocks if isinstance(block, served_model.Attention)]

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models
-from vlmcompress.common.tensor_files import INDEX, Spec
+from vlmcompress.checkpoint import partition
+from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.models import ModelSpec, Source
-from vlmcompress.numerics import Scheme
 from vlmcompress.planning.cache_pool import Layer
 
 _COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -172,23 +172,6 @@ def tp_refusal(decoder: Decoder, tp: int) -> str | None:
     return f"--tp {tp} does not go with {problem}; use one of {fine}" if problem else None
 
 
-def group_problem(decoder: Decoder, tp: int, scheme: Scheme | None) -> str | None:
-    """Why experts in a scheme cannot be split over `tp` devices: vLLM splits each of them, and a group must not be torn.
-
-    Source: vLLM 0.32 `compressed_tensors_moe_wna16.py`, `create_weights`. Any number of experts can be shared out whole.
-    """
-    width = decoder.intermediates[-1] if decoder.experts else 0
-    group = scheme.weights.group if scheme else -1
-    if not width or group <= 0 or (width // tp) % group == 0:
-        return None
-    fits = [devices for devices in range(1, tp) if width % devices == 0 and (width // devices) % group == 0]
-    instead = f"--tp {fits[-1]}" if fits else "another group_size"
-    return (
-        f"experts of width {width} on {tp} devices have {width // tp} inputs each, which groups of {group} do not divide; "
-        f"use {instead}, or serve with --enable-expert-parallel, which shares them out whole"
-    )
-
-
 def tp_choices(decoder: Decoder, limit: int = 16) -> list[int]:
     """Numbers of devices, up to `limit`, that the decoder can be split over."""
     return [tp for tp in range(1, limit + 1) if tp_problem(decoder, tp) is None]
@@ -258,10 +241,16 @@ class Model:
     pictures: ModelSpec | None
     quantized: str = ""
 
+    def tower_problem(self, devices: int) -> str | None:
+        """Why vLLM cannot split the vision tower over devices; None where it can, or the family is not known."""
+        if devices == 1 or self.spec is None:
+            return None
+        return partition.tower_problem(self.meta_model, self.spec, {}, devices)
+
 
 def open_model(path: Path) -> Model:
     """Open the model in a folder. Raises `UserError` for a config that cannot be."""
-    weights = path.is_dir() and (any(path.glob("*.safetensors")) or (path / INDEX).is_file())
+    weights = models.has_weights(path)
     config = models.read_config(path, weights)
     check_config(config, path / "config.json")
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from vlmcompress import targets
+from vlmcompress.checkpoint import partition
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.numerics import Scheme, label
@@ -27,7 +28,13 @@ def shape_problems(
             f"NVFP4 has a scale for each {group_size} inputs, which do not divide the {columns} of {first}; "
             f"--set 'skip=[{skip}]'"
         )
-    elif group_size > 0 and columns % group_size:
+    elif not partition.fits(partition.Layer(group, tuple(shapes), scheme), 1):
+        rows = scheme.weights.rows
+        yield (
+            f"vLLM runs {skip} as one matrix, and blocks of {rows} rows do not divide their outputs; use fp8, or --set "
+            f"'skip=[{skip}]'"
+        )
+    elif group_size > 0 and scheme.weights.rows == 1 and columns % group_size:
         smaller = next((size for size in (128, 64, 32) if size < group_size and columns % size == 0), None)
         instead = f"use --set options.group_size={smaller or -1}{'' if smaller else ' (one scale per row)'}"
         yield (

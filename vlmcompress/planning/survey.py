@@ -15,7 +15,7 @@ from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics
-from vlmcompress.checkpoint import rotate
+from vlmcompress.checkpoint import dequantized, rotate
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.write import output_specs
 from vlmcompress.common.layer_names import Layers
@@ -101,7 +101,7 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
     Raises:
         UserError: the model is quantized already, not whole, or of an unknown family.
     """
-    source = _whole(recipe.model, source)
+    source = _whole(recipe, source)
     if recipe.reduce:
         recipe = recipe.model_copy(update={"reduce": scorer_file.named(recipe.reduce)})
     bytes_before = sum(spec.nbytes for spec in source.stored.values())
@@ -178,9 +178,15 @@ def vision_candidates(recipe: Recipe, source: Source) -> list[Group]:
     ]
 
 
-def _whole(path: Path, source: Source | None) -> Source:
-    """The model in a folder, in 16 bits and whole; `source`: the model, if it is open. Raises `UserError` for another one."""
+def _whole(recipe: Recipe, source: Source | None) -> Source:
+    """The recipe's model, in 16 bits and whole; `source`: the model, if it is open. Raises `UserError` for another one."""
+    path = recipe.model
+    if source is None and recipe.from_quantized:
+        if recipe.rotate:
+            raise UserError("rotate needs a 16-bit source; leave out from_quantized, or convert it with --format bf16")
+        return dequantized.outline(path)
     if source is None:
+        models.spec_for(models.read_config(path, weights=False))  # the family first, whether there are weights or not
         models.refuse_quantized(path, models.read_config(path))  # its tensors have no place in the model as it was
         source = Source.of(path)
     if source.headers:

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vlmcompress import models, targets
+from vlmcompress.checkpoint import partition
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import Source
 from vlmcompress.numerics import Scheme, label
+from vlmcompress.planning import devices as planned
 from vlmcompress.planning.plan import make_plan
 from vlmcompress.planning.served_model import Attention, Decoder, Model
 from vlmcompress.recipe import resolve
@@ -43,6 +45,7 @@ class Weights:
         label: the number format in words; `key`: its name in `targets`.
         stored: bytes of all tensors in the files; None where `refused` says why there are none.
         scheme: the number formats; None: weights are left as they are.
+        options: the scheme's options where they are not its defaults: the size of groups that several devices do not tear.
     """
 
     name: str
@@ -52,11 +55,20 @@ class Weights:
     scheme: Scheme | None = None
     others: tuple[str, ...] = ()
     refused: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def formats(model: Model, target: str | None) -> list[Weights]:
-    """A row for each number format that a scheme gives and the target runs, bf16 first; refused ones behind them."""
+def formats(model: Model, target: str | None, devices: int = 1) -> list[Weights]:
+    """A row for each number format that a scheme gives and the target runs, bf16 first; refused ones behind them.
+
+    Args:
+        devices: that share the model. Where groups of a scheme would be torn, it gets the largest that are not.
+
+    Raises:
+        UserError: the checkpoint is quantized, and so that it can't be shared out.
+    """
     if model.quantized:
+        _check_stored(model, devices)
         return [Weights(model.quantized, "as stored", QUANTIZED, stored_bytes(model.stored))]
     if model.source is None:
         return [Weights("bf16", "bf16", "bf16", stored_bytes(model.stored))]
@@ -66,29 +78,61 @@ def formats(model: Model, target: str | None) -> list[Weights]:
     rows_by_label: dict[str, Weights] = {}
     for name in names:
         module = SCHEMES.get(name)
-        scheme = module.scheme(module.Options())
+        options = _fitting(source, module, devices)
+        scheme = module.scheme(module.Options(**options))
         key = label(scheme)
         if key in rows_by_label:
             rows_by_label[key] = replace(rows_by_label[key], others=(*rows_by_label[key].others, name))
         else:
-            rows_by_label[key] = _row(source, target, name, key, scheme)
+            rows_by_label[key] = _row(
+                source, target, Weights(name, key, targets.format_key(scheme), None, scheme, options=options), devices
+            )
     rows = sorted(
         rows_by_label.values(), key=lambda row: (row.refused is not None, row.scheme is not None, -(row.stored or 0))
     )
     return [replace(row, name="bf16") if row.scheme is None else row for row in rows]
 
 
-def _row(source: Source, target: str | None, name: str, title: str, scheme: Scheme | None) -> Weights:
-    row = Weights(name, title, targets.format_key(scheme), None, scheme)
+def _check_stored(model: Model, devices: int) -> None:
+    """Raise `UserError` where the layers of a quantized checkpoint cannot be shared out, as far as it is read."""
+    if devices == 1 or model.spec is None or not model.headers:
+        return
+    try:
+        layers = partition.stored_layers(model.path)
+    except UserError:
+        return  # another tool's, of a format that is not read
+    if problem := partition.problem(layers, devices):
+        raise UserError(problem)
+
+
+def _fitting(source: Source, module: Any, devices: int) -> dict[str, int]:
+    """The option of a scheme by which devices tear none of its groups; none where they don't, or no size helps."""
+    scheme = module.scheme(module.Options())
+    if scheme is None or devices == 1 or "group_size" not in {field.name for field in fields(module.Options)}:
+        return {}
+    groups = [group for block in source.blocks for group in block]
+    layers = partition.layers_of(
+        source.meta_model, groups, {name: scheme for group in groups for name in group.linears}
+    )
+    size = None if devices in partition.choices(layers, [devices]) else partition.fitting_size(layers, devices)
+    return {"group_size": size} if size and size > 0 else {}
+
+
+def _row(source: Source, target: str | None, row: Weights, devices: int) -> Weights:
+    """A row with its bytes, or with the reason why there are none."""
+    scheme = row.scheme
     if target and (reason := targets.get(target).refusal(row.key)):
         return replace(row, refused=reason)
     if scheme is None:
         return replace(row, stored=stored_bytes(source.stored))
-    settings: dict[str, Any] = {"model": str(source.path), "scheme": name}
+    settings: dict[str, Any] = {"model": str(source.path), "scheme": row.name, "options": dict(row.options)}
     recipe = resolve(settings | ({"target": target} if target else {}), refuse=False, weights="headers").recipe
     plan = make_plan(recipe, source=source, refuse=False)
     carried = [problem for problem in plan.problems if not problem.startswith("the model carries the reducer")]
-    return replace(row, refused=carried[0]) if carried else replace(row, stored=plan.bytes_after)
+    torn = partition.problem(planned.decoder_layers(plan), devices, target) if devices > 1 else None
+    if carried or torn:
+        return replace(row, refused=carried[0] if carried else torn)
+    return replace(row, stored=plan.bytes_after)
 
 
 def stored_bytes(stored: Mapping[str, Spec]) -> int:

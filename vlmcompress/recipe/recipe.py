@@ -86,6 +86,7 @@ class Recipe(_Frozen):
             before anything else is done: weights that are easier to round, and the same answers. Drawn by `seed`; null: none.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the calibration data, or statistics collected before.
+        from_quantized: quantize what a source in FP8 stands for, in 16 bits; false: a quantized source is refused.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
         resize: images made smaller before the encoder, by the processor's own settings; None: they are as they were.
@@ -112,6 +113,7 @@ class Recipe(_Frozen):
     resize: Resize | None = None
     reduce: ReducerChoice | None = None
     engine: Literal["vllm", "transformers"] = "vllm"
+    from_quantized: bool = False
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     shard_size: str = "5GB"

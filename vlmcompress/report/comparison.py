@@ -227,9 +227,35 @@ def markdown(rows: Sequence[Row]) -> str:
             ]
         )
     parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
+    parts += _recovery(rows, suites)
     if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
         parts.append(escape(f"Faster: {'; '.join(measured)}."))
     return "\n\n".join(parts) + "\n"
+
+
+def _recovery(rows: Sequence[Row], suites: Sequence[str]) -> list[str]:
+    """A table for each baseline: benchmarks down, the baseline and all candidates across, with what each recovers."""
+    sections = []
+    for baseline in dict.fromkeys(row.baseline for row in rows if row.suites):
+        columns = [row for row in rows if row.baseline == baseline and row.suites]
+        lines = []
+        for suite in suites:
+            measured = [row.suites.get(suite) for row in columns]
+            scores = dict.fromkeys(words.percent(c.baseline) for c in measured if c)
+            lines.append([suite, " or ".join(scores), *(_recovered(c) for c in measured)])
+        lines = [line for line in lines if line[1]]
+        lines.append(["weights, times smaller", "", *(times(row.smaller) if row.smaller else "" for row in columns)])
+        lines.append(["times faster", "", *(times(row.faster) if row.faster else "" for row in columns)])
+        sections += ["## Recovery", table(["benchmark", baseline, *(row.name for row in columns)], lines)]
+    return sections
+
+
+def _recovered(c: Comparison | None) -> str:
+    """A score, the share of the baseline's that it is, and the difference: `96.0%; 99.2% (-0.8, -1.5 to +0.1 points)`."""
+    if c is None:
+        return ""
+    share = f"; {words.recovery(c)}" if c.baseline else ""
+    return f"{words.percent(c.candidate)}{share} ({points(c.difference)}, {points(c.low)} to {points(c.high)} points)"
 
 
 def _difference(c: Comparison | None) -> str:

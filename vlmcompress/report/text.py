@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from vlmcompress.common.text import figures, percentage, points
+from vlmcompress.common.text import figures, percentage, points, size
 from vlmcompress.common.text import table as columns
 from vlmcompress.report import words
 from vlmcompress.report.findings import Findings, Row, SuiteFindings
@@ -94,9 +94,29 @@ def card_section(findings: Findings) -> str:
     return "\n\n".join(re.sub(r"^## ", "### ", section) for section in sections)
 
 
+def _recovery(findings: Findings) -> list[str]:
+    """The table of published model cards: each benchmark of both sides, what is recovered, and how sure that is."""
+    results, rows = findings.results, list[tuple[str, ...]]()
+    for s in findings.suites:
+        c = s.overall
+        change = f"{points(c.difference)} ({points(c.low)} to {points(c.high)})"
+        name = f"{s.suite.name} ({s.suite.metric})"
+        rows.append((name, words.percent(c.baseline), words.percent(c.candidate), words.recovery(c), change))
+    if not rows:
+        return []
+    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
+    if before and after:
+        rows.append(("weights", size(before), size(after), words.percent(after / before), ""))
+    if measured := findings.main_speed:
+        name, r = measured
+        rows.append((name, figures(r.baseline), figures(r.candidate), words.pace(r), words.spread(r)))
+    head = ["benchmark", results.baseline.name, results.candidate.name, "recovery", "points (interval)"]
+    return ["## Recovery", table(head, rows)]
+
+
 def _figures(findings: Findings) -> list[str]:
-    """Sections on the accuracy of each suite and on speed."""
-    sections = []
+    """Sections on what is recovered, on the accuracy of each suite and on speed."""
+    sections = _recovery(findings)
     for s in findings.suites:
         notes = s.notes + [f"{what}: {before:,} before, {after:,} after." for what, (before, after) in s.suspect]
         overall, hidden = s.suite.overall, len(s.suite.families) - _FAMILIES

@@ -53,6 +53,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
+def recovery(c: Comparison) -> str:
+    """The candidate's score as a share of the baseline's: `99.2%`; empty where the baseline has none."""
+    return percent(c.candidate / c.baseline) if c.baseline else ""
+
+
 def margin(share: float) -> str:
     """An allowed loss: `1 point`, `0.5 points`."""
     return "1 point" if (text := f"{100 * share:.4g}") == "1" else f"{text} points"

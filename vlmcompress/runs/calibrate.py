@@ -29,7 +29,7 @@ from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, Group, decoder_blocks
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.allocation import RULES
-from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_rotated, read_inputs, remove_rotated
+from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_rotated, read_inputs, remove_made
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import CROSS, NEEDS
 
@@ -157,7 +157,7 @@ def _calibrated(
     if distributed.is_main():
         described = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
         store.remove()
-        remove_rotated(out)
+        remove_made(out)
     distributed.barrier()
     return Result(out, described)
 

@@ -18,7 +18,7 @@ from vlmcompress import models
 from vlmcompress.calibration import tower_attention
 from vlmcompress.calibration.behind_reducer import decoder, reduced
 from vlmcompress.calibration.devices import accelerated, accelerator
-from vlmcompress.checkpoint import rotate
+from vlmcompress.checkpoint import dequantized, rotate
 from vlmcompress.common import distributed, folders, hub, identity
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress, phase, silent
@@ -244,6 +244,18 @@ def make_rotated(recipe: Recipe, progress: Progress) -> Source:
     return Source.of(folder)
 
 
-def remove_rotated(out: Path) -> None:
-    """Remove the rotated model of a run that is done."""
-    shutil.rmtree(folders.beside(out, "rotated"), ignore_errors=True)
+def make_dequantized(recipe: Recipe, progress: Progress) -> Source:
+    """Write the 16-bit model that a recipe's FP8 source stands for to a hidden folder beside OUT."""
+    assert recipe.out is not None
+    folder = folders.beside(recipe.out, "dequantized")
+    if distributed.is_main():
+        with phase("dequantizing"):
+            dequantized.write(recipe.model, folder, lambda done, total: progress("dequantizing", done, total))
+    distributed.barrier()
+    return Source.of(folder)
+
+
+def remove_made(out: Path) -> None:
+    """Remove the rotated or dequantized model of a run that is done."""
+    for kind in ("rotated", "dequantized"):
+        shutil.rmtree(folders.beside(out, kind), ignore_errors=True)

@@ -25,9 +25,10 @@ from vlmcompress.runs.inputs import (
     Result,
     fingerprint,
     learn,
+    make_dequantized,
     make_rotated,
     read_for_plan,
-    remove_rotated,
+    remove_made,
 )
 from vlmcompress.runs.quantize_blocks import quantize_blocks, solve_blocks
 from vlmcompress.runs.write import space_needed, write_checkpoint
@@ -54,6 +55,8 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         with distributed.process_group():
             if recipe.rotate:
                 plan = make_plan(recipe, source=make_rotated(recipe, progress))
+            elif recipe.from_quantized:
+                plan = make_plan(recipe, source=make_dequantized(recipe, progress))
             if plan.budget:
                 plan = allocate.share_out(plan, resume=resume, progress=progress)
             inputs = read_for_plan(plan, progress)
@@ -78,7 +81,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         )
         store.remove()
         allocate.clean(out)
-        remove_rotated(out)
+        remove_made(out)
         return Result(out, manifest)
 
 

@@ -21,6 +21,7 @@ from vlmcompress.data.provenance import unseen
 from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM, Source
+from vlmcompress.planning import devices
 from vlmcompress.planning.plan import Plan
 from vlmcompress.planning.visual_tokens import visual_tokens
 from vlmcompress.recipe import Recipe
@@ -88,7 +89,7 @@ def write_checkpoint(
 
 
 def space_needed(plan: Plan, out: Path) -> int:
-    """Bytes that a run needs beside those that an earlier one left there: OUT, the finished blocks, and a rotated model."""
+    """Bytes that a run needs beside those that an earlier one left: OUT, the finished blocks, a rotated or 16-bit model."""
     stored = (
         stored_bytes(scheme.weights, plan.source.stored[plan.source.names[f"{linear}.weight"]].shape)
         for groups in plan.blocks
@@ -96,8 +97,8 @@ def space_needed(plan: Plan, out: Path) -> int:
         if (scheme := plan.method.of(group).scheme)
         for linear in group.linears
     )
-    copied = plan.bytes_before if plan.recipe.rotate else 0
-    left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", "rotated"))
+    copied = plan.bytes_before if plan.recipe.rotate or plan.recipe.from_quantized else 0
+    left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", "rotated", "dequantized"))
     return plan.bytes_after + sum(stored) + copied - left
 
 
@@ -140,6 +141,7 @@ def _manifest(
         allocation=plan.allocation,
         visual_tokens=tokens.example if tokens else None,
         recovery=recovery,
+        devices=devices.choices(plan),
     )
 
 

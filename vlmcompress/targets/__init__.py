@@ -6,7 +6,7 @@ A file here is one machine, its name is the target's name; `TARGET` is all it ho
     w8a8-int  w8a8-fp                              8-bit weights and activations
     w4a8-int                                       4-bit weights, 8-bit activations
     w8a8-fp-static                                 with fixed activation scales; the kernel of w8a8-fp unless refused
-    w8a8-fp-block                                  with a scale per 128 x 128 weights, as others write it
+    w8a8-fp-block                                  with a scale per 128 x 128 weights
     w4a4-fp  w4a16-fp                              NVFP4: 4-bit floats with an FP8 scale per 16 weights
 
 A format is in one of three places: it runs (`kernels`); it runs and rounds activations for nothing, as vLLM computes in

@@ -202,6 +202,7 @@ def arguments_of(
         arguments += ["--kv-cache-dtype", "fp8"]
     if reducer is not None and reducer.asks:
         arguments.append(TRUST)
+    _check_devices(model, config, extra)
     if (last := speculation.last_setting(extra)) is not None:
         speculation.checked(model, last)
     elif speculative is not None:
@@ -279,6 +280,23 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     if plugins is not None and "vlmcompress" not in plugins.split(","):
         raise UserError(f"{model} needs vLLM's plugin 'vlmcompress', which VLLM_PLUGINS='{plugins}' leaves out; add it")
     return carried.reducer if carried else None
+
+
+def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:
+    """Raise `UserError` where flags of `vllm serve` share a checkpoint out among devices that tear groups of its weights."""
+    count = speculation.last_setting(extra, ("--tensor-parallel-size", "-tp")) or ""
+    if not config.get("quantization_config") or not count.isdecimal() or int(count) < 2:
+        return
+    from vlmcompress.checkpoint import partition  # which brings torch along
+
+    try:
+        layers = partition.stored_layers(model)
+    except UserError:
+        return  # another tool's, of a format that is not read: vLLM says what it can do with it
+    if {"--enable-expert-parallel", "-ep"} & set(extra):
+        layers = [layer for layer in layers if layer.group.expert is None]
+    if problem := partition.problem(layers, int(count)):
+        raise UserError(f"{model}: {problem}")
 
 
 def check_length(max_model_len: int | None, config: Mapping[str, Any]) -> None:

