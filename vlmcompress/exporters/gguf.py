@@ -155,15 +155,15 @@ def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side
 
     def rows(matrix: Tensor) -> Tensor:
         chosen = matrix.chunk(of)[part]
-        if heads > 1 or rule.heads:  # halves of a head, one after the other -> neighbours
+        if rule.heads:  # halves of a head, one after the other -> neighbours
             order = torch.arange(len(chosen)).view(heads, 2, -1).transpose(1, 2).reshape(-1)
             chosen = chosen[order]
         return chosen
 
     if module in parts.quantized and source.endswith(".weight"):
         qt, scheme, _ = parts.quantized[module]
-        shape = (qt.q.shape[0] // of, qt.q.shape[1])
-        return _Plan(target, source, storage(scheme), shape, lambda: rows(pack(parts.quantized[module][0])))
+        layer = (qt.q.shape[0] // of, qt.q.shape[1])
+        return _Plan(target, source, storage(scheme), layer, lambda: rows(pack(parts.quantized[module][0])))
     spec = parts.specs[source]
 
     def changed(value: Tensor) -> Tensor:
