@@ -90,7 +90,12 @@ def blocks(prefix: str, names: Mapping[str, str]) -> tuple[Rule, ...]:
 
 
 def vision_keys(kind: str, **below: Value) -> dict[str, Value]:
-    """The metadata of a tower; `kind`: llama.cpp's name of the projector; `below`: further ones of `clip.vision`, with `__` for a dot."""
+    """The metadata of a tower.
+
+    Args:
+        kind: llama.cpp's name of the projector.
+        below: further ones of `clip.vision`, with `__` for a dot.
+    """
     keys = {
         "clip.has_vision_encoder": always(True),
         "clip.projector_type": always(kind),
