@@ -84,6 +84,8 @@ def main() -> None:
         for name, flags in METHODS.items():
             calib = ["--calib", str(data), "--samples", str(args.samples)] if "rtn" not in flags else []
             out = work / name.replace(", ", "-")
+            if (out / "model.gguf").is_file():  # of an earlier run in the same folder
+                continue
             command = ["quantize", str(args.model), *flags, *calib, "--format", "gguf", "-o", str(out), "--overwrite"]
             if vlmcompress(command):
                 raise SystemExit(2)
