@@ -152,3 +152,28 @@ def _tensor(source, name):
     from safetensors.torch import load_file
 
     return load_file(source / "model.safetensors")[name]
+
+
+def test_what_was_quantized_before_is_written_with_the_same_codes(written, tmp_path):
+    """Scales of a checkpoint in bfloat16 are float16 numbers, too, where they are not tiny."""
+    source, _ = written
+    flags = ["--scheme", "rtn", "--set", "options.group_size=64", "-o", str(tmp_path / "packed")]
+    assert main(["quantize", str(source), *flags]) == 0
+    assert main(["export", str(tmp_path / "packed"), "--format", "gguf", "-o", str(tmp_path / "out")]) == 0
+    weight = _tensor(source, "model.layers.0.mlp.down_proj.weight")
+    expected = round_to_nearest(weight, Format("int", 4, 64), scale_dtype=torch.bfloat16)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    stored = tensors["blk.0.ffn_down.weight"]
+    weights = torch.from_numpy(gguf.quants.dequantize(np.array(stored.data), stored.tensor_type))
+    assert torch.equal(weights, expected.dequantize(torch.float32))
+
+
+def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused_before_anything_runs(written, tmp_path, capsys):
+    source = build("qwen2_vl", tmp_path / "source")
+    path = source / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps(content))
+    assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "has no name" in error

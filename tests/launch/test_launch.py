@@ -64,19 +64,21 @@ def test_files_of_all(case: str) -> None:
     for launcher in map(REGISTRY.get, REGISTRY):
         assert (f"- {launcher.TITLE}: {launcher.refusal(checkpoint)}." in page) is (launcher not in loads)
     assert sum(map(len, texts.values())) < 60_000
-    assert [title for title, _ in launch.commands(checkpoint)][:1] == ([vllm.TITLE] if vllm in loads else [])
+    titles = [title for title, _ in launch.commands(checkpoint)]
+    assert titles[:1] == [vllm.TITLE] if vllm in loads else vllm.TITLE not in titles
 
 
 # engine -> formats that it loads, by its own source; read by hand, see the docstrings of the entries
 LOADS = {
-    "sglang": set(FORMATS) - {"w3", "w4a8", "gptq-2", "unheard-of"},
+    "sglang": set(FORMATS) - {"w3", "w4a8", "gptq-2", "gguf", "unheard-of"},
+    "llamacpp": {"gguf"},
     "lmdeploy": {"bf16", "w4-g128", "awq", "gptq"},
     "tensorrt-llm": {"bf16", "fp8", "nvfp4", "nvfp4-fp8", "modelopt"},
-    "vllm": set(FORMATS) - {"gptq-2", "unheard-of"},
-    "vllm-split": set(FORMATS) - {"gptq-2", "unheard-of"},
-    "triton": set(FORMATS) - {"gptq-2", "unheard-of"},
-    "compose": set(FORMATS) - {"gptq-2", "unheard-of"},
-    "kubernetes": set(FORMATS) - {"gptq-2", "unheard-of"},
+    "vllm": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
+    "vllm-split": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
+    "triton": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
+    "compose": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
+    "kubernetes": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
 }
 
 

@@ -109,7 +109,7 @@ ERRORS = [
     ("scheme: rtn\nskip: ['(']", "'\\(' is not a regular expression"),
     ("scheme: rtn\nshard_size: huge", 'shard_size is "huge", it should be a size like 5GB'),
     ("scheme: rtn\nshard_size: 0GB", "should be a size like 5GB"),
-    ("scheme: rtn\nformat: gguf", "unknown format 'gguf'"),
+    ("scheme: rtn\nformat: ggml", "unknown format 'ggml'"),
     ("scheme: rtn\noptions: [1]", r"options is \[1\], it should be a mapping"),
     ("scheme: rtn\noptions: {bits: four}", 'options.bits is "four", it should be a valid integer'),
     ("scheme: rtn\noptions: {symmetric: 1}", "options.symmetric is 1, it should be a valid boolean"),

@@ -189,6 +189,16 @@ def _usage(
 ) -> str:
     name = name if name.isprintable() and "`" not in name else "FOLDER"
     folder, place = shlex.quote(f"./{name}"), json.dumps(f"./{name}", ensure_ascii=False)
+    first = "From the folder that holds this one:"
+    if repository:
+        first = (
+            f"```sh\nhf download {shlex.quote(repository)} --local-dir {shlex.quote(name)}\n```\n\nThen, from there:"
+        )
+    if (config.get("quantization_config") or {}).get("quant_method") == "gguf":
+        return (
+            f"{first}\n\n```sh\nllama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf --jinja\n```\n\n"
+            "llama.cpp reads no limits of an image's tokens from files: see `--image-min-tokens`, `--image-max-tokens`."
+        )
     flags = " --trust-remote-code" if config.get("auto_map") else ""
     flags += " --kv-cache-dtype fp8" if (config.get("quantization_config") or {}).get("kv_cache_scheme") else ""
     serve = f"""```sh
@@ -210,11 +220,6 @@ vllm serve {folder} --served-model-name {shlex.quote(name)}{flags}
             f'model, _ = open_model({place}, dtype="auto")  # transformers alone has experts fused, unlike this file'
         )
     imports = "\n".join(opened)
-    first = "From the folder that holds this one:"
-    if repository:
-        first = (
-            f"```sh\nhf download {shlex.quote(repository)} --local-dir {shlex.quote(name)}\n```\n\nThen, from there:"
-        )
     return f"""{first}
 
 {serve}

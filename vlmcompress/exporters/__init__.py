@@ -8,7 +8,7 @@ have both. Optional:
     GROUP_SIZE                      a literal: the group size of schemes that have one, where the recipe gives none
     write_files(tree, family, parts, progress) -> bytes      its files, where they are not safetensors under the source's names;
                                     `tree` has the source's other files already, `parts` is a `Parts`
-    family_problems(family) -> [str]                         with it: reasons why it cannot hold models of a family
+    source_problems(folder, family, config) -> [str]         with it: reasons why it cannot hold a model
 
 A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """

@@ -149,7 +149,7 @@ def _specials(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mappi
         token = settings.get(f"{name}_token")
         token = token.get("content") if isinstance(token, Mapping) else token
         ends = text.get(f"{name}_token_id")
-        keys[key] = ids.get(token, ends[0] if isinstance(ends, list) and ends else ends)
+        keys[key] = ids.get(str(token), ends[0] if isinstance(ends, list) and ends else ends)
     return {key: value for key, value in keys.items() if isinstance(value, int) and 0 <= value < len(ids)}
 
 

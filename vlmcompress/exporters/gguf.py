@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,23 @@ def configs(layers: Layers) -> dict[str, dict]:
     return {"config.json": block}
 
 
-def family_problems(family: str, facts: Facts | None = None) -> list[str]:
-    """Reasons why llama.cpp cannot run a family, or this checkpoint of it as it is meant."""
-    name = family.replace("_", "-")
-    if name not in REGISTRY:
+def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> list[str]:
+    """Reasons why a model cannot be written: llama.cpp lacks its family or runs it otherwise, or the tokenizer is another one.
+
+    Args:
+        folder: the source's, for its tokenizer.
+        config: transformers' configuration with all defaults.
+    """
+    if find_spec("gguf") is None:
+        return ["the package gguf is not installed; pip install '.[gguf]' in the checkout of vlmcompress"]
+    if family not in REGISTRY:
         return [f"GGUF is not written for the family {family}, only for {', '.join(REGISTRY.names())}"]
-    return REGISTRY.get(name).FAMILY.check(facts) if facts else []
+    reasons = REGISTRY.get(family).FAMILY.check(Facts(config, {}))
+    try:
+        metadata(folder, config["text_config"]["vocab_size"], config)
+    except UserError as error:
+        reasons.append(str(error))
+    return reasons
 
 
 def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:
@@ -95,9 +107,9 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     Raises:
         UserError: llama.cpp has no such family or runs it otherwise, it has no place for a tensor, or `gguf` is missing.
     """
-    facts = Facts(parts.config, parts.image)
-    if reasons := family_problems(family, facts):
+    if reasons := source_problems(tree, family, parts.config):
         raise UserError(reasons[0])
+    facts = Facts(parts.config, parts.image)
     known_as: Family = REGISTRY.get(family).FAMILY
     arch = known_as.arch(facts)
     planned = {
@@ -155,15 +167,15 @@ def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side
 
     def rows(matrix: Tensor) -> Tensor:
         chosen = matrix.chunk(of)[part]
-        if heads > 1 or rule.heads:  # halves of a head, one after the other -> neighbours
+        if rule.heads:  # halves of a head, one after the other -> neighbours
             order = torch.arange(len(chosen)).view(heads, 2, -1).transpose(1, 2).reshape(-1)
             chosen = chosen[order]
         return chosen
 
     if module in parts.quantized and source.endswith(".weight"):
         qt, scheme, _ = parts.quantized[module]
-        shape = (qt.q.shape[0] // of, qt.q.shape[1])
-        return _Plan(target, source, storage(scheme), shape, lambda: rows(pack(parts.quantized[module][0])))
+        layer = (qt.q.shape[0] // of, qt.q.shape[1])
+        return _Plan(target, source, storage(scheme), layer, lambda: rows(pack(parts.quantized[module][0])))
     spec = parts.specs[source]
 
     def changed(value: Tensor) -> Tensor:
@@ -222,13 +234,9 @@ def _general(name: str, plans: list[_Plan], parts: Parts) -> dict[str, Any]:
 
 def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: list[_Plan]) -> Iterator[int]:
     """Write a file tensor by tensor and yield the bytes of each."""
-    try:
-        import gguf
-        import numpy as np
-    except ImportError as error:
-        raise UserError(
-            "the package gguf is not installed; pip install '.[gguf]' in the checkout of vlmcompress"
-        ) from error
+    import gguf
+    import numpy as np
+
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():
         if value is not None:

@@ -6,9 +6,7 @@ is called like the family in `vlmcompress.models`, and its `FAMILY` is a `Family
 
 from __future__ import annotations
 
-from vlmcompress.common.registry import Registry
+from vlmcompress.common.registry import LLAMACPP as REGISTRY
 from vlmcompress.llamacpp._spec import Facts, Family, Model, Rule
 
 __all__ = ["REGISTRY", "Facts", "Family", "Model", "Rule"]
-
-REGISTRY = Registry("vlmcompress.llamacpp", "family of llama.cpp")

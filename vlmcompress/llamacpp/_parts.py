@@ -16,8 +16,8 @@ def head_size(facts: Facts) -> int:
     return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
 
 
-def text_keys(**more: Value) -> dict[str, Value]:
-    """The metadata of a decoder of the Llama shape; `more`: further ones, with `__` for a dot, below the architecture."""
+def text_keys(**below: Value) -> dict[str, Value]:
+    """The metadata of a decoder of the Llama shape; `below`: further ones of the architecture, with `__` for a dot."""
     keys = {
         "vocab_size": at("text_config.vocab_size"),
         "context_length": at("text_config.max_position_embeddings"),
@@ -31,7 +31,7 @@ def text_keys(**more: Value) -> dict[str, Value]:
         "attention.layer_norm_rms_epsilon": at("text_config.rms_norm_eps", float),
         "rope.freq_base": at("text_config.rope_parameters.rope_theta", float),
     }
-    further = {name.replace("__", "."): value for name, value in more.items()}
+    further = {name.replace("__", "."): value for name, value in below.items()}
     return {f"{{arch}}.{name}": value for name, value in (keys | further).items()}
 
 
@@ -89,8 +89,13 @@ def blocks(prefix: str, names: Mapping[str, str]) -> tuple[Rule, ...]:
     return tuple(rule for old, new in names.items() for rule in both(f"{prefix}.{old}", f"v.blk.{{}}.{new}"))
 
 
-def vision_keys(kind: str, **more: Value) -> dict[str, Value]:
-    """The metadata of a tower; `kind`: llama.cpp's name of the projector; `more`: below `clip.vision`, with `__` for a dot."""
+def vision_keys(kind: str, **below: Value) -> dict[str, Value]:
+    """The metadata of a tower.
+
+    Args:
+        kind: llama.cpp's name of the projector.
+        below: further ones of `clip.vision`, with `__` for a dot.
+    """
     keys = {
         "clip.has_vision_encoder": always(True),
         "clip.projector_type": always(kind),
@@ -99,7 +104,7 @@ def vision_keys(kind: str, **more: Value) -> dict[str, Value]:
         "clip.vision.patch_size": at("vision_config.patch_size"),
         "clip.vision.projection_dim": at("text_config.hidden_size"),
     }
-    return keys | {f"clip.vision.{name.replace('__', '.')}": value for name, value in more.items()}
+    return keys | {f"clip.vision.{name.replace('__', '.')}": value for name, value in below.items()}
 
 
 def activation(path: str = "vision_config.hidden_act") -> dict[str, Value]:

@@ -129,10 +129,10 @@ def vision_tower(survey: Survey) -> Iterator[str]:
 
 def stored_format(survey: Survey) -> Iterator[str]:
     """Whether the format of the files can hold the schemes."""
-    exporter, family = survey.recipe.exporter, survey.source.spec.family
+    exporter, source = survey.recipe.exporter, survey.source
     yield from exporters.problems(exporter, survey.layers)
-    if hasattr(exporter, "family_problems"):
-        yield from exporter.family_problems(family)
+    if hasattr(exporter, "source_problems"):
+        yield from exporter.source_problems(source.path, source.spec.family, source.meta_model.config.to_dict())
     if hasattr(exporter, "write_files") and survey.recipe.reduce:
         yield (
             f"reduce {survey.recipe.reduce}: llama.cpp has no place for a method that selects or merges visual tokens; "
