@@ -114,6 +114,18 @@ def test_blocks_of_a_gram_matrix(width, generator, one_thread):
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", SIZES[1:])
+def test_products_of_several_blocks_as_on_an_accelerator(width, generator, monkeypatch):
+    monkeypatch.setattr(gram_matrices, "_BLOCK", PIECE // 2)
+    monkeypatch.setattr(gram_matrices, "_multiplied", lambda _device: PIECE)
+    x = torch.randn(30, width, generator=generator)
+    collector = Collector(width, ["gram"])
+    collector.add(x)
+    stats = collector.finish()
+    torch.testing.assert_close(stats.gram(), x.T @ x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(type(stats).from_state_dict(stats.state_dict()).gram(), stats.gram())
+
+
 @pytest.mark.parametrize("offered", SIZES)
 def test_batches_that_rows_are_drawn_from(offered):
     """The sample is the same one in whatever batches rows come."""

@@ -5,7 +5,8 @@ Solving is what is left of `quantize --stats` when loading, reading statistics a
 and statistics those of correlated inputs: singular values that decay, a few channels that are thirty times as large as others.
 One block is made and solved by each scheme in turn, `--repeats` times, so that all schemes meet the same load of the machine;
 the least time of each counts, and is multiplied by the number of blocks. Phases are functions of the package, timed by Python's
-profiler with the process's clock; what none of them took is `rest`.
+profiler with the process's clock; what none of them took is `rest`. `error` is the geometric mean of the layers' relative
+squared output errors (of `rtn` and `fp8`, which read no statistics, of their weights').
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import math
 import pstats
 import resource
 import time
@@ -84,13 +86,13 @@ def statistics(width: int, rows: int) -> GroupStats:
 def solve(
     scheme: str, groups: list[Group], weights: Mapping[str, Tensor], stats: Mapping[str, GroupStats]
 ) -> dict[str, float]:
-    """Processor seconds of solving the block by `scheme`, in all and by phase."""
+    """Processor seconds of solving the block by `scheme`, in all and by phase, and the `error` that is left."""
     module = quantizers.REGISTRY.get(scheme)
     options = module.Options()
     used = dict(stats) if module.needs(options).statistics else {}
     profiler = cProfile.Profile(time.process_time, builtins=False)
     start = time.process_time()
-    profiler.runcall(solve_block, groups, weights, used, QuantMethod(module, options), torch.bfloat16)
+    result = profiler.runcall(solve_block, groups, weights, used, QuantMethod(module, options), torch.bfloat16)
     seconds = {"all": time.process_time() - start}
     for (file, _, function), (_, _, _, cumulative, callers) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
         for phase, (suffix, name) in PHASES.items():
@@ -98,7 +100,8 @@ def solve(
             if name == function and file.endswith(suffix) and (outer or phase == "smooth"):
                 seconds[phase] = seconds.get(phase, 0.0) + cumulative
     seconds["rest"] = max(0.0, 2 * seconds["all"] - sum(seconds.values()))
-    return seconds
+    logs = [math.log(value) for errors in result.errors.values() for value in errors.values()]
+    return seconds | {"error": math.exp(sum(logs) / len(logs))}
 
 
 def main() -> None:
@@ -120,10 +123,11 @@ def main() -> None:
             seconds = solve(scheme, groups, weights, stats)
             if scheme not in best or seconds["all"] < best[scheme]["all"]:
                 best[scheme] = seconds
-    columns = ["all", *PHASES, "rest"]
-    print(f"{'':<12}" + "".join(f"{name:>11}" for name in columns))
+    columns, errors = ["all", *PHASES, "rest"], {scheme: seconds.pop("error") for scheme, seconds in best.items()}
+    print(f"{'':<12}" + "".join(f"{name:>11}" for name in columns) + f"{'error':>11}")
     for scheme, seconds in best.items():
-        print(f"{scheme:<12}" + "".join(f"{blocks * seconds.get(name, 0.0):>11.1f}" for name in columns))
+        cells = "".join(f"{blocks * seconds.get(name, 0.0):>11.1f}" for name in columns)
+        print(f"{scheme:<12}{cells}{errors[scheme]:>11.2g}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     model = {
         scheme: {name: round(blocks * value, 2) for name, value in seconds.items()} for scheme, seconds in best.items()
@@ -136,6 +140,7 @@ def main() -> None:
                 "rows": args.rows,
                 "threads": torch.get_num_threads(),
                 "seconds": model,
+                "errors": errors,
                 "peak_mb": peak,
             }
         )

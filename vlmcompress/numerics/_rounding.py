@@ -50,8 +50,8 @@ def find_params(
 def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Least and largest value of each piece of `w`, widened to hold 0: float32, shaped like the scale; see `find_params`."""
     every = [slice(None)] if fmt.group == 0 else row_chunks(w)
-    if importance is not None and importance.amin() > 0:
-        importance = None
+    if importance is not None and importance.device.type == "cpu" and importance.amin() > 0:
+        importance = None  # saves a pass; on an accelerator to wait for the answer costs more
     parts = [_ranges(w[rows].float(), fmt, _of(importance, rows)) for rows in every]
     low, high = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     if not torch.stack((low.amin(), high.amax())).isfinite().all():

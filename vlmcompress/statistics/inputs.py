@@ -41,6 +41,7 @@ from vlmcompress.statistics.balance import MODALITIES, Sensitivity, shares
 SAMPLE = 64  # rows of each modality that are kept
 NEEDS = frozenset({"gram", "absmax", "absmean"})  # what can be stored
 CROSS = "cross"
+_LARGE = 2048  # the same on an accelerator, whose kernels are started faster than small products end
 _BLOCK = 256  # columns of G computed at a time; measured: skips near half the work and is still large enough for BLAS
 
 
@@ -301,8 +302,9 @@ def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = No
     are and sums in float32; a CPU gets `rows [tokens, in]` in float32.
     """
     end = gram.shape[0] if end is None else end
-    blocks = -(-(end - start) // _BLOCK)
-    middle = start + _BLOCK * (-(-blocks // 2)) if blocks > 1 else end
+    block = _multiplied(gram.device)
+    blocks = -(-(end - start) // block)
+    middle = start + block * (-(-blocks // 2)) if blocks > 1 else end
     left = rows[:, start:middle]
     parts = [(start, left)] if blocks <= 1 else [(middle, rows[:, middle:end])]
     for column, right in parts:
@@ -316,6 +318,11 @@ def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = No
         add_product(gram, rows, middle, end)
 
 
+def _multiplied(device: torch.device) -> int:
+    """Columns of a Gram matrix in one product: as many blocks as pay on `device`."""
+    return _BLOCK if device.type == "cpu" else _LARGE
+
+
 def add_cross(cross: Tensor, rows: Tensor, others: Tensor) -> None:
     """Add `rows^T others` to `cross [in, in]`, in place; dtypes as in `add_product`."""
     if rows.dtype == cross.dtype:
@@ -325,11 +332,11 @@ def add_cross(cross: Tensor, rows: Tensor, others: Tensor) -> None:
 
 
 def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
-    """Fill the lower triangle from the upper one, in place, by squares that stay in a CPU's cache."""
+    """Fill the lower triangle from the upper one, in place: on a CPU by squares that stay in cache, elsewhere by columns."""
     blocks = _blocks(gram.shape[0], block)
     for i, (a, b) in enumerate(blocks):
-        for c, d in blocks[:i]:
-            gram[a:b, c:d] = gram[c:d, a:b].T
+        for c, d in blocks[i + 1 :] if gram.device.type == "cpu" else [(b, gram.shape[0])]:
+            gram[c:d, a:b] = gram[a:b, c:d].T
     return gram
 
 
