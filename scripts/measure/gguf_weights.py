@@ -37,30 +37,29 @@ METHODS = {
 LLAMA_CPP = ("Q4_0", "Q4_1", "Q8_0")
 
 
-def matrices(file: Path) -> dict[str, tuple[torch.Tensor, str, int]]:
-    """The quantized matrices of a GGUF file: name -> float32 weights, ggml type, bytes."""
+def contents(file: Path) -> dict[str, tuple[torch.Tensor, bool, int]]:
+    """The tensors of a GGUF file: name -> float32 values, whether they are quantized, bytes."""
     return {
         tensor.name: (
-            torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)),
-            tensor.tensor_type.name,
+            torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()),
+            tensor.tensor_type.name.startswith("Q"),
             tensor.n_bytes,
         )
         for tensor in gguf.GGUFReader(file).tensors
-        if tensor.tensor_type.name.startswith("Q")
     }
 
 
-def places(vlm: models.VLM) -> dict[str, tuple[torch.nn.Linear, int]]:
-    """Name in the GGUF file -> the decoder's linear layer, and the heads whose rows stand in another order there; 0: none."""
+def places(vlm: models.VLM) -> dict[str, tuple[torch.Tensor, int]]:
+    """Name in the GGUF file -> the decoder's parameter, and the heads whose rows stand in another order there; 0: none.
+    Norms are among them: methods that smooth change these, too."""
     family = REGISTRY.get(vlm.spec.family).FAMILY
     facts = Facts(vlm.model.config.to_dict(), {})
-    linears = {}
+    parameters, blocks = {}, range(vlm.model.config.get_text_config().num_hidden_layers)
     for rule in family.language.rules:
-        for number in range(vlm.model.config.get_text_config().num_hidden_layers):
-            if "{}" in rule.source and rule.source.endswith("_proj.weight"):
-                module = vlm.model.get_submodule(rule.source.format(number).removesuffix(".weight"))
-                linears[rule.target.format(number)] = (module, rule.heads(facts) if rule.heads else 0)
-    return linears
+        for number in blocks if "{}" in rule.source else ():
+            parameter = vlm.model.get_parameter(rule.source.format(number))
+            parameters[rule.target.format(number)] = (parameter, rule.heads(facts) if rule.heads else 0)
+    return parameters
 
 
 def in_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -97,27 +96,28 @@ def measure(model: Path, work: Path, count: int) -> dict[str, dict[str, float]]:
     """Print the table, and return its rows: method -> divergence and bits per weight."""
     vlm = models.load(model)
     original = text_probe.reference(vlm, text_probe.tokenized(vlm, english.paragraphs("validation")[:count]))
-    layers = places(vlm)
-    sources = {name: module.weight.detach().float().clone() for name, (module, _) in layers.items()}
+    parameters = places(vlm)
+    sources = {name: parameter.detach().float().clone() for name, (parameter, _) in parameters.items()}
+    matrices = [name for name, value in sources.items() if value.ndim == 2]
     rows: dict[str, dict[str, float]] = {}
 
-    def judge(title: str, weights: dict[str, torch.Tensor], nbytes: int) -> None:
-        for name, weight in weights.items():
-            layers[name][0].weight.copy_(weight)
+    def judge(title: str, values: dict[str, torch.Tensor], nbytes: int) -> None:
+        for name, value in (sources | values).items():
+            parameters[name][0].copy_(value)
         sums = text_probe.compare(vlm, original)
         kl = float(sums["kl"].sum() / sums["tokens"].sum())
-        rows[title] = {"kl": kl, "bits": 8 * nbytes / sum(weight.numel() for weight in weights.values())}
+        rows[title] = {"kl": kl, "bits": 8 * nbytes / sum(sources[name].numel() for name in matrices)}
         print(f"{title:24} {kl:10.5f} nats  {rows[title]['bits']:.2f} bits", flush=True)
 
     for kind in LLAMA_CPP:
         number = gguf.GGMLQuantizationType[kind]
-        packed = {name: gguf.quants.quantize(weight.numpy(), number) for name, weight in sources.items()}
-        weights = {name: torch.from_numpy(gguf.quants.dequantize(data, number)) for name, data in packed.items()}
-        judge(f"llama.cpp's {kind}", weights, sum(data.nbytes for data in packed.values()))
+        packed = {name: gguf.quants.quantize(sources[name].numpy(), number) for name in matrices}
+        values = {name: torch.from_numpy(gguf.quants.dequantize(data, number)) for name, data in packed.items()}
+        judge(f"llama.cpp's {kind}", values, sum(data.nbytes for data in packed.values()))
     for title in METHODS:
-        read = matrices(work / title.replace(", ", "-") / "model.gguf")
-        weights = {name: in_order(weight, layers[name][1]) for name, (weight, *_) in read.items()}
-        judge(title, weights, sum(nbytes for *_, nbytes in read.values()))
+        read = contents(work / title.replace(", ", "-") / "model.gguf")
+        values = {name: in_order(read[name][0], heads) for name, (_, heads) in parameters.items()}
+        judge(title, values, sum(nbytes for _, packed, nbytes in read.values() if packed))
     return rows
 
 

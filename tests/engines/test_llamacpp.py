@@ -15,7 +15,6 @@ from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.cli import main
 from vlmcompress.engines import Request, Settings, hf, llamacpp
-from vlmcompress.errors import UserError
 from vlmcompress.llamacpp import REGISTRY
 
 ENDS = [258, 257]  # `<|im_end|>`, and `<|endoftext|>`, which llama.cpp takes for an end by its name
@@ -154,5 +153,5 @@ def test_the_engine_is_a_process_of_its_own(tmp_path):
 
 def test_a_folder_without_gguf_is_refused(tmp_path):
     source = build("qwen2-vl", tmp_path / "source")
-    with pytest.raises(UserError, match="no checkpoint of ours"):
-        engines.get("llamacpp").answer(source, questions(tmp_path, [(56, 56)]), media=tmp_path, settings=SETTINGS)
+    with pytest.raises(ValueError, match="no checkpoint of ours"):
+        llamacpp.start(job(source, tmp_path))
