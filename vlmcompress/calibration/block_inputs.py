@@ -131,7 +131,7 @@ class _Recorder:
         ] = {}  # of the present batch: id -> the tensor, and what is kept of it
 
     def record(self, batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Keep a block's arguments, of the first its hidden states, too, and of others what was added to zeros; return zeros."""
+        """Keep a block's arguments, of the first its hidden states, of others what was added to zeros; return zeros."""
         if layer == 0:
             self.kept.clear()
             batch.hidden = self._keep(hidden)

@@ -1,4 +1,4 @@
-"""A plugin for pytest: `-p tests.kit.pretended_cuda.plugin` gives its process the pretended device before tests are imported."""
+"""A plugin for pytest: `-p tests.kit.pretended_cuda.plugin` gives its process the device before tests are imported."""
 
 from tests.kit import pretended_cuda
 
