@@ -33,8 +33,8 @@ def inputs(vlm: VLM, batches) -> Rows:
             expert = vlm.model.get_submodule(group.linears[0].rpartition(".")[0])
 
             def keep(_module, args, rows=rows, expert=expert):
-                mask = modality[expert.rows] if isinstance(expert, Expert) else modality
-                rows.append((args[0].reshape(-1, args[0].shape[-1]), mask))
+                mask = modality[expert.rows.cpu()] if isinstance(expert, Expert) else modality
+                rows.append((args[0].reshape(-1, args[0].shape[-1]).cpu(), mask))
 
             hooks.append(vlm.model.get_submodule(group.linears[0]).register_forward_pre_hook(keep))
     for batch in batches:
@@ -57,10 +57,10 @@ def same(vlm: VLM, batches, spec: CaptureSpec, expected: Rows) -> None:
                 x = torch.cat([x[mask == code] for x, mask in rows]).double()
                 assert stats.count[name] == len(x) > 0
                 gram = x.T @ x
-                error = (stats.gram({name: 1.0}).double() - gram).norm()
+                error = (stats.gram({name: 1.0}).cpu().double() - gram).norm()
                 assert error <= 2e-5 * gram.norm(), (group.linears[0], name, float(error))
-                torch.testing.assert_close(stats._absmax[name].double(), x.abs().amax(0), rtol=1e-3, atol=1e-4)
-                torch.testing.assert_close(stats._abssum[name].double(), x.abs().sum(0), rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(stats._absmax[name].cpu().double(), x.abs().amax(0), rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(stats._abssum[name].cpu().double(), x.abs().sum(0), rtol=1e-3, atol=1e-3)
     assert layers == [layer for layer, groups in enumerate(blocks) if groups]
 
 
@@ -99,7 +99,7 @@ def test_the_new_output_of_a_changed_block_is_passed_on(model_name, loaded):
             for group in blocks[layer]:
                 x = torch.cat([x[mask > 0] for x, mask in expected[group.linears[0]]]).double()
                 gram = x.T @ x
-                assert (captured.stats[group.name].gram().double() - gram).norm() / gram.norm() < 2e-5
+                assert (captured.stats[group.name].gram().cpu().double() - gram).norm() / gram.norm() < 2e-5
         for model in (vlm.model, changed.model):
             for group in blocks[layer]:
                 for name in group.linears:

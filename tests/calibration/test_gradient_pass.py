@@ -103,25 +103,12 @@ def test_against_autograd(family, float32):
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "llava"])
-def test_memory_changes_nothing(model, float32, monkeypatch):
-    """The same to the last bit with the whole graph kept, and on an accelerator (the CPU, said to be one), whether all weights
-    fit there or are brought in module by module."""
+def test_memory_changes_nothing(model, float32):
+    """The same to the last bit with the whole graph kept; weights stay as they are, and where they are."""
     vlm, batches = float32(model)
-    computed = gradients(vlm, batches)
-    assert gradients(vlm, batches, checkpointed=False) == computed
-    before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    for room in (1 << 40, 0):
-        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda room=room: (room, room))
-        away = []
-        hook = vlm.model.register_forward_pre_hook(
-            lambda model, _args, away=away: away.append(model.lm_head.weight.is_meta)
-        )
-        assert gradients(vlm, batches) == computed
-        hook.remove()
-        assert away == [room == 0] * 2  # the two with an image run together
-        assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items())
+    before = {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()}
+    assert gradients(vlm, batches, checkpointed=False) == gradients(vlm, batches)
+    assert {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()} == before
 
 
 def test_what_is_kept_of_the_graph(float32, monkeypatch):
@@ -218,7 +205,7 @@ def test_positions_are_the_models(model, float32, monkeypatch):
     hook.remove()
     ((args, kwargs),) = captured
     positions = args[0] if args else kwargs["position_ids"]
-    assert torch.equal(positions[-3:], expected)
+    assert torch.equal(positions[-3:].cpu(), expected)
     assert not torch.equal(expected[1], expected[2]) and len(set(expected[0, 0].tolist())) < expected.shape[-1]
 
 

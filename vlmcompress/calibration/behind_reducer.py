@@ -99,8 +99,8 @@ def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress
         Inputs of `Decoder`, one sample each, with `modality [1, tokens]` of the tokens that are left. All have the same keys.
     """
     shortened = []
-    blocks = models.decoder_layers(vlm.model, vlm.spec)  # which do not run
-    with accelerated(vlm.model, blocks, idle=True) as device, attach(vlm, chosen) as attached:
+    blocks = models.decoder_layers(vlm.model, vlm.spec)
+    with accelerated(vlm.model, blocks) as device, attach(vlm, chosen) as attached:
         for index, batch in enumerate(batches):
             shorter = _one(vlm, attached, {name: value.to(device) for name, value in batch.items()})
             shortened.append({name: value.cpu() for name, value in shorter.items()})

@@ -90,7 +90,9 @@ def entropies(vlm: VLM, batches: Sequence[dict[str, Tensor]]) -> list[float]:
 def call(modules: Sequence[Any], block: int, xs: Sequence[Tensor], samples: Sequence[Batch]) -> list[Tensor]:
     """Call a block where it is for each batch; return its outputs as the next block gets them, where its inputs were."""
     device = next(modules[block].parameters()).device
-    return [batch.run_block(modules[block], block, device, x).to(x.device) for x, batch in zip(xs, samples, strict=True)]
+    return [
+        batch.run_block(modules[block], block, device, x).to(x.device) for x, batch in zip(xs, samples, strict=True)
+    ]
 
 
 class _Weights:

@@ -1,9 +1,10 @@
 """The inputs of a decoder's blocks, captured in one pass over the samples in which no block is run.
 
-Every block is replaced by a stub that records its arguments and outputs zeros; the pass ends at the last one, before the head. So
-the first one's input comes of the model's own embeddings, vision tower and projector; positions and masks are those that the model computes; and what arrives at a later
-block is what the model adds between two of them (Qwen3-VL adds visual features behind the first ones). From there on a block
-can be called by itself, as often as needed, with no more than its own weights in memory.
+Every block is replaced by a stub that records its arguments and outputs zeros; the pass ends at the last one, before the head.
+So the first one's input comes of the model's own embeddings, vision tower and projector; positions and masks are those that the
+model computes; and what arrives at a later block is what the model adds between two of them (Qwen3-VL adds visual features
+behind the first ones). From there on a block can be called by itself, as often as needed, with no more than its own weights in
+memory.
 
 Samples run together that have the same inputs, so that a text and a text with an image never share a batch, and that are of
 like length. Shorter ones are padded on the left, where every token keeps its distance to all others. Its position is that in
@@ -125,10 +126,12 @@ class _Recorder:
         self.device, self.last = device, last
         self.room = 0.0 if device.type == "cpu" else _ROOM * torch.accelerator.get_memory_info()[0]
         self.zeros, self.version = torch.empty(0), 0  # what the last block gave, and whether it was written to since
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # of the present batch: id -> the tensor, and what is kept of it
+        self.kept: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # of the present batch: id -> the tensor, and what is kept of it
 
     def record(self, batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Keep a block's arguments; of the first its hidden states, too, and of others what was added to zeros. Returns zeros."""
+        """Keep a block's arguments, of the first its hidden states, of others what was added to zeros; return zeros."""
         if layer == 0:
             self.kept.clear()
             batch.hidden = self._keep(hidden)

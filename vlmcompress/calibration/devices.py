@@ -31,7 +31,7 @@ def accelerator() -> torch.device | None:
 
 
 @contextlib.contextmanager
-def accelerated(model: Any, blocks: Sequence[str] = (), *, idle: bool = False) -> Iterator[torch.device]:
+def accelerated(model: Any, blocks: Sequence[str] = ()) -> Iterator[torch.device]:
     """The model on the accelerator, if there is one.
 
     Weights come back only where they were changed. A model that takes more than 0.8 of the free memory has its decoder blocks
@@ -39,7 +39,6 @@ def accelerated(model: Any, blocks: Sequence[str] = (), *, idle: bool = False) -
 
     Args:
         blocks: names of the decoder blocks.
-        idle: these are not run, and stay where they are.
     """
     device, members = accelerator(), [model.get_submodule(name) for name in blocks]
     if device is None:
@@ -48,10 +47,10 @@ def accelerated(model: Any, blocks: Sequence[str] = (), *, idle: bool = False) -
     inside = {id(tensor) for block in members for tensor in _tensors(block)}
     tensors = _tensors(model)
     needed = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
-    apart = idle or needed > _ROOM * torch.accelerator.get_memory_info()[0]
+    apart = needed > _ROOM * torch.accelerator.get_memory_info()[0]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_moved([t for t in tensors if not (apart and id(t) in inside)], model, device))
-        for block in members if apart and not idle else ():
+        for block in members if apart else ():
             stack.enter_context(streamed(block, device))
         yield device
 

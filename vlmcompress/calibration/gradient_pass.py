@@ -14,8 +14,8 @@ decides, whose squares are on average the diagonal of the divergence's curvature
 number of a sample's answer tokens like the loss, so that squares are of the same size, and costs the same. What is called
 `absolute` is then not MBQ's.
 
-On a machine with an accelerator the model is there meanwhile; of one that does not fit the blocks are streamed. Sums over tokens
-are taken in one order, in float64, so that results are the same in every run.
+On a machine with an accelerator the model is there meanwhile; of one that does not fit the blocks are streamed. Sums over
+tokens are taken in one order, in float64, so that results are the same in every run.
 """
 
 from __future__ import annotations

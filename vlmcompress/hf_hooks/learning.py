@@ -143,9 +143,10 @@ def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
 
 
 def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, int]]:
-    """Yield the pictures of all batches in parts of at most `BATCH`, all but the last of one size, each with the number of parts.
+    """Yield the pictures of all batches in parts of at most `BATCH`, each with the number of parts.
 
-    A part is `[images, 3, height, width]`, in the model's type and where the model is; no more than two are there at a time.
+    A part is `[images, 3, height, width]`, in the model's type and where the model is. All but the last are of one size; memory
+    holds one, and the pictures of a batch.
     """
     shown = [inputs for inputs in batches if inputs.get("pixel_values") is not None]
     count = sum(len(pictures(vlm, inputs)) for inputs in shown)
@@ -154,8 +155,8 @@ def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tup
     parts = math.ceil(count / BATCH)
     size, waiting = math.ceil(count / parts), torch.empty(0)
     for number, inputs in enumerate(shown, start=1):
-        more_pictures = pictures(vlm, inputs).to(vlm.model.dtype)
-        waiting = torch.cat([waiting, more_pictures]) if len(waiting) else more_pictures
+        added = pictures(vlm, inputs).to(vlm.model.dtype)
+        waiting = torch.cat([waiting, added]) if len(waiting) else added
         while len(waiting) >= size or (number == len(shown) and len(waiting)):
             part, waiting = waiting[:size], waiting[size:]
             yield part.to(vlm.model.device), math.ceil(count / size)

@@ -152,7 +152,7 @@ def fit_reducer(
         return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else fitted
     if not samples:
         return threshold_file.known(vlm, reducer)
-    with _before_decoder(vlm):
+    with _placed(vlm):
         return learning.learn(vlm, samples, reducer, progress)
 
 
@@ -167,13 +167,13 @@ def fit_counter(
     """
     if not (reducer and tokens and tokens.counted):
         return None
-    with _before_decoder(vlm):
+    with _placed(vlm):
         return learning.counter(vlm, samples, reducer)
 
 
-def _before_decoder(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
-    """What comes before the decoder's blocks on the accelerator, if there is one."""
-    return accelerated(vlm.model, models.decoder_layers(vlm.model, vlm.spec), idle=True)
+def _placed(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
+    """The model on the accelerator, if there is one."""
+    return accelerated(vlm.model, models.decoder_layers(vlm.model, vlm.spec))
 
 
 def reducer_warnings(reducer: ReducerChoice | None, origin: Mapping[str, Any] | None) -> list[str]:

@@ -103,7 +103,9 @@ def _solve_captured(
     from vlmcompress.calibration import finalists
 
     method = searched.method
-    device = vlm.model.get_parameter(f"{groups[0].linears[0]}.weight").device  # the block's, which is not the whole model's
+    device = vlm.model.get_parameter(
+        f"{groups[0].linears[0]}.weight"
+    ).device  # the block's, which is not the whole model's
     for name, stats in captured.stats.items():
         stats.sensitivity = sensitivities.get((layer, name))
     scales: dict[str, Tensor | None] = {

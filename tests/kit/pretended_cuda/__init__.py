@@ -5,9 +5,9 @@ devices, by the column `device_check` of torch's own table of operators; operato
 device; products of integers and of float8; factorizations in 16 bits. Fresh memory holds NaN. Kernels are counted, and what
 makes the host wait and copies between host and device with the line of the package that caused them (`counting`).
 
-It can't show races of streams, the rounding of CUDA's kernels, or speed. A process that loads it has a CUDA device for good, so
-tests run in processes of their own (`checks.py`). It is built once for a version of torch, in two minutes of processor time, and
-kept in the user's cache folder.
+It can't show races of streams, the rounding of CUDA's kernels, or speed. A process that loads it has a CUDA device for good,
+so tests run in processes of their own (`checks.py`). It is built once for a version of torch, in half a minute of processor
+time, and kept in the user's cache folder or the system's for temporary files.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("device.cpp")
 CAPABILITY = (9, 0)
+OTHERS = " (in transformers)"
 
 # Operators behind which CUDA's kernels read a size or a state on the host.
 WAITING = (
@@ -85,14 +86,21 @@ def _operators() -> tuple[list[str], list[str]]:
 
     table = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
     with table.open() as file:
-        entries = {entry["func"].split("(")[0]: entry for entry in yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))}
+        entries = {
+            entry["func"].split("(")[0]: entry
+            for entry in yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        }
     checked, kernelless = [], []
     for name, entry in entries.items():
         generated = [part.strip() for part in entry.get("autogen", "").split(",") if part.strip()]
         if entry.get("device_check") != "NoCheck":
             checked += [name, *generated]
         structure = entries[entry["structured_delegate"]] if "structured_delegate" in entry else entry
-        keys = {key.strip() for keys in structure.get("dispatch") or {"CompositeImplicitAutograd": ""} for key in keys.split(",")}
+        keys = {
+            key.strip()
+            for keys in structure.get("dispatch") or {"CompositeImplicitAutograd": ""}
+            for key in keys.split(",")
+        }
         if not keys & _DISPATCHED and "ufunc_inner_loop" not in structure and not generated:
             kernelless.append(name)
     return [f"aten::{name}" for name in checked], [f"aten::{name}" for name in kernelless]
@@ -106,7 +114,7 @@ def install(memory: int = 80 * 2**30) -> ModuleType:
     import torch
     import torch._inductor.utils
     import torch.profiler
-    import torch.utils.checkpoint
+    import torch.utils.checkpoint  # noqa: F401
     import transformers.generation
     import transformers.modeling_utils  # noqa: F401
 
@@ -180,7 +188,7 @@ class Counts:
     Attributes:
         kernels: how many were launched.
         places: (kind, operator, line of the package) -> times; kinds are "wait", "download" (for which the host waits, too) and
-            "upload".
+            "upload". What that line calls of transformers is told apart by `OTHERS`.
         nbytes: bytes copied, by kind.
         peak: most bytes of the device in use at a time.
     """
@@ -201,11 +209,13 @@ class Counts:
 
     def note(self, kind: str, what: str, nbytes: int) -> None:
         """Count it, for the innermost line of the package."""
-        frame, place = sys._getframe(1), "elsewhere"
+        frame, place, others = sys._getframe(1), "elsewhere", ""
         while frame:
             file = frame.f_code.co_filename
+            if "/site-packages/transformers/models/" in file:
+                others = OTHERS
             if "/vlmcompress/" in file and "/site-packages/" not in file:
-                place = f"{file.rpartition('/vlmcompress/')[2]}:{frame.f_lineno}"
+                place = f"{file.rpartition('/vlmcompress/')[2]}:{frame.f_lineno}{others}"
                 break
             frame = frame.f_back  # type: ignore[assignment]
         self.places[kind, what.split(" ")[0], place] += 1

@@ -1,4 +1,4 @@
-"""A plugin for pytest: `pytest -n 0 -p tests.kit.pretended_cuda.plugin` runs tests in a process that has the pretended device."""
+"""A plugin for pytest: `-p tests.kit.pretended_cuda.plugin` gives its process the device before tests are imported."""
 
 from tests.kit import pretended_cuda
 
