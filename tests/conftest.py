@@ -10,7 +10,6 @@ other engines, then what loads models, and what is quick at the end.
 
 from __future__ import annotations
 
-import ast
 import gc
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.kit import forks, quicker
+from tests.kit.imports import imported
 from tests.kit.places import ROOT
 
 gc.disable()  # until all tests are imported (`pytest_collection_finish`)
@@ -145,15 +145,3 @@ def reaches(file: Path) -> bool:
         if any(source.exists() and reaches(source) for source in sources):
             return True
     return False
-
-
-@cache
-def imported(file: Path) -> list[str]:
-    """What a file imports, also within functions: `a.b` and `a.b.c` for `from a.b import c`."""
-    names = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return names

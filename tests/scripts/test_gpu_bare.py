@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import imported
 from tests.kit import bare
+from tests.kit.imports import imported
 from tests.kit.places import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -65,9 +65,7 @@ def convert(
     config.pop("quantization_config", None)
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
-    content = Content(
-        tensors, stored, writer, layers, config, record, before, {}, _memory(written), stored.spec.family
-    )
+    content = Content(tensors, stored, writer, layers, config, record, before, {}, _memory(written), stored.spec.family)
     with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 
