@@ -54,10 +54,10 @@ _STRIP = 16  # columns within which errors are fed back one by one
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H, with `smooth: feedback` in
-    proportion to the root of each input's own; `block`: columns per update; `actorder`: "static" or null; `smooth`: "off", "awq"
-    for its channel scales first, or "feedback" for those of them that leave GPTQ least; `clip`: search the ranges, in `clip_grid`
-    steps; `sweeps` of local search afterwards, with `refit` of scales before it; `balance`: see `statistics.balance`; `tokens`:
-    "off" or "vlmq"."""
+    proportion to the root of each input's own; `block`: columns per update; `actorder`: "static" or null; `smooth`: "off",
+    "awq" for its channel scales first, or "feedback" for those of them that leave GPTQ least; `clip`: search the ranges, in
+    `clip_grid` steps; `sweeps` of local search afterwards, with `refit` of scales before it; `balance`: see
+    `statistics.balance`; `tokens`: "off" or "vlmq"."""
 
     bits: int = 4
     group_size: int = 128
