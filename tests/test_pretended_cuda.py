@@ -12,9 +12,8 @@ from tests.kit import pretended_cuda
 from tests.kit.places import ROOT
 
 FILES = (
-    *("tests/calibration/test_capture.py", "tests/calibration/test_block_inputs.py"),
-    *("tests/calibration/test_gradient_pass.py", "tests/calibration/test_token_weights.py"),
-    *("tests/commands/test_recover.py", "tests/commands/test_learn_reducer.py", "tests/runs/test_counted_reducer.py"),
+    *("tests/calibration/test_capture.py", "tests/calibration/test_gradient_pass.py"),
+    *("tests/commands/test_learn_reducer.py", "tests/runs/test_counted_reducer.py"),
 )
 """Tests that ask for no device, and therefore hold on any."""
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +107,9 @@ class Weights:
         if self.stored is None or linear not in self.stored:
             return self.parameter(f"{linear}.weight")
         codes = self.stored[linear][0]
-        tensors = {name: value.to(self.device) for name, value in vars(codes).items() if isinstance(value, Tensor)}
+        tensors: dict[str, Any] = {
+            name: value.to(self.device) for name, value in vars(codes).items() if isinstance(value, Tensor)
+        }
         return replace(codes, **tensors).dequantize(torch.float32)
 
     def rounding(self, linear: str) -> Callable[[Tensor], Tensor] | None:
@@ -114,7 +117,8 @@ class Weights:
         scheme = self.scheme(linear)
         if self.stored is None or scheme is None or scheme.activations is None:
             return None
-        scale = self.stored[linear][2].to(self.device) if scheme.activations.calibrated else None
+        scale = self.stored[linear][2] if scheme.activations.calibrated else None
+        scale = None if scale is None else scale.to(self.device)
         return functools.partial(round_activations, fmt=scheme.activations, scale=scale)
 
     def norm(self, name: str) -> Tensor:
