@@ -40,7 +40,7 @@ from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, si
 from vlmcompress.search.posterior import Evidence
 from vlmcompress.search.speed import STAND_IN, Load, Measured, Modelled
 from vlmcompress.search.successive_halving import LIKELY, Rules, SuccessiveHalving, Trial
-from vlmcompress.search.trial import Setup, attempt
+from vlmcompress.search.trial import Setup, evaluate_candidate
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval" / "demo"
@@ -112,10 +112,10 @@ def grid(model: str, work: Path, split: str, count: int, candidates: Sequence[Ca
     if not lacking:
         return rows
     about = setup(model, work, split)
-    before = attempt(about, Candidate(), count)  # all others' divergences are from its answers
+    before = evaluate_candidate(about, Candidate(), count)  # all others' divergences are from its answers
     for candidate in lacking:
         began = time.monotonic()
-        answers = attempt(about, candidate, count) if candidate.choices else before
+        answers = evaluate_candidate(about, candidate, count) if candidate.choices else before
         pairs = list(zip(before.suite.samples, answers.suite.samples, strict=True))
         _, moved = divergence([old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs])
         rows[candidate.name] = {

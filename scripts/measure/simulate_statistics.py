@@ -276,7 +276,7 @@ def tables(rng: np.random.Generator, runs: int) -> tuple[list[dict], dict[str, l
         )
     needed = {
         f"{100 * margin:g}": [
-            noninferiority.fewest(margin, LEVEL),
+            noninferiority.min_images_to_pass(margin, LEVEL),
             *(images_needed(rng, margin, each) for each in (1, 4)),
         ]
         for margin in MARGINS

@@ -48,7 +48,7 @@ def test_the_verdict_is_where_the_limits_are(lost, n) -> None:
 
 def test_nothing_lost_passes_from_the_number_on_that_poisson_asks_for() -> None:
     """No loss in n refutes a rate of 1% when n is about 3.7 / 1%: P(0 losses) = 2.5%. Shared images: as many of them."""
-    least = noninferiority.fewest(0.01, 0.95)
+    least = noninferiority.min_images_to_pass(0.01, 0.95)
     assert least == math.ceil(math.log(0.025) / math.log(0.99))
     assert compare(*answers(least, 0, 0, 0)).verdict == "pass"
     assert compare(*answers(least - 1, 0, 0, 0)).verdict == "inconclusive"

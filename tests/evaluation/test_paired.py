@@ -15,7 +15,7 @@ import pytest
 from scipy.stats import beta, binom, binomtest, multinomial
 
 from vlmcompress.evaluation.compare import compare
-from vlmcompress.evaluation.noninferiority import fewest, verdict
+from vlmcompress.evaluation.noninferiority import min_images_to_pass, verdict
 from vlmcompress.evaluation.paired import MeanDifference, below_zero, sign_flip_p, sums_by_image
 
 RANK = {"fail": 0, "inconclusive": 1, "pass": 2}
@@ -127,7 +127,7 @@ def test_no_change_has_the_best_verdict_and_interval(questions, images, margin) 
     """What a user saw: no answer changed, can't tell; five lost and three won, pass. Every number of changes up to ten."""
     names, right = [i % images for i in range(questions)], [1.0] * questions
     unchanged = compare(right, right, names, margin=margin)
-    assert (unchanged.verdict == "pass") == (images >= fewest(margin, 0.95))
+    assert (unchanged.verdict == "pass") == (images >= min_images_to_pass(margin, 0.95))
     for lost, won in product((0, 3, 5, 10), (0, 3, 5)):
         before = [1.0] * lost + [0.0] * won + right[lost + won :]
         after = [0.0] * lost + [1.0] * won + right[lost + won :]
@@ -141,7 +141,7 @@ def test_images_that_lose_everything_are_within_the_error() -> None:
     for images in (12, 36, 300):
         low = MeanDifference([0] * 7 * images, [i % images for i in range(7 * images)]).limits(0.95)[0]
         assert (1 + low) ** images == pytest.approx(0.025)
-        assert fewest(-low + 1e-9, 0.95) == images
+        assert min_images_to_pass(-low + 1e-9, 0.95) == images
 
 
 def test_sizes_of_images() -> None:

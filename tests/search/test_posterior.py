@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from vlmcompress.evaluation import compare
-from vlmcompress.evaluation.noninferiority import fewest
+from vlmcompress.evaluation.noninferiority import min_images_to_pass
 from vlmcompress.search import posterior
 from vlmcompress.search.posterior import Evidence, Posterior, assurance, posteriors, refuted, worth
 from vlmcompress.search.successive_halving import LIKELY, Rules, SuccessiveHalving
@@ -163,7 +163,7 @@ def test_who_changes_no_answer_is_likeliest_to_be_confirmed(images, each, margin
     """A search threw lossless candidates out (chance 25%) for one that lost 5 and won 3 (83%), as questions shared images. Here
     with no confirmation, with the fewest images that can confirm, and with more; up to eight answers lost, some of them won."""
     place = np.random.default_rng(0).permutation(images * each)
-    for confirming in (None, fewest(margin, 0.95), 3 * fewest(margin, 0.95)):
+    for confirming in (None, min_images_to_pass(margin, 0.95), 3 * min_images_to_pass(margin, 0.95)):
         halving = SuccessiveHalving([], None, Rules(margin, 900, confirming))
 
         def chance(lost: int, won: int, halving: SuccessiveHalving = halving) -> float:

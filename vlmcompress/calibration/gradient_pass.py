@@ -3,16 +3,17 @@
 The loss is the cross entropy of a sample's answer tokens, mean over them, teacher forced. At the output `Y [tokens, out]` of
 every linear layer of the decoder the gradient `dL/dY` is reduced to two numbers per modality: MBQ's mean magnitude (arXiv
 2412.19509) and the mean square, a diagonal of the empirical Fisher information (`statistics.gradients` says what they are
-for). Samples of like length run together (`calibration.block_inputs`), each with its own loss, so that the numbers are those of
-samples that run alone. The model is called as a whole, so that it computes its own positions (M-RoPE's too); no parameter gets
-a gradient, and the vision tower no graph. Decoder blocks are checkpointed: what a backward pass keeps is a block's input for
-each of them and the graph of one. Cost: two forward passes and a backward pass that computes no weight gradients, about three
-forward passes. A CPU that only emulates 16-bit products multiplies in float32 (`calibration.devices`).
+for). Samples of like length run together (`calibration.block_inputs`), each with its own loss, so that the numbers are those
+of samples that run alone. The model is called as a whole, so that it computes its own positions (M-RoPE's too); parameters
+get no gradients, and autograd starts at the first decoder block, so the tower is not traced. Decoder blocks are
+checkpointed: memory holds the input of every block and the graph of one. Cost: two forward passes and a backward pass that
+computes no weight gradients, about three forward passes. A CPU that only emulates 16-bit products multiplies in float32
+(`calibration.devices`).
 
-With `fisher: signs` another signal takes the place of the loss's gradient at the logits: one with random signs that no label
-decides, whose squares are on average the diagonal of the divergence's curvature (`statistics.gradients`). It is divided by the
-number of a sample's answer tokens like the loss, so that squares are of the same size, and costs the same. What is called
-`absolute` is then not MBQ's.
+With `fisher: signs` the loss's gradient at the logits is replaced by a vector with random signs, independent of labels,
+whose expected square is the diagonal of the divergence's Hessian (`statistics.gradients`). It is divided by the number of a
+sample's answer tokens like the loss, so that squares are of the same size, and costs the same. What is called `absolute` is
+then not MBQ's.
 
 On a machine with an accelerator the model is there meanwhile; of one that does not fit the blocks are streamed. Sums over
 tokens are taken in one order, in float64, so that results are the same in every run.
@@ -92,8 +93,8 @@ def gradients(
             totals.begin(batch["modality"])
             logits, target = _answer_logits(vlm.model, batch)
             losses = _losses(logits, target)
-            started = losses.sum() if fisher == "labels" else _signalled(logits, target, indices, seed)
-            (started * scale).backward()
+            root = losses.sum() if fisher == "labels" else _signalled(logits, target, indices, seed)
+            (root * scale).backward()
             totals.end(scale, indices)
             if totals.problem:
                 break
@@ -133,7 +134,7 @@ def kept_sensitivities(
     fisher: Fisher = "labels",
     seed: int = 0,
 ) -> dict[tuple[int, str], Sensitivity]:
-    """What balances by gradients read of each group of `blocks`, by block and group."""
+    """Sensitivity of each group of `blocks`, by (block, group), for the balances `auto` and `mbq`."""
     names = [{group.name: group.linears for group in groups} for groups in blocks]
     return sensitivities(kept_gradients(store, vlm, batches, progress, fisher, seed), names)
 
@@ -187,7 +188,7 @@ class _Totals:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.sums = {name: torch.zeros(len(MODALITIES), 4, dtype=torch.float64) for name in names}
-        self._seen: dict[str, Tensor] = {}  # of the present batch: layer -> [samples, kinds, 3]
+        self._batch_sums: dict[str, Tensor] = {}  # of the present batch: layer -> [samples, kinds, 3]
         self._kinds = torch.empty(0)  # whether each token is of each kind, [samples, tokens, kinds, 1]
         self._experts: set[str] = set()  # layers that need not see a token
         self._rows = 0
@@ -211,12 +212,12 @@ class _Totals:
 
     def end(self, scale: float, indices: Sequence[int]) -> None:
         """Add the gradients since `begin`, of a loss times `scale`. `indices` of the samples are for messages."""
-        if missing := self.sums.keys() - self._seen.keys() - self._experts:
+        if missing := self.sums.keys() - self._batch_sums.keys() - self._experts:
             raise UserError(
                 f"the answer's loss does not depend on {min(missing)}; the model's decoder is not as described"
             )
-        names = list(self._seen)
-        together = torch.stack([self._seen[name] for name in names]).cpu()
+        names = list(self._batch_sums)
+        together = torch.stack([self._batch_sums[name] for name in names]).cpu()
         together = together.view(len(names), self._rows, _KINDS, 3) / torch.tensor([scale, scale**2, 1]).double()
         if not (finite := together.isfinite().all(3).all(2).all(0)).all():
             index = indices[int(finite.logical_not().nonzero()[0])]
@@ -226,7 +227,7 @@ class _Totals:
             tokens = sums[..., 2]
             magnitude = sums[..., 0] / tokens.clamp_min(1)
             self.sums[name] += torch.stack([magnitude, sums[..., 1], tokens > 0, tokens], 2).sum(0)
-        self._seen.clear()
+        self._batch_sums.clear()
 
     def mean(self, name: str, model: nn.Module) -> Gradient:
         """A layer's means over the samples of all workers, of those modalities that occurred."""
@@ -245,7 +246,7 @@ class _Totals:
             tokens = self._kinds.shape[:2]
             if upstream is not None:  # the tokens that an expert is sent, each once
                 values = values.new_zeros(tokens.numel(), 3).index_copy_(0, upstream, values)
-            self._seen[name] = torch.where(self._kinds, values.view(*tokens, 1, 3), 0).sum(1)
+            self._batch_sums[name] = torch.where(self._kinds, values.view(*tokens, 1, 3), 0).sum(1)
 
         def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
             if output.requires_grad:

@@ -4,7 +4,7 @@ A layer has up to three names: in memory (transformers), on disk, in the engine 
 and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
 the decoder's main scheme gets the class `Linear`, a vision tower's a pattern with the last part of the tower's name
 (`visual`, `vision_tower`: the same in all three), all experts of a block one pattern, and any other layer its exact
-memory and disk names. What stays as it is belongs into `ignore`, which comes first everywhere.
+memory and disk names. Layers that are not quantized go into `ignore`, which every reader checks before `targets`.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _pattern(stem: str, members: Iterable[str]) -> str:
     """One pattern for layers of a tower (names within it), whatever their block. It must not match embeddings, which
     transformers would quantize too.
 
-    What vLLM makes one matrix of is named as such, too: LLaVA-OneVision's class does not tell it the parts, and that of GLM-V
-    asks for its tower's `qkv` as `qkv_proj` where a checkpoint is quantized (vLLM 0.32).
+    Names of fused matrices (`qkv_proj`) are added: in vLLM 0.32 LLaVA-OneVision's class does not map them to their parts, and
+    that of GLM-V asks for its tower's `qkv` as `qkv_proj` where a checkpoint is quantized.
     """
     tails = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in members)
     tails |= dict.fromkeys(f"{tail}_proj" for tail in tuple(tails) if tail.endswith(".qkv"))

@@ -21,8 +21,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 @contextlib.contextmanager
 def stdout_kept_clean() -> Iterator[None]:
     """Within the context all that is printed to stdout goes to stderr, also by child processes and C libraries."""
-    kept = sys.stdout
-    kept.flush()
+    original_stdout = sys.stdout
+    original_stdout.flush()
     descriptor = os.dup(1)
     sys.stdout = sys.stderr
     os.dup2(2, 1)
@@ -32,7 +32,7 @@ def stdout_kept_clean() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(descriptor, 1)
         os.close(descriptor)
-        sys.stdout = kept
+        sys.stdout = original_stdout
 
 
 def show(text: str) -> None:
@@ -84,15 +84,15 @@ def stopping_signals() -> Iterator[None]:
     other than the first print nothing, and end at once.
     """
     main = threading.current_thread() is threading.main_thread()
-    taken = [
+    handled = [
         number for number in SIGNALS if main and distributed.is_main() and signal.getsignal(number) == signal.SIG_DFL
     ]
-    for number in taken:
+    for number in handled:
         signal.signal(number, _stop)
     try:
         yield
     finally:
-        for number in taken:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
 

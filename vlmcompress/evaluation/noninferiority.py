@@ -6,7 +6,7 @@ Two one-sided tests, each with error (1 - level) / 2 (2.5% at 0.95, as ICH E9 re
 - **fail**: a loss of `margin` or less is refuted, so its upper limit is below -margin. Wrong with at most 2.5%.
 - **inconclusive** otherwise. A drop can be significant and yet inconclusive: it's there, but perhaps within the margin.
 
-With the bounds of `paired`, a candidate that loses less never has the worse verdict of two.
+Verdicts are monotone: with the bounds of `paired`, a smaller loss never gets a worse verdict.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def p_within(difference: MeanDifference, margin: float) -> float:
     return difference.p_at_least(-margin)
 
 
-def fewest(margin: float, level: float) -> int:
+def min_images_to_pass(margin: float, level: float) -> int:
     """The smallest number of images with which a candidate that changes no answer passes; with fewer none can."""
     return math.floor(math.log((1 - level) / 2) / math.log1p(-margin)) + 1
 
@@ -42,8 +42,8 @@ def fewest(margin: float, level: float) -> int:
 def detectable(difference: MeanDifference, level: float, power: float = POWER) -> float:
     """The smallest true drop that as many samples like these would show (upper limit below 0) with probability `power`.
 
-    By the normal approximation. Images are assumed to change in both directions as often as observed and once more, as few
-    changes say little about their rate, with the drop on top of that.
+    By the normal approximation. Changes in each direction are assumed at the observed rate plus one change, as few changes say
+    little about their rate; the drop is added on top.
     """
     alpha, beta = NORMAL.inv_cdf(0.5 + level / 2), NORMAL.inv_cdf(power)
     images, size, mean = difference.images, difference.size, difference.mean
@@ -65,16 +65,16 @@ def needed(difference: MeanDifference, margin: float, level: float, power: float
     """Number of samples, images as large as these, that reach a verdict with probability `power`, if the true difference is
     the observed one.
 
-    The test is made as if each image had been seen more often, with the mean off by the quantile of `power` (Lachin,
-    Controlled Clinical Trials 2, 1981). None if the observed difference is at the margin, where no number decides.
+    The sample size is scaled until the test decides with the mean shifted against us by the `power` quantile of its error
+    (Lachin, Controlled Clinical Trials 2, 1981). None if the observed difference is at the margin, where no number decides.
     """
     gap, error = difference.mean + margin, (1 - level) / 2
     if abs(gap) < 1e-6:
         return None
-    unlucky = NORMAL.inv_cdf(power) * math.sqrt(difference.variance() / difference.images)
+    power_shift = NORMAL.inv_cdf(power) * math.sqrt(difference.variance() / difference.images)
 
     def decided(times: float) -> bool:
-        off = unlucky / math.sqrt(times)
+        off = power_shift / math.sqrt(times)
         if off >= abs(gap):
             return False
         if gap > 0:

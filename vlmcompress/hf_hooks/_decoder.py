@@ -259,7 +259,7 @@ class Generating(Inside):
             for start, unit in left:
                 keep[unit.row, start + unit.columns] = unit.reduction.target >= 0
             fewer = Slots.of(keep, mask)
-            self._cut(cache, layout.slots(fewer), layout.width)
+            self._cut(cache, layout.slots_of(fewer), layout.width)
             layout = fewer
         self._left[cache], self._caches[cache] = left, (layout,)
         self._keys[cache] = cache.layers[self.options.layer].keys

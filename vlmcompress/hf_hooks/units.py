@@ -25,7 +25,7 @@ from vlmcompress.reducers import Grid, Reduction
 class Unit:
     """The visual tokens of one image or tile: `row` of the batch, its `columns [n]` there, and their grid.
 
-    image: number of the image in the batch (of the tile, where tiles are told apart by text between or have one size).
+    image: number of the image in the batch; of the tile, in families whose tiles are units of their own.
     span: first column of that image, and how many it has; more than its units' where newlines stand between.
     """
 
@@ -193,7 +193,7 @@ class Slots:
     """The slots that are left of a batch of sequences.
 
     columns: `[b, m]` int64, the column of the full sequence that each slot holds, ascending among the valid ones.
-    valid:   `[b, m]` bool, false for padding (whose column is any that was dropped).
+    valid:   `[b, m]` bool, false for padding, whose column is an arbitrary one that was dropped and is never read.
     length:  columns of the full sequences, padding included.
     """
 
@@ -241,12 +241,12 @@ class Slots:
         out[torch.arange(len(x), device=x.device)[:, None], index] = x
         return out[:, : self.length]
 
-    def slots(self, fewer: Slots) -> Tensor:
-        """Find the slots `[b, k]` in which the columns of `fewer [b, k]`, a part of these, stand; any slot for its padding."""
+    def slots_of(self, subset: Slots) -> Tensor:
+        """Find the slots `[b, k]` in which the columns of `subset [b, k]`, a part of these, stand; any slot for its padding."""
         slots = torch.arange(self.width, device=self.columns.device).expand_as(self.columns)
         place = torch.zeros(len(slots), self.length + 1, dtype=torch.long, device=slots.device)
         place.scatter_(1, self.columns.where(self.valid, self.length), slots)  # padding's column may be another slot's
-        return place.gather(1, fewer.columns)
+        return place.gather(1, subset.columns)
 
     def mask(self, full: Tensor) -> Tensor:
         """Reduce an attention mask `[b, length + t]` of the full sequence to the slots, `[b, m + t]`."""

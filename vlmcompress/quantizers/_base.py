@@ -19,7 +19,8 @@ class Needs:
 
     Attributes:
         statistics: what is read of a group's inputs (`statistics.inputs`), and "gradient" for the gradients of the answers'
-            loss; empty: the scheme needs no data.
+            loss; empty: the scheme needs no data. Where there are any, a run collects the Gram matrix as well, by which it
+            reports errors.
         prefix: what is quantized already where a group's inputs are captured: the "blocks" before its own, or also the
             "groups" before it in its own block.
         searches: what the model itself decides, as statistics cannot. Before the first block: "token_weights", a factor of

@@ -9,19 +9,20 @@ too, as engines run them by one kernel.
     minimize sum_i e_i(k_i)    subject to    sum_i b_i(k_i) <= B,    one candidate k_i for each group i
 
 A price `lambda` on bytes splits the problem: `L(lambda) = sum_i min_k (e_i + lambda b_i) - lambda B` is at most the optimum
-for any lambda >= 0, and the lambda that makes it largest comes out of walking the groups' lower convex hulls from the smallest
-candidates upwards, steepest fall of error first. That walk, filled up greedily, is also a good first choice. Between the two
-lies what can still be gained, and dynamic programming over (bytes, error) settles it: a partial choice is dropped when another
-has no more bytes and no more error, or when its price bound reaches the best choice so far. What survives is little, as the two
-bounds are close: 320 groups of 5 candidates take under a second. Only when more than `LIMIT` partial choices survive are those
-with the worst bounds dropped; the result is then within `gap` of the optimum, which `solve_knapsack` returns (0 otherwise).
+for any lambda >= 0, and the lambda that makes it largest comes out of walking the groups' lower convex hulls from the
+smallest candidates upwards, steepest fall of error first. That walk, filled up greedily, is also a good first choice. The
+gap between the lower bound and that choice is closed by dynamic programming over (bytes, error): a partial choice is dropped
+when another has no more bytes and no more error, or when its price bound reaches the best choice so far. What survives is
+little, as the two bounds are close: 320 groups of 5 candidates take under a second. Only when more than `LIMIT` partial
+choices survive are those with the worst bounds dropped; the result is then within `gap` of the optimum, which
+`solve_knapsack` returns (0 otherwise).
 
 The others go by the entropy of activations and no error:
 
 * `luq` (LUQ, arXiv 2509.23729): the blocks whose input has the least entropy get the fewest bits. Entropy is that of the
-  clusters (k-means, K = 100) that a block's normalized input vectors fall into. The paper gives the lowest blocks about 1 bit
-  (BiLLM, which no engine runs) and the others 4; here they get the smallest of the widths to choose from and the next one up
-  that the budget has no room for everywhere, as many as fit.
+  clusters (k-means, K = 100) that a block's normalized input vectors fall into. The paper gives the lowest blocks about 1
+  bit (BiLLM, which no engine runs) and the others 4; here the widths are the largest that fits for all blocks and the next
+  one up, which as many blocks get as fit.
 * `luq-reverse`: the control for `luq`. If the reverse order does as well, entropy says nothing about what bits are worth.
 * `qvlm` (from Q-VLM's proxy, arXiv 2410.08119): blocks whose activations have the least entropy given the block before get the
   fewest bits. Q-VLM takes that entropy for how strongly a block's error spreads into the blocks after it, and searches strongly

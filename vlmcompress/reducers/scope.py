@@ -1,16 +1,17 @@
 """SCOPE: tokens that are salient and cover what the chosen ones do not (arXiv 2510.24214).
 
-A set covers a token as well as its best cosine to one of the set, at least 0. Greedy, as published: always the token of largest
-gain times `saliency^alpha`, its gain being by how much it raises the sum of that over all tokens. `alpha=0` is coverage
-alone, a large one the most salient tokens alone. Unlike `coverage`, cosines count as they are, not as a softmax of them.
+The coverage of a token is its largest cosine with a kept token, at least 0. Greedy, as published: each step keeps the token
+with the largest gain times `saliency^alpha`, where the gain is the increase of the coverage summed over all tokens.
+`alpha=0` is coverage alone, a large one the most salient tokens alone. Unlike `coverage`, cosines count as they are, not as
+a softmax of them.
 
 Saliency is the attention from CLS in the layer whose output is used, as in the paper. Only LLaVA's CLIP gives it here; in
-other families, whose encoders have no CLS or are not opened by this package, all tokens are equally salient and the choice is
-by coverage alone. The published code compares the encoder's rows, this the projected ones, which every family has: so what is
-covered is what the language model would get, but tokens may differ from that code's.
+other families, whose encoders have no CLS or are not opened by this package, all tokens are equally salient and the choice
+is by coverage alone. The published code compares outputs of the encoder; here they are projected features, which every
+family has, so the tokens that are kept may differ from that code's.
 
-Where saliency does not tell them apart, two tokens that cover nothing but each other gain exactly the same, as cosines are
-symmetric; so gains within `SLACK` of the largest are taken for equal, or rounding would decide.
+Two tokens that cover only each other have equal gains. Gains within `SLACK` of the largest count as ties, as rounding would
+decide otherwise.
 
 Costs `n^2 d` multiply-adds for the cosines, `8 n^2` bytes, and at most `n^2` additions for each token kept, on a CPU a part of
 that (`_selecting.lazily`).
@@ -63,7 +64,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def emphasis(saliency: Tensor, alpha: float) -> Tensor:
-    """The power `alpha` of `saliency [n]`, in units of the largest, so that none is too small for float32 at once."""
+    """`saliency [n]` over its largest value, to the power `alpha`; undivided, the power may underflow in float32."""
     wide = saliency.float()
     return (wide / wide.amax().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=0) ** alpha
 

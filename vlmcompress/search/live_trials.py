@@ -21,7 +21,7 @@ from vlmcompress.search.posterior import Evidence
 from vlmcompress.search.space import Space
 from vlmcompress.search.speed import Measured, Modelled
 from vlmcompress.search.successive_halving import Rules, Standing, SuccessiveHalving, Trial
-from vlmcompress.search.trial import Answers, Setup, attempt
+from vlmcompress.search.trial import Answers, Setup, evaluate_candidate
 from vlmcompress.search.trial_log import TrialLog
 
 SHARE = 0.25
@@ -152,7 +152,7 @@ class LiveTrials:
 
 
 def _attempt(setup: Setup, questions: int, candidate: Candidate) -> Answers:
-    return attempt(setup, candidate, questions)
+    return evaluate_candidate(setup, candidate, questions)
 
 
 def original(setup: Setup, questions: int, crew: Workers, log: TrialLog, progress: Progress) -> Answers:

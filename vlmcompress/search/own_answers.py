@@ -22,7 +22,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.evaluation import noninferiority
 from vlmcompress.evaluation.compare import LEVEL
 from vlmcompress.search.candidate import Candidate
-from vlmcompress.search.trial import Setup, attempt
+from vlmcompress.search.trial import Setup, evaluate_candidate
 
 PROMPTS = (
     "What is the main thing in this image? Answer in a few words.",
@@ -65,7 +65,7 @@ def split(folder: str | Path, most: int, margin: float) -> Parts:
     for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
         by_content.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
     images = [by_content[name] for name in sorted(by_content)][:most]
-    confirm = noninferiority.fewest(margin, LEVEL)
+    confirm = noninferiority.min_images_to_pass(margin, LEVEL)
     if len(images) < (least := max(FEWEST, confirm + _OTHERS)):
         raise UserError(
             f"--images {root} has {len(images)} different images; give at least {least:,}, better hundreds: an agreement "
@@ -133,7 +133,9 @@ def _answered(rows: list[dict[str, str]], out: Path, setup: Setup, progress: Pro
     """Give questions the original's answers; those that it says nothing to are left out."""
     questions = save(out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))})
     plain = dataclasses.replace(setup, suite=None, data=str(questions["asked"]))
-    answers = {sample.id: sample.text for sample in attempt(plain, Candidate(), len(rows), progress).suite.samples}
+    answers = {
+        sample.id: sample.text for sample in evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
+    }
     questions["asked"].unlink()
     answered = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
     if not answered:

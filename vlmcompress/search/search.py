@@ -33,7 +33,7 @@ from vlmcompress.search.candidate import Candidate
 from vlmcompress.search.live_trials import SHARE, LiveTrials, SearchResult, original, search
 from vlmcompress.search.speed import STAND_IN, Goal, Load, Measured, Modelled
 from vlmcompress.search.successive_halving import Rules
-from vlmcompress.search.trial import Setup, made, questions_of
+from vlmcompress.search.trial import Setup, ensure_checkpoint, questions_of
 from vlmcompress.search.trial_log import QUESTIONS, WORK, open_trial_log
 
 WINNER, RECIPE = "winner", "recipe.yaml"
@@ -261,7 +261,7 @@ def _placed(request: Request, setup: Setup, result: SearchResult, progress: Prog
         return None
     candidate = result.winner.candidate
     out = request.out / WINNER
-    checkpoint = made(setup, candidate, progress)
+    checkpoint = ensure_checkpoint(setup, candidate, progress)
     with new_folder(out) as folder:
         shutil.copytree(checkpoint, folder, dirs_exist_ok=True, copy_function=link_or_copy)
         rename(folder, WINNER)

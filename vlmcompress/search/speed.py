@@ -25,7 +25,7 @@ from vlmcompress.planning.weight_bytes import Weights
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.results import Ratio
 from vlmcompress.search.candidate import Candidate
-from vlmcompress.search.trial import Setup, made
+from vlmcompress.search.trial import Setup, ensure_checkpoint
 
 Goal = Literal["throughput", "ttft", "memory", "cost"]
 GOALS: dict[str, str] = {
@@ -170,7 +170,7 @@ class Measured:
         """Serve a candidate and the original in turn. Raises UserError where a server fails."""
         setup, load = self.modelled.setup, self.modelled.load
         bench: Any = runs.run(
-            made(setup, candidate, progress),
+            ensure_checkpoint(setup, candidate, progress),
             setup.model,
             load=f"closed:{USERS}",
             requests=load.requests,

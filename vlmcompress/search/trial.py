@@ -77,14 +77,16 @@ class Answers:
         return sum(sample.answer.prompt_tokens for sample in self.suite.samples) / len(self.suite.samples)
 
 
-def attempt(setup: Setup, candidate: Candidate, questions: int, progress: Progress = silent) -> Answers:
-    """Make a candidate's checkpoint, unless it is there, and ask it so many questions, of which it keeps earlier answers.
+def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progress: Progress = silent) -> Answers:
+    """Make a candidate's checkpoint, unless it is there, and ask it the first `questions` questions.
+
+    Answers that its journal has are not asked for again.
 
     Raises:
         UserError: it cannot be made, or the engine fails.
     """
     setup.work.mkdir(parents=True, exist_ok=True)
-    folder = made(setup, candidate, progress)
+    folder = ensure_checkpoint(setup, candidate, progress)
     suite = questions_of(setup, questions)
     with open_journal(setup.work / f"answers-{candidate.folder}.jsonl") as journal:
         settings = Settings(logprobs=FIRST_TOKENS, seed=setup.seed)
@@ -98,12 +100,12 @@ def questions_of(setup: Setup, count: int | None) -> tasks.LoadedSuite:
     return tasks.load_suite(setup.suite, data, candidate=model, baseline=model, limit=count, seed=setup.seed)
 
 
-def made(setup: Setup, candidate: Candidate, progress: Progress = silent) -> Path:
+def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = silent) -> Path:
     """Return the folder of a candidate's checkpoint, and make it where there is none."""
     if not candidate.choices:
         return setup.model
     out = setup.work / f"checkpoint-{candidate.folder}"
-    with _alone(out):
+    with _one_process_at_a_time(out):
         if not out.exists():
             quantize(_recipe(setup, candidate, out, progress), resume=True, progress=progress)
     return out
@@ -121,16 +123,16 @@ def _recipe(setup: Setup, candidate: Candidate, out: Path, progress: Progress) -
     return recipe
 
 
-def _behind(keys: Mapping[str, Any]) -> str:
+def _statistics_key(keys: Mapping[str, Any]) -> str:
     """Name what stands before the language model, by which statistics differ."""
     return digest([str(keys["model"]), keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")])
 
 
 def _statistics(setup: Setup, keys: Mapping[str, Any], progress: Progress) -> Path:
     """Collect what all schemes behind one reducer read, once."""
-    out = setup.work / f"statistics-{_behind(keys)}"
+    out = setup.work / f"statistics-{_statistics_key(keys)}"
     plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
-    with _alone(out):
+    with _one_process_at_a_time(out):
         if not out.exists():
             calibrate(resolve({**plain, "scheme": "none", "out": str(out)}).recipe, resume=True, progress=progress)
     return out
@@ -140,7 +142,7 @@ def _recovered(setup: Setup, candidate: Candidate, progress: Progress) -> Path:
     """Train the original behind a candidate's reducer, once for all schemes."""
     reducer_keys = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
     out = setup.work / f"recovered-{digest(reducer_keys)}"
-    with _alone(out):
+    with _one_process_at_a_time(out):
         if not out.exists():
             recipe = resolve({**setup.base, **reducer_keys, "scheme": "none", "out": str(out)}).recipe
             recover(recipe, setup.recovery, resume=True, progress=progress)
@@ -148,7 +150,7 @@ def _recovered(setup: Setup, candidate: Candidate, progress: Progress) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def _one_process_at_a_time(out: Path) -> Iterator[None]:
     """Let one process at a time make a folder; the others wait for it."""
     with locks.held(folders.beside(out, "turn"), wait=True):
         yield

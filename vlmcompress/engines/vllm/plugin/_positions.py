@@ -12,7 +12,7 @@ way that is used here.
 
 With `positions: compact` tokens stand one behind the other, as vLLM counts them itself, and places are left aside.
 
-Families with plain RoPE get original positions, too: M-RoPE's machinery up to the language model, and longer tables there.
+Families with plain RoPE run through vLLM's M-RoPE path with three equal rows of positions; their RoPE tables are lengthened.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OriginalPositions(ResumableModel):
             config, "image_token_index"
         ):  # a draft is told the placeholder by this name, but for names vLLM has
             config.image_token_index = config.image_token_id
-        # Buffers, since CUDA graphs read where they read when they were recorded. As wide as the runner's own.
+        # Allocated once, as a CUDA graph replays fixed addresses. As wide as the runner's own.
         tokens = vllm_config.scheduler_config.max_num_batched_tokens + 1
         self._places: Tensor = torch.zeros(DIMS, tokens, dtype=torch.int64)
         self._positions: Tensor = torch.zeros_like(self._places)

@@ -83,7 +83,7 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
                 for rows, image_signals in zip(features, signals, strict=True)
             ]
             features = torch.stack(
-                [image_signals.apply(rows) for image_signals, rows in zip(reductions, features, strict=True)]
+                [reduction.apply(rows) for reduction, rows in zip(reductions, features, strict=True)]
             )
             return self._projected(features, reductions)
         rows = self.multi_modal_projector(features)
