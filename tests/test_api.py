@@ -37,7 +37,7 @@ def test_the_examples_run(tmp_path, monkeypatch, quick_engines):
         ({"scheme": "awk"}, "unknown scheme 'awk'; did you mean 'awq'?"),
         ({"scheme": "awq", "sample": 3}, "unknown key 'sample'"),
         ({"scheme": "awq", "calibrate": {"samples": "3"}}, "calibrate.samples is"),
-        ({"scheme": "awq", "format": "gguf"}, "unknown format 'gguf'"),
+        ({"scheme": "awq", "format": "ggml"}, "unknown format 'ggml'"),
     ],
 )
 def test_bad_keys_are_user_errors(keys, part):
