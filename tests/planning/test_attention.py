@@ -57,5 +57,5 @@ def test_the_towers_attention(folders):
     assert said(folders["qwen3-vl"], "vllm: vision attention", target="b200", **setting)[0]
     ok, detail = said(folders["qwen3-vl"], "vllm: vision attention", target="h100", **setting)
     assert not ok and "leave --vision-attention out" in detail
-    ok, detail = said(folders["llava"], "recipe", target="b200", **setting)
+    ok, detail = said(folders["llava"], "plan", target="b200", **setting)
     assert not ok and "no FP8 attention for the vision tower of llava, only for qwen2-5-vl, qwen3-5, " in detail

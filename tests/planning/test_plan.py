@@ -248,7 +248,7 @@ def test_check_lists_everything(models, tmp_path):
     (tmp_path / "out").mkdir()
     keys = {"scheme": "gptq", "target": "cpu", "options": {"bits": 8, "group_size": 96}, "out": str(tmp_path / "out")}
     problems = bad(models["llava"], **keys)
-    assert set(problems) == {"vllm: decoder", "recipe", "calibration", "output"}
+    assert set(problems) == {"vllm: decoder", "plan", "calibration", "output"}
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     report += _reducer(plan, engine)
     report += _draft(plan)
     if plan.problems:
-        report += [Finding("recipe", False, problem) for problem in plan.problems]
+        report += [Finding("plan", False, problem) for problem in plan.problems]
     else:
-        report.append(Finding("recipe", True, f"{plan.linear_layers} linear layers can be quantized"))
+        report.append(Finding("plan", True, f"{plan.linear_layers} linear layers can be quantized"))
     report += _family(plan, target, engine)
     if target and engine == "vllm":
         report.append(cache_finding(recipe, plan.source, target, everywhere=all(plan.blocks)))
