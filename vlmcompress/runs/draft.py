@@ -37,7 +37,7 @@ from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.runs import eagle3, teacher_cache
 from vlmcompress.runs.eagle3 import DraftShape, Lesson
 from vlmcompress.runs.recovery_files import RecoveryFiles, model_facts, run_settings
-from vlmcompress.runs.train_loop import Settings, TrainLog, train
+from vlmcompress.runs.train_loop import Settings, TrainLog, check_flags, train
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,7 @@ class DraftTraining:
     vocabulary: int = 32000
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "every", "answer_tokens", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it should be at least 1")
-        if not 0 < self.lr < 1:
-            raise UserError(f"--lr is {self.lr:g}; it should be above 0 and below 1, such as 1e-3")
+        check_flags(self, "steps", "batch", "every", "answer_tokens", "vocabulary")
 
     @property
     def samples(self) -> int:

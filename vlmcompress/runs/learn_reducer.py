@@ -35,7 +35,7 @@ from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce, too_s
 from vlmcompress.runs import teacher_cache
 from vlmcompress.runs.recovery_files import RecoveryFiles, model_facts, run_settings
 from vlmcompress.runs.teacher_cache import Data
-from vlmcompress.runs.train_loop import Settings, TrainLog, train
+from vlmcompress.runs.train_loop import Settings, TrainLog, check_flags, train
 
 MEASURED = 64
 """Samples that mean and spread of the channels are measured on."""
@@ -65,13 +65,9 @@ class ScorerTraining:
     def __post_init__(self) -> None:
         if not 0 < self.keep < 1:
             raise UserError(f"--keep is {self.keep:g}; it should be above 0 and below 1, such as 0.25")
-        for name in ("steps", "batch", "every", "hidden"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}; it should be at least 1")
+        check_flags(self, "steps", "batch", "every", "hidden")
         if self.hidden > scorer_file.MOST_HIDDEN:
             raise UserError(f"--hidden is {self.hidden}; it should be at most {scorer_file.MOST_HIDDEN}")
-        if not 0 < self.lr < 1:
-            raise UserError(f"--lr is {self.lr:g}; it should be above 0 and below 1, such as 1e-3")
 
     @property
     def samples(self) -> int:

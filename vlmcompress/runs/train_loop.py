@@ -24,6 +24,7 @@ from torch import Tensor
 
 from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
+from vlmcompress.errors import UserError
 
 PATIENCE = 4
 """How many measurements in a row may be no better than the best, where the settings do not say."""
@@ -55,6 +56,15 @@ class Settings:
     seed: int
     patience: int = PATIENCE
     diverged: float = DIVERGED
+
+
+def check_flags(training: Any, *counts: str) -> None:
+    """Raise UserError where a field of a training's flags named in `counts` is below 1, or its `lr` not between 0 and 1."""
+    for name in counts:
+        if getattr(training, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(training, name)}; it should be at least 1")
+    if not 0 < training.lr < 1:
+        raise UserError(f"--lr is {training.lr:g}; it should be above 0 and below 1, such as 1e-4")
 
 
 @dataclass

@@ -26,7 +26,7 @@ from vlmcompress.models import VLM
 from vlmcompress.runs import coded_linear, lora, teacher_cache
 from vlmcompress.runs.recovery_files import RecoveryFiles
 from vlmcompress.runs.teacher_cache import Data
-from vlmcompress.runs.train_loop import Settings, TrainLog, train
+from vlmcompress.runs.train_loop import Settings, TrainLog, check_flags, train
 
 SCALES = "scales"
 BESIDE = ("projector", "norms")
@@ -56,11 +56,7 @@ class TrainingOptions:
                 raise UserError(
                     f"--train {name}: beside {SCALES} only {' and '.join(BESIDE)} can be trained, leave it out"
                 )
-        for name in ("rank", "steps", "batch", "every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}; it should be at least 1")
-        if not 0 < self.lr < 1:
-            raise UserError(f"--lr is {self.lr:g}; it should be above 0 and below 1, such as 1e-4")
+        check_flags(self, "rank", "steps", "batch", "every")
 
     @property
     def samples(self) -> int:
