@@ -33,7 +33,6 @@ from vlmcompress.hf_hooks import attach_carried, scorer_file
 from vlmcompress.models import VLM
 from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.runs import eagle3, teacher_cache
 from vlmcompress.runs.eagle3 import DraftShape, Lesson
 from vlmcompress.runs.recovery_files import RecoveryFiles, model_facts, run_settings
@@ -210,6 +209,7 @@ class _Training:
         self.taps = _Taps(target, self.shape.taps)
         carried = reducer_block.read(models.read_config(recipe.model))
         self.reducer = scorer_file.known(target.model.config, carried.reducer, recipe.model) if carried else None
+        self.model = behind_reducer.decoder(target).model if self.reducer else target.model
         self.indices = torch.full((len(self.head),), -1, device=self.head.device)
         self.indices[self.vocabulary] = torch.arange(len(self.vocabulary), device=self.head.device)
 
@@ -281,16 +281,15 @@ class _Training:
     @torch.no_grad()
     def lesson(self, index: int) -> Lesson | None:
         """What a sample teaches; None where its answer has one token, which the target says itself."""
-        model, batch = self.target.model, self.batches[index]
-        if self.reducer is not None:
+        batch = self.batches[index]
+        if self.reducer:
             batch = behind_reducer.reduced(self.target, [batch], self.reducer)[0]
-            model = behind_reducer.decoder(self.target).model
         cut, count = distillation.answer_tokens(batch)
         if count < 2:
             return None
         inputs: Inputs = distillation.placed(self.target, batch)
         columns = torch.arange(cut, cut - 1 + count, device=self.head.device)
-        logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits[0].float()
+        logits = self.model(**inputs, use_cache=False, logits_to_keep=columns).logits[0].float()
         ids = inputs["input_ids"][0]
         return Lesson(
             embeds=embedding(ids, self.table).float(),
@@ -316,7 +315,7 @@ def _facts(
     return {
         "method": "eagle3",
         "target": identity.source_identity(recipe.model) | {"content_sha256": identity.model_hash(recipe.model)},
-        "reduce": run.reducer.plain() if isinstance(run.reducer, ReducerChoice) else None,
+        "reduce": run.reducer.plain() if run.reducer else None,
         "taps": list(run.shape.taps),
         "vocabulary": run.shape.vocabulary,
         "parameters": sum(tensor.numel() for tensor in best.values()),
