@@ -25,8 +25,10 @@ SIZES = {  # of images that no processor has to make smaller: llama.cpp pads whe
     "internvl": [(56, 56)],
     "lfm2-vl": [(64, 64), (128, 64)],
     "llava": [(56, 56)],
+    "mistral3": [(112, 112), (56, 112)],
     "qwen2-vl": [(112, 84), (56, 56)],
     "qwen2-5-vl": [(112, 84), (168, 140)],
+    "qwen3-5": [(256, 256), (128, 96)],
     "qwen3-vl": [(256, 256), (128, 96)],
 }
 SPLITS = {"idefics3": ["\n\n", "\n"]}  # tokens that llama.cpp's processor of the family asks for by name

@@ -15,6 +15,8 @@ Source: llama.cpp, `ggml/src/ggml-common.h` and `ggml-quants.c`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,13 @@ from vlmcompress.numerics import Format, QTensor
 BLOCK = 32
 BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 """Bytes of a block."""
+
+
+def block_size(kind: str) -> int:
+    """Weights of a block of a ggml type."""
+    return BLOCK
+
+
 MOST = 0.01  # of a step, that a minimum may be off: more only where scales are nearly too small for a float16
 
 
@@ -70,6 +79,21 @@ def pack(qt: QTensor) -> Tensor:
         head.append(_per_block(_minimum(qt.scale, qt.zero_point), rows, blocks))
     parts = [part.contiguous().view(torch.uint8).view(rows, blocks, 2) for part in head]
     return torch.cat([*parts, body], -1).view(rows, -1)
+
+
+def in_order(packed: Tensor, columns: Sequence[int] | None, kind: str) -> Tensor:
+    """Bytes `[rows, row_bytes]` with their weights in another order of columns, which has to move whole blocks.
+
+    Raises:
+        UserError: it tears blocks.
+    """
+    if columns is None:
+        return packed
+    size = block_size(kind)
+    order = torch.tensor(columns).view(-1, size)
+    if not torch.equal(order, order[:, :1] // size * size + torch.arange(size)):
+        raise UserError(f"llama.cpp's order of its columns tears blocks of {size}; leave the layer out by --skip")
+    return packed.view(len(packed), -1, BYTES[kind])[:, order[:, 0] // size].reshape(packed.shape)
 
 
 def _per_block(values: Tensor, rows: int, blocks: int) -> Tensor:
