@@ -18,6 +18,7 @@ FAMILY = Family(
     arch=always("qwen35"),
     language=_delta_net.language(),
     vision=VISION,
+    unused=("mtp.",),
     image=IMAGE,
     check=check,
 )
