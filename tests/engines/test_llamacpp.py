@@ -29,14 +29,18 @@ SIZES = {  # of images that no processor has to make smaller: llama.cpp pads whe
     "qwen2-vl": [(112, 84), (56, 56)],
     "qwen2-5-vl": [(112, 84), (168, 140)],
     "qwen3-5": [(256, 256), (128, 96)],
+    "qwen3-5-moe": [(256, 256), (128, 96)],
     "qwen3-vl": [(256, 256), (128, 96)],
+    "qwen3-vl-moe": [(256, 256), (128, 96)],
 }
+HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}  # in another order in ggml than in transformers
+VARIANTS: dict[str, dict] = {"qwen3-5": HEADS, "qwen3-5-moe": HEADS, "qwen3-vl-moe": {"mlp_only_layers": ()}}
 SPLITS = {"idefics3": ["\n\n", "\n"]}  # tokens that llama.cpp's processor of the family asks for by name
 
 
 def floats(family: str, folder: Path) -> Path:
     """A tiny float32 checkpoint with no parameter that is the same everywhere, so that each has to be in its place."""
-    build(family, folder)
+    build(family, folder, **VARIANTS.get(family, {}))
     generator = torch.Generator().manual_seed(1)
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, tensor in tensors.items():
@@ -92,20 +96,12 @@ def job(folder: Path, media: Path) -> dict:
 
 
 def as_llama_cpp_computes(family: str, model) -> None:
-    """What llama.cpp of 2026-10 does otherwise: the CLS token comes behind the patches, which have the positions before
-    theirs, and the features of LLaVA are all but the first then."""
-    if family == "internvl":
-        positions = model.model.vision_tower.embeddings.position_embeddings
-        positions.data = positions.data.roll(1, dims=1)
+    """What llama.cpp of 2026-10 does otherwise: LLaVA's CLS token comes behind the patches, and the features are all but the
+    first token's."""
     if family == "llava":
         embeddings = model.model.vision_tower.embeddings
-
-        def forward(pixel_values, interpolate_pos_encoding=False):
-            patches = embeddings.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
-            last = embeddings.class_embedding.expand(len(patches), 1, -1)
-            return torch.cat([patches, last], 1) + embeddings.position_embedding.weight[None]
-
-        embeddings.forward = forward
+        original = embeddings.forward
+        embeddings.forward = lambda *args, **kwargs: original(*args, **kwargs).roll(-1, 1)
 
 
 def test_each_family_has_its_sizes():

@@ -132,6 +132,11 @@ def activation(path: str = "vision_config.hidden_act") -> dict[str, Value]:
     }
 
 
+def first_last(positions: Any, facts: Facts) -> Any:
+    """Positions `[1 + patches, width]` with the CLS token's behind those of the patches, where llama.cpp has the token."""
+    return positions.roll(-1, 0)
+
+
 CLIP_BLOCK = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
