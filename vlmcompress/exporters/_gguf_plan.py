@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from vlmcompress.common.tensor_files import DTYPES
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import Parts
-from vlmcompress.exporters._gguf_blocks import BYTES, block_size, block_type, in_order, pack
+from vlmcompress.exporters._gguf_blocks import BYTES, block_size, block_type, in_order, matrix_scale, pack
 from vlmcompress.llamacpp import Facts, Family, Model, Rule
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
@@ -60,8 +61,11 @@ def planned(model: Model, parts: Parts, facts: Facts, side: str) -> list[Plan]:
                 target = rule.target.format(*(rule.number(facts, n) if rule.number else n for n in numbers))
                 experts.setdefault(target, {})[expert] = name
         for target, names in experts.items():
-            each = [_plan(rule, names[number], target, parts, facts, side) for number in sorted(names)]
+            sources = [names[number] for number in sorted(names)]
+            each = [_plan(rule, source, target, parts, facts, side) for source in sources]
             plans.append(_stacked(each) if rule.stacked else each[0])
+            if each[0].kind == "NVFP4":
+                plans.append(_matrix_scales(sources, target, parts))
     return plans
 
 
@@ -91,6 +95,16 @@ def _stacked(plans: list[Plan]) -> Plan:
         (len(plans), *first.shape),
         lambda: torch.cat([plan.make() for plan in plans]),
     )
+
+
+def _matrix_scales(sources: list[str], target: str, parts: Parts) -> Plan:
+    """The numbers of matrices in NVFP4, one for each of `sources`."""
+    weights = [parts.quantized[source.removesuffix(".weight")] for source in sources]
+
+    def make() -> Tensor:
+        return torch.cat([cast(Tensor, matrix_scale(weight[0])) for weight in weights])
+
+    return Plan(target.removesuffix("weight") + "scale", (), "F32", (len(sources),), make)
 
 
 def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side: str) -> Plan:

@@ -5,6 +5,7 @@
 | symmetric 4 bits, groups of 32 or a multiple, or per channel | Q4_0 | the same codes and scales, bit for bit |
 | asymmetric 4 bits | Q4_1 | the same; the minimum is rounded to float16, at most 0.7% of a step |
 | symmetric 8 bits | Q8_0 | the same codes and scales, bit for bit |
+| NVFP4 without rounded inputs | NVFP4 | the same codes and scales, bit for bit |
 | left as they are | BF16, F16, F32 | the source's type; norms and biases F32 |
 | tower and projector | F16 | rounded to it; F32 of a float32 source; norms, biases and positions F32 |
 
@@ -39,7 +40,7 @@ KV_SCALES = None
 SCALES = torch.float16
 GROUP_SIZE = 32  # larger groups repeat their scale and save nothing
 MODEL, MMPROJ = "model.gguf", "mmproj.gguf"
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "NVFP4": 39}
 """llama.cpp's number of what most of a file's weights are."""
 
 
