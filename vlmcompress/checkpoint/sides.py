@@ -41,10 +41,13 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
 
 
 def _weight_bytes(path: Path) -> int:
-    """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers; 0 where it has none."""
+    """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers, or of its GGUF files; 0 where it
+    has neither."""
+    if files := sorted(path.glob("*.gguf")):
+        return sum(file.stat().st_size for file in files)
     try:
-        files, count = shards(path), 0
-        for file in files:
+        count = 0
+        for file in shards(path):
             with file.open("rb") as stream:
                 count += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
     except (UserError, OSError):  # only pickles, or a file is missing: what runs it has to say that
