@@ -325,8 +325,8 @@ def test_families_ids_and_targets(data: Path) -> None:
     ("answer", "letter"),
     [
         ("The answer is (C).", "C"),
-        ("First the answer is A. No: the answer is B", "B"),
-        ("Answer: D", "D"),
+        ("So the answer is (A). If not, the answer is B", "A"),
+        ("Answer: B? No. Answer: D", "D"),
         ("So I take B, not A", "A"),
         ("The answer is E", None),
         ("Beyond all doubt", None),
@@ -335,6 +335,20 @@ def test_families_ids_and_targets(data: Path) -> None:
 )
 def test_the_final_letter(answer: str, letter: str | None) -> None:
     assert scoring.final_letter(answer, 4) == letter
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        ("A or B? Answer: C", "C"),
+        ("Answer: A or B, so (B)", "B"),  # two behind it: as in MMMU
+        ("(A), no, (C)", "C"),
+        ("B. Because it is red", "B"),
+        ("I do not know", None),
+    ],
+)
+def test_the_choice_in_mmmu_pro(answer: str, letter: str | None) -> None:
+    assert scoring.mmmu_pro_choice(answer, dict.fromkeys("ABCD", "what no answer says")) == letter
 
 
 @pytest.mark.parametrize(
