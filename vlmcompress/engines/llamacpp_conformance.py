@@ -24,10 +24,11 @@ from vlmcompress import engines
 from vlmcompress.common import json_files
 from vlmcompress.common.messages import Finding
 from vlmcompress.common.progress import Progress
-from vlmcompress.engines import Answer, Request, Settings, llamacpp_server
+from vlmcompress.engines import Answer, Request, Run, Settings, llamacpp_server
 from vlmcompress.engines.vllm import conformance_plan
 from vlmcompress.errors import UserError
 
+TITLES = {"hf": "transformers", "llamacpp": "llama.cpp"}
 LIMITS = {False: (0.02, 0.3), True: (0.15, 1.5)}
 """Whether weights are quantized -> how far log-probabilities may differ, nats: in the median, and at most."""
 
@@ -58,9 +59,9 @@ def examine(
         questions = conformance_plan.make_questions(media, prompts, data, False, seed).plain
         requests = [Request(question.id, question.messages) for question in questions]
         settings = Settings(max_tokens=8, logprobs=8, dtype="auto" if quantized else "float32", max_num_seqs=1)
-        runs = {}
+        runs: dict[str, Run] = {}
         for name, model in (("hf", source), ("llamacpp", folder)):
-            progress(f"asking {engines.get(name).title}", len(runs), 2)
+            progress(f"asking {TITLES[name]}", len(runs), 2)
             runs[name] = engines.get(name).answer(model, requests, media=media, settings=settings)
     return judge(runs["hf"].answers, runs["llamacpp"].answers, quantized)
 

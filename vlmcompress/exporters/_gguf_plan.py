@@ -120,9 +120,9 @@ def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side
     if module in parts.quantized and source.endswith(".weight"):
         qt = parts.quantized[module][0]
         kind = block_type(qt.format)
-        shape = (qt.q.shape[0] // of, qt.q.shape[1])
+        size = (qt.q.shape[0] // of, qt.q.shape[1])
         return Plan(
-            target, (source,), kind, shape, lambda: in_order(chosen(pack(parts.quantized[module][0])), columns, kind)
+            target, (source,), kind, size, lambda: in_order(chosen(pack(parts.quantized[module][0])), columns, kind)
         )
 
     def changed(value: Tensor) -> Tensor:
