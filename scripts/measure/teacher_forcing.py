@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -287,10 +287,3 @@ def cached(path: Path, make: Any) -> Any:
         torch.save(make(), aside)
         aside.rename(path)
     return torch.load(path, weights_only=False)
-
-
-def by_kind(values: Tensor, families: Sequence[str], kinds: Mapping[str, Sequence[bool]]) -> dict[str, float]:
-    """Average `values [questions]` over all questions, those of each family, and those of each kind."""
-    chosen = {name: torch.tensor([family == name for family in families]) for name in sorted(set(families))}
-    chosen |= {name: torch.tensor(list(members)) for name, members in kinds.items()}
-    return {"all": float(values.mean())} | {name: float(values[index].mean()) for name, index in chosen.items()}

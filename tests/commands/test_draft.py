@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from tests.kit import tiny
+from tests.kit.command_line import run
 from tests.kit.edits import other_weights
 from tests.kit.engine import asked
 from tests.kit.vllm_speculation import TEXTS
@@ -54,11 +55,6 @@ def draft(reduced, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("draft") / "draft"
     assert cli.main(["draft", str(reduced), "-o", str(out), "--calib", str(data), *map(str, FEW)]) == 0
     return out
-
-
-def run(capsys, *arguments):
-    code = cli.main(list(map(str, arguments)))
-    return code, *capsys.readouterr()
 
 
 def test_what_is_written(draft, reduced):

@@ -35,17 +35,7 @@ def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
 
     keys = draw(n, 8 * heads)
     keys = keys + keys.roll(1, 0)
-    ahead = Signals(
-        grid,
-        features=draw(n, WIDTH),
-        keys=draw(n, 16),
-        heads=2,
-        saliency=draw(n),
-        query=draw(7, 12),
-        query_keys=draw(7, 16),
-    )
     return Signals(
-        ahead=ahead,
         grid=grid,
         features=draw(n, WIDTH),
         keys=keys.bfloat16().float(),

@@ -20,7 +20,6 @@ VARIANTS = [
     ("coverage", {"relevance": "question"}),
     ("dart", {"pivots": 4, "text_pivots": 4}),
     ("divprune", {"merge": "nearest"}),
-    ("surrogate", {"rule": "dart"}),
     ("visionzip", {"merge": "mean"}),
 ]
 KEEP, COUNT = 0.4, 19  # of 48 tokens
@@ -30,8 +29,7 @@ def bare(image: Signals) -> Signals:
     """Signals on PyTorch's device `meta`, where a look at a value, or a shape that depends on values, is an error."""
     fields = {field.name: getattr(image, field.name) for field in dataclasses.fields(image)}
     tensors = {name: value.to("meta") for name, value in fields.items() if isinstance(value, torch.Tensor)}
-    ahead = None if image.ahead is None else bare(image.ahead)
-    return Signals(**fields | tensors | {"ahead": ahead}, finite=True)
+    return Signals(**fields | tensors, finite=True)
 
 
 def applied(name: str, image: Signals, **chosen) -> torch.Tensor:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.kit.cluster import two_nodes
+from tests.kit.command_line import run
 from tests.kit.edits import edited, other_weights
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
@@ -30,11 +31,6 @@ FLAGS = ["--suite", "world", "--engine", "hf", "--optimize", "memory", "--limit"
 
 def data(split: str) -> str:
     return str(bundled(DEMO_LLAVA, split))
-
-
-def run(capsys, *arguments):
-    code = cli.main(list(map(str, arguments)))
-    return code, *capsys.readouterr()
 
 
 def unconfirmed(arguments: list[str]) -> None:

@@ -97,6 +97,9 @@ RECIPE_KEYS = {
     "seed": "seed",
 }
 
+# Recipe keys of a training that is not behind a reducer.
+TRAINING = ("model", "out", "calibrate", "trust_remote_code", "seed")
+
 
 def model(parser: argparse.ArgumentParser) -> None:
     """The model that a verb works on."""
@@ -287,13 +290,17 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def refuse_foreign(values: Mapping[str, Any], verb: str, keys: Sequence[str]) -> None:
+def refuse_foreign(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:
     """Raise `UserError` for recipe values that a verb without a scheme has no use for.
 
     Args:
         values: from `recipe_values`.
         keys: the recipe keys of the verb. A folder of statistics is for none of these verbs.
+        trained_on: of a training, what it is trained on; it takes no flags that are for calibration alone.
     """
+    for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
+        if trained_on and key in values.get("calibrate", {}):
+            raise UserError(f"{flag} is for calibration; {trained_on}, leave it out")
     foreign = [key for key in values if key not in keys]
     foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
     if foreign:

@@ -16,7 +16,6 @@ from vlmcompress.commands._outcome import OK, Outcome, written_text
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import table
-from vlmcompress.errors import UserError
 
 GROUP = "compress"
 PLACE = 28
@@ -57,10 +56,8 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
-    for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
-        if key in values.get("calibrate", {}):
-            raise UserError(f"{flag} is for calibration; a draft is trained on the questions of DATA, leave it out")
-    _flags.refuse_foreign(values, "draft", ("model", "out", "calibrate", "trust_remote_code", "seed"))
+    trained_on = "a draft is trained on the questions of DATA"
+    _flags.refuse_foreign(values, "draft", _flags.TRAINING, trained_on)
     from vlmcompress.runs.draft import DraftTraining, draft
 
     training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})

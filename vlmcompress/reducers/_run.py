@@ -73,7 +73,7 @@ def _shapes(image: Signals) -> tuple[object, ...]:
     tensors = tuple(
         (name, value.shape, value.dtype) for name, value in vars(image).items() if isinstance(value, Tensor)
     )
-    return image.grid, image.heads, image.merged, image.ahead, tensors
+    return image.grid, image.heads, image.merged, tensors
 
 
 def _at_once(method: ModuleType, images: Sequence[Signals], options: ReducerOptions) -> list[Reduction]:

@@ -165,8 +165,7 @@ def moved(image: Any, device: torch.device) -> Any:
     """The signals of an image on a device."""
     values = {field.name: getattr(image, field.name) for field in dataclasses.fields(image)}
     tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-    ahead = None if image.ahead is None else moved(image.ahead, device)
-    return dataclasses.replace(image, **tensors, ahead=ahead)
+    return dataclasses.replace(image, **tensors)
 
 
 def apart(value: Tensor, oracle: Tensor) -> float:

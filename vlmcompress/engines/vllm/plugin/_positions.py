@@ -154,10 +154,6 @@ def _check(config: Any, reducer: ServedReducer) -> None:
             config.model_config.multimodal_config.mm_encoder_tp_mode == "data" and reducer.merges,
             "--mm-encoder-tp-mode data where tokens merge within the encoder; leave it out",
         ),
-        (
-            config.lora_config is not None and "ahead" in reducer.chosen.module.NEEDS,
-            "LoRA adapters where the language model's own layers choose the tokens; leave out --enable-lora",
-        ),
     ):
         if wrong:
             raise ValueError(f"a checkpoint that carries a reducer of visual tokens does not go with {text}")
