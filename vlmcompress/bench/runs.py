@@ -107,8 +107,8 @@ def plan(
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     paths: dict[SideName, Path] = {
-        "baseline": sides.folder(hub.local(baseline)),
-        "candidate": sides.folder(hub.local(candidate)),
+        "baseline": sides.folder(hub.local(baseline), "vllm"),
+        "candidate": sides.folder(hub.local(candidate), "vllm"),
     }
     drafting: dict[SideName, str | None] = {
         side: json.dumps(speculation.checked(paths[side], text)) for side, text in (speculative or {}).items() if text

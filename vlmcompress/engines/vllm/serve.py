@@ -73,6 +73,8 @@ def serve(
             that the checkpoint or the engine can't do.
     """
     model = Path(model)
+    if (model / "openvino_language_model.xml").is_file():
+        raise UserError(f"{model} is OpenVINO, which vLLM does not serve; ask it: python {model}/serve/ask_openvino.py")
     if (model / "model.gguf").is_file():
         raise UserError(f"{model} is GGUF, which vLLM does not serve; start llama.cpp: sh {model}/serve/llamacpp.sh")
     python = interpreter()

@@ -1,0 +1,169 @@
+"""Trace transformers' modules into OpenVINO's graphs, without a matrix of floats in memory.
+
+The model is built without weights. Linear layers and the table of word embeddings are left out of the trace: each is one
+operation, which becomes a constant in the type that it is stored in (`_weights`). Other parameters are small. One graph at a
+time is in memory. `openvino.convert_model` would do the same, but sends usage statistics, so its frontend is called directly.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import torch
+from accelerate import init_empty_weights
+from openvino import opset13 as ops
+from openvino._offline_transformations import apply_make_stateful_transformation
+from openvino.frontend import FrontEndManager
+from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
+from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+from vlmcompress.openvino._spec import Decoder, Family, Graph
+
+Constant = Callable[[str], Any]
+"""Makes the node of a parameter, as float32, by its memory name."""
+_COUNTED = re.compile(r"[A-Z]\w*_\d+")  # what OpenVINO calls nodes and tensors that have no name
+
+
+def write(tree: Path, family: Family, read: Callable[[str], Tensor], constant: Constant) -> None:
+    """Write the graphs and the tokenizer of the checkpoint in the folder `tree`, which has its config and tokenizer.
+
+    Args:
+        read: reads a parameter that is not quantized, by its memory name.
+        constant: makes the node of any.
+    """
+    config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    names = {module: name for name, module in model.named_modules()}
+    decoder = family.decoder(model, family.axes)
+    for name, graph in family.tower(model).items():
+        _save(_trace(graph, names, read, constant), tree / f"openvino_{name}.xml")
+    _save(_embeddings(model, names, constant), tree / "openvino_text_embeddings_model.xml")
+    states = [f"present.{name}" for name in decoder.states]
+    language = _trace(Graph(decoder, decoder.ports, ("logits", *states)), names, read, constant)
+    _make_stateful(language, decoder)
+    _save(language, tree / "openvino_language_model.xml")
+    _write_tokenizer(tree)
+
+
+def _trace(graph: Graph, names: Mapping[nn.Module, str], read: Callable[[str], Tensor], constant: Constant):
+    """The OpenVINO model of a graph, with named inputs and outputs. `names`: memory name of each of the model's modules."""
+    linears = {}
+    for part in graph.module.modules():
+        if isinstance(part, nn.Linear):
+            linears[part] = f"vlmcompress::{names[part]}"
+            continue
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                value = read(f"{names[part]}.{name}").float()
+                setattr(part, name, nn.Parameter(value, requires_grad=False))
+    frontend = FrontEndManager().load_by_framework("pytorch")
+    for part, operation in linears.items():
+        frontend.add_extension(ConversionExtension(operation, _linear(names[part], part, constant)))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        decoder = TorchScriptPythonDecoder(
+            graph.module,
+            example_input=tuple(torch.zeros(port.shape, dtype=port.dtype) for port in graph.inputs),
+            module_extensions={part: ModuleExtension(part, name, _zeros, _alone) for part, name in linears.items()},
+            trace_kwargs={"check_trace": False},
+        )
+        model = frontend.convert(frontend.load(decoder))
+    for port, made in zip(graph.inputs, model.inputs, strict=True):
+        made.get_node().set_partial_shape(openvino.PartialShape(port.dims))
+        _name(made, port.name)
+    for name, made in zip(graph.outputs, model.outputs, strict=True):
+        made.get_tensor().set_names({name})
+    model.validate_nodes_and_infer_types()
+    return model
+
+
+def _zeros(layer: nn.Linear, inputs: Tensor) -> Tensor:
+    """What a linear layer gives while it is traced."""
+    return torch.zeros(*inputs.shape[:-1], layer.out_features)
+
+
+def _alone(layer: nn.Linear, operation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """A linear layer as one operation of the trace."""
+    return operation(inputs)
+
+
+def _linear(name: str, layer: nn.Linear, constant: Constant) -> Callable[[Any], list]:
+    """What makes OpenVINO's nodes of a linear layer."""
+
+    def make(node: Any) -> list:
+        product = ops.matmul(node.get_input(0), constant(f"{name}.weight"), False, True)
+        return (product if layer.bias is None else ops.add(product, constant(f"{name}.bias"))).outputs()
+
+    return make
+
+
+def _embeddings(model: Any, names: Mapping[nn.Module, str], constant: Constant) -> openvino.Model:
+    """The model that looks up word embeddings, with the factor that some families have."""
+    table = model.get_input_embeddings()
+    tokens = ops.parameter([-1, -1], np.int64)
+    rows = ops.gather(constant(f"{names[table]}.weight"), tokens, np.int64(0))
+    if (factor := getattr(table, "embed_scale", None)) is not None:
+        rows = ops.multiply(rows, np.float32(factor))
+    _name(tokens.output(0), "input")
+    rows.output(0).get_tensor().set_names({"inputs_embeds"})
+    return openvino.Model([rows], [tokens])
+
+
+def _make_stateful(model: openvino.Model, decoder: Decoder) -> None:
+    """Keep keys and values within the model, in the order of sequences that its new input `beam_idx` says."""
+    beams = ops.parameter([-1], np.int32)
+    _name(beams.output(0), "beam_idx")
+    model.add_parameters([beams])
+    pairs = {f"past_key_values.{name}": f"present.{name}" for name in decoder.states}
+    for name in pairs:
+        past = model.input(name)
+        users = past.get_target_inputs()
+        reordered = ops.gather(past, beams, np.int64(0))
+        for user in users:
+            user.replace_source_output(reordered.output(0))
+    model.validate_nodes_and_infer_types()
+    apply_make_stateful_transformation(model, pairs)
+    embeds = ops.shape_of(model.input("inputs_embeds"), output_type="i64")
+    batch = ops.gather(embeds, np.array([0]), np.int64(0))
+    for node in model.get_ops():
+        if node.get_type_name() == "ReadValue":  # an empty state for as many sequences as there are
+            _, heads, _, size = node.get_output_partial_shape(0)
+            shape = ops.concat([batch, np.array([heads.get_length(), 0, size.get_length()])], 0)
+            node.set_arguments([ops.broadcast(np.float32(0), shape)])
+    model.validate_nodes_and_infer_types()
+
+
+def _name(port: Any, name: str) -> None:
+    port.get_tensor().set_names({name})
+    port.get_node().set_friendly_name(name)
+
+
+def _save(model: openvino.Model, path: Path) -> None:
+    """Write a model under names without the counters of the process, so that equal models are equal files."""
+    model.set_friendly_name(path.stem)
+    for number, node in enumerate(model.get_ordered_ops()):
+        if _COUNTED.fullmatch(node.get_friendly_name()):
+            node.set_friendly_name(f"{node.get_type_name()}.{number}")
+        for port in node.outputs():
+            names = {name for name in port.get_names() if not _COUNTED.fullmatch(name)}
+            if names != port.get_names():
+                port.get_tensor().set_names(names)
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+def _write_tokenizer(tree: Path) -> None:
+    from openvino_tokenizers import convert_tokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tree, local_files_only=True, trust_remote_code=False)
+    models = convert_tokenizer(tokenizer, with_detokenizer=True)
+    for name, model in zip(("tokenizer", "detokenizer"), models, strict=True):
+        _save(model, tree / f"openvino_{name}.xml")
