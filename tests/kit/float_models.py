@@ -51,16 +51,16 @@ def edit(folder: Path, file: str, **entries: Any) -> None:
     (folder / file).write_text(json.dumps(content))
 
 
-def questions(media: Path, sizes: Sequence[tuple[int, int]]) -> list[Request]:
-    """Questions about two pictures of each size, which are written into `media`, and one without."""
+def questions(media: Path, sizes: Sequence[tuple[int, int]], prelude: str = "") -> list[Request]:
+    """Questions about two pictures of each size, which are written into `media`, and one without, each behind a prelude."""
     noise, requests = random.Random(0), []
     for index, size in enumerate([*sizes, *sizes]):
         small = Image.frombytes("RGB", (8, 8), noise.randbytes(192))
         small.resize(size, Image.Resampling.BICUBIC).save(media / f"{index}.png")
         image = {"type": "image_url", "image_url": {"url": (media / f"{index}.png").as_uri()}}
-        text = {"type": "text", "text": f"What is number {index}?"}
+        text = {"type": "text", "text": f"{prelude}What is number {index}?"}
         requests.append(Request(str(index), [{"role": "user", "content": [image, text]}]))
-    return [*requests, Request("text", [{"role": "user", "content": "Hello there."}])]
+    return [*requests, Request("text", [{"role": "user", "content": f"{prelude}Hello there."}])]
 
 
 def job(folder: Path, media: Path, reduce: str | None = None) -> dict[str, Any]:

@@ -139,7 +139,10 @@ class Engine:
         begin = self.processor.tokenizer.bos_token
         if begin and text.startswith(begin) and self._adds_begin():
             text = text.removeprefix(begin)
-        return text.replace(self.family.image + self.family.behind, self.family.image), images
+        tag = self.family.tag or self.family.image
+        return text.replace(self.family.image + self.family.behind, self.family.image).replace(
+            self.family.image, tag
+        ), images
 
     def _adds_begin(self) -> bool:
         tokenizer = self.processor.tokenizer

@@ -37,7 +37,8 @@ SCALES = torch.float16
 ENGINE = "openvino"
 PACKAGES = ("openvino", "openvino_tokenizers", "accelerate")
 LANGUAGE = "openvino_language_model.xml"
-EMBEDDINGS = "model.language_model.embed_tokens.weight"
+PROCESSOR = "processor_config.json"
+HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 
 def storage(scheme: Scheme) -> str:
@@ -111,7 +112,13 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
         return [f"the package {missing[0]} is not installed; pip install '.[openvino]' in the checkout of vlmcompress"]
     if family not in REGISTRY:
         return [f"OpenVINO is not written for the family {family}, only for {', '.join(REGISTRY.names())}"]
-    return _family(family).check(config)
+    known_as = _family(family)
+    images = _image_settings(folder)
+    return known_as.check(config) + [
+        f"OpenVINO GenAI cuts images by {name} = {value}, the processor by {images[name]}"
+        for name, value in known_as.fixed_images.items()
+        if images.get(name, value) != value
+    ]
 
 
 def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str | None:
@@ -137,48 +144,74 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     if reasons := source_problems(tree, family, parts.config):
         raise UserError(reasons[0])
     from vlmcompress.openvino._convert import write
-    from vlmcompress.openvino._weights import dense, quantized
 
-    used: dict[str, int] = {}
-    sizes = {name: spec.nbytes for name, spec in parts.specs.items()}
-    for layer, (weight, scheme, _) in parts.quantized.items():
-        rows, columns = weight.q.shape
-        layer_specs = specs(scheme, rows, columns, "F16")
-        sizes[f"{layer}.weight"] = sum(spec.nbytes for spec in layer_specs.values())
+    known_as, source = _family(family), _Source(parts, progress)
+    write(tree, known_as, source.read, source.constant)
+    _change_json(tree / "config.json", known_as.settings(source.read))
+    if left := source.sizes.keys() - source.used:
+        raise UserError(f"OpenVINO has no place for the tensor {min(left)} in this family; it cannot be written")
+    images = known_as.images(parts.image)
+    _change_json(tree / "preprocessor_config.json", images)
+    if "image_processor" in _read_json(tree / PROCESSOR):  # which the pipeline may prefer
+        _change_json(tree / PROCESSOR, {"image_processor": images})
+    if reduce := parts.config.get("vlmcompress", {}).get("reduce"):
+        _change_json(tree / "generation_config.json", pruning(reduce))
+    return sum(path.stat().st_size for path in tree.glob("openvino_*_model.bin"))
 
-    def take(name: str) -> str:
-        """The name under which a parameter is stored, which counts as written from now on."""
-        stored = name if name in sizes else EMBEDDINGS  # a head that is tied to them
-        used[stored] = sizes[stored]
-        if progress:
-            progress(sum(used.values()), sum(sizes.values()))
-        return stored
 
-    def constant(name: str) -> Any:
-        stored = take(name)
+class _Source:
+    """The tensors of a checkpoint, as they are asked for. `sizes`: bytes by memory name; `used`: names that were asked for."""
+
+    def __init__(self, parts: Parts, progress: Callable[[int, int], None] | None):
+        self.parts, self.progress = parts, progress
+        self.used: set[str] = set()
+        self.sizes = {name: spec.nbytes for name, spec in parts.specs.items()}
+        for layer, (weight, scheme, _) in parts.quantized.items():
+            rows, columns = weight.q.shape
+            stored = specs(scheme, rows, columns, "F16").values()
+            self.sizes[f"{layer}.weight"] = sum(spec.nbytes for spec in stored)
+
+    def read(self, name: str) -> Tensor:
+        """A parameter that is not quantized."""
+        return self.parts.read(self._stored(name))
+
+    def constant(self, name: str) -> Any:
+        """The node of a parameter, as float32."""
+        from vlmcompress.openvino._weights import dense, quantized
+
+        stored = self._stored(name)
         layer = stored.removesuffix(".weight")
-        if layer not in parts.quantized:
-            return dense(parts.read(stored), name)
-        weight, scheme, _ = parts.quantized[layer]
+        if layer not in self.parts.quantized:
+            return dense(self.parts.read(stored), name)
+        weight, scheme, _ = self.parts.quantized[layer]
         rows, columns = weight.q.shape
         try:
             return quantized(tensors(weight, scheme), scheme.weights, (rows, columns), name)
         except UserError as error:
             raise UserError(f"{layer}: {error}") from error
 
-    write(tree, _family(family), lambda name: parts.read(take(name)), constant)
-    if left := sizes.keys() - used.keys():
-        raise UserError(f"OpenVINO has no place for the tensor {min(left)} in this family; it cannot be written")
-    _write_json(tree / "preprocessor_config.json", _family(family).images(parts.image))
-    if reduce := parts.config.get("vlmcompress", {}).get("reduce"):
-        path = tree / "generation_config.json"
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        _write_json(path, settings | pruning(reduce))
-    return sum(path.stat().st_size for path in tree.glob("openvino_*_model.bin"))
+    def _stored(self, name: str) -> str:
+        """The name under which a parameter is stored, which is used from now on."""
+        stored = EMBEDDINGS if name == HEAD and name not in self.sizes else name  # which it is tied to
+        self.used.add(stored)
+        if self.progress:
+            self.progress(sum(self.sizes[name] for name in self.used), sum(self.sizes.values()))
+        return stored
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _change_json(path: Path, entries: Mapping[str, Any]) -> None:
+    """Write entries into a JSON file, which need not be there."""
+    content = {**_read_json(path), **entries}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _image_settings(folder: Path) -> dict[str, Any]:
+    """What a folder's files say of its image processor, without defaults."""
+    return _read_json(folder / "preprocessor_config.json") | _read_json(folder / PROCESSOR).get("image_processor", {})
 
 
 def _family(name: str) -> Family:

@@ -1,8 +1,8 @@
 """Trace transformers' modules into OpenVINO's graphs, without a matrix of floats in memory.
 
-The model is built without weights. Linear layers and the table of word embeddings are left out of the trace: each is one
-operation, which becomes a constant in the type that it is stored in (`_weights`). Other parameters are small. One graph at a
-time is in memory. `openvino.convert_model` would do the same, but sends usage statistics, so its frontend is called directly.
+The model is built without weights. Linear layers and tables of embeddings are left out of the trace: each is one operation,
+which becomes a constant in the type that it is stored in (`_weights`). Other parameters are small. One graph at a time is in
+memory. `openvino.convert_model` would do the same, but sends usage statistics, so its frontend is called directly.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-from vlmcompress.openvino._spec import Decoder, Family, Graph
+from vlmcompress.openvino._spec import BATCH, NEW, Decoder, Family, Graph, Port
 
 Constant = Callable[[str], Any]
 """Makes the node of a parameter, as float32, by its memory name."""
-_COUNTED = re.compile(r"[A-Z]\w*_\d+")  # what OpenVINO calls nodes and tensors that have no name
+LEAVES = (nn.Linear, nn.Embedding)
+_COUNTED = re.compile(r"[A-Z]\w*_\d+(\.\d+)?")  # what OpenVINO calls nodes and tensors that have no name
 
 
 def write(tree: Path, family: Family, read: Callable[[str], Tensor], constant: Constant) -> None:
@@ -44,9 +45,10 @@ def write(tree: Path, family: Family, read: Callable[[str], Tensor], constant: C
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
     names = {module: name for name, module in model.named_modules()}
     decoder = family.decoder(model, family.axes)
-    for name, graph in family.tower(model).items():
+    for name, graph in family.graphs(model).items():
         _save(_trace(graph, names, read, constant), tree / f"openvino_{name}.xml")
-    _save(_embeddings(model, names, constant), tree / "openvino_text_embeddings_model.xml")
+    words = Graph(model.get_input_embeddings(), (Port("input", (BATCH, NEW), (0, 1), torch.int64),), ("inputs_embeds",))
+    _save(_trace(words, names, read, constant), tree / "openvino_text_embeddings_model.xml")
     states = [f"present.{name}" for name in decoder.states]
     language = _trace(Graph(decoder, decoder.ports, ("logits", *states)), names, read, constant)
     _make_stateful(language, decoder)
@@ -56,24 +58,19 @@ def write(tree: Path, family: Family, read: Callable[[str], Tensor], constant: C
 
 def _trace(graph: Graph, names: Mapping[nn.Module, str], read: Callable[[str], Tensor], constant: Constant):
     """The OpenVINO model of a graph, with named inputs and outputs. `names`: memory name of each of the model's modules."""
-    linears = {}
+    leaves = {part: f"vlmcompress::{names[part]}" for part in graph.module.modules() if isinstance(part, LEAVES)}
     for part in graph.module.modules():
-        if isinstance(part, nn.Linear):
-            linears[part] = f"vlmcompress::{names[part]}"
-            continue
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                value = read(f"{names[part]}.{name}").float()
-                setattr(part, name, nn.Parameter(value, requires_grad=False))
+        if part not in leaves:
+            _fill(part, names, read)
     frontend = FrontEndManager().load_by_framework("pytorch")
-    for part, operation in linears.items():
-        frontend.add_extension(ConversionExtension(operation, _linear(names[part], part, constant)))
+    for part, operation in leaves.items():
+        frontend.add_extension(ConversionExtension(operation, _leaf(names[part], part, constant)))
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         decoder = TorchScriptPythonDecoder(
             graph.module,
             example_input=tuple(torch.zeros(port.shape, dtype=port.dtype) for port in graph.inputs),
-            module_extensions={part: ModuleExtension(part, name, _zeros, _alone) for part, name in linears.items()},
+            module_extensions={part: ModuleExtension(part, name, _zeros, _alone) for part, name in leaves.items()},
             trace_kwargs={"check_trace": False},
         )
         model = frontend.convert(frontend.load(decoder))
@@ -86,36 +83,42 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], read: Callable[[str], T
     return model
 
 
-def _zeros(layer: nn.Linear, inputs: Tensor) -> Tensor:
-    """What a linear layer gives while it is traced."""
-    return torch.zeros(*inputs.shape[:-1], layer.out_features)
+def _fill(part: nn.Module, names: Mapping[nn.Module, str], read: Callable[[str], Tensor]) -> None:
+    """Give a module's own parameters, and the buffers that are stored, their values, as float32."""
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        if parameter.is_meta:
+            value = read(f"{names[part]}.{name}").float()
+            setattr(part, name, nn.Parameter(value, requires_grad=False))
+    for name, buffer in part.named_buffers(recurse=False):
+        if name not in part._non_persistent_buffers_set:
+            buffer.copy_(read(f"{names[part]}.{name}"))
 
 
-def _alone(layer: nn.Linear, operation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """A linear layer as one operation of the trace."""
+def _zeros(part: nn.Module, inputs: Tensor) -> Tensor:
+    """What a leaf gives while it is traced."""
+    if isinstance(part, nn.Embedding):
+        return torch.zeros(*inputs.shape, part.embedding_dim)
+    return torch.zeros(*inputs.shape[:-1], part.out_features)
+
+
+def _alone(part: nn.Module, operation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """A leaf as one operation of the trace."""
     return operation(inputs)
 
 
-def _linear(name: str, layer: nn.Linear, constant: Constant) -> Callable[[Any], list]:
-    """What makes OpenVINO's nodes of a linear layer."""
+def _leaf(name: str, part: nn.Module, constant: Constant) -> Callable[[Any], list]:
+    """What makes OpenVINO's nodes of a linear layer, or of a table of embeddings with the factor that some have."""
 
     def make(node: Any) -> list:
-        product = ops.matmul(node.get_input(0), constant(f"{name}.weight"), False, True)
-        return (product if layer.bias is None else ops.add(product, constant(f"{name}.bias"))).outputs()
+        inputs, weight = node.get_input(0), constant(f"{name}.weight")
+        if isinstance(part, nn.Embedding):
+            rows = ops.gather(weight, inputs, np.int64(0))
+            factor = getattr(part, "embed_scale", None)
+            return (rows if factor is None else ops.multiply(rows, np.float32(float(factor)))).outputs()
+        product = ops.matmul(inputs, weight, False, True)
+        return (product if part.bias is None else ops.add(product, constant(f"{name}.bias"))).outputs()
 
     return make
-
-
-def _embeddings(model: Any, names: Mapping[nn.Module, str], constant: Constant) -> openvino.Model:
-    """The model that looks up word embeddings, with the factor that some families have."""
-    table = model.get_input_embeddings()
-    tokens = ops.parameter([-1, -1], np.int64)
-    rows = ops.gather(constant(f"{names[table]}.weight"), tokens, np.int64(0))
-    if (factor := getattr(table, "embed_scale", None)) is not None:
-        rows = ops.multiply(rows, np.float32(factor))
-    _name(tokens.output(0), "input")
-    rows.output(0).get_tensor().set_names({"inputs_embeds"})
-    return openvino.Model([rows], [tokens])
 
 
 def _make_stateful(model: openvino.Model, decoder: Decoder) -> None:

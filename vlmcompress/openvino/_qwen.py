@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from vlmcompress.openvino._spec import Graph, Port
+from vlmcompress.openvino._spec import Graph, Port, decoder_problems
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 PATCHES = 8  # of the trace
@@ -82,6 +82,8 @@ def patches(model: Any) -> Graph:
 
 
 def check(config: Mapping[str, Any]) -> list[str]:
-    """What `VLMPipeline` has as fixed numbers."""
-    frames = config["vision_config"]["temporal_patch_size"]
-    return [] if frames == 2 else [f"OpenVINO GenAI takes 2 frames of a video together, the tower takes {frames}"]
+    """What is not written, or `VLMPipeline` has as a fixed number."""
+    problems, frames = decoder_problems(config), config["vision_config"]["temporal_patch_size"]
+    if frames != 2:
+        problems.append(f"OpenVINO GenAI takes 2 frames of a video together, the tower takes {frames}")
+    return problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,48 +54,58 @@ class Decoder(nn.Module):
         """Further inputs of the family."""
         return ()
 
-    def arguments(self, mask: Tensor, *extra: Tensor) -> dict[str, Any]:
+    def arguments(self, rows: Tensor, columns: Tensor, present: Tensor, *extra: Tensor) -> dict[str, Any]:
         """Arguments of transformers' decoder besides embeddings, positions and cache.
 
         Args:
-            mask: which tokens each new one attends to, bool `[batch, 1, new, past + new]`.
+            rows, columns: places of the new tokens `[1, 1, new, 1]` and of all `[1, 1, 1, past + new]`.
+            present: which of all are no padding, bool `[batch, 1, 1, past + new]`.
             extra: the further inputs.
         """
-        return {"attention_mask": mask}
+        return {"attention_mask": (columns <= rows) & present}
+
+    @property
+    def kept(self) -> list[tuple[int, int]]:
+        """Heads and channels of a head of what is kept from step to step, for each block that has keys and values."""
+        text = self.text
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return [(text.num_key_value_heads, size)] * text.num_hidden_layers
+
+    @property
+    def states(self) -> list[str]:
+        """Names of what is kept: keys and values of those blocks."""
+        return [f"{layer}.{kind}" for layer in range(len(self.kept)) for kind in ("key", "value")]
 
     @property
     def ports(self) -> tuple[Port, ...]:
-        text = self.text
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         positions = Port("position_ids", (BATCH, NEW), (0, 1), torch.int64)
         if self.axes > 1:
             positions = Port("position_ids", (self.axes, BATCH, NEW), (1, 2), torch.int64)
         return (
             Port("attention_mask", (BATCH, PAST + NEW), (0, 1), torch.int64),
             positions,
-            Port("inputs_embeds", (BATCH, NEW, text.hidden_size), (0, 1)),
+            Port("inputs_embeds", (BATCH, NEW, self.text.hidden_size), (0, 1)),
             *self.extra,
             *(
-                Port(f"past_key_values.{name}", (BATCH, text.num_key_value_heads, PAST, size), (0, 2))
-                for name in self.states
+                Port(f"past_key_values.{layer}.{kind}", (BATCH, heads, PAST, size), (0, 2))
+                for layer, (heads, size) in enumerate(self.kept)
+                for kind in ("key", "value")
             ),
         )
 
-    @property
-    def states(self) -> list[str]:
-        """Names of what is kept from step to step: keys and values of each block."""
-        return [f"{layer}.{kind}" for layer in range(self.text.num_hidden_layers) for kind in ("key", "value")]
-
     def forward(self, attention_mask: Tensor, position_ids: Tensor, inputs_embeds: Tensor, *rest: Tensor):
         extra, past = rest[: len(self.extra)], Past(rest[len(self.extra) :])
-        new, total = inputs_embeds.shape[1], attention_mask.shape[1]
-        rows = torch.arange(new) + past.pairs[0][0].shape[2]
-        causal = torch.arange(total)[None] <= rows[:, None]
-        mask = causal[None, None] & attention_mask[:, None, None].bool()
+        rows = torch.arange(inputs_embeds.shape[1])[None, None, :, None] + past.pairs[0][0].shape[2]
+        columns = torch.arange(attention_mask.shape[1])[None, None, None]
+        arguments = self.arguments(rows, columns, attention_mask[:, None, None].bool(), *extra)
         output = self.language(
-            inputs_embeds=inputs_embeds, position_ids=position_ids, past_key_values=past, **self.arguments(mask, *extra)
+            inputs_embeds=inputs_embeds, position_ids=position_ids, past_key_values=past, **arguments
         )
-        return self.head(output.last_hidden_state), *(state for pair in past.pairs for state in pair)
+        return self.logits(output.last_hidden_state), *(state for pair in past.pairs for state in pair)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the decoder's output."""
+        return self.head(hidden)
 
 
 class Past:
@@ -116,21 +126,41 @@ class Family:
     """A family of vision-language models in OpenVINO GenAI.
 
     Attributes:
-        tower: function from a model to the graphs of its tower and projector, by file name without `openvino_` and `.xml`.
-        image: what stands for an image in a rendered chat prompt, and in one for `VLMPipeline`.
+        graphs: function from a model to its graphs besides decoder and word embeddings, by file name without `openvino_` and
+            `.xml`.
+        image: what stands for an image in a rendered chat prompt; tag: in one for `VLMPipeline`, if that differs.
         behind: what the pipeline writes behind each image of its own accord.
         axes: numbers that a token's position consists of; with 1 `position_ids` has no side for them.
         decoder: the module of the decoder.
         prunes: whether `VLMPipeline` can drop visual tokens of the family (`pruning_ratio`).
         images: function from the settings of the image processor to those that the pipeline reads.
+        fixed_images: settings of the image processor that the pipeline has as fixed numbers.
+        settings: function from what reads a parameter to entries of config.json that the pipeline wants.
         check: function from transformers' configuration, as JSON data, to what is not written of it, a line each.
     """
 
-    tower: Callable[[Any], Mapping[str, Graph]]
+    graphs: Callable[[Any], Mapping[str, Graph]]
     image: str
+    tag: str = ""
     behind: str = ""
     axes: int = 1
     decoder: type[Decoder] = Decoder
     prunes: bool = False
     images: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    fixed_images: Mapping[str, Any] = field(default_factory=dict)
+    settings: Callable[[Callable[[str], Tensor]], Mapping[str, Any]] = lambda read: {}
     check: Callable[[Mapping[str, Any]], list[str]] = lambda config: []
+
+
+def decoder_problems(config: Mapping[str, Any]) -> list[str]:
+    """What of a decoder is not written: other attention than full one, positions that depend on the length."""
+    text = config["text_config"]
+    kinds = set(text.get("layer_types") or ()) - {"full_attention"}
+    window, longest = text.get("sliding_window"), text["max_position_embeddings"]
+    if window and text.get("use_sliding_window", True) and window < longest:
+        kinds.add("sliding_attention")
+    problems = [f"blocks of the kind '{kind}' are not written to OpenVINO for this family" for kind in sorted(kinds)]
+    rope = (text.get("rope_parameters") or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        problems.append(f"rotary positions of the kind '{rope}' are not written to OpenVINO")
+    return problems

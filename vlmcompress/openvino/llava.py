@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.openvino._spec import BATCH, Family, Graph, Port
+from vlmcompress.openvino._spec import BATCH, Family, Graph, Port, decoder_problems
 
 
 class Features(nn.Module):
@@ -44,4 +44,4 @@ def images(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "size": size, "crop_size": crop}
 
 
-FAMILY = Family(tower, "<image>", behind="\n", images=images)
+FAMILY = Family(tower, "<image>", behind="\n", images=images, check=decoder_problems)

@@ -39,13 +39,10 @@ class Qwen3Decoder(Decoder):
             Port("deepstack_visual_embeds", (self.layers, TOKENS, width), (1,)),
         )
 
-    def arguments(self, mask: Tensor, *extra: Tensor) -> dict[str, Any]:
+    def arguments(self, rows: Tensor, columns: Tensor, present: Tensor, *extra: Tensor) -> dict[str, Any]:
         places, features = extra
-        return {
-            "attention_mask": mask,
-            "visual_pos_masks": places,
-            "deepstack_visual_embeds": [features[i] for i in range(self.layers)],
-        }
+        added = {"visual_pos_masks": places, "deepstack_visual_embeds": [features[i] for i in range(self.layers)]}
+        return super().arguments(rows, columns, present) | added
 
 
 def add_features(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
