@@ -155,10 +155,10 @@ def measure(variant: Variant, model: Path, folder: Path, options: argparse.Names
     engines.get(variant.engine).answer(model, questions, media=folder, settings=settings, on_answer=clock)
     prompts, tokens = [], []
     for number in range(0, 2 * options.requests, 2):
-        before, (one, length, _), (many, _, produced) = (marks[str(number + step)] for step in (-1, 0, 1))
-        prompts.append(one - before[0])
+        before, (first, length, _), (last, _, produced) = (marks[str(number + step)] for step in (-1, 0, 1))
+        prompts.append(first - before[0])
         if produced > 1:
-            tokens.append((many - one - prompts[-1]) / (produced - 1))
+            tokens.append((last - first - prompts[-1]) / (produced - 1))
     return {"prompt": statistics.median(prompts), "token": statistics.median(tokens), "length": length}
 
 
@@ -179,7 +179,9 @@ def main() -> None:
     source = folder / "source" if options.model == "random" else ROOT / "eval/demo" / options.model
     if not source.exists():
         build_random(source, options.layers)
-    chosen = {v: made for v in variants(ROOT / "eval/demo/data/qwen/calibration.parquet") if (made := make(v, source, folder))}
+    chosen = {
+        v: made for v in variants(ROOT / "eval/demo/data/qwen/calibration.parquet") if (made := make(v, source, folder))
+    }
     turns: dict[Variant, list[dict[str, float]]] = {variant: [] for variant in chosen}
     for turn in range(options.repeats):
         for variant, model in chosen.items():

@@ -27,6 +27,7 @@ from vlmcompress.reducers import cdpruner
 
 SIZES = {  # of images that no processor has to make smaller, where the pipeline and torchvision round otherwise
     "gemma3": [(56, 56)],
+    "gemma4": [(56, 56)],
     "internvl": [(56, 56)],
     "llava": [(56, 56)],
     "llava-next": [(112, 112), (112, 56)],
@@ -98,10 +99,14 @@ def test_answers_are_those_of_transformers(family, tmp_path):
 
 
 @pytest.mark.slow
-def test_blocks_of_sliding_attention_forget(tmp_path):
-    """Prompts are longer than the window of 64 tokens, which the pipeline reads from the nodes of a mask."""
-    source = source_of("gemma3", tmp_path / "source")
-    out, requests = write(source, tmp_path / "out"), questions(tmp_path, SIZES["gemma3"], "It is a long story. " * 6)
+@pytest.mark.parametrize(("family", "sees"), [("gemma3", None), ("gemma4", None), ("gemma4", "vision")])
+def test_blocks_of_sliding_attention_forget(family, sees, tmp_path):
+    """Prompts are longer than the window of 64 tokens, which the pipeline reads from the nodes of a mask. `sees`: whether
+    tokens of an image see each other in those blocks of Gemma 4, as in its large models."""
+    source = source_of(family, tmp_path / "source")
+    if sees:
+        edit(source, "config.json", text_config={"use_bidirectional_attention": sees})
+    out, requests = write(source, tmp_path / "out"), questions(tmp_path, SIZES[family], "It is a long story. " * 6)
     replies, expected = answers(openvino, out, tmp_path, requests), answers(hf, source, tmp_path, requests)
     check_equal(replies, expected)
     assert min(reply["prompt_tokens"] for reply in replies.values()) > 2 * 64

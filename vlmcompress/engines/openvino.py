@@ -120,12 +120,12 @@ class Engine:
             "first": first,
         }
 
-    def _generate(self, prompt: str, images: list, max_tokens: int, **more):
+    def _generate(self, prompt: str, images: list, max_tokens: int, **options):
         from openvino_genai import GenerationConfig
 
         config = GenerationConfig()  # that of the folder may sample, or punish repetitions
         ends = {*self.pipeline.get_generation_config().stop_token_ids, self.pipeline.get_tokenizer().get_eos_token_id()}
-        options = {"stop_token_ids": ends, "apply_chat_template": False, **self.pruned, **more}
+        options |= {"stop_token_ids": ends, "apply_chat_template": False, **self.pruned}
         config.update_generation_config(max_new_tokens=max_tokens, **options)
         return self.pipeline.generate(prompt, images=images, generation_config=config)
 

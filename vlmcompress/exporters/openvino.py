@@ -29,7 +29,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.exporters import Parts
 from vlmcompress.exporters._packing import to_float16
 from vlmcompress.numerics import QTensor, Scheme
-from vlmcompress.openvino import REGISTRY, Family, pruning
+from vlmcompress.openvino import REGISTRY, Family, Packed, pruning, write
 
 FORMAT = "openvino"
 KV_SCALES = None
@@ -143,13 +143,14 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     """
     if reasons := source_problems(tree, family, parts.config):
         raise UserError(reasons[0])
-    from vlmcompress.openvino._convert import write
-
-    known_as, source = _family(family), _Source(parts, progress)
-    write(tree, known_as, source.read, source.constant)
-    _change_json(tree / "config.json", known_as.settings(source.read))
-    if left := source.sizes.keys() - source.used:
-        raise UserError(f"OpenVINO has no place for the tensor {min(left)} in this family; it cannot be written")
+    known_as, source = _family(family), _Parameters(parts, progress)
+    write(tree, family, source)
+    # with transformers' defaults, which the pipeline does not know
+    towers = {part: parts.config[part] for part in ("text_config", "vision_config")}
+    _change_json(tree / "config.json", {**towers, **known_as.settings(source.read)})
+    left = [name for name in source.sizes if name not in source.used and not name.startswith(known_as.unused or "\0")]
+    if left:
+        raise UserError(f"OpenVINO has no place for the tensor {left[0]} in this family; it cannot be written")
     images = known_as.images(parts.image)
     _change_json(tree / "preprocessor_config.json", images)
     if "image_processor" in _read_json(tree / PROCESSOR):  # which the pipeline may prefer
@@ -159,8 +160,8 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     return sum(path.stat().st_size for path in tree.glob("openvino_*_model.bin"))
 
 
-class _Source:
-    """The tensors of a checkpoint, as they are asked for. `sizes`: bytes by memory name; `used`: names that were asked for."""
+class _Parameters:
+    """The tensors of a checkpoint, a `Source`. `sizes`: bytes by memory name; `used`: names of those that were read."""
 
     def __init__(self, parts: Parts, progress: Callable[[int, int], None] | None):
         self.parts, self.progress = parts, progress
@@ -175,18 +176,15 @@ class _Source:
         """A parameter that is not quantized."""
         return self.parts.read(self._stored(name))
 
-    def constant(self, name: str) -> Any:
-        """The node of a parameter, as float32."""
-        from vlmcompress.openvino._weights import dense, quantized
-
-        stored = self._stored(name)
-        layer = stored.removesuffix(".weight")
+    def packed(self, name: str) -> Packed | None:
+        """A quantized parameter; None: it is not."""
+        layer = name.removesuffix(".weight")
         if layer not in self.parts.quantized:
-            return dense(self.parts.read(stored), name)
-        weight, scheme, _ = self.parts.quantized[layer]
+            return None
+        weight, scheme, _ = self.parts.quantized[self._stored(name).removesuffix(".weight")]
         rows, columns = weight.q.shape
         try:
-            return quantized(tensors(weight, scheme), scheme.weights, (rows, columns), name)
+            return Packed(tensors(weight, scheme), scheme.weights, (rows, columns))
         except UserError as error:
             raise UserError(f"{layer}: {error}") from error
 

@@ -7,15 +7,23 @@ are those that openvino.genai 2026.4 reads (`src/cpp/src/visual_language/*/class
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vlmcompress.common.registry import OPENVINO as REGISTRY
 from vlmcompress.errors import UserError
-from vlmcompress.openvino._spec import Family
+from vlmcompress.openvino._spec import Family, Packed, Source
 
-__all__ = ["REGISTRY", "Family", "pruning"]
+__all__ = ["REGISTRY", "Family", "Packed", "Source", "pruning", "write"]
 
 METHOD = "cdpruner"
+
+
+def write(tree: Path, family: str, source: Source) -> None:
+    """Write the graphs and the tokenizer of a checkpoint into its folder `tree`, which has its config and tokenizer."""
+    from vlmcompress.openvino._convert import write_graphs  # imports openvino, which need not be there to name a family
+
+    write_graphs(tree, REGISTRY.get(family).FAMILY, source)
 
 
 def pruning(reduce: Mapping[str, Any], family: str | None = None) -> dict[str, Any]:

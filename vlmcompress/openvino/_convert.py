@@ -25,46 +25,40 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-from vlmcompress.openvino._spec import BATCH, NEW, Decoder, Family, Graph, Port
+from vlmcompress.openvino._spec import BATCH, NEW, Decoder, Family, Graph, Port, Source
+from vlmcompress.openvino._weights import constant
 
-Constant = Callable[[str], Any]
-"""Makes the node of a parameter, as float32, by its memory name."""
 LEAVES = (nn.Linear, nn.Embedding)
 _COUNTED = re.compile(r"[A-Z]\w*_\d+(\.\d+)?")  # what OpenVINO calls nodes and tensors that have no name
 
 
-def write(tree: Path, family: Family, read: Callable[[str], Tensor], constant: Constant) -> None:
-    """Write the graphs and the tokenizer of the checkpoint in the folder `tree`, which has its config and tokenizer.
-
-    Args:
-        read: reads a parameter that is not quantized, by its memory name.
-        constant: makes the node of any.
-    """
+def write_graphs(tree: Path, family: Family, source: Source) -> None:
+    """Write the graphs and the tokenizer of a checkpoint into its folder `tree`, which has its config and tokenizer."""
     config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
     names = {module: name for name, module in model.named_modules()}
     decoder = family.decoder(model, family.axes)
     for name, graph in family.graphs(model).items():
-        _save(_trace(graph, names, read, constant), tree / f"openvino_{name}.xml")
+        _save(_trace(graph, names, source), tree / f"openvino_{name}.xml")
     words = Graph(model.get_input_embeddings(), (Port("input", (BATCH, NEW), (0, 1), torch.int64),), ("inputs_embeds",))
-    _save(_trace(words, names, read, constant), tree / "openvino_text_embeddings_model.xml")
+    _save(_trace(words, names, source), tree / "openvino_text_embeddings_model.xml")
     states = [f"present.{name}" for name in decoder.states]
-    language = _trace(Graph(decoder, decoder.ports, ("logits", *states)), names, read, constant)
+    language = _trace(Graph(decoder, decoder.ports, ("logits", *states)), names, source)
     _make_stateful(language, decoder)
     _save(language, tree / "openvino_language_model.xml")
     _write_tokenizer(tree)
 
 
-def _trace(graph: Graph, names: Mapping[nn.Module, str], read: Callable[[str], Tensor], constant: Constant):
+def _trace(graph: Graph, names: Mapping[nn.Module, str], source: Source) -> openvino.Model:
     """The OpenVINO model of a graph, with named inputs and outputs. `names`: memory name of each of the model's modules."""
     leaves = {part: f"vlmcompress::{names[part]}" for part in graph.module.modules() if isinstance(part, LEAVES)}
     for part in graph.module.modules():
         if part not in leaves:
-            _fill(part, names, read)
+            _fill(part, names.get(part, ""), source)
     frontend = FrontEndManager().load_by_framework("pytorch")
     for part, operation in leaves.items():
-        frontend.add_extension(ConversionExtension(operation, _leaf(names[part], part, constant)))
+        frontend.add_extension(ConversionExtension(operation, _leaf(names[part], part, source)))
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         decoder = TorchScriptPythonDecoder(
@@ -83,18 +77,18 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], read: Callable[[str], T
     return model
 
 
-def _fill(part: nn.Module, names: Mapping[nn.Module, str], read: Callable[[str], Tensor]) -> None:
+def _fill(part: nn.Module, prefix: str, source: Source) -> None:
     """Give a module's own parameters, and the buffers that are stored, their values, as float32."""
     for name, parameter in list(part.named_parameters(recurse=False)):
         if parameter.is_meta:
-            value = read(f"{names[part]}.{name}").float()
+            value = source.read(f"{prefix}.{name}").float()
             setattr(part, name, nn.Parameter(value, requires_grad=False))
     for name, buffer in part.named_buffers(recurse=False):
         if name not in part._non_persistent_buffers_set:
-            buffer.copy_(read(f"{names[part]}.{name}"))
+            buffer.copy_(source.read(f"{prefix}.{name}"))
 
 
-def _zeros(part: nn.Module, inputs: Tensor) -> Tensor:
+def _zeros(part: Any, inputs: Tensor) -> Tensor:
     """What a leaf gives while it is traced."""
     if isinstance(part, nn.Embedding):
         return torch.zeros(*inputs.shape, part.embedding_dim)
@@ -106,17 +100,17 @@ def _alone(part: nn.Module, operation: Callable[[Tensor], Tensor], inputs: Tenso
     return operation(inputs)
 
 
-def _leaf(name: str, part: nn.Module, constant: Constant) -> Callable[[Any], list]:
+def _leaf(name: str, part: nn.Module, source: Source) -> Callable[[Any], list]:
     """What makes OpenVINO's nodes of a linear layer, or of a table of embeddings with the factor that some have."""
 
     def make(node: Any) -> list:
-        inputs, weight = node.get_input(0), constant(f"{name}.weight")
+        inputs, weight = node.get_input(0), constant(f"{name}.weight", source)
         if isinstance(part, nn.Embedding):
             rows = ops.gather(weight, inputs, np.int64(0))
             factor = getattr(part, "embed_scale", None)
             return (rows if factor is None else ops.multiply(rows, np.float32(float(factor)))).outputs()
         product = ops.matmul(inputs, weight, False, True)
-        return (product if part.bias is None else ops.add(product, constant(f"{name}.bias"))).outputs()
+        return (product if part.bias is None else ops.add(product, constant(f"{name}.bias", source))).outputs()
 
     return make
 

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from vlmcompress.numerics import Format
+
 BATCH, PAST, NEW = 2, 3, 4  # sequences, tokens seen before and tokens in a trace: a side of 1 would count as fixed
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A linear layer of integers: `tensors` as `exporters.openvino.tensors` makes them, their format, the shape `[out, in]`."""
+
+    tensors: Mapping[str, Tensor]
+    format: Format
+    shape: tuple[int, int]
+
+
+class Source(Protocol):
+    """The parameters of a checkpoint, by memory names."""
+
+    def read(self, name: str) -> Tensor:
+        """One that is not quantized."""
+        ...
+
+    def packed(self, name: str) -> Packed | None:
+        """A quantized one; None: it is not."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -136,6 +159,7 @@ class Family:
         images: function from the settings of the image processor to those that the pipeline reads.
         fixed_images: settings of the image processor that the pipeline has as fixed numbers.
         settings: function from what reads a parameter to entries of config.json that the pipeline wants.
+        unused: parts of the model that the pipeline does not have, by the beginnings of their names.
         check: function from transformers' configuration, as JSON data, to what is not written of it, a line each.
     """
 
@@ -149,6 +173,7 @@ class Family:
     images: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     fixed_images: Mapping[str, Any] = field(default_factory=dict)
     settings: Callable[[Callable[[str], Tensor]], Mapping[str, Any]] = lambda read: {}
+    unused: tuple[str, ...] = ()
     check: Callable[[Mapping[str, Any]], list[str]] = lambda config: []
 
 

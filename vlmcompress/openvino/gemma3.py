@@ -36,12 +36,12 @@ class Gemma3Decoder(Decoder):
 
     def arguments(self, rows: Tensor, columns: Tensor, present: Tensor, *extra: Tensor) -> dict[str, Any]:
         (types,) = extra
-        seen = (columns <= rows) | same_image(types, columns.shape[-1])
+        visible = (columns <= rows) | same_image(types, columns.shape[-1])
         window = self.text.sliding_window
         return {
             "attention_mask": {
-                "full_attention": seen & present,
-                "sliding_attention": windowed(rows, columns, seen, present, window),
+                "full_attention": visible & present,
+                "sliding_attention": windowed(rows, columns, visible, present, window),
             }
         }
 
@@ -55,11 +55,11 @@ def same_image(types: Tensor, total: int) -> Tensor:
     return ((number[:, :, None] == torch.cat((past, number), 1)[:, None]) & image[:, :, None])[:, None]
 
 
-def windowed(rows: Tensor, columns: Tensor, seen: Tensor, present: Tensor, window: int) -> Tensor:
-    """What is added to scores where only the `window` latest of the tokens that are seen count."""
+def windowed(rows: Tensor, columns: Tensor, visible: Tensor, present: Tensor, window: int) -> Tensor:
+    """What is added to scores where only the `window` latest of the visible tokens count."""
     every = torch.ones((), dtype=torch.bool)
     near = every & (columns > rows + (-window))
-    allowed = (every & (near & seen)) & present
+    allowed = (every & (near & visible)) & present
     allowed = allowed.expand(present.shape[0], -1, -1, -1)
     return torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
 

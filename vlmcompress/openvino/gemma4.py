@@ -1,4 +1,7 @@
-"""Gemma 4 without experts: heads of several sizes, blocks that share keys and values, and embeddings for each block."""
+"""Gemma 4 without experts: heads of several sizes, blocks that share keys and values, and embeddings for each block.
+
+The pipeline of 2026.4 hears nothing: the tower of sounds is left out.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +67,12 @@ class Gemma4Decoder(Decoder):
         return tuple(ports)
 
     def arguments(self, rows: Tensor, columns: Tensor, present: Tensor, *extra: Tensor) -> dict[str, Any]:
-        given = dict(zip((port.name for port in self.extra), extra, strict=True))
+        inputs = dict(zip((port.name for port in self.extra), extra, strict=True))
         causal = columns <= rows
-        types = given.pop("token_type_ids", None)
-        seen = causal if types is None else causal | same_image(types, columns.shape[-1])
-        sliding = windowed(rows, columns, seen, present, self.text.sliding_window)
-        return given | {"attention_mask": {"full_attention": causal & present, "sliding_attention": sliding}}
+        types = inputs.pop("token_type_ids", None)
+        visible = causal if types is None else causal | same_image(types, columns.shape[-1])
+        sliding = windowed(rows, columns, visible, present, self.text.sliding_window)
+        return inputs | {"attention_mask": {"full_attention": causal & present, "sliding_attention": sliding}}
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits, most = super().logits(hidden), self.text.final_logit_softcapping
@@ -102,4 +105,5 @@ def check(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-FAMILY = Family(graphs, "<|image|>", decoder=Gemma4Decoder, check=check)
+AUDIO = ("model.audio_tower.", "model.embed_audio.")
+FAMILY = Family(graphs, "<|image|>", decoder=Gemma4Decoder, unused=AUDIO, check=check)
