@@ -52,6 +52,7 @@ TEXT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
 }
 VISION = {
+    "patch_size": 14,
     "depth": 12,
     "hidden_size": 384,
     "intermediate_size": 1536,
