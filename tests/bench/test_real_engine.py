@@ -47,7 +47,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
     with server(MODEL, flags=flags, images=1, speculative=json.dumps(NGRAM)) as running:
         start = counters.counters(running)
         for number in (0, 1):
-            outcomes, duration = serving.burst(plan, running, number, "", lambda *_: None, 0)
+            outcomes, duration = serving.burst(plan, "candidate", running, number, "", lambda *_: None, 0)
             assert [o.error for o in outcomes] == [""] * 6
             assert {o.output_tokens for o in outcomes} == {5}
             assert {o.visual_tokens for o in outcomes} == {TOKENS}
@@ -55,7 +55,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         fresh = counters.counters(running)
         assert fresh.media_hits == start.media_hits
 
-        again, _ = serving.burst(plan, running, 0, "", lambda *_: None, 0)
+        again, _ = serving.burst(plan, "candidate", running, 0, "", lambda *_: None, 0)
         warm = counters.counters(running)
         assert warm.media_hits - fresh.media_hits == 6
         counted = warm.since(fresh)
@@ -91,7 +91,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         assert set(chosen) == {running.name}
     with pytest.raises(UserError, match="demo-llava is gone"):
         counters.counters(running)
-    outcomes, _ = serving.burst(plan, running, 0, "", lambda *_: None, 0)
+    outcomes, _ = serving.burst(plan, "candidate", running, 0, "", lambda *_: None, 0)
     with pytest.raises(UserError, match="answered none of 6 requests, the first failed with .*Connect"):
         serving.check(plan, "cold", running, outcomes, 0, 0)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -21,20 +24,37 @@ ENDS = [258, 257]  # `<|im_end|>`, and `<|endoftext|>`, which llama.cpp takes fo
 SETTINGS = Settings(max_tokens=8, logprobs=8, dtype="float32", max_num_seqs=1)
 SIZES = {  # of images that no processor has to make smaller: llama.cpp pads where transformers stretches
     "gemma3": [(56, 56)],
-    "idefics3": [],  # llama.cpp cuts images into tiles otherwise: text alone is compared
+    "idefics3": [(112, 112), (112, 56), (100, 80), (40, 40)],
     "internvl": [(56, 56)],
     "lfm2-vl": [(64, 64), (128, 64)],
     "llava": [(56, 56)],
+    "mistral3": [(112, 112), (56, 112)],
     "qwen2-vl": [(112, 84), (56, 56)],
     "qwen2-5-vl": [(112, 84), (168, 140)],
+    "qwen3-5": [(256, 256), (128, 96)],
+    "qwen3-5-moe": [(256, 256), (128, 96)],
     "qwen3-vl": [(256, 256), (128, 96)],
+    "qwen3-vl-moe": [(256, 256), (128, 96)],
 }
-SPLITS = {"idefics3": ["\n\n", "\n"]}  # tokens that llama.cpp's processor of the family asks for by name
+OWN_KIND = (
+    "gemma3",
+    "idefics3",
+    "lfm2-vl",
+    "llava",
+    "mistral3",
+    "qwen3-5-moe",
+)  # the others differ from these in data alone
+FAMILIES = [pytest.param(name, marks=() if name in OWN_KIND else pytest.mark.slow) for name in sorted(SIZES)]
+HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}  # in another order in ggml than in transformers
+VARIANTS: dict[str, dict] = {"qwen3-5": HEADS, "qwen3-5-moe": HEADS, "qwen3-vl-moe": {"mlp_only_layers": ()}}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # as Ministral 3 has it
+SPLITS = {"idefics3": ["\n\n"]}  # a token that llama.cpp's processor of the family asks for by name
 
 
 def floats(family: str, folder: Path) -> Path:
     """A tiny float32 checkpoint with no parameter that is the same everywhere, so that each has to be in its place."""
-    build(family, folder)
+    build(family, folder, **VARIANTS.get(family, {}))
     generator = torch.Generator().manual_seed(1)
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, tensor in tensors.items():
@@ -49,12 +69,21 @@ def floats(family: str, folder: Path) -> Path:
         config["text_config"]["rms_norm_eps"] = 1e-12  # llama.cpp's `qwen2vl` of 2026-10 does not read it and takes 0
     if family == "qwen2-5-vl":
         config["vision_config"]["window_size"] = 112
-    (folder / "config.json").write_text(json.dumps(config))
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ENDS}))
+    if family == "mistral3":
+        config["text_config"]["rope_parameters"] |= YARN
+    (folder / "config.json").write_text(json.dumps(config))
     if family in SPLITS:
         _add_tokens(folder / "tokenizer.json", SPLITS[family])
     return folder
+
+
+def edit(file: Path, change: Callable[[dict], object]) -> None:
+    """Change a JSON file."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
 
 
 def _as_float32(config: dict) -> None:
@@ -73,12 +102,12 @@ def _add_tokens(path: Path, tokens: list[str]) -> None:
     path.write_text(json.dumps(content))
 
 
-def questions(media: Path, sizes: list[tuple[int, int]]) -> list[Request]:
-    """Questions about two pictures of each size, and one without."""
+def questions(media: Path, sizes: list[tuple[int, int]], count: int) -> list[Request]:
+    """Questions about `count` pictures, and one without."""
     noise, requests = random.Random(0), []
-    for index, size in enumerate(sizes * 2):
+    for index in range(count):
         small = Image.frombytes("RGB", (8, 8), noise.randbytes(192))
-        small.resize(size, Image.Resampling.BICUBIC).save(media / f"{index}.png")
+        small.resize(sizes[index % len(sizes)], Image.Resampling.BICUBIC).save(media / f"{index}.png")
         image = {"type": "image_url", "image_url": {"url": (media / f"{index}.png").as_uri()}}
         text = {"type": "text", "text": f"What is number {index}?"}
         requests.append(Request(str(index), [{"role": "user", "content": [image, text]}]))
@@ -90,36 +119,29 @@ def job(folder: Path, media: Path) -> dict:
 
 
 def as_llama_cpp_computes(family: str, model) -> None:
-    """What llama.cpp of 2026-10 does otherwise: the CLS token comes behind the patches, which have the positions before
-    theirs, and the features of LLaVA are all but the first then."""
-    if family == "internvl":
-        positions = model.model.vision_tower.embeddings.position_embeddings
-        positions.data = positions.data.roll(1, dims=1)
+    """What llama.cpp of 2026-10 does otherwise: LLaVA's CLS token comes behind the patches, and the features are all but the
+    first token's."""
     if family == "llava":
         embeddings = model.model.vision_tower.embeddings
-
-        def forward(pixel_values, interpolate_pos_encoding=False):
-            patches = embeddings.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
-            last = embeddings.class_embedding.expand(len(patches), 1, -1)
-            return torch.cat([patches, last], 1) + embeddings.position_embedding.weight[None]
-
-        embeddings.forward = forward
+        original = embeddings.forward
+        embeddings.forward = lambda *args, **kwargs: original(*args, **kwargs).roll(-1, 1)
 
 
 def test_each_family_has_its_sizes():
     assert sorted(SIZES) == sorted(REGISTRY.names())
 
 
-@pytest.mark.parametrize("family", sorted(SIZES))
-def test_answers_are_those_of_transformers(family, tmp_path):
-    source, media = floats(family, tmp_path / "source"), tmp_path
-    assert main(["quantize", str(source), "--scheme", "none", "--format", "gguf", "-o", str(tmp_path / "out")]) == 0
-    requests = [vars(request) for request in questions(media, SIZES[family])]
+def compare(family: str, folder: Path, count: int) -> tuple[int, int]:
+    """Ask an unquantized file in llama.cpp and its source in transformers about `count` pictures; return how many of how many
+    answers are the same. First tokens' probabilities are compared here."""
+    source, media = floats(family, folder / "source"), folder
+    assert main(["quantize", str(source), "--scheme", "none", "--format", "gguf", "-o", str(folder / "out")]) == 0
+    requests = [vars(request) for request in questions(media, SIZES[family], count)]
     reference, _ = hf.start(job(source, media))
     as_llama_cpp_computes(family, reference.model)
-    engine, _ = llamacpp.start(job(tmp_path / "out", media))
+    engine, _ = llamacpp.start(job(folder / "out", media))
     expected = dict(hf.answers(reference, requests, job(source, media)))
-    replies = dict(llamacpp.answers(engine, requests, job(tmp_path / "out", media)))
+    replies = dict(llamacpp.answers(engine, requests, job(folder / "out", media)))
     equal = reported = 0
     for name, answer in expected.items():
         reply = replies[name]
@@ -130,8 +152,57 @@ def test_answers_are_those_of_transformers(family, tmp_path):
             assert max(abs(mine[1] - theirs[1]) for mine, theirs in pairs) < 0.02
             reported += 1
         equal += reply["text"] == answer["text"]
-    assert equal >= len(expected) - 1  # one near tie may fall otherwise
-    assert reported or not SIZES[family]
+    assert reported
+    return equal, len(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_transformers(family, tmp_path):
+    equal, count = compare(family, tmp_path, 4)
+    assert equal >= count - 1  # one near tie may fall otherwise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(SIZES))
+def test_fifty_answers_are_those_of_transformers(family, tmp_path):
+    equal, count = compare(family, tmp_path, 50)
+    assert equal >= count - 3
+
+
+@pytest.mark.parametrize("scheme", ["rtn", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "qwen3-5-moe" else pytest.mark.slow) for name in sorted(SIZES)]
+)
+def test_quantized_tensors_are_the_codes_times_their_scales(family, scheme, tmp_path):
+    """The same codes as blocks, and multiplied out and written to GGUF as floats: rows, columns, parts and experts of blocks go
+    where those of floats do."""
+    source = build(family, tmp_path / "source", **VARIANTS.get(family, {}))
+    if family == "qwen2-5-vl":
+        edit(source / "config.json", lambda config: config["vision_config"].update(window_size=112))
+    if family in SPLITS:
+        _add_tokens(source / "tokenizer.json", SPLITS[family])
+    options = {"rtn": ["group_size=32"], "nvfp4": ["mixed=false", "activations=16", "rounding=rtn"]}[scheme]
+    flags = ["--scheme", scheme, *(part for option in options for part in ("--set", f"options.{option}"))]
+    assert main(["quantize", str(source), *flags, "-o", str(tmp_path / "packed")]) == 0
+    for name, fmt in (("out", "gguf"), ("dense", "bf16")):
+        assert main(["export", str(tmp_path / "packed"), "--format", fmt, "-o", str(tmp_path / name)]) == 0
+    command = ["quantize", str(tmp_path / "dense"), "--scheme", "none", "--format", "gguf", "-o"]
+    assert main([*command, str(tmp_path / "floats")]) == 0
+    packed, plain = (tensors(tmp_path / name / "model.gguf") for name in ("out", "floats"))
+    scales = {name: packed.pop(name) for name in list(packed) if name.endswith(".scale")}
+    assert packed.keys() == plain.keys() and bool(scales) == (scheme == "nvfp4")
+    for name, value in packed.items():
+        factor = scales.get(name.removesuffix("weight") + "scale", np.ones(1, np.float32))
+        factor = factor.reshape(-1, *[1] * (value.ndim - 1)) if len(factor) > 1 else factor
+        np.testing.assert_allclose(value * factor, plain[name], rtol=2**-8, atol=1e-7, err_msg=name)
+
+
+def tensors(file: Path) -> dict[str, np.ndarray]:
+    """The tensors of a GGUF file in float32."""
+    return {
+        tensor.name: gguf.quants.dequantize(np.array(tensor.data), tensor.tensor_type)
+        for tensor in gguf.GGUFReader(file).tensors
+    }
 
 
 def test_the_engine_is_a_process_of_its_own(tmp_path):
@@ -140,7 +211,7 @@ def test_the_engine_is_a_process_of_its_own(tmp_path):
     for name, fmt in (("out", "gguf"), ("dense", "bf16")):
         flags = ["--scheme", "rtn", "--set", "options.group_size=32", "--format", fmt]
         assert main(["quantize", str(source), *flags, "-o", str(tmp_path / name)]) == 0
-    requests = questions(tmp_path, SIZES["qwen2-vl"])
+    requests = questions(tmp_path, SIZES["qwen2-vl"], 4)
     run = engines.get("llamacpp").answer(tmp_path / "out", requests, media=tmp_path, settings=SETTINGS)
     assert run.engine["name"] == "llamacpp" and run.answers.keys() == {request.id for request in requests}
     reference, _ = hf.start(job(tmp_path / "dense", tmp_path))

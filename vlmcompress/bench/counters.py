@@ -18,6 +18,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 NAMES = {
     "vllm:prefix_cache_hits": "prefix_hits",
+    "llamacpp:prompt_tokens_cached": "prefix_hits",
     "vllm:mm_cache_hits": "media_hits",
     "vllm:spec_decode_num_drafts": "drafts",
     "vllm:spec_decode_num_draft_tokens": "drafted",

@@ -47,8 +47,8 @@ def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
     if own_engine(path):
         return (record.get("size") or {}).get("weights_after") or 0
     try:
-        files, count = shards(path), 0
-        for file in files:
+        count = 0
+        for file in shards(path):
             with file.open("rb") as stream:
                 count += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
     except (UserError, OSError):  # only pickles, or a file is missing: what runs it has to say that
@@ -132,11 +132,11 @@ def own_engine(path: Path) -> str:
     return FORMATS.constant(method, "ENGINE") or "" if method in FORMATS else ""
 
 
-def folder(model: str | Path, engine: str = "") -> Path:
+def folder(model: str | Path, *engines: str) -> Path:
     """Return the folder of a checkpoint, after checking that one is there.
 
     Args:
-        engine: the engine that is to load it; empty: any.
+        engines: the engines that are to load it, of which each has checkpoints that it alone loads; empty: any.
 
     Raises:
         UserError: there is no checkpoint, its config.json is not right, or the engine does not load it.
@@ -147,8 +147,8 @@ def folder(model: str | Path, engine: str = "") -> Path:
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
     _reducer(path)
-    if engine and (other := own_engine(path)) not in ("", engine):
-        raise UserError(f"{path} is for the engine {other} alone, {engine} does not load it; use eval --engine {other}")
+    if engines and (other := own_engine(path)) not in ("", *engines):
+        raise UserError(f"{path} is for the engine {other} alone; use eval --engine {other}")
     return path
 
 

@@ -100,6 +100,10 @@ def shards(path: str | Path) -> list[Path]:
             f"{path} has only pickled weights (.bin/.pt), which can run code when read; convert them with "
             "transformers' save_pretrained (it writes safetensors)"
         )
+    if any(path.glob("*.gguf")):
+        raise UserError(
+            f"{path} has GGUF files, which are written and not read; give the checkpoint that they were made from"
+        )
     raise UserError(f"{path} has no *.safetensors file; download the weights into it")
 
 
