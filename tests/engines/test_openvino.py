@@ -106,7 +106,10 @@ def test_blocks_of_sliding_attention_forget(family, sees, tmp_path):
     source = source_of(family, tmp_path / "source")
     if sees:
         edit(source, "config.json", text_config={"use_bidirectional_attention": sees})
-    out, requests = write(source, tmp_path / "out"), questions(tmp_path, SIZES[family], "It is a long story. " * 6)
+    out, requests = (
+        write(source, tmp_path / "out"),
+        questions(tmp_path, SIZES[family], prelude="It is a long story. " * 6),
+    )
     replies, expected = answers(openvino, out, tmp_path, requests), answers(hf, source, tmp_path, requests)
     check_equal(replies, expected)
     assert min(reply["prompt_tokens"] for reply in replies.values()) > 2 * 64

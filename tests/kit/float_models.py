@@ -18,9 +18,13 @@ from vlmcompress.engines import Request, Settings
 SETTINGS = Settings(max_tokens=8, logprobs=8, dtype="float32", max_num_seqs=1)
 
 
-def floats(family: str, folder: Path) -> Path:
-    """Write a tiny float32 checkpoint whose norms and biases vary, so that each parameter has to be in its place."""
-    build(family, folder)
+def floats(family: str, folder: Path, **text: Any) -> Path:
+    """Write a tiny float32 checkpoint whose norms and biases vary, so that each parameter has to be in its place.
+
+    Args:
+        text: see `tests.kit.tiny.build`.
+    """
+    build(family, folder, **text)
     generator = torch.Generator().manual_seed(1)
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, tensor in tensors.items():
@@ -30,31 +34,37 @@ def floats(family: str, folder: Path) -> Path:
             tensors[name] = tensor * 4
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    _as_float32(config)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(_as_float32(config)))
     return folder
 
 
-def _as_float32(config: dict) -> None:
-    for key, value in config.items():
-        if key == "dtype":
-            config[key] = "float32"
-        elif isinstance(value, dict):
-            _as_float32(value)
+def _as_float32(config: dict) -> dict:
+    changed = {key: _as_float32(value) if isinstance(value, dict) else value for key, value in config.items()}
+    return changed | ({"dtype": "float32"} if "dtype" in config else {})
 
 
 def edit(folder: Path, file: str, **entries: Any) -> None:
     """Change entries of a JSON file; an entry that is a mapping is changed entry by entry."""
     content = json.loads((folder / file).read_text())
-    for key, value in entries.items():
-        content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
-    (folder / file).write_text(json.dumps(content))
+    (folder / file).write_text(json.dumps(_merged(content, entries)))
 
 
-def questions(media: Path, sizes: Sequence[tuple[int, int]], prelude: str = "") -> list[Request]:
-    """Questions about two pictures of each size, which are written into `media`, and one without, each behind a prelude."""
+def _merged(content: dict, entries: dict) -> dict:
+    changes = {
+        key: _merged(content.get(key) or {}, value) if isinstance(value, dict) else value
+        for key, value in entries.items()
+    }
+    return content | changes
+
+
+def questions(
+    media: Path, sizes: Sequence[tuple[int, int]], count: int | None = None, prelude: str = ""
+) -> list[Request]:
+    """Questions about `count` pictures (None: two of each size), which are written into `media`, and one without, each behind
+    a prelude."""
     noise, requests = random.Random(0), []
-    for index, size in enumerate([*sizes, *sizes]):
+    for index in range(2 * len(sizes) if count is None else count):
+        size = sizes[index % len(sizes)]
         small = Image.frombytes("RGB", (8, 8), noise.randbytes(192))
         small.resize(size, Image.Resampling.BICUBIC).save(media / f"{index}.png")
         image = {"type": "image_url", "image_url": {"url": (media / f"{index}.png").as_uri()}}
