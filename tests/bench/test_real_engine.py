@@ -14,6 +14,7 @@ from vlmcompress.bench.client import parse_load
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.runs import run
 from vlmcompress.bench.serving import run_offline
+from vlmcompress.cli import main
 from vlmcompress.engines.vllm.serve import server
 from vlmcompress.errors import UserError
 from vlmcompress.results import Results
@@ -158,3 +159,17 @@ def test_offline_prompts_must_be_the_servers(results: Results) -> None:
 def test_a_server_that_cannot_start_says_why() -> None:
     with pytest.raises(UserError, match="server could not start .*no-such-flag"):
         run(MODEL, MODEL, requests=1, repeats=1, flags=["--no-such-flag"])
+
+
+@pytest.mark.slow
+def test_gguf_is_served_by_llama_cpp(tmp_path, quick_engines) -> None:
+    """Cold runs alone, with as many visual tokens as transformers makes of the images, each token counted."""
+    out = tmp_path / "tiny-gguf"
+    assert main(["quantize", str(MODEL), "--scheme", "none", "--format", "gguf", "-o", str(out)]) == 0
+    settings = {"load": "closed:2", "requests": 4, "out_tokens": 5, "repeats": 1, "sizes": ["144x144"]}
+    bench = run(out, out, **settings).bench
+    assert bench is not None
+    assert [(r.mode, r.state, r.side) for r in bench.runs] == [("serve", "cold", s) for s in ("baseline", "candidate")]
+    for record in bench.runs:
+        assert (record.completed, record.failed, record.cached_tokens) == (4, 0, 0)
+        assert record.output_tokens == 20 and record.visual_tokens >= 4 * TOKENS

@@ -95,7 +95,7 @@ def test_what_is_read_is_what_was_stored(name, key):
 
 def test_a_format_is_written_read_or_both():
     assert set(FORMATS.names()) - set(WRITTEN) == {"fp8"} and isinstance(fp8, Reader)
-    assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == ["bf16", "gguf"]
+    assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == ["bf16", "gguf", "openvino"]
 
 
 def test_formats_hold_what_they_should():
@@ -199,6 +199,7 @@ def test_one_scheme_or_several():
         "gptq": 1,
         "gptq-v2": 1,
         "modelopt": 2,
+        "openvino": 1,
     }
     block = gptq.configs(layers)["config.json"]
     assert block["bits"] == 4 and len(block["dynamic"]) == 2

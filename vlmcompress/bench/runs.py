@@ -19,6 +19,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.results import Bench, LoadRun, Memory, Results, Side
 
 TOOL = "vlmcompress's streaming client"
+SERVED = ("vllm", "llamacpp")  # engines that have a server
 
 
 def run(
@@ -113,8 +114,8 @@ def plan(
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     paths: dict[SideName, Path] = {
-        "baseline": sides.folder(hub.local(baseline)),
-        "candidate": sides.folder(hub.local(candidate)),
+        "baseline": sides.folder(hub.local(baseline), *SERVED),
+        "candidate": sides.folder(hub.local(candidate), *SERVED),
     }
     drafting: dict[SideName, str | None] = {
         side: json.dumps(speculation.checked(paths[side], text)) for side, text in (speculative or {}).items() if text

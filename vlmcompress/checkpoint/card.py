@@ -194,7 +194,13 @@ def _usage(
         first = (
             f"```sh\nhf download {shlex.quote(repository)} --local-dir {shlex.quote(name)}\n```\n\nThen, from there:"
         )
-    if (config.get("quantization_config") or {}).get("quant_method") == "gguf":
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method == "openvino":
+        return (
+            f"{first}\n\n```sh\npip install openvino-genai pillow\n"
+            f'python {folder}/serve/ask_openvino.py "What is shown?" photo.jpg\n```'
+        )
+    if method == "gguf":
         return (
             f"{first}\n\n```sh\nllama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf --jinja\n```\n\n"
             "llama.cpp reads no limits of an image's tokens from files: see `--image-min-tokens`, `--image-max-tokens`."

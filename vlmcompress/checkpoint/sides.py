@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from vlmcompress import __version__
 from vlmcompress.checkpoint import card, manifest, reducer_block
 from vlmcompress.common import hub
+from vlmcompress.common.registry import FORMATS
 from vlmcompress.errors import UserError
 from vlmcompress.models import read_json, shards
 from vlmcompress.recipe.resize import Resize
@@ -31,7 +32,7 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     return Side(
         name=hub.facts(path)["source"] + (f" with {attached}" if attached != reducer and attached else ""),
         path=hub.shown(path),
-        weight_bytes=_weight_bytes(path),
+        weight_bytes=_weight_bytes(path, record),
         scheme=made.scheme if made else "",
         reducer=attached or reducer,
         made=made,
@@ -40,11 +41,11 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     )
 
 
-def _weight_bytes(path: Path) -> int:
-    """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers, or of its GGUF files; 0 where it
-    has neither."""
-    if files := sorted(path.glob("*.gguf")):
-        return sum(file.stat().st_size for file in files)
+def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
+    """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers; where it has none, what its
+    manifest says, or 0."""
+    if own_engine(path):
+        return (record.get("size") or {}).get("weights_after") or 0
     try:
         count = 0
         for file in shards(path):
@@ -124,11 +125,21 @@ def _reducer(path: Path) -> str:
     return str(block.reducer) if block else ""
 
 
-def folder(model: str | Path) -> Path:
+def own_engine(path: Path) -> str:
+    """The engine that alone loads a checkpoint, by the format in its config.json; empty where there is no such."""
+    quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
+    method = str(quantization.get("quant_method"))
+    return FORMATS.constant(method, "ENGINE") or "" if method in FORMATS else ""
+
+
+def folder(model: str | Path, *engines: str) -> Path:
     """Return the folder of a checkpoint, after checking that one is there.
 
+    Args:
+        engines: the engines that are to load it, of which each has checkpoints that it alone loads; empty: any.
+
     Raises:
-        UserError: there is no checkpoint, or its config.json is not right.
+        UserError: there is no checkpoint, its config.json is not right, or the engine does not load it.
     """
     path = Path(model)
     if not path.is_dir():
@@ -136,6 +147,8 @@ def folder(model: str | Path) -> Path:
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
     _reducer(path)
+    if engines and (other := own_engine(path)) not in ("", *engines):
+        raise UserError(f"{path} is for the engine {other} alone; use eval --engine {other}")
     return path
 
 

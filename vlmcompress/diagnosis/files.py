@@ -41,8 +41,14 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
     """
     if not Path(path).is_dir():
         raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
-    if (path / "model.gguf").is_file():
-        raise UserError(f"{path} is GGUF, which doctor does not examine; ask it: vlmcompress eval --engine llamacpp")
+    for file, kind, engine in (
+        ("model.gguf", "GGUF", "llamacpp"),
+        ("openvino_language_model.xml", "OpenVINO", "openvino"),
+    ):
+        if (path / file).is_file():
+            raise UserError(
+                f"{path} is {kind}, which doctor does not examine; ask it: vlmcompress eval --engine {engine}"
+            )
     if source is not None and not source.is_dir():
         raise UserError(f"--source {source} is not a folder; give that of the original")
     subject = _Subject(Path(path), source)

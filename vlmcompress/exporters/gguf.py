@@ -38,6 +38,7 @@ from vlmcompress.numerics import QTensor, Scheme
 FORMAT = "gguf"
 KV_SCALES = None
 SCALES = torch.float16
+ENGINE = "llamacpp"
 GROUP_SIZE = 32  # larger groups repeat their scale and save nothing
 MODEL, MMPROJ = "model.gguf", "mmproj.gguf"
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "NVFP4": 39}
@@ -94,6 +95,14 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
     except UserError as error:
         reasons.append(str(error))
     return reasons
+
+
+def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str:
+    """Why llama.cpp runs no reducer."""
+    return (
+        f"llama.cpp has no place for a method that selects or merges visual tokens, such as {reducer['method']}; "
+        "make images smaller by --resize, or write compressed-tensors"
+    )
 
 
 def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:

@@ -131,13 +131,9 @@ def stored_format(survey: Survey) -> Iterator[str]:
     """Whether the format of the files can hold the schemes."""
     exporter, source = survey.recipe.exporter, survey.source
     yield from exporters.problems(exporter, survey.layers)
-    if hasattr(exporter, "source_problems"):
-        yield from exporter.source_problems(source.path, source.spec.family, source.meta_model.config.to_dict())
-    if hasattr(exporter, "write_files") and survey.recipe.reduce:
-        yield (
-            f"reduce {survey.recipe.reduce}: llama.cpp has no place for a method that selects or merges visual tokens; "
-            "make images smaller by --resize, or write compressed-tensors"
-        )
+    config, reducer = source.meta_model.config.to_dict(), survey.recipe.reduce
+    plain = reducer.plain() if reducer else None
+    yield from exporters.files_problems(exporter, source.path, source.spec.family, config, plain)
 
 
 def something_to_write(survey: Survey) -> Iterator[str]:

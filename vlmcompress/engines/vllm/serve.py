@@ -73,6 +73,8 @@ def serve(
             that the checkpoint or the engine can't do.
     """
     model = Path(model)
+    if (model / "openvino_language_model.xml").is_file():
+        raise UserError(f"{model} is OpenVINO, which vLLM does not serve; ask it: python {model}/serve/ask_openvino.py")
     python = interpreter()
     limits: dict[str, Any] = {"images": images, "videos": videos, "max_model_len": max_model_len}
     arguments = arguments_of(model, host=host, port=port, **limits, speculative=speculative, extra=extra)
