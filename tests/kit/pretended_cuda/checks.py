@@ -17,7 +17,6 @@ from tests.kit import calibration_rows, reduction_data, tiny
 from tests.kit.attached_cases import given
 from tests.kit.batched_samples import samples, wide
 from tests.kit.pretended_cuda import OTHERS, counting
-from tests.kit.pretended_cuda.plugin import DEVICE
 from vlmcompress.calibration import block_inputs, devices, statistics_folder
 from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.calibration.gradient_pass import gradients
@@ -132,19 +131,19 @@ def test_weights_stay_where_they_were(world):
     vlm = load(world / "llava")
     before = {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()}
     rows = encoded(samples(), vlm)
-    with counting(DEVICE) as counts:
+    with counting() as counts:
         gradients(vlm, rows)
         list(capture_blocks(vlm, decoder_blocks(vlm.model, vlm.spec), rows, CaptureSpec(frozenset({"absmax"}))))
     assert {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()} == before
-    assert not [place for place in counts.places if place[0] == "download" and "devices.py" in place[2]]
+    assert not [place for place in counts.places if place[0] == "awaited download" and "devices.py" in place[2]]
 
 
 def test_quantized_blocks_are_not_copied_back(world, tmp_path):
-    with counting(DEVICE) as counts:
+    with counting() as counts:
         quantize(
             recipe(world, tmp_path / "out", scheme="rtn", calibrate={"data": str(world / "calib.jsonl"), "samples": 2})
         )
-    assert not [place for place in counts.places if place[0] == "download" and "devices.py" in place[2]]
+    assert not [place for place in counts.places if place[0] == "awaited download" and "devices.py" in place[2]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -178,7 +177,7 @@ def test_no_wait_for_a_sample_or_a_token(world, monkeypatch):
     blocks = decoder_blocks(vlm.model, vlm.spec)
 
     def waits(rows) -> int:
-        with counting(DEVICE) as counts:
+        with counting() as counts:
             captures = list(capture_blocks(vlm, blocks, rows, CaptureSpec(frozenset({"gram", "absmax"}))))
         assert all(captured for _, captured in captures)
         return sum(
@@ -209,7 +208,7 @@ def test_waits_of_solving(world):
                 for g in groups
                 if g.smooth_kind == "norm"
             }
-            with counting(DEVICE) as counts:
+            with counting() as counts:
                 solve_block(groups, weights, captured.stats, method, torch.bfloat16, {}, norms, 0.0)
             figures.append(counts.waits)
         assert abs(figures[0] - figures[1]) <= 2 and figures[0] <= most * len(groups), (
