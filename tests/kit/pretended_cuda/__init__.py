@@ -34,7 +34,7 @@ SOURCE = Path(__file__).with_name("device.cpp")
 LIBRARY, OPERATORS = "pretended_cuda.so", "operators.json"
 SWITCH = "VLMCOMPRESS_PRETENDED_CUDA"  # set by `plugin`, and read by `tests/kit/forks_parent.py`
 CAPABILITY = (9, 0)
-OTHERS = " (in transformers)"
+OTHERS = " (in a library)"
 WAITS = ("wait", "awaited upload", "awaited download")
 
 # Operators behind which CUDA's kernels read a size or a state on the host.
@@ -201,8 +201,8 @@ class Counts:
 
     Attributes:
         kernels: how many were launched.
-        places: (kind, operator, line of the package) -> times. Kinds are those of `WAITS`, and "upload" and "download" for copies
-            with `non_blocking`, which the host does not wait for. What a line calls of transformers is told apart by `OTHERS`.
+        places: (kind, operator, line of the package) -> times. Kinds are those of `WAITS`, and "upload" and "download" for
+            copies with `non_blocking`, which the host does not wait for. `OTHERS` tells what a line calls of transformers.
         nbytes: bytes copied, by kind.
         peak: most bytes of the device in use at a time.
     """
@@ -226,7 +226,7 @@ class Counts:
         frame, place, others = sys._getframe(1), "elsewhere", ""
         while frame:
             file = frame.f_code.co_filename
-            if "/site-packages/transformers/models/" in file:
+            if "/site-packages/transformers/models/" in file or "/site-packages/vllm/" in file:
                 others = OTHERS
             if "/vlmcompress/" in file and "/site-packages/" not in file:
                 place = f"{file.rpartition('/vlmcompress/')[2]}:{frame.f_lineno}{others}"

@@ -300,9 +300,9 @@ class Call {
       TORCH_CHECK(tensor.device() == self.device() || (tensor.device().is_cpu() && (index || tensor.dim() == 0)),
                   "indices should be either on cpu or on the same device as the indexed tensor (", name_, ") ", text_);
       if (!on_device(self) || !index) continue;
+      const bool mask = tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
       if (tensor.device().is_cpu()) report("awaited upload", name_ + " " + text_, tensor.nbytes());
-      if (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte)
-        report("wait", name_ + " (mask) " + text_);
+      else if (mask && name_ != "aten::index.Tensor_out") report("wait", name_ + " (mask) " + text_);  // that called nonzero
     }
   }
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
@@ -114,7 +115,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         for rows, grids, signals in images:
             units.append([])
             for grid, index in grids:
-                columns = torch.tensor(index).to(rows.device, non_blocking=True)
+                columns = async_tensor_h2d(index, rows.device, torch.int64)
                 features = rows[columns]
                 ahead = self._ahead.signals(grid, features, signals.get("query"))
                 tiles.append({"grid": grid, "features": features, **signals, **ahead})

@@ -84,10 +84,13 @@ class ResumableModel:
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Encode as the model does, with the pixels moved to its device."""
+        from vllm.utils.torch_utils import async_tensor_h2d
+
         parent: Any = super()
         device = next(self.parameters()).device  # type: ignore[attr-defined]
         pixels = {name: value for name, value in kwargs.items() if name.startswith(PIXELS)}
-        return parent.embed_multimodal(**kwargs | tree_map_only(torch.Tensor, lambda part: part.to(device), pixels))
+        moved = tree_map_only(torch.Tensor, lambda part: async_tensor_h2d(part, device), pixels)
+        return parent.embed_multimodal(**kwargs | moved)
 
 
 def _on_cpu(config: Any) -> Any:
