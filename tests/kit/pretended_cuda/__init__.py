@@ -259,3 +259,18 @@ def counting() -> Iterator[Counts]:
     finally:
         _device.listen(None)
         counts.kernels, counts.peak = _device.kernels_launched() - before, _device.most_memory_used()
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Within the context there seems to be no accelerator, and 16-bit products are computed as on one."""
+    import pytest
+    import torch
+
+    from vlmcompress.calibration import devices
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "emulated", lambda _dtype: False)
+        for module in (torch.accelerator, torch.cuda):
+            patch.setattr(module, "is_available", lambda: False)
+        yield

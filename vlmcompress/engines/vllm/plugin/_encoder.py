@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
-from vllm.utils.torch_utils import async_tensor_h2d
 
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.hf_hooks.pixels import signals
 from vlmcompress.hf_hooks.support import strategy
@@ -202,7 +202,7 @@ def encode(tower: Any, pixel_values: Tensor, grids: Sequence[Sequence[int]], kep
 
 def _places(mask: Tensor, device: torch.device) -> Tensor:
     """The places, on `device`, where a mask on the CPU is true; as an index a mask makes the host wait for their number."""
-    return async_tensor_h2d(mask.nonzero().squeeze(1), device)
+    return sent(mask.nonzero().squeeze(1), device)
 
 
 def _windows(tower: Any, full: dict[str, Tensor], grids: Sequence[Sequence[int]], kept: Tensor) -> dict[str, Any]:
@@ -219,8 +219,8 @@ def _windows(tower: Any, full: dict[str, Tensor], grids: Sequence[Sequence[int]]
     patches, device = inside.repeat_interleave(square), full["rotary_pos_emb_cos"].device
     rows = _places(patches, device)
     metadata = {name: full[name][rows] for name in ("rotary_pos_emb_cos", "rotary_pos_emb_sin")}
-    metadata["window_index"] = async_tensor_h2d(index, device)
-    metadata["reverse_indices"] = async_tensor_h2d(index.argsort(), device)
+    metadata["window_index"] = sent(index, device)
+    metadata["reverse_indices"] = sent(index.argsort(), device)
     windows = _lengths(tower, _left(np.concatenate(ends), patches), "_window")
     return metadata | {name.replace("cu_seqlens", "cu_window_seqlens"): value for name, value in windows.items()}
 
@@ -239,7 +239,7 @@ def _lengths(tower: Any, ends: np.ndarray, suffix: str = "") -> dict[str, Any]:
     if hasattr(tower, "compute_attn_mask_seqlen") and not hasattr(tower, "fp8_padded_hidden_size"):  # Qwen2-VL
         cumulative = torch.from_numpy(ends)
         return {
-            "cu_seqlens": async_tensor_h2d(cumulative, device),
+            "cu_seqlens": sent(cumulative, device),
             "max_seqlen": tower.compute_attn_mask_seqlen(cumulative),
         }
     padded = {"fp8_padded_hidden_size": tower.fp8_padded_hidden_size}

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, PlainRope, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
@@ -115,7 +114,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         for rows, grids, signals in images:
             units.append([])
             for grid, index in grids:
-                columns = async_tensor_h2d(index, rows.device, torch.int64)
+                columns = sent(index, rows.device)
                 features = rows[columns]
                 ahead = self._ahead.signals(grid, features, signals.get("query"))
                 tiles.append({"grid": grid, "features": features, **signals, **ahead})

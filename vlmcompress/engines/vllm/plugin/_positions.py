@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-from vllm.utils.torch_utils import async_tensor_h2d
 
-from vlmcompress.engines.vllm.plugin._loading import ResumableModel
+from vlmcompress.engines.vllm.plugin._loading import ResumableModel, sent
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
 DIMS = 3
@@ -111,7 +110,7 @@ class OriginalPositions(ResumableModel):
         embeds = super().embed_input_ids(input_ids, rows, is_multimodal=is_multimodal)  # type: ignore[misc]
         if pairs:
             assert is_multimodal is not None
-            columns = async_tensor_h2d(is_multimodal.cpu().nonzero().squeeze(1), self._places.device)
+            columns = sent(is_multimodal.cpu().nonzero().squeeze(1), self._places.device)
             self._places[:, columns] = torch.cat([places for _, places in pairs]).T
         return embeds
 

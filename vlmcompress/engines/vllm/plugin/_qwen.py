@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalFieldConfig
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._encoder import choose, encode
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, make_room, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
@@ -184,7 +184,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         rows = encode(self.visual, image_input["pixel_values"], patches, kept)  # type: ignore[attr-defined]
         where = torch.cat([torch.from_numpy(places(grid_of(sides, self.config), 1.0)) for sides in patches])
         parts = kept.split([math.prod(grid_of(sides, self.config)) for sides in patches])
-        anchors = async_tensor_h2d(where[kept], rows.device)
+        anchors = sent(where[kept], rows.device)
         return pack(rows, anchors, int(where.max())).split([int(part.sum()) for part in parts])
 
     def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
@@ -206,7 +206,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
                 f"{self.reducer.chosen} kept {len(result.anchor)} of {math.prod(grid)} tokens, not {count}"
             )
         where = torch.from_numpy(places(grid, pace))
-        anchors = async_tensor_h2d(where, rows.device)[result.anchor]
+        anchors = sent(where, rows.device)[result.anchor]
         return pack(result.apply(rows), anchors, int(where.max()))
 
     def get_encoder_cudagraph_config(self) -> Any:

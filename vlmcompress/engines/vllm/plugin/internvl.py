@@ -22,9 +22,9 @@ from vllm.model_executor.models.interns1 import (
     InternS1ProcessingInfo,
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vlmcompress.engines.vllm.plugin._asking import embedded
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
@@ -124,7 +124,7 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         ids = torch.tensor(script(self._processor, grid[0], math.prod(self.grid)))
         visual: Any = ids == self.video_context_token_id
         columns, text, words = (
-            async_tensor_h2d(x, rows.device) for x in (visual.nonzero()[:, 0], (~visual).nonzero()[:, 0], ids[~visual])
+            sent(x, rows.device) for x in (visual.nonzero()[:, 0], (~visual).nonzero()[:, 0], ids[~visual])
         )
         every = rows.new_zeros(len(ids), rows.shape[1])
         every[columns] = rows
