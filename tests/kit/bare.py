@@ -31,10 +31,13 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 '''
 
 
-def hiding(folder: Path, shown: Iterable[str]) -> str:
-    """Make a folder for PYTHONPATH under which only `shown` modules, and what these require, are found; returns PYTHONPATH."""
+def hiding(folder: Path, shown: Iterable[str], brought: Iterable[str] = ()) -> str:
+    """Make a folder for PYTHONPATH under which only `shown` modules, and what these require, are found; returns PYTHONPATH.
+
+    `brought`: modules that are hidden whatever requires them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text(_FINDER.format(names=sorted(hidden(shown))))
+    (folder / "sitecustomize.py").write_text(_FINDER.format(names=sorted(hidden(shown) | {*brought})))
     return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
 
 
