@@ -11,7 +11,12 @@ from tests.kit import forks, pretended_cuda
 from tests.kit.engine import SETTINGS
 from tests.kit.places import ROOT
 
+CHECKS = "tests/kit/pretended_cuda/checks"
+PHASES = [f"{CHECKS}/{name}.py" for name in ("numbers", "places", "waits")]
+SERVED = f"{CHECKS}/served.py"
 FOLDERS = sorted(folder.name for folder in (ROOT / "tests").iterdir() if list(folder.glob("test_*.py")))
+OTHERS = ["tests/common/test_hub.py::test_quantize_from_ids_then_offline"]
+"""Tests that compare with a Python that is no fork, and so has no such device."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,21 +38,21 @@ def on_the_device(*arguments: str, libraries: tuple[str, ...] = forks.OURS) -> N
 
 def test_phases():
     """Numbers are the CPU's, scales are where weights are, blocks are streamed, no copy is needless, waits are counted."""
-    on_the_device("-x", "-m", "not slow", "tests/kit/pretended_cuda/checks.py")
+    on_the_device("-x", "-m", "not slow", *PHASES)
 
 
 @pytest.mark.engine
 def test_served_models():
     pytest.importorskip("vllm")
-    on_the_device("-x", "-m", "not slow", "tests/kit/pretended_cuda/served.py", libraries=forks.VLLM)
+    on_the_device("-x", "-m", "not slow", SERVED, libraries=forks.VLLM)
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 def test_more_of_both():
     pytest.importorskip("vllm")
-    on_the_device("-m", "slow", "tests/kit/pretended_cuda/checks.py")
-    on_the_device("-m", "slow", "tests/kit/pretended_cuda/served.py", libraries=forks.VLLM)
+    on_the_device("-m", "slow", *PHASES)
+    on_the_device("-m", "slow", SERVED, libraries=forks.VLLM)
 
 
 @pytest.mark.slow
@@ -55,4 +60,5 @@ def test_more_of_both():
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_default_suite(folder):
     """Tests that start no engine hold where there is an accelerator, too, as `scripts/gpu_check` has them run on one."""
-    on_the_device("-m", "not slow and not engine", "-p", "no:cacheprovider", f"tests/{folder}")
+    without = [word for test in OTHERS for word in ("--deselect", test)]
+    on_the_device("-m", "not slow and not engine", "-p", "no:cacheprovider", *without, f"tests/{folder}")

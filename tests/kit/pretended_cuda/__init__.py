@@ -44,6 +44,8 @@ WAITING = (
     *("linalg_eigh", "_linalg_eigh.eigenvalues", "_linalg_svd", "_linalg_svd.U", "linalg_lstsq.out", "linalg_qr.out"),
     *("geqrf.a", "median", "_histogramdd_from_bin_cts"),
 )
+# Operators whose CUDA kernels add numbers up in whatever order threads run, where one place gets several.
+UNORDERED = ("index_add_", "index_add", "index_add.out", "scatter_add_", "scatter_add", "scatter_add.out")
 _DISPATCHED = {
     *("CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"),
     "CompositeImplicitAutogradNestedTensor",
@@ -131,8 +133,8 @@ def install(memory: int = 80 * 2**30) -> None:
     for name in ("memory_used", "most_memory_used", "kernels_launched"):
         getattr(_device, name).restype = ctypes.c_int64
     _device.generator.restype = ctypes.py_object
-    lists = *json.loads((folder / OPERATORS).read_text()), [f"aten::{name}" for name in WAITING]
-    _device.begin(*(" ".join(names).encode() for names in lists))
+    known = ([f"aten::{name}" for name in names] for names in (WAITING, UNORDERED))
+    _device.begin(*(" ".join(names).encode() for names in (*json.loads((folder / OPERATORS).read_text()), *known)))
     _replace(memory)
 
 
@@ -201,8 +203,9 @@ class Counts:
 
     Attributes:
         kernels: how many were launched.
-        places: (kind, operator, line of the package) -> times. Kinds are those of `WAITS`, and "upload" and "download" for
-            copies with `non_blocking`, which the host does not wait for. `OTHERS` tells what a line calls of transformers.
+        places: (kind, operator, line of the package) -> times. Kinds are those of `WAITS`; "upload" and "download" for
+            copies with `non_blocking`, which the host does not wait for; "unordered" for sums that no two runs may agree on.
+            `OTHERS` marks what a line calls of a library.
         nbytes: bytes copied, by kind.
         peak: most bytes of the device in use at a time.
     """

@@ -46,6 +46,7 @@ void (*callback)(const char* kind, const char* what, int64_t bytes) = nullptr;
 Names checked;    // operators that accept no CPU scalar beside CUDA tensors
 Names kernelless; // operators without a CUDA kernel
 Names waiting;    // operators after which the host waits for the device
+Names unordered;  // operators that add numbers up in whatever order threads run
 
 // ---- memory, guard, generator, hooks
 
@@ -237,6 +238,8 @@ class Call {
     check_types();
     kernels++;
     if (waiting.count(name_) && !size_given()) report("wait", name_ + " " + text_);
+    if (unordered.count(name_) && at::isFloatingType(arguments_[0].original.scalar_type()))
+      report("unordered", name_ + " " + text_);
     if (kWideProducts.count(name_)) return wide_product();
     {
       at::AutoDispatchBelowADInplaceOrView guard;
@@ -475,8 +478,8 @@ Names split(const char* words) {
 }  // namespace
 
 extern "C" {
-void begin(const char* all_on_device, const char* without_kernel, const char* that_wait) {
-  checked = split(all_on_device), kernelless = split(without_kernel), waiting = split(that_wait);
+void begin(const char* all_on_device, const char* without_kernel, const char* that_wait, const char* that_race) {
+  checked = split(all_on_device), kernelless = split(without_kernel), waiting = split(that_wait), unordered = split(that_race);
   c10::SetAllocator(DeviceType::CUDA, &allocator, 1);
   // torch keeps the hooks that it got while it was imported, a stub; the stub's functions become ours.
   auto& hooks = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
