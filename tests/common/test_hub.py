@@ -50,6 +50,7 @@ def online(server, tmp_path, monkeypatch) -> Hub:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(hub, "_ours", False)  # whatever a command line set before in this process
     return server
 
 

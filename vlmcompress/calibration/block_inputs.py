@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from vlmcompress import models
-from vlmcompress.calibration.devices import accelerated, float_products
+from vlmcompress.calibration.devices import accelerated, float_products, sent
 from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import IGNORED, VISION, Inputs
@@ -83,12 +83,12 @@ class Batch:
         """Run a block on `device`, on the batch's hidden states or others for it; returns the input of the next block."""
         args, kwargs = self.calls[layer]
         args, kwargs, hidden = tree_map_only(
-            Tensor, lambda tensor: tensor.to(device), (args, kwargs, self.hidden if hidden is None else hidden)
+            Tensor, lambda tensor: sent(tensor, device), (args, kwargs, self.hidden if hidden is None else hidden)
         )
         output = block(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         if (deepstack := self.added[layer]) is not None:
-            output.flatten(0, 1).index_add_(0, *(tensor.to(device) for tensor in deepstack))
+            output.flatten(0, 1).index_add_(0, *(sent(tensor, device) for tensor in deepstack))
         return output
 
 
@@ -110,7 +110,7 @@ def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progres
             inputs = collate([samples[row] for row in rows])
             batches.append(Batch(rows, inputs.pop("modality").cpu(), device))
             add_positions(inputs, vlm.spec)
-            inputs = {key: value.to(device) for key, value in inputs.items()}
+            inputs = {key: sent(value, device) for key, value in inputs.items()}
             with suppress(StopForward), float_products(vlm.model):
                 vlm.model(**inputs, use_cache=False)
             batches[-1].added.append(None)  # nothing comes behind the last block

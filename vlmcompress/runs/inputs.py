@@ -152,7 +152,7 @@ def fit_reducer(
         return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else fitted
     if not samples:
         return threshold_file.known(vlm, reducer)
-    with _placed(vlm):
+    with placed(vlm):
         return learning.learn(vlm, samples, reducer, progress)
 
 
@@ -167,11 +167,11 @@ def fit_counter(
     """
     if not (reducer and tokens and tokens.counted):
         return None
-    with _placed(vlm):
+    with placed(vlm):
         return learning.counter(vlm, samples, reducer)
 
 
-def _placed(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
+def placed(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
     """The model on the accelerator, if there is one."""
     return accelerated(vlm.model, models.decoder_layers(vlm.model, vlm.spec))
 

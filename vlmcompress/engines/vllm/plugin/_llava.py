@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, PlainRope, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
@@ -112,7 +112,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         for rows, grids, signals in images:
             units.append([])
             for grid, index in grids:
-                columns = torch.tensor(index).to(rows.device, non_blocking=True)
+                columns = sent(index, rows.device)
                 tiles.append({"grid": grid, "features": rows[columns], **signals})
                 units[-1].append(Unit(0, columns, grid, 0, (0, len(rows))))
         results = iter(self.reducer.reduce_all(tiles))

@@ -15,6 +15,7 @@ from vllm.multimodal.inputs import MultiModalFieldConfig
 
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._encoder import choose, encode
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, make_room, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
@@ -181,7 +182,8 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         rows = encode(self.visual, image_input["pixel_values"], patches, kept)  # type: ignore[attr-defined]
         where = torch.cat([torch.from_numpy(places(grid_of(sides, self.config), 1.0)) for sides in patches])
         parts = kept.split([math.prod(grid_of(sides, self.config)) for sides in patches])
-        return pack(rows, where[kept]).split([int(part.sum()) for part in parts])
+        anchors = sent(where[kept], rows.device)
+        return pack(rows, anchors, int(where.max())).split([int(part.sum()) for part in parts])
 
     def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
         videos, patches = super()._process_video_input(video_input), video_input["video_grid_thw"].tolist()  # type: ignore[misc]
@@ -201,7 +203,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
                 f"{self.reducer.chosen} kept {len(result.anchor)} of {math.prod(grid)} tokens, not {count}"
             )
         where = torch.from_numpy(places(grid, pace))
-        anchors = where.to(rows.device, non_blocking=True)[result.anchor]
+        anchors = sent(where, rows.device)[result.anchor]
         return pack(result.apply(rows), anchors, int(where.max()))
 
     def get_encoder_cudagraph_config(self) -> Any:
