@@ -30,7 +30,6 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("coverage", {"relevance": "question"}),
     ("dart", {"pivots": 4, "text_pivots": 4}),
     ("divprune", {"merge": "nearest"}),
-    ("surrogate", {"rule": "dart"}),
     ("visionzip", {"merge": "mean"}),
 ]
 """Methods that are served, with options of some. `pixelprune` keeps as many tokens as the image's values say, which a host must

@@ -39,9 +39,9 @@ SETTINGS = {
     "max_num_batched_tokens": 1024,
     "limit_mm_per_prompt": {"image": 2},
 }
-SERVED = [  # in the encoder's layers, from its attention, by pixels, by the decoder's first layers, of tiles
+SERVED = [  # in the encoder's layers, from its attention, by pixels, with states for deeper layers, of tiles
     *(("llava", "dymu"), ("llava", "visionzip:0.5"), ("qwen2-5-vl", "pixelprune")),
-    *(("qwen3-vl", "surrogate:0.5,rule=dart,layer=1"), ("internvl", "divprune:0.5")),
+    *(("qwen3-vl", "dart:0.5"), ("internvl", "divprune:0.5")),
 ]
 MORE = [
     *(("internvl", "dymu"), ("idefics3", "tome:0.5"), ("llava", "relevance:0.5"), ("llava-next", "divprune:0.5")),
