@@ -202,8 +202,8 @@ def natives(
     ggml: Ggml, sources: dict[str, Tensor], matrices: list[str], means: dict[str, Tensor], blocks: int
 ) -> Iterator[Rounded]:
     """llama.cpp's mixes as ggml makes them: without an importance matrix and with one, and with joined rows."""
-    for mix, how in MIXES.items():
-        for weighted, joined in ((False, False), (True, False), *([(True, True)] if how in FALLBACK else [])):
+    for mix, most in MIXES.items():
+        for weighted, joined in ((False, False), (True, False), *([(True, True)] if most in FALLBACK else [])):
             made = {
                 name: ggml.rounded(
                     sources[name], type_of(name, mix, blocks, weighted), means[name] if weighted else None, joined

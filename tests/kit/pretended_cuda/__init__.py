@@ -133,8 +133,8 @@ def install(memory: int = 80 * 2**30) -> None:
     for name in ("memory_used", "most_memory_used", "kernels_launched"):
         getattr(_device, name).restype = ctypes.c_int64
     _device.generator.restype = ctypes.py_object
-    known = ([f"aten::{name}" for name in names] for names in (WAITING, UNORDERED))
-    _device.begin(*(" ".join(names).encode() for names in (*json.loads((folder / OPERATORS).read_text()), *known)))
+    counted = ([f"aten::{name}" for name in names] for names in (WAITING, UNORDERED))
+    _device.begin(*(" ".join(names).encode() for names in (*json.loads((folder / OPERATORS).read_text()), *counted)))
     _replace(memory)
 
 

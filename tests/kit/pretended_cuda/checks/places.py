@@ -36,7 +36,7 @@ from vlmcompress.runs.quantize import quantize
 
 
 @pytest.fixture(scope="module")
-def given(world) -> SimpleNamespace:
+def tiny_run(world) -> SimpleNamespace:
     """A model, samples, and in `folder` statistics and a quantized checkpoint."""
     vlm = load(world / "llava")
     calibrate(recipe(world, world / "stats", scheme="gptq"))
@@ -47,8 +47,8 @@ def given(world) -> SimpleNamespace:
     )
 
 
-def from_statistics(given: SimpleNamespace, out: str, **keys: Any) -> Any:
-    return recipe(given.folder, given.folder / out, calibrate={"stats": str(given.folder / "stats")}, **keys)
+def from_statistics(tiny_run: SimpleNamespace, out: str, **keys: Any) -> Any:
+    return recipe(tiny_run.folder, tiny_run.folder / out, calibrate={"stats": str(tiny_run.folder / "stats")}, **keys)
 
 
 def learn_thresholds(folder: Path) -> None:
@@ -78,22 +78,22 @@ COMPUTED: dict[str, Callable[[SimpleNamespace], Any]] = {
 
 
 @pytest.mark.parametrize("phase", [*PHASES, *COMPUTED])
-def test_phases_are_on_the_device(given, phase):
+def test_phases_are_on_the_device(tiny_run, phase):
     """None stays on the CPU of a machine with an accelerator, or sums up in whatever order threads run what is kept."""
     with counting() as counts:
-        (PHASES | COMPUTED)[phase](given)
+        (PHASES | COMPUTED)[phase](tiny_run)
     assert counts.kernels > 100
     assert not counts.of("unordered"), counts.places
 
 
 @pytest.mark.parametrize("phase", COMPUTED)
-def test_what_is_computed_is_not_in_tf32(given, phase):
+def test_what_is_computed_is_not_in_tf32(tiny_run, phase):
     """Also where the caller allows it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         with Precisions() as precisions:
-            COMPUTED[phase](given)
+            COMPUTED[phase](tiny_run)
     finally:
         torch.set_float32_matmul_precision(before)
     assert precisions.seen == {"highest"}
