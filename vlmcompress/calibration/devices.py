@@ -82,14 +82,21 @@ def streamed(block: nn.Module, device: torch.device) -> Iterator[None]:
             for named, name, tensor in homes:
                 named[name] = tensor
 
-    had_its_own = "forward" in block.__dict__
-    block.__dict__["forward"] = run
+    with replaced_forward(block, run):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within the context a call of the module runs `forward`, and the module's hooks."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        block.__dict__.pop("forward")
-        if had_its_own:
-            block.__dict__["forward"] = forward
+        module.__dict__.pop("forward")
+        if before is not None:
+            module.__dict__["forward"] = before
 
 
 @contextlib.contextmanager

@@ -130,11 +130,14 @@ def solve_block(
     """
     result, current = BlockResult(), _Current(weights)
     foldable = [group for group in groups if group.name in stats and _foldable(group, groups)]
-    # A group's scale is searched on weights that no other group's has changed, so workers can share the searches.
+    mine = [group.name for group in distributed.shard(groups)]
+    # A group's scale is searched on weights that no other group's has changed, so workers can share the searches. Each searches
+    # for the groups that it solves, which hand on what the search has computed.
     searched = distributed.merge_dicts(
         {
             group.name: _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
-            for group in distributed.shard(foldable)
+            for group in foldable
+            if group.name in mine
         }
     )
     for group in foldable:
@@ -151,7 +154,6 @@ def solve_block(
             current.multiply_columns(name, scale)
         current.divide_rows(group.smooth, scale)
     solved: dict[str, BlockResult] = {}
-    mine = [group.name for group in distributed.shard(groups)]
     for group in groups:
         group_stats = stats.pop(group.name, None)
         if group.name in mine:

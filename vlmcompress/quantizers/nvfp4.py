@@ -40,6 +40,7 @@ from vlmcompress.numerics import (
 )
 from vlmcompress.quantizers import awq, gptq
 from vlmcompress.quantizers._base import Needs, QuantizerOptions
+from vlmcompress.quantizers._columns import Feedback, propagated_error, quantize_columns
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
@@ -53,8 +54,7 @@ _LAST = 8  # one of so many blocks is among the last
 class Options(QuantizerOptions):
     """`activations`: 4 (NVFP4) or 16 bits; `mixed`: FP8 for all but MLPs, and for the MLPs of the `last` blocks (null: an
     eighth of them); `rounding`: "rtn", "gptq" or "awq"; `four_over_six`: two scales to choose from for each block; `damp`,
-    `smooth`, `clip`, `clip_grid`, `sweeps`, `refit`: as in gptq, whose rounding they belong to; `balance`: see
-    `statistics.balance`."""
+    `smooth`, `clip`, `clip_grid`, `sweeps`: as in gptq, whose rounding they belong to; `balance`: see `statistics.balance`."""
 
     activations: int = 4
     mixed: bool = True
@@ -66,7 +66,6 @@ class Options(QuantizerOptions):
     clip: bool = False
     clip_grid: int = 20
     sweeps: int = 0
-    refit: bool = True
     balance: Any = "off"
 
     def __post_init__(self) -> None:
@@ -95,7 +94,7 @@ class Options(QuantizerOptions):
     @property
     def steps(self) -> dict[str, Any]:
         """The steps around feedback, options of gptq."""
-        return {name: getattr(self, name) for name in ("smooth", "clip", "clip_grid", "sweeps", "refit")}
+        return {name: getattr(self, name) for name in ("smooth", "clip", "clip_grid", "sweeps")}
 
     @property
     def max_code(self) -> float | None:
@@ -108,7 +107,7 @@ class Prepared:
     """What the layers of a group share: the global scale `[1]`, GPTQ's feedback, the Gram matrix for clipping; warnings."""
 
     global_scale: Tensor
-    feedback: gptq.Feedback | None
+    feedback: Feedback | None
     gram: Tensor | None
     warnings: tuple[tuple[str, str], ...] = ()
 
@@ -138,7 +137,7 @@ def smooth(
         return None
     scales = awq.candidates(weights, stats, awq.Options(group_size=NVFP4.group))
     if options.smooth == "feedback":
-        return gptq.least_left(weights, scales, gptq.residues(stats, options.feedback), NVFP4, scale_dtype)
+        return gptq.least_left(weights, scales, gptq.residues(stats, scales, options.feedback), NVFP4, scale_dtype)
     return awq.least_error(weights, scales, stats.gram(), NVFP4, scale_dtype, options.max_code)
 
 
@@ -175,8 +174,8 @@ def quantize_group(
     kwargs: dict[str, Any] = {"max_code": options.max_code, "global_scale": ready.global_scale}
     if ready.feedback is not None and stats is not None:
         params = [_params(w, ready.feedback, stats, options, ready.global_scale) for w in weights]
-        quantized = gptq.quantize_columns(weights, ready.feedback, params, NVFP4, global_scale=ready.global_scale)
-        return gptq.searched(weights, quantized, stats, options)
+        kwargs = {"sweeps": options.sweeps, "global_scale": ready.global_scale}
+        return quantize_columns(weights, ready.feedback, params, NVFP4, **kwargs)
     if ready.gram is not None:
         steps = awq.Options().clip_grid
         clipped = [awq.clipped(w, ready.gram, NVFP4, steps, **kwargs) for w in weights]
@@ -196,11 +195,11 @@ def sketch(
     if ready.feedback is None or stats is None:
         return quantize(weight, stats, options, scale_dtype, ready).dequantize(torch.float32).sub_(weight)
     params = _params(weight, ready.feedback, stats, options, ready.global_scale)
-    return gptq.propagated_error(residual(weight, *params, NVFP4).neg_(), ready.feedback)
+    return propagated_error(residual(weight, *params, NVFP4).neg_(), ready.feedback)
 
 
 def _params(
-    weight: Tensor, feedback: gptq.Feedback, stats: GroupStats, options: Options, global_scale: Tensor
+    weight: Tensor, feedback: Feedback, stats: GroupStats, options: Options, global_scale: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Scales of `weight [out, in]` before GPTQ's feedback."""
     if options.clip:
