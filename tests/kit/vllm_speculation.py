@@ -50,7 +50,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         speculative_config=job["speculative"],
         disable_log_stats=False,
     )
-    drafter = getattr(llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    drafter = getattr(runner, "drafter", None)
     head = dict(drafter.model.named_parameters()) if hasattr(drafter, "model") else {}
     loaded = {
         "drafter": type(getattr(drafter, "model", drafter)).__name__,
@@ -66,7 +67,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("alone"):
         outputs = []
         for prompt in [*prompts, prompts[0]]:
-            proposals.append(_recorded(drafter))
+            proposals.append(_recorded(runner, drafter))
             outputs += llm.chat([prompt], sampling, use_tqdm=False)
     else:
         outputs = llm.chat(prompts, sampling, use_tqdm=False)
@@ -79,8 +80,11 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _recorded(drafter: Any) -> list[Any]:
-    """A list to which every proposal for the first request is added from now on: its tokens, and the logits of each."""
+def _recorded(runner: Any, drafter: Any) -> list[Any]:
+    """A list to which every proposal for the first request is added from now on: its tokens, and the logits of each.
+
+    Those in the middle of a prompt, which vLLM makes and drops, are left out.
+    """
     proposals: list[Any] = []
     if drafter is not None:
         propose, compute, logits = type(drafter).propose, type(drafter.model).compute_logits, list[list[float]]()
@@ -93,7 +97,8 @@ def _recorded(drafter: Any) -> list[Any]:
         def recording(*args: Any, **kwargs: Any) -> Any:
             logits.clear()
             drafted = propose(drafter, *args, **kwargs)
-            proposals.append((drafted[0].tolist(), list(logits)))
+            if not runner.discard_request_mask.np[0]:
+                proposals.append((drafted[0].tolist(), list(logits)))
             return drafted
 
         drafter.propose, drafter.model.compute_logits = recording, computing

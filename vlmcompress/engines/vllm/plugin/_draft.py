@@ -1,8 +1,11 @@
-"""Draft heads in vLLM's first model runner (its CPU build's): the slots of drafted tokens, and what a draft gets of images.
+"""Draft heads in vLLM's first model runner (its CPU build's): two faults are mended, and a draft gets what it should of images.
 
 **Slots.** From its second token on vLLM 0.32 writes a drafted token's keys to the slot of its rotary position. A model with
 M-RoPE counts an image's positions once a row and column, not once a token, so these slots are those of earlier tokens, and
 what attention reads as the last keys was never written (vllm #54498). Here the slot is the one behind the sequence.
+
+**Prompts in pieces.** Where a step ends within a prompt, its last row has the embedding of the token that follows. vLLM 0.32
+takes the prompt's last token (`prepare_next_token_ids_padded`), whatever follows.
 
 **Images** (`checkpoint.draft_images`). The draft's keys lie in the blocks that the target's lie in, so leaving tokens out takes
 other lists of blocks, not other blocks. Of an image in tokens `[start, end)` with n rows of which m blocks' worth are to go,

@@ -1,4 +1,4 @@
-"""vLLM's proposer of EAGLE drafts, with slots that follow the sequence and with a draft's own rows for images (`_draft`)."""
+"""vLLM's proposer of EAGLE drafts, with mended slots and prompts, and with a draft's own rows for images (`_draft`)."""
 
 from __future__ import annotations
 
@@ -98,10 +98,11 @@ class Proposer(EagleProposer):
             cad=cad,
             num_rejected_tokens_gpu=num_rejected_tokens_gpu,
         )
-        if self.images.plain:
-            return count, sampled, cad
         starts: list[int] = cad.query_start_loc_cpu.tolist()
         names = self.runner.input_batch.req_ids[: len(starts) - 1]
+        self._continue_prompts(names, starts)
+        if self.images.plain:
+            return count, sampled, cad
         parts = [self._part(name, starts[n], starts[n + 1], cad, n) for n, name in enumerate(names)]
         self._images_rows = []
         if any(part.short or len(part.pieces) != 1 or isinstance(part.pieces[0], Rows) for part in parts):
@@ -111,6 +112,14 @@ class Proposer(EagleProposer):
             self._owners = torch.repeat_interleave(torch.arange(len(names)), lengths).to(self.device)
             self._set_image(torch.stack([self._vector(name) for name in names]))
         return count, sampled, cad
+
+    def _continue_prompts(self, names: Sequence[str], starts: Sequence[int]) -> None:
+        """Give the last row of a prompt that this step leaves unfinished the token that follows there."""
+        for name, first, behind in zip(names, starts[:-1], starts[1:], strict=True):
+            request = self.runner.requests[name]
+            end = request.num_computed_tokens + behind - first
+            if end < request.num_prompt_tokens:
+                self.input_ids[behind - 1] = request.get_token_id(end)
 
     def _part(self, name: str, first: int, behind: int, cad: CommonAttentionMetadata, number: int) -> Part:
         """What request `number` has in this step, whose rows of the target are `[first, behind)`."""
@@ -126,8 +135,8 @@ class Proposer(EagleProposer):
                 part.gone += [(image.end // self.block_size - gone, gone)] if gone else []
                 continue
             inside = range(max(image.start, begin), min(image.end, end))
-            if image.end <= end and self.images.vector:
-                self._note_vector(image)
+            if self.images.vector:
+                self._note_vector(image)  # all of it is encoded, though this step may end within it
             if self.images.rows == "hidden":
                 continue
             if image.start > at:
@@ -279,7 +288,7 @@ class Proposer(EagleProposer):
         return before
 
     def _note_vector(self, image: Shown) -> None:
-        """Keep the vector of an image that this step completes."""
+        """Keep the vector of an image that is encoded."""
         features = self._features(image)
         mean = draft_images.mean_feature(features).to(self.dtype)
         self._vectors[image.name] = self.model.model.image_vector(mean), len(features)
