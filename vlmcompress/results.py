@@ -233,7 +233,8 @@ class LoadRun(_Record):
 
     Lists hold one value a request (`itl_ms`: one a token). `cached_tokens` are prompt tokens that the server took from its
     prefix cache, `media_hits` images it took from its media caches. With speculative decoding `drafts` counts steps with a
-    draft, `drafted` the tokens drafted in them, `accepted` those that became part of an answer.
+    draft, `drafted` the tokens drafted in them, `accepted` those that became part of an answer, `accepted_at` the
+    same by their place in the draft.
     """
 
     side: Literal["baseline", "candidate"]
@@ -251,6 +252,7 @@ class LoadRun(_Record):
     drafts: Count = 0
     drafted: Count = 0
     accepted: Count = 0
+    accepted_at: list[Count] = []
     goodput: Amount | None = None
     ttft_ms: list[float] = []
     tpot_ms: list[float] = []

@@ -64,6 +64,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
             0 <= counted.accepted <= counted.drafted <= NGRAM["num_speculative_tokens"] * counted.drafts
             and counted.drafts
         )
+        assert sum(counted.accepted_at) == counted.accepted and len(counted.accepted_at) == 2
         with pytest.raises(UserError, match="a cold run of demo-llava took .* and 6 images from a cache"):
             serving.check(plan, "cold", running, again, 0, 6)
         with pytest.raises(UserError, match="a warm run of demo-llava found no image"):
@@ -133,6 +134,7 @@ def test_whole_benchmark(results: Results) -> None:
         assert (record.media_hits == 6) is warm
         assert record.cached_tokens == 0 or warm
         assert bool(record.drafts) is (record.side == "candidate") and record.accepted <= record.drafted
+        assert sum(record.accepted_at) == record.accepted
         assert record.mode == "offline" or record.goodput == pytest.approx(6 / record.duration)
     for state in ("cold", "warm"):
         ratio = bench.summary["serve"][state]["request_throughput"]

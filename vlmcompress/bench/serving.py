@@ -279,6 +279,9 @@ def _offline_run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequ
     drafted: dict[str, Any] = {
         key: int(event["counted"].get(name, 0)) for name, key in counters.NAMES.items() if "spec_decode" in name
     }
+    drafted["accepted_at"] = [
+        int(count) for name, count in event["counted"].items() if name.startswith(counters.BY_PLACE)
+    ]
     return LoadRun(
         side=side,
         mode="offline",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from dataclasses import dataclass
@@ -73,7 +74,10 @@ def flags(capacity: Capacity, row: Row) -> list[Flag]:
     if request.kv_cache != "auto":
         name = kv_cache.FLAGS.get(request.kv_cache, request.kv_cache)
         serve_flags.append(Flag("--kv-cache-dtype", name, "as asked"))
-    if request.speculative:
+    if request.draft:
+        setting = json.dumps({**request.draft.speculative_config(), "model": str(request.draft.folder)})
+        serve_flags.append(Flag("--speculative-config", setting, "as asked"))
+    elif request.speculative:
         method, tokens = request.speculative
         serve_flags.append(
             Flag("--speculative-config", f'{{"method":"{method}","num_speculative_tokens":{tokens}}}', "as asked")

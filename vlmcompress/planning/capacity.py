@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
+from vlmcompress.checkpoint.draft_folder import Draft
 from vlmcompress.common.text import size
 from vlmcompress.engines import reducer_support
 from vlmcompress.errors import UserError
@@ -37,7 +38,8 @@ FIXED = 1_500_000_000
 class Request:
     """What is asked: one request's `pictures`, `text` and `out` tokens, and the machine.
 
-    `speculative`: method of speculative decoding, and how many tokens are drafted at once. `memory`, `reserve`, `space`:
+    `speculative`: method of speculative decoding, and how many tokens are drafted at once; `draft`: a head in a folder of its
+    own that drafts. `memory`, `reserve`, `space`:
     bytes of a device, of the reserve and of the cache, in place of what is worked out.
     """
 
@@ -50,6 +52,7 @@ class Request:
     kv_cache: str = "auto"
     reduce: ReducerChoice | None = None
     speculative: tuple[str, int] | None = None
+    draft: Draft | None = None
     memory: int | None = None
     reserve: int | None = None
     space: int | None = None
@@ -160,6 +163,8 @@ def plan_capacity(
     defaults = cache_pool.defaults(request.target, memory)
     cache_type = kv_cache.width(request.kv_cache)
     speculation = weight_bytes.speculation_of(model, *request.speculative) if request.speculative else None
+    if request.draft:
+        speculation = weight_bytes.speculation_by(model, request.draft)
     drafts = speculation.tokens if speculation else 0
     with_head = speculation.added(model.decoder) if speculation else model.decoder
     layers = with_head.layers(request.tp, cache_type.number, cache_type.scale, drafts)

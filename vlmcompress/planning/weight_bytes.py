@@ -22,6 +22,7 @@ from typing import Any
 
 from vlmcompress import models, targets
 from vlmcompress.checkpoint import partition
+from vlmcompress.checkpoint.draft_folder import Draft
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError, did_you_mean
@@ -206,6 +207,16 @@ def speculation_of(model: Model, method: str, tokens: int) -> Speculation:
     if lost := models.draft_lost(model.spec, model.config, model.stored):
         raise UserError(f"--speculative mtp: {lost}")
     return Speculation(method, tokens, draft_bytes(model), (attention,) * count)
+
+
+def speculation_by(model: Model, draft: Draft) -> Speculation:
+    """What a draft head in a folder of its own takes beside a model. UserError: it doesn't fit the model."""
+    if problem := draft.mismatch(model.config):
+        raise UserError(f"--draft {draft.folder}: {problem}; train one for this model with `vlmcompress draft`")
+    block: Any = draft.block
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    blocks = (Attention(*(block[name] for name in heads)),) if draft.method == "eagle3" else ()
+    return Speculation(draft.method, draft.tokens, draft.bytes, blocks)
 
 
 def draft_bytes(model: Model) -> int:

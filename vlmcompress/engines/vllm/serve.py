@@ -208,7 +208,7 @@ def arguments_of(
     if (last := speculation.last_setting(extra)) is not None:
         speculation.checked(model, last)
     elif speculative is not None:
-        arguments += [speculation.FLAG, json.dumps(speculation.checked(model, speculative))]
+        arguments += speculation.flags(model, speculative)
     return [*arguments, *extra]
 
 

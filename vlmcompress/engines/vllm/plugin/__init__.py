@@ -36,6 +36,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+    from vlmcompress.engines.vllm.plugin import _draft
     from vlmcompress.engines.vllm.plugin._loading import Loading, supported
 
     right = supported(vllm.__version__)
@@ -46,6 +47,7 @@ def register() -> None:
         ModelRegistry.register_model(name, f"{__name__}.{module}")
         MODELS_CONFIG_MAP[name] = Loading(MODELS_CONFIG_MAP.get(original))  # type: ignore[assignment]
     if right:
+        _draft.register()
         emulate_nvfp4()
         emulate_experts()
         unpack_on_load()
