@@ -233,8 +233,7 @@ class LoadRun(_Record):
 
     Lists hold one value a request (`itl_ms`: one a token). `cached_tokens` are prompt tokens that the server took from its
     prefix cache, `media_hits` images it took from its media caches. With speculative decoding `drafts` counts steps with a
-    draft, `drafted` the tokens drafted in them, `accepted` those that became part of an answer, `accepted_at` the
-    same by their place in the draft.
+    draft, `drafted` the tokens drafted in them, `accepted` those that became part of an answer, `accepted_at` by place.
     """
 
     side: Literal["baseline", "candidate"]
