@@ -26,9 +26,9 @@ from vlmcompress.checkpoint.write import WEIGHTS, OutputTensor, write_json, writ
 from vlmcompress.common import folders, tensor_files
 from vlmcompress.common.identity import unchanged
 from vlmcompress.common.registry import FORMATS
-from vlmcompress.common.tensor_files import Entry, Spec
+from vlmcompress.common.tensor_files import Entry
 from vlmcompress.common.text import parse_size
-from vlmcompress.models import Source, Stream, Values, stream, untied
+from vlmcompress.models import Source, Stream, Values, head_on_disk, stream, untied
 from vlmcompress.numerics.rotation import Kind, Rotation
 
 RECORD = ".rotation.json"
@@ -146,14 +146,6 @@ def record(source: Source, rotations: Rotations) -> str:
     return json.dumps([source.config, stats, rotations.kind, rotations.seed], sort_keys=True)
 
 
-def head_name(source: Source) -> str:
-    """The name on disk of an output head that becomes a matrix of its own: as the embedding's, the hub's or transformers'."""
-    residual = stream(source.meta_model, source.spec, source.stored)
-    hub = source.names[residual.embedding] == source.spec.hub_name(residual.embedding)
-    name = f"{residual.head}.weight"
-    return source.spec.hub_name(name) if hub else name
-
-
 def _plan_tensors(
     source: Source, residual: Stream, made: Mapping[str, Change], device: torch.device
 ) -> list[OutputTensor]:
@@ -169,7 +161,7 @@ def _plan_tensors(
         origin = entry if change is None else _lazily(entry, change, device)
         tensors.append(OutputTensor(entry.name, entry.spec, origin))
     if residual.tied:
-        tensors.append(OutputTensor(head_name(source), embedding.spec, _lazily(embedding, made[head], device)))
+        tensors.append(OutputTensor(head_on_disk(source), embedding.spec, _lazily(embedding, made[head], device)))
     return tensors
 
 
@@ -182,14 +174,3 @@ def _lazily(entry: Entry, change: Change, device: torch.device) -> Callable[[], 
         return change(stored.to(device, wide)).to("cpu", stored.dtype).contiguous()
 
     return make
-
-
-def rotated_specs(source: Source) -> tuple[dict[str, Spec], dict[str, str]]:
-    """Tensor name on disk -> type and shape, and memory name -> name on disk, of the rotated checkpoint, nothing written."""
-    residual, head = stream(source.meta_model, source.spec, source.stored), head_name(source)
-    if not residual.tied:
-        return source.stored, source.names
-    name = f"{residual.head}.weight"
-    stored = {key: value for key, value in source.stored.items() if key != source.names.get(name)}
-    spec = source.stored[source.names[residual.embedding]]
-    return stored | {head: spec}, source.names | {name: head}

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models
@@ -192,12 +191,12 @@ def _layers(
     meta_model: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: Reader
 ) -> dict[str, StoredLayer]:
     """Find the quantized linear layers, and check that their tensors are there in the right shapes."""
-    linears = {name: module for name, module in meta_model.named_modules() if isinstance(module, nn.Linear)}
+    matrices = models.matrices(meta_model)
     by_layer: dict[str, dict[str, Entry]] = {}
     memory = models.memory_names(meta_model, [entry.name for entry in entries])
     for entry in entries:
         module, _, local = memory[entry.name].rpartition(".")
-        if module in linears:
+        if module in matrices:
             by_layer.setdefault(module, {})[local] = entry
     layers = {}
     for module, tensors in by_layer.items():
@@ -205,8 +204,8 @@ def _layers(
         if len(prefixes) > 1:
             raise UserError(f"the tensors of {module} stand under {' and '.join(sorted(prefixes))}; download again")
         (prefix,) = prefixes
-        linear: Any = linears[module]
-        shape, names = (linear.out_features, linear.in_features), (module, prefix, spec.engine_name(module))
+        rows, columns = matrices[module].get_parameter("weight").shape
+        shape, names = (rows, columns), (module, prefix, spec.engine_name(module))
         try:
             scheme = reader.scheme_in(block, names, {local: entry.spec for local, entry in tensors.items()}, shape)
             if scheme is not None:

@@ -82,6 +82,7 @@ RECIPE_KEYS = {
     "goal": "goal",
     "scheme": "scheme",
     "vision": "vision",
+    "head": "head",
     "vision_attention": "vision_attention",
     "kv_cache": "kv_cache",
     "bits": "options.bits",
@@ -159,6 +160,7 @@ def recipe(parser: Parser) -> None:
     target(parser)
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
+    parser.add_argument("--head", default=none, help="fp8, int8, w8a16 or w4a16: the output head")
     parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
     kv_cache(parser, "fp8: store scales for an FP8 KV cache")
     rotation(parser)

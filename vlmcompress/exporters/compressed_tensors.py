@@ -25,13 +25,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vlmcompress.common.layer_names import Kept, Layers, Names
+from vlmcompress.common.layer_names import EMBEDDING, Kept, Layers, Names
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 
 FORMAT = "compressed-tensors"
 KV_SCALES = ("k_scale", "v_scale")
+VOCABULARY = True
 _NVFP4 = "nvfp4-pack-quantized"
 _FLOAT8_SCALES = {"scale_dtype": "torch.float8_e4m3fn"}  # without it transformers has scales of activations in float32
 _OBSERVER = {"observer": "static_minmax"}  # as in compressed-tensors' preset
@@ -218,14 +219,16 @@ def scheme_of(group: Mapping) -> Scheme:
 def group_of(config: Mapping, name: str) -> str | None:
     """The config group that a linear layer called `name` falls into, or None when it stays as it is.
 
-    The rule that transformers and vLLM share: ignored names first, then names, then patterns, then the class `Linear`.
+    The rule that transformers and vLLM share: ignored names first, then names, then patterns, then the class `Linear`, which
+    the token embedding is not.
     """
-    if any(_matches(name, entry) or entry == "Linear" for entry in config.get("ignore") or ()):
+    kind = "Embedding" if name.endswith(EMBEDDING) else "Linear"
+    if any(_matches(name, entry) or entry == kind for entry in config.get("ignore") or ()):
         return None
     targets = [(target, key) for key, group in config["config_groups"].items() for target in group["targets"]]
     targets.sort(key=lambda item: item[0].startswith("re:"))
     by_name = [key for target, key in targets if _matches(name, target)]
-    return next(iter(by_name + [key for target, key in targets if target == "Linear"]), None)
+    return next(iter(by_name + [key for target, key in targets if target == kind]), None)
 
 
 def _matches(name: str, entry: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from vlmcompress.common.layer_names import EMBEDDING
 from vlmcompress.common.messages import reason
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
@@ -125,10 +126,12 @@ def load(
 def open_model(
     path: str | Path, meta_model: PreTrainedModel | None = None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`from_pretrained` of transformers with `output_loading_info`, but with the experts of a mixture one by one.
+    """`from_pretrained` of transformers with `output_loading_info`, but with the experts of a mixture one by one, and with a
+    quantized embedding.
 
     transformers 5.17 builds the experts of a mixture fused, which compressed-tensors cannot quantize, and reads no
-    checkpoint of Qwen3-VL that has them one by one. So it opens the model without them, and they are put in.
+    checkpoint of Qwen3-VL that has them one by one. So it opens the model without them, and they are put in. Of a quantized
+    embedding it initializes the weight, which is not there.
 
     Args:
         path: folder of a checkpoint, plain or in compressed-tensors.
@@ -139,10 +142,15 @@ def open_model(
     spec = mixture(config)
     options |= {"output_loading_info": True, "local_files_only": True}
     if spec is None:
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(path, **options)
-        return loaded
+        if EMBEDDING not in str((config.get("quantization_config") or {}).get("config_groups")):
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(path, **options)
+            return loaded
+        plain: Any = type(meta_model or build_meta_model(path))
+        model, info = _embedding_initialized(plain).from_pretrained(path, **options)
+        model.__class__ = plain
+        return model, info
     meta_model, stored = meta_model or build_meta_model(path), stored_tensors(path)
-    kind: Any = _experts.without_experts(type(meta_model), spec)
+    kind: Any = _embedding_initialized(_experts.without_experts(type(meta_model), spec))
     compressed(meta_model, config.get("quantization_config") or {})
     with quiet():  # it would report the experts as left over
         model, info = kind.from_pretrained(path, **options)
@@ -151,6 +159,16 @@ def open_model(
         model, meta_model, {key: stored[disk] for key, disk in disk_names(meta_model, stored).items() if inside in key}
     )
     return model, info | {"unexpected_keys": [key for key in info["unexpected_keys"] if inside not in key]}
+
+
+def _embedding_initialized(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass of a model class whose token embedding `from_pretrained` only reads."""
+
+    def init(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        kind.__init__(self, config, *args, **options)
+        self.get_input_embeddings()._is_hf_initialized = True
+
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
 def compressed(meta_model: PreTrainedModel, block: Mapping[str, Any]) -> None:
@@ -235,6 +253,7 @@ class Source:
         stored: tensor name on disk -> type and shape.
         names: memory name of a parameter -> its name on disk.
         headers: whether there are weight files; without, `stored` is what config.json asks for.
+        copies: name of a tensor that is not on disk -> that of the tensor whose value it has.
     """
 
     path: Path
@@ -244,6 +263,7 @@ class Source:
     stored: dict[str, Spec]
     names: dict[str, str]
     headers: bool = True
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(path: Path) -> Source:
@@ -273,7 +293,8 @@ class Source:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """Tensor name on disk -> where its bytes are."""
-        return stored_tensors(self.path)
+        on_disk = stored_tensors(self.path)
+        return {name: replace(on_disk[self.copies.get(name, name)], name=name) for name in self.stored}
 
     @cached_property
     def written(self) -> dict[str, str]:

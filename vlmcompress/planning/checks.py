@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from vlmcompress import exporters, models, targets
 from vlmcompress.common.registry import FAMILIES
-from vlmcompress.planning import statistics_match
+from vlmcompress.planning import statistics_match, vocabulary
 from vlmcompress.planning.shape_checks import shape_problems
 from vlmcompress.planning.survey import VISION_MULTIPLE, Survey, rotation_problems, skipped, vision_candidates
 from vlmcompress.planning.visual_tokens import problems as reducer_problems
@@ -165,7 +165,7 @@ def statistics(survey: Survey) -> Iterator[str]:
         method = survey.method
         if survey.undecided and survey.budget:  # any of the widths may be chosen
             method = replace(method, others={(-1, name): width for name, width in survey.budget.widths.items()})
-        yield from statistics_match.problems(survey.statistics, survey.recipe, method, survey.blocks)
+        yield from statistics_match.problems(survey.statistics, survey.recipe, method, survey.steps)
 
 
 CHECKS: tuple[Check, ...] = (
@@ -178,6 +178,7 @@ CHECKS: tuple[Check, ...] = (
     draft_head,
     skip,
     shapes,
+    vocabulary.problems,
     vision_tower,
     stored_format,
     something_to_write,

@@ -80,6 +80,10 @@ class Recipe(_Frozen):
         goal: purpose that the target's default scheme is chosen for.
         scheme: name of a module in `vlmcompress.quantizers`; `options` holds its `Options`.
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
+        head: format of the output head's weights: `fp8` and `int8` with 8-bit activations, `w8a16` with a scale per row, `w4a16`
+            in groups; one that shares the embedding's weights becomes a matrix of its own. `bf16` leaves it in 16 bits.
+        embeddings: format of the token embedding's weights: `w8a16` with a scale per row, `w4a16` in groups, rounded to
+            nearest; `bf16` leaves them in 16 bits.
         vision_attention: `fp8` writes scales for FP8 attention in the vision tower, which vLLM runs on Blackwell.
         kv_cache: `fp8` stores scales for an FP8 KV cache.
         rotate: the kind of orthogonal matrix (`vlmcompress.numerics.rotation`) by which the decoder's hidden states are rotated
@@ -104,6 +108,8 @@ class Recipe(_Frozen):
     scheme: str
     options: QuantizerOptions = None  # type: ignore[assignment]  # until `resolve` has made them
     vision: Literal["bf16", "fp8", "int8"] = "bf16"
+    head: Literal["bf16", "fp8", "int8", "w8a16", "w4a16"] = "bf16"
+    embeddings: Literal["bf16", "w8a16", "w4a16"] = "bf16"
     vision_attention: Literal["fp8"] | None = None
     kv_cache: Literal["fp8"] | None = None
     rotate: Literal["hadamard", "random"] | None = None
@@ -161,12 +167,11 @@ class Recipe(_Frozen):
         return self.method.scheme(self.options)
 
     @property
-    def vision_formats(self) -> Scheme | None:
-        """The number formats of the vision tower; None when it stays in 16 bits."""
-        if self.vision == "bf16":
-            return None
-        module = SCHEMES.get(self.vision)
-        return module.scheme(module.Options())
+    def parts(self) -> dict[str, Scheme]:
+        """The number formats of what is quantized besides the decoder: `vision tower`, `output head`; groups as by default."""
+        schemes = {"vision tower": self.vision, "output head": self.head}
+        modules = {part: SCHEMES.get(SCHEMES.name(name)) for part, name in schemes.items() if name != "bf16"}
+        return {part: module.scheme(module.Options()) for part, module in modules.items()}
 
     @property
     def rotation(self) -> dict[str, Any] | None:
@@ -248,7 +253,7 @@ def resolve(
     if recipe.format not in FORMATS.names():
         raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
     if recipe.target and refuse:
-        formats = (recipe.number_formats, recipe.kv_cache, recipe.vision_formats, recipe.vision_attention)
+        formats = (recipe.number_formats, recipe.kv_cache, recipe.parts, recipe.vision_attention)
         targets.refuse(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     return Resolved(recipe.model_copy(update={"model": model}), origins)

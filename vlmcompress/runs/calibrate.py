@@ -26,7 +26,7 @@ from vlmcompress.common.block_files import RUN, block_file
 from vlmcompress.common.progress import Progress, phase, phase_seconds, silent, timed_phases
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.models import VLM, Group, decoder_blocks
+from vlmcompress.models import VLM, Group, decoder_blocks, head_group
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.allocation import RULES
 from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_rotated, read_inputs, remove_made
@@ -123,8 +123,9 @@ def _calibrated(
         raise UserError(NO_ANSWER)
     needs = frozenset(needs).union(likes if origin["tokens"]["answer"] else set(likes) - {"gradient"})
     blocks = decoder_blocks(vlm.model, vlm.spec)
+    steps = [*blocks, [head_group(vlm.spec, len(blocks))]]
     if "gram" in needs:
-        grams = gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values()))
+        grams = gram_bytes(vlm, steps, sum(count > 0 for count in origin["tokens"].values()))
         remedy = "choose another folder or leave out Gram matrices with --needs absmax,absmean"
         folders.check_space(out, grams - folders.bytes_within(folders.beside(out, "resume")), remedy)
     weights = identity.weights_hash(source)
@@ -137,7 +138,7 @@ def _calibrated(
                 kept_gradients(store, vlm, inputs.batches, progress, recipe.calibrate.fisher, recipe.seed)
         collect(
             vlm,
-            blocks,
+            steps,
             inputs.batches,
             store,
             needs,
@@ -147,7 +148,7 @@ def _calibrated(
             release=True,
             progress=progress,
         )
-    described = _description(recipe, whole.vlm, weights, blocks) | {"needs": sorted(needs), RUN: mark}
+    described = _description(recipe, whole.vlm, weights, steps) | {"needs": sorted(needs), RUN: mark}
     described["calibration"] = origin | {"prefix": "float"}
     if "entropy" in needs:
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
@@ -155,7 +156,7 @@ def _calibrated(
         described["gradients"] = store.noted("gradients")
     described["timing"] = phase_seconds()
     if distributed.is_main():
-        described = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
+        described = _write(store, [layer for layer, groups in enumerate(steps) if groups], described, out)
         store.remove()
         remove_made(out)
     distributed.barrier()

@@ -110,6 +110,8 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
     with phase("loading"):
         vlm = models.load(plan.source.path, trust_remote_code=recipe.trust_remote_code)
         vlm = replace(vlm, path=recipe.model)  # a rotated one is of this folder, too
+    if plan.head:
+        models.untie(vlm.model, vlm.spec)
     if plan.statistics:
         check_balance(recipe, plan.statistics.origin["tokens"], plan.statistics.folder)
         resize, samples = plan.statistics.resize, []

@@ -108,12 +108,12 @@ def _capture_and_solve(plan: Plan, recipe: Recipe, inputs: Inputs, resume: bool,
         if plan.statistics:
             norm_offset, stats = vlm.spec.norm_offset, plan.statistics
             solve_blocks(
-                vlm.model, plan.blocks, plan.method, store, stats, norm_offset=norm_offset, progress=progress, **options
+                vlm.model, plan.steps, plan.method, store, stats, norm_offset=norm_offset, progress=progress, **options
             )
         else:
             quantize_blocks(
                 vlm,
-                plan.blocks,
+                plan.steps,
                 plan.method,
                 inputs.batches,
                 store,

@@ -26,6 +26,7 @@ from vlmcompress.common.registry import TARGETS as REGISTRY
 from vlmcompress.errors import UserError
 
 Goal = Literal["memory", "throughput"]
+_NO_PARTS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -156,26 +157,33 @@ def default_scheme(name: str, goal: Goal | None) -> str:
 
 
 def refuse(
-    name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None, vision_attention: str | None = None
+    name: str,
+    scheme: Any,
+    kv_cache: str | None = None,
+    parts: Mapping[str, Any] = _NO_PARTS,
+    vision_attention: str | None = None,
 ) -> None:
     """Raise `UserError` with the first of `refusals`."""
-    for reason in refusals(name, scheme, kv_cache, vision, vision_attention):
+    for reason in refusals(name, scheme, kv_cache, parts, vision_attention):
         raise UserError(reason)
 
 
 def refusals(
-    name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None, vision_attention: str | None = None
+    name: str,
+    scheme: Any,
+    kv_cache: str | None = None,
+    parts: Mapping[str, Any] = _NO_PARTS,
+    vision_attention: str | None = None,
 ) -> list[str]:
     """All reasons why the target can't run what is asked for; empty if it can.
 
     Args:
-        scheme, vision: number formats of the decoder's and of the vision tower's linear layers, or None.
+        scheme: number formats of the decoder's linear layers; `parts`: those of other parts of the model, by their names.
         kv_cache, vision_attention: "fp8" for a KV cache and for the tower's attention in FP8, or None.
     """
     target = get(name)
     reasons = [target.refusal(format_key(scheme))]
-    if vision is not None and (reason := target.refusal(format_key(vision))):
-        reasons.append(f"vision tower: {reason}")
+    reasons += [f"{part}: {reason}" for part, other in parts.items() if (reason := target.refusal(format_key(other)))]
     if kv_cache:
         reasons.append(target.kv_fp8_refused)
     if vision_attention and not target.vision_attention_fp8:
