@@ -111,10 +111,8 @@ class Stored(Mapping[str, Quantized]):
 
         Engines load scales in the model's type, and transformers computes in the type it finds.
         """
-        embedding = self.meta_model.get_input_embeddings()
-        name = next(key for key, value in self.meta_model.named_parameters() if value is embedding.weight)
-        entry = next(entry for entry in self.entries if entry.name == self.names[name])
-        dtype = tensor_files.DTYPES[entry.spec.dtype]
+        norm = self.names[f"{models.final_norm(self.spec)}.weight"]  # which no format quantizes
+        dtype = next(tensor_files.DTYPES[entry.spec.dtype] for entry in self.entries if entry.name == norm)
         for layer in self.layers.values():
             for scale in (layer.entries[local] for local in layer.entries if _is_scale(local, layer)):
                 value = tensor_files.read_tensor(scale)

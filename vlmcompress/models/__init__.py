@@ -74,6 +74,7 @@ from vlmcompress.models._vocabulary import (
     PADDING,
     NormAndHead,
     embedding_name,
+    final_norm,
     head_group,
     head_on_disk,
     is_tied,

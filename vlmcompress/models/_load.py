@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -22,14 +23,13 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from vlmcompress.common.layer_names import EMBEDDING
 from vlmcompress.common.messages import reason
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
 from vlmcompress.models import _experts
 from vlmcompress.models._checks import check_architecture, check_experts, check_processor, check_total, unknown
 from vlmcompress.models._modules import decoder_blocks, draft_specs
-from vlmcompress.models._names import disk_names, tied_names, unfound, written_names
+from vlmcompress.models._names import COMPUTED, disk_names, tied_names, unfound, written_names
 from vlmcompress.models._read import all_specs, mixture, read_config, refuse_quantized, stored_tensors, tensor_headers
 from vlmcompress.models._spec import Group, ModelSpec
 from vlmcompress.models._template import endless
@@ -126,12 +126,11 @@ def load(
 def open_model(
     path: str | Path, meta_model: PreTrainedModel | None = None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`from_pretrained` of transformers with `output_loading_info`, but with the experts of a mixture one by one, and with a
-    quantized embedding.
+    """`from_pretrained` of transformers with `output_loading_info`, but with the experts of a mixture one by one, and with
+    packed embeddings.
 
     transformers 5.17 builds the experts of a mixture fused, which compressed-tensors cannot quantize, and reads no
-    checkpoint of Qwen3-VL that has them one by one. So it opens the model without them, and they are put in. Of a quantized
-    embedding it initializes the weight, which is not there.
+    checkpoint of Qwen3-VL that has them one by one. So it opens the model without them, and they are put in.
 
     Args:
         path: folder of a checkpoint, plain or in compressed-tensors.
@@ -142,17 +141,13 @@ def open_model(
     spec = mixture(config)
     options |= {"output_loading_info": True, "local_files_only": True}
     if spec is None:
-        if EMBEDDING not in str((config.get("quantization_config") or {}).get("config_groups")):
-            loaded: Any = AutoModelForImageTextToText.from_pretrained(path, **options)
-            return loaded
-        plain: Any = type(meta_model or build_meta_model(path))
-        model, info = _embedding_initialized(plain).from_pretrained(path, **options)
-        model.__class__ = plain
-        return model, info
+        with _packed_embeddings():
+            model, info = AutoModelForImageTextToText.from_pretrained(path, **options)
+        return model, info | {"missing_keys": {key for key in info["missing_keys"] if not key.endswith(COMPUTED)}}
     meta_model, stored = meta_model or build_meta_model(path), stored_tensors(path)
-    kind: Any = _embedding_initialized(_experts.without_experts(type(meta_model), spec))
+    kind: Any = _experts.without_experts(type(meta_model), spec)
     compressed(meta_model, config.get("quantization_config") or {})
-    with quiet():  # it would report the experts as left over
+    with quiet(), _packed_embeddings():  # it would report the experts as left over
         model, info = kind.from_pretrained(path, **options)
     inside = f".{spec.experts}."
     _experts.put_in(
@@ -161,14 +156,20 @@ def open_model(
     return model, info | {"unexpected_keys": [key for key in info["unexpected_keys"] if inside not in key]}
 
 
-def _embedding_initialized(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass of a model class whose token embedding `from_pretrained` only reads."""
+@contextlib.contextmanager
+def _packed_embeddings() -> Iterator[None]:
+    """Let transformers 5.17 initialize an embedding that has no `weight`, as of linear layers it does."""
+    plain = PreTrainedModel._init_weights
 
-    def init(self: Any, config: Any, *args: Any, **options: Any) -> None:
-        kind.__init__(self, config, *args, **options)
-        self.get_input_embeddings()._is_hf_initialized = True
+    def initialize(self: PreTrainedModel, module: nn.Module) -> None:
+        if not isinstance(module, nn.Embedding) or hasattr(module, "weight"):
+            plain(self, module)
 
-    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+    PreTrainedModel._init_weights = initialize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel._init_weights = plain  # type: ignore[method-assign]
 
 
 def compressed(meta_model: PreTrainedModel, block: Mapping[str, Any]) -> None:

@@ -26,13 +26,18 @@ class NormAndHead(nn.Module):
 
     def __init__(self, model: nn.Module, spec: ModelSpec):
         super().__init__()
-        self.norm = model.get_submodule(f"{spec.layers.rpartition('.')[0]}.{spec.norm}")
+        self.norm = model.get_submodule(final_norm(spec))
         self.lm_head = model.get_submodule(spec.lm_head)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute the logits."""
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits
+
+
+def final_norm(spec: ModelSpec) -> str:
+    """Memory name of the norm between the last block and the output head."""
+    return f"{spec.layers.rpartition('.')[0]}.{spec.norm}"
 
 
 def head_group(spec: ModelSpec, layer: int) -> Group:
