@@ -107,7 +107,9 @@ def test_embeddings_are_rounded_row_by_row_and_read_by_transformers(kind, writte
     codes, scale = q.q.float(), q.scale.float()
     assert (scale.shape, q.format.bits, q.zero_point) == ((len(weight), 1), 8, None)
     used = weight.float().abs().amax(1) > 0  # rows of padding are zero
-    assert ((codes * scale - weight)[used].abs() <= 0.505 * scale[used]).all()  # a step of the scale, rounded to bfloat16
+    assert (
+        (codes * scale - weight)[used].abs() <= 0.505 * scale[used]
+    ).all()  # a step of the scale, rounded to bfloat16
     top = codes.abs().amax(1)[used]
     assert ((top == 127) | (top == 128)).all()
     ids = torch.arange(100)[None]

@@ -33,7 +33,7 @@ def triton_kernels(monkeypatch):
 
     def use() -> None:
         for module in (gptq, _ranges, _coordinate_descent):
-            monkeypatch.setattr(module, "kernels", lambda _device: _triton_kernels)
+            monkeypatch.setattr(module, "kernels", lambda _device, _fmt: _triton_kernels)
 
     return use
 
@@ -79,7 +79,7 @@ def test_range_errors(fmt, triton_kernels):
     plain = [tensor if tensor is None else tensor[None] for tensor in find_params(w, fmt, **kwargs)]
     errors = _ranges._errors(w, *plain, counts, fmt)
     triton_kernels()
-    torch.testing.assert_close(_ranges.kernels(w.device).range_errors(w, *plain, counts, fmt), errors)
+    torch.testing.assert_close(_ranges.kernels(w.device, fmt).range_errors(w, *plain, counts, fmt), errors)
     scale, zero = _ranges.least_error(w, counts, fmt, 9, **kwargs)
     assert (scale == expected[0]).double().mean() >= 0.99
     assert zero is None or (zero == expected[1]).double().mean() >= 0.99

@@ -83,6 +83,7 @@ RECIPE_KEYS = {
     "scheme": "scheme",
     "vision": "vision",
     "head": "head",
+    "embeddings": "embeddings",
     "vision_attention": "vision_attention",
     "kv_cache": "kv_cache",
     "bits": "options.bits",
@@ -160,7 +161,7 @@ def recipe(parser: Parser) -> None:
     target(parser)
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
-    parser.add_argument("--head", default=none, help="fp8, int8, w8a16 or w4a16: the output head")
+    vocabulary(parser)
     parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
     kv_cache(parser, "fp8: store scales for an FP8 KV cache")
     rotation(parser)
@@ -170,6 +171,13 @@ def recipe(parser: Parser) -> None:
         "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
     )
     settings(parser, "any recipe key, e.g. options.symmetric=true")
+
+
+def vocabulary(parser: Parser) -> None:
+    """The flags of the layers as wide as the vocabulary."""
+    none = argparse.SUPPRESS
+    parser.add_argument("--head", default=none, metavar="FORMAT", help="fp8, int8, w8a16 or w4a16: the output head")
+    parser.add_argument("--embeddings", default=none, metavar="FORMAT", help="w8a16 or w4a16: the token embedding")
 
 
 def kv_cache(parser: Parser, about: str, **settings: Any) -> None:

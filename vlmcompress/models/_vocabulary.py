@@ -55,9 +55,7 @@ def matrices(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The layers that formats quantize, by memory name: all linear ones and the token embedding."""
     embedding = model.get_input_embeddings()
     return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or module is embedding
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) or module is embedding
     }
 
 

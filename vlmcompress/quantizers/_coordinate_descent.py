@@ -71,7 +71,7 @@ def descend(
     return [
         QTensor.of(
             q,
-            s if old.global_scale is not None else s.to(old.scale.dtype),
+            s if old.format.nvfp4 or old.format.mx else s.to(old.scale.dtype),
             old.zero_point,
             old.format,
             old.global_scale,
@@ -119,7 +119,7 @@ class _Search:
 
     def sweep(self) -> None:
         """Visit all columns once."""
-        matrix, fused = self.matrix, kernels(self.gram.device)
+        matrix, fused = self.matrix, kernels(self.gram.device, self.like.format)
         recode = fused.recode if fused else _recode
         for a in range(0, len(self.gram), _SPAN):
             b = min(a + _SPAN, len(self.gram))

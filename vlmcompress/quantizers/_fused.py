@@ -8,11 +8,13 @@ from types import ModuleType
 
 import torch
 
+from vlmcompress.numerics import Format
+
 
 @functools.cache
-def kernels(device: torch.device) -> ModuleType | None:
-    """The Triton kernels (`_triton_kernels`) for tensors on `device`; None where torch does it all."""
-    if device.type != "cuda" or find_spec("triton") is None:
+def kernels(device: torch.device, fmt: Format) -> ModuleType | None:
+    """The Triton kernels (`_triton_kernels`) for tensors on `device`; None where torch does it all, as for float8."""
+    if (fmt.kind, fmt.bits) == ("float", 8) or device.type != "cuda" or find_spec("triton") is None:
         return None
     from vlmcompress.quantizers import _triton_kernels
 

@@ -69,7 +69,7 @@ def least_error(
         tried.append(scale_from_range(w, low * share, high * share, fmt, max_code=fmt.max_codes[0], **kwargs))
     scales = torch.stack([scale for scale, _ in tried])  # [1 + steps, out, n_groups]
     zeros = None if fmt.symmetric else torch.stack([zero for _, zero in tried if zero is not None])
-    fused = kernels(w.device)
+    fused = kernels(w.device, fmt)
     errors = fused.range_errors if fused else _errors
     best = errors(w, scales, zeros, importance, fmt).argmin(0, keepdim=True)  # the first of equal ones
     return scales.gather(0, best)[0], None if zeros is None else zeros.gather(0, best)[0]

@@ -74,7 +74,7 @@ def visit(
         _visit[(triton.cdiv(out, _ROWS),)](
             targets[a:b], rows[a:b], matrix[a:b, a:b], scales, scales if zeros is None else zeros, groups[a:b],
             b - a, out, matrix.stride(0), fmt.qmin, fmt.qmax,
-            COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, ZEROS=zeros is not None, FP4=fmt.nvfp4,
+            COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, ZEROS=zeros is not None, FP4=fmt.fp4,
         )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def recode(
     changes = torch.empty_like(chosen)
     _recode[(triton.cdiv(out, _ROWS),)](
         slopes[:, a:b], chosen, changes, scales, inverse, gram[a:b, a:b], b - a, out, width, width // n_groups, n_groups,
-        a, fmt.qmin, fmt.qmax, COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, FP4=fmt.nvfp4,
+        a, fmt.qmin, fmt.qmax, COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, FP4=fmt.fp4,
     )  # fmt: skip
     codes[:, a:b] = chosen.to(codes.dtype)
     return changes
@@ -150,6 +150,6 @@ def range_errors(w: Tensor, scales: Tensor, zeros: Tensor | None, importance: Te
     _range_errors[(triton.cdiv(out, _ROWS), n_groups)](
         w, scales, scales if zeros is None else zeros, importance.contiguous(), errors, tried, out, width, size, n_groups,
         fmt.qmin, fmt.qmax, COLUMNS=min(_COLUMNS, max(16, triton.next_power_of_2(size))), ROWS=_ROWS,
-        ZEROS=zeros is not None, FP4=fmt.nvfp4,
+        ZEROS=zeros is not None, FP4=fmt.fp4,
     )  # fmt: skip
     return errors

@@ -325,7 +325,7 @@ def _quantize_columns(
     rows = weight.T.contiguous().index_select(0, feedback.order)
     codes, matrix = torch.empty_like(rows, dtype=fmt.dtype), feedback.matrix
     groups = (feedback.order // (len(rows) if fmt.group < 0 else fmt.group)).int()
-    fused = kernels(rows.device)
+    fused = kernels(rows.device, fmt)
     visit = fused.visit if fused else _visit
     for first, end in _spans(0, len(rows), max(_FAR, block)):
         targets = rows[first:end].addmm(matrix[first:end, :first], rows[:first])

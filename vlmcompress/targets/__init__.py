@@ -8,6 +8,8 @@ A file here is one machine, its name is the target's name; `TARGET` is all it ho
     w8a8-fp-static                                 with fixed activation scales; the kernel of w8a8-fp unless refused
     w8a8-fp-block                                  with a scale per 128 x 128 weights
     w4a4-fp  w4a16-fp                              NVFP4: 4-bit floats with an FP8 scale per 16 weights
+    w4a4-mx  w4a8-mx  w4a16-mx  w8a8-mx            MXFP4 and MXFP8: floats with a power of two per 32 weights
+    w4a8-fp                                        4-bit integer weights, FP8 activations
 
 A format is in one of three places: it runs (`kernels`); it runs and rounds activations for nothing, as vLLM computes in
 16 bits, so that it is refused with the reason (`kernels` and `weight_only`); or it does not run (`refused`). Kernels are
@@ -142,11 +144,13 @@ def format_key(scheme: Any) -> str:
     if scheme is None:
         return "bf16"
     weights, activations = scheme.weights, scheme.activations
+    if weights.mx:
+        return f"w{weights.bits}a{activations.bits if activations else 16}-mx"
     if activations is None:
         if weights.kind == "float":
             return f"w{weights.bits}a16-fp"
         return f"w{weights.bits}a16" if weights.bits in (4, 8) else "wNa16"
-    kind = "int" if weights.kind == "int" else "fp" if activations.dynamic else "fp-static"
+    kind = "int" if activations.kind == "int" else "fp" if activations.dynamic else "fp-static"
     kind = "fp-block" if weights.rows > 1 else kind
     return f"w{weights.bits}a{activations.bits}-{kind}"
 
