@@ -263,17 +263,11 @@ def measure(original: Tensor, quantized: Tensor, label: Tensor, question: Tensor
 
 def load_quantized(folder: Path, like: VLM) -> VLM:
     """Load a compressed-tensors checkpoint with its weights dequantized to BF16, ready for `predictions`."""
-    from transformers import AutoModelForImageTextToText
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
     with models.quiet():
-        model, info = AutoModelForImageTextToText.from_pretrained(
-            folder,
-            dtype=torch.bfloat16,
-            quantization_config=CompressedTensorsConfig(dequantize=True),
-            output_loading_info=True,
-            local_files_only=True,
-        )
+        config = CompressedTensorsConfig(dequantize=True)
+        model, info = models.open_model(folder, dtype=torch.bfloat16, quantization_config=config)
     if lacking := sorted(map(str, info["missing_keys"])):
         raise ValueError(f"{folder} lacks {lacking[0]} and {len(lacking) - 1} more")
     return VLM(model.eval().requires_grad_(False), like.processor, like.spec, folder)

@@ -84,8 +84,18 @@ def test_config_names_the_scheme(case):
     assert config["format"] == config["config_groups"]["group_0"]["format"] == ct.storage(scheme)
 
 
-@pytest.mark.parametrize(("name", "preset"), [("nvfp4", "NVFP4"), ("nvfp4a16", "NVFP4A16")])
-def test_nvfp4_is_spelt_as_the_preset(name, preset):
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("nvfp4", "NVFP4"),
+        ("nvfp4a16", "NVFP4A16"),
+        ("mxfp4", "MXFP4"),
+        ("mxfp4a16", "MXFP4A16"),
+        ("mxfp8", "MXFP8"),
+        ("w4a8-fp8", "W4AFP8"),
+    ],
+)
+def test_floats_in_blocks_are_spelt_as_the_preset(name, preset):
     """Oracle: compressed-tensors' presets."""
     config = QuantizationConfig.model_validate(ct.quantization_config([(SCHEMES[name], ["Linear"])], []))
     group, expected = config.config_groups["group_0"], preset_name_to_scheme(preset, ["Linear"])

@@ -34,7 +34,7 @@ SCHEMES = INTS | {
     "int8": Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True)),
     "nvfp4": Scheme(NVFP4, ActFormat("float", 4, dynamic=True)),
     "nvfp4a16": Scheme(NVFP4),
-    **{key: rtn.SCHEMES[key] for key in ("mxfp4", "mxfp4a8", "mxfp8", "w4a8-fp8")},
+    **{key: rtn.SCHEMES[key] for key in ("mxfp4", "mxfp8", "w4a8-fp8")},
 }
 ROWS, COLUMNS = 96, 256
 

@@ -27,7 +27,6 @@ SCHEMES = {
     "nvfp4": Scheme(NVFP4, ActFormat("float", 4, dynamic=True)),
     "nvfp4a16": Scheme(NVFP4),
     "mxfp4": Scheme(MXFP4, ActFormat("float", 4, dynamic=True, mx=True)),
-    "mxfp4a8": Scheme(MXFP4, ActFormat("float", 8, dynamic=True)),
     "mxfp4a16": Scheme(MXFP4),
     "mxfp8": Scheme(MXFP8, ActFormat("float", 8, dynamic=True, mx=True)),
     "w4a8-fp8": Scheme(Format("int", 4, 128), ActFormat("float", 8, dynamic=True)),

@@ -60,7 +60,7 @@ def test_what_is_read_and_refused():
     assert w4a8_fp8.needs(w4a8_fp8.Options()).statistics == {"gram", "absmean"}
     assert mxfp4.needs(mxfp4.Options()).statistics == {"gram"}
     for method, fields, message in (
-        (mxfp4, {"activations": 5}, "activations must be 4, 8 or 16"),
+        (mxfp4, {"activations": 5}, "activations must be 4 or 16"),
         (w4a8_fp8, {"refit": True}, "refit must be false"),
         (w4a8_fp8, {"rounding": "awq", "sweeps": 1}, "sweeps are for rounding 'gptq'"),
     ):

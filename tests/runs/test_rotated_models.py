@@ -15,7 +15,7 @@ from vlmcompress import models
 from vlmcompress.checkpoint import rotate
 from vlmcompress.common.registry import REDUCERS
 from vlmcompress.errors import UserError
-from vlmcompress.models import Source
+from vlmcompress.models import Source, head_on_disk, with_head
 from vlmcompress.reducers import Signals
 
 REFUSED = {

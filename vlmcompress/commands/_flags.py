@@ -89,6 +89,7 @@ RECIPE_KEYS = {
     "bits": "options.bits",
     "group_size": "options.group_size",
     "rotate": "rotate",
+    "adapter": "adapter",
     "from_quantized": "from_quantized",
     "reduce": "reduce",
     "calib": "calibrate.data",
@@ -155,6 +156,7 @@ def recipe(parser: Parser) -> None:
         "--group-size", type=int, metavar="N", default=none, help="weights that share a scale: options.group_size"
     )
     parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
+    adapter(parser)
     parser.add_argument(
         "--from-quantized", action="store_true", default=none, help="MODEL is FP8: quantize what it stands for"
     )
@@ -171,6 +173,13 @@ def recipe(parser: Parser) -> None:
         "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
     )
     settings(parser, "any recipe key, e.g. options.symmetric=true")
+
+
+def adapter(parser: Parser) -> None:
+    """The flag of an adapter."""
+    parser.add_argument(
+        "--adapter", metavar="FOLDER", default=argparse.SUPPRESS, help="a LoRA adapter, merged into MODEL first"
+    )
 
 
 def vocabulary(parser: Parser) -> None:

@@ -36,7 +36,10 @@ FORMAT = "compressed-tensors"
 KV_SCALES = ("k_scale", "v_scale")
 VOCABULARY = True
 _NVFP4, _MXFP4, _MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
-_EXPONENTS = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}  # as in compressed-tensors' presets of microscaling
+_EXPONENTS = {
+    "scale_dtype": "torch.uint8",
+    "zp_dtype": "torch.uint8",
+}  # as in compressed-tensors' presets of microscaling
 _FLOAT8_SCALES = {"scale_dtype": "torch.float8_e4m3fn"}  # without it transformers has scales of activations in float32
 _OBSERVER = {"observer": "static_minmax"}  # as in compressed-tensors' preset
 
@@ -51,6 +54,8 @@ def storage(scheme: Scheme) -> str:
     if activations is not None and activations.nvfp4:
         raise UserError("NVFP4 activations are stored beside NVFP4 weights only")
     if weights.mx:
+        if activations is not None and not activations.mx:
+            raise UserError("MXFP4 and MXFP8 weights are stored with activations of such a format or in 16 bits only")
         return _MXFP4 if weights.bits == 4 else _MXFP8
     if activations is not None and activations.mx:
         raise UserError("MXFP4 and MXFP8 activations are stored beside weights of such a format only")
@@ -64,7 +69,9 @@ def storage(scheme: Scheme) -> str:
         return "pack-quantized"
     if activations.kind == "float" and activations.bits == 8 and (weights.bits, weights.symmetric) == (4, True):
         if weights.group != 128 or not activations.dynamic:
-            raise UserError("int 4 weights with FP8 activations are stored in groups of 128 and with dynamic scales only")
+            raise UserError(
+                "int 4 weights with FP8 activations are stored in groups of 128 and with dynamic scales only"
+            )
         return "pack-quantized"
     if weights.bits not in (4, 8) or activations.bits != 8 or activations.kind != "int" or weights.group > 0:
         raise UserError(

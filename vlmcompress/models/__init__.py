@@ -62,6 +62,7 @@ from vlmcompress.models._read import (
     quantization_method,
     read_config,
     read_json,
+    refuse_adapter,
     refuse_quantized,
     shards,
     stored_bytes,

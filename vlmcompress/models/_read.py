@@ -65,6 +65,7 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
             f"{path} is in Mistral's own format (params.json), as Pixtral is published; give a folder in that of transformers "
             "(config.json), of the type 'llava' or 'mistral3'"
         )
+    refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
     config = read_json(path / "config.json", "config")
@@ -72,6 +73,13 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
     if weights:
         check_claims(config, len(tensor_headers(path)), path / "config.json")
     return config
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise `UserError` for the folder of a LoRA adapter, which is a model together with its base alone."""
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        merge = f"vlmcompress quantize {path} -o MERGED --scheme none"
+        raise UserError(f"{path} is a LoRA adapter and no model; write the merged one first, by {merge}")
 
 
 def check_files(path: str | Path) -> None:

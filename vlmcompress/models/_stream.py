@@ -12,7 +12,7 @@ it (a norm on a branch's output, a convolution, a router, a mean that is subtrac
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch

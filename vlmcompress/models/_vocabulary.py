@@ -65,7 +65,7 @@ def is_tied(model: PreTrainedModel, spec: ModelSpec) -> bool:
 
 
 def untie(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Make the output head's weight a parameter of its own, of the same memory, so that one can be replaced without the other."""
+    """Make the output head's weight a parameter of its own, of the same memory, so that either can be replaced alone."""
     head = model.get_submodule(spec.lm_head)
     head.weight = nn.Parameter(head.get_parameter("weight").data, requires_grad=False)
 

@@ -89,7 +89,7 @@ class Format:
     def max_codes(self) -> tuple[float, ...]:
         """Codes at which the largest magnitude of a symmetric piece may be put; of equal errors the first is taken.
 
-        Of microscaling formats before the scale is rounded to a power of two: it may be 1.75 times as large a code then, or 7/8.
+        Of microscaling formats before the scale is rounded to a power of two: then it may be 1.75 times that, or 7/8.
         """
         if self.kind == "int":
             return self.qmax + 0.5, self.qmax
@@ -124,8 +124,8 @@ class Format:
 class ActFormat:
     """Format of a linear layer's input as an engine quantizes it: a scale per token (dynamic) or one fixed scale (static).
 
-    4-bit floats are NVFP4: the engine finds the scale of each 16 channels of a token (dynamic), relative to a fixed number. With
-    `mx` floats are MXFP4 or MXFP8: the engine finds a power of two for each 32 channels of a token.
+    4-bit floats are NVFP4: the engine finds the scale of each 16 channels of a token (dynamic), relative to a fixed number.
+    With `mx` floats are MXFP4 or MXFP8: the engine finds a power of two for each 32 channels of a token.
     """
 
     kind: Literal["int", "float"]

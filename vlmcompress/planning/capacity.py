@@ -38,8 +38,8 @@ class Request:
     """What is asked: one request's `pictures`, `text` and `out` tokens, and the machine.
 
     `speculative`: method of speculative decoding, and how many tokens are drafted at once. `memory`, `reserve`, `space`:
-    bytes of a device, of the reserve and of the cache, in place of what is worked out. `vocabulary`: formats of a recipe's `head`
-    and `embeddings`, of all rows but that in 16 bits.
+    bytes of a device, of the reserve and of the cache, in place of what is worked out. `vocabulary`: formats of a recipe's
+    `head` and `embeddings`, of all rows but that in 16 bits.
     """
 
     pictures: Pictures

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from vlmcompress import exporters, models, targets
+from vlmcompress.checkpoint import adapter, rotate
 from vlmcompress.common.registry import FAMILIES
 from vlmcompress.planning import statistics_match, vocabulary
 from vlmcompress.planning.shape_checks import shape_problems
@@ -24,6 +25,14 @@ Check = Callable[[Survey], Iterable[str]]
 def rotation(survey: Survey) -> Iterable[str]:
     """Whether the recipe's rotation leaves the model's answers as they are."""
     return rotation_problems(survey.recipe, survey.source)
+
+
+def adapter_fits(survey: Survey) -> Iterator[str]:
+    """Whether the recipe's adapter is of the model and can be merged; the source that has it is looked at no more."""
+    recipe, source = survey.recipe, survey.source
+    merged = any((source.path / name).exists() for name in (adapter.RECORD, rotate.RECORD))
+    if recipe.adapter and not merged and (reason := adapter.problem(recipe.adapter, source)):
+        yield reason
 
 
 def visual_tokens(survey: Survey) -> Iterable[str]:
@@ -147,7 +156,14 @@ def something_to_write(survey: Survey) -> Iterator[str]:
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
     if hasattr(recipe.exporter, "write_files"):  # a format that other engines read is reason enough
         return
-    if not (survey.layers.quantized or recipe.reduce or recipe.resize or recipe.vision_attention or recipe.rotate):
+    if not (
+        survey.layers.quantized
+        or recipe.reduce
+        or recipe.resize
+        or recipe.vision_attention
+        or recipe.rotate
+        or recipe.adapter
+    ):
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 
 
@@ -170,6 +186,7 @@ def statistics(survey: Survey) -> Iterator[str]:
 
 CHECKS: tuple[Check, ...] = (
     rotation,
+    adapter_fits,
     visual_tokens,
     tower_attention,
     assigned_schemes,

@@ -1,8 +1,8 @@
 """The output head and the token embedding of a recipe that quantizes them: with which scheme, and why not.
 
 vLLM 0.32 (`compressed_tensors.py: get_quant_method`) takes a head for a linear layer of any scheme, and of embeddings integers
-without zero points and with 16-bit outputs, whose rows a Triton kernel looks up (`compressed_tensors_embedding.py`). A head that
-shares the embedding's weights is given these whatever its own scheme, so it is made a matrix of its own.
+without zero points and with 16-bit outputs, whose rows a Triton kernel looks up (`compressed_tensors_embedding.py`). A head
+that shares the embedding's weights is given these whatever its own scheme, so it is made a matrix of its own.
 
 A head is asked for logits at a prompt's last token and at the answer's. So its calibration leaves visual tokens out, which are
 most of a prompt and of which none is followed by a token of the model's.

@@ -1,7 +1,7 @@
 """What schemes with one number format have in common: three ways of rounding weights to it.
 
-To nearest (`rounding: rtn`), with GPTQ's error feedback (`gptq`, which needs nothing of a format but scales fixed beforehand), or
-by AWQ's search for channel scales and clipped ranges (`awq`). A scheme's module takes its steps from a `Rounded`.
+To nearest (`rounding: rtn`), with GPTQ's error feedback (`gptq`, which needs nothing of a format but scales fixed beforehand),
+or by AWQ's search for channel scales and clipped ranges (`awq`). A scheme's module takes its steps from a `Rounded`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 compressed-tensors' preset W4AFP8, for vLLM's CUTLASS kernel on Hopper: the memory of 4-bit weights and the arithmetic of FP8.
 Weights are rounded in one of three ways (`_rounded`); activations are the engine's to scale, so nothing is calibrated for them.
 
-That kernel has no room for a 16-bit scale for each group: vLLM makes a float8 of it, relative to the largest of its row, when it
-loads the weights (`kernels/linear/mixed_precision/cutlass.py`), which changes it by up to 6%. So scales are put there before
+That kernel has no room for a 16-bit scale for each group: vLLM makes a float8 of it, relative to the largest of its row, when
+it loads the weights (`kernels/linear/mixed_precision/cutlass.py`), which changes it by up to 6%. So scales are put there before
 codes are found with them, and what is solved for is what the kernel computes; the 16-bit numbers in the file are within 0.4% of
 it, and become the same float8 again. `sweeps` of local search leave scales alone for that reason.
 """
@@ -41,7 +41,7 @@ class Options(_rounded.Options):
 
 
 def as_float8(scale: Tensor) -> Tensor:
-    """Scales `[out, n_groups]` as the kernel has them, in the type that they came in: an eighth of float8 relative to the row."""
+    """Scales `[out, n_groups]` as the kernel has them, in the type that they came in: float8 relative to the row."""
     of_row = scale.float().amax(1, keepdim=True) / (FLOAT8_MAX / 8)
     return ((scale.float() / of_row).to(FLOAT8).float().clamp_min_(_LEAST) * of_row).to(scale.dtype)
 

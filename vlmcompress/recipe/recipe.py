@@ -24,6 +24,7 @@ from vlmcompress.common import hub, yaml_files
 from vlmcompress.common.registry import FORMATS, SCHEMES, TARGETS
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.bits import Bits
 from vlmcompress.recipe.layers import Layer, find, merge
 from vlmcompress.recipe.resize import Resize
@@ -80,8 +81,8 @@ class Recipe(_Frozen):
         goal: purpose that the target's default scheme is chosen for.
         scheme: name of a module in `vlmcompress.quantizers`; `options` holds its `Options`.
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
-        head: format of the output head's weights: `fp8` and `int8` with 8-bit activations, `w8a16` with a scale per row, `w4a16`
-            in groups; one that shares the embedding's weights becomes a matrix of its own. `bf16` leaves it in 16 bits.
+        head: format of the output head's weights: `fp8` and `int8` with 8-bit activations, `w8a16` with a scale per row,
+            `w4a16` in groups; one that shares the embedding's weights becomes a matrix of its own. `bf16` leaves it in 16 bits.
         embeddings: format of the token embedding's weights: `w8a16` with a scale per row, `w4a16` in groups, rounded to
             nearest; `bf16` leaves them in 16 bits.
         vision_attention: `fp8` writes scales for FP8 attention in the vision tower, which vLLM runs on Blackwell.
@@ -90,6 +91,8 @@ class Recipe(_Frozen):
             before anything else is done: weights that are easier to round, and the same answers. Drawn by `seed`; null: none.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the calibration data, or statistics collected before.
+        adapter: folder of a LoRA adapter as PEFT writes it, which is merged into the model before anything else is done; a
+            MODEL that is one stands for the base that it names, and it.
         from_quantized: quantize what a source in FP8 stands for, in 16 bits; false: a quantized source is refused.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
@@ -119,6 +122,7 @@ class Recipe(_Frozen):
     resize: Resize | None = None
     reduce: ReducerChoice | None = None
     engine: Literal["vllm", "transformers"] = "vllm"
+    adapter: Path | None = None
     from_quantized: bool = False
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -256,7 +260,11 @@ def resolve(
         formats = (recipe.number_formats, recipe.kv_cache, recipe.parts, recipe.vision_attention)
         targets.refuse(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
-    return Resolved(recipe.model_copy(update={"model": model}), origins)
+    adapter = hub.local(recipe.adapter) if recipe.adapter else None
+    if adapters.is_adapter(model) and adapter is None:
+        adapter = model
+        model = hub.local(adapters.base_of(adapter), weights=weights, code=recipe.trust_remote_code)
+    return Resolved(recipe.model_copy(update={"model": model, "adapter": adapter}), origins)
 
 
 def _reducer(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:

@@ -28,8 +28,9 @@ from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, Group, decoder_blocks, head_group
 from vlmcompress.recipe import Recipe
+from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.allocation import RULES
-from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_rotated, read_inputs, remove_made
+from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_source, read_inputs, remove_made
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import CROSS, NEEDS
 
@@ -164,10 +165,10 @@ def _calibrated(
 
 
 def _loaded(recipe: Recipe, read: Path | None, progress: Progress) -> VLM:
-    """The model of a recipe, rotated where that asks for it, or what lies in `read`; its path is the recipe's."""
-    made = make_rotated(recipe, progress).path if recipe.rotate and not read else None
+    """The model that a recipe's run begins with, or what lies in `read`; its path is the recipe's."""
+    made = None if read else make_source(recipe, progress)
     with phase("loading"):
-        vlm = models.load(read or made or recipe.model, trust_remote_code=recipe.trust_remote_code)
+        vlm = models.load(read or (made.path if made else recipe.model), trust_remote_code=recipe.trust_remote_code)
         return replace(vlm, path=recipe.model)
 
 
@@ -242,6 +243,7 @@ def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence
         },
         "kv_cache": bool(recipe.kv_cache),
         **({"rotate": recipe.rotation} if recipe.rotation else {}),
+        **({"adapter": adapters.sha256(recipe.adapter)} if recipe.adapter else {}),
     }
 
 

@@ -28,7 +28,7 @@ from vlmcompress.planning.plan import Plan
 from vlmcompress.planning.visual_tokens import visual_tokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import TokenCounter
-from vlmcompress.runs.inputs import reducer_warnings
+from vlmcompress.runs.inputs import MADE, reducer_warnings
 from vlmcompress.statistics import kv_range
 
 
@@ -101,8 +101,9 @@ def space_needed(plan: Plan, out: Path) -> int:
         if (scheme := plan.method.of(group).scheme)
         for linear in group.linears
     )
-    copied = plan.bytes_before if plan.recipe.rotate or plan.recipe.from_quantized else 0
-    left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", "rotated", "dequantized"))
+    recipe = plan.recipe
+    copied = plan.bytes_before * sum(map(bool, (recipe.rotate, recipe.from_quantized, recipe.adapter)))
+    left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", *MADE))
     return plan.bytes_after + sum(stored) + copied - left
 
 

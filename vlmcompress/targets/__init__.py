@@ -8,7 +8,7 @@ A file here is one machine, its name is the target's name; `TARGET` is all it ho
     w8a8-fp-static                                 with fixed activation scales; the kernel of w8a8-fp unless refused
     w8a8-fp-block                                  with a scale per 128 x 128 weights
     w4a4-fp  w4a16-fp                              NVFP4: 4-bit floats with an FP8 scale per 16 weights
-    w4a4-mx  w4a8-mx  w4a16-mx  w8a8-mx            MXFP4 and MXFP8: floats with a power of two per 32 weights
+    w4a4-mx  w4a16-mx  w8a8-mx                     MXFP4 and MXFP8: floats with a power of two per 32 weights
     w4a8-fp                                        4-bit integer weights, FP8 activations
 
 A format is in one of three places: it runs (`kernels`); it runs and rounds activations for nothing, as vLLM computes in
