@@ -17,9 +17,9 @@ from vlmcompress.models import REGISTRY, VLM, load, read_config, spec_for
 FAMILIES = [*REGISTRY.names(), "smolvlm"]  # smolvlm: the second model type of idefics3
 
 # One scheme that smooths with calibration data and one data-free scheme with the tower: between them all linear groups. Both
-# with the output head, which vLLM's CPU build runs in these formats.
+# with the output head, one with the embedding, which vLLM's CPU build runs in these formats.
 RECIPES = {
-    "awq": {"scheme": "awq", "head": "w4a16"},
+    "awq": {"scheme": "awq", "head": "w4a16", "embeddings": "w8a16"},
     "fp8 with tower": {"scheme": "fp8", "vision": "fp8", "head": "fp8"},
 }
 
@@ -83,7 +83,7 @@ def quantized(
         if not spec.vision_groups:
             keys.pop("vision", None)
         if spec.head_shares:
-            keys.pop("head")
+            keys = {key: value for key, value in keys.items() if key not in ("head", "embeddings")}
         keys["calibrate"] = {"data": str(samples), "samples": 4}
         quantize(resolve(keys).recipe)
         return out

@@ -140,8 +140,9 @@ def test_from_statistics_and_without_data(checkpoint, samples, tmp_path):
     ("family_name", "keys", "message"),
     [
         ("lfm2-vl", {"head": "fp8"}, "gives the output head the embedding's weights"),
+        ("lfm2-vl", {"embeddings": "w8a16"}, "embeddings: vLLM's class of lfm2-vl gives"),
+        ("gemma3", {"embeddings": "w8a16"}, "the output head shares these weights"),
         ("llava", {"head": "w8a16", "target": "cpu"}, "output head: vLLM's CPU build has no kernel for 8-bit weights"),
-        ("llava", {"embeddings": "w8a16", "target": "cpu"}, "no kernel that looks up quantized rows"),
         ("llava", {"head": "w4a16", "format": "gptq"}, "no place for lm_head quantized"),
         ("llava", {"head": "w4"}, "head is \"w4\", it should be 'bf16', 'fp8'"),
     ],

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vlmcompress import models, targets
+from vlmcompress import models
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.models import Source
@@ -53,19 +53,17 @@ def embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:
 def problems(survey: Survey) -> Iterator[str]:
     """Whether head and embedding can be quantized as the recipe asks for it."""
     recipe, source = survey.recipe, survey.source
-    if recipe.head != "bf16" and source.spec.head_shares and recipe.engine == "vllm":
+    quantized = [key for key in ("head", "embeddings") if getattr(recipe, key) != "bf16"]
+    if quantized and source.spec.head_shares and recipe.engine == "vllm":
         yield (
-            f"head: vLLM's class of {source.spec.family} gives the output head the embedding's weights, whatever the "
+            f"{quantized[0]}: vLLM's class of {source.spec.family} gives the output head the embedding's weights, whatever the "
             "checkpoint has; leave it in bf16"
         )
+    elif quantized == ["embeddings"] and models.is_tied(source.meta_model, source.spec):
+        yield "embeddings: the output head shares these weights, and reads no quantized ones; quantize it, too, by --head w4a16"
     for group in filter(None, [survey.head]):
         scheme = survey.method.of(group).scheme
         yield from shape_problems(source, group, scheme, recipe.exporter, recipe.target)
-    if recipe.embeddings != "bf16" and recipe.target and targets.get(recipe.target).is_cpu and recipe.engine == "vllm":
-        yield (
-            f"embeddings: {targets.get(recipe.target).title} has no kernel that looks up quantized rows (vLLM's is Triton's); "
-            "leave them in bf16"
-        )
 
 
 def _sees_samples(recipe: Recipe) -> bool:

@@ -22,7 +22,12 @@ and, under the registered name, vLLM's class of that family with the reducer in 
 from __future__ import annotations
 
 from vlmcompress.engines.reducer_support import FAMILIES, PREFIX
-from vlmcompress.engines.vllm.plugin._cpu import emulate_experts, emulate_floats, unpack_on_load
+from vlmcompress.engines.vllm.plugin._cpu import (
+    emulate_experts,
+    emulate_floats,
+    look_up_packed,
+    unpack_on_load,
+)
 
 __all__ = ["FAMILIES", "register"]
 
@@ -49,3 +54,4 @@ def register() -> None:
         emulate_floats()
         emulate_experts()
         unpack_on_load()
+        look_up_packed()

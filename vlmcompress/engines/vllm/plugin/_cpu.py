@@ -1,4 +1,5 @@
-"""What vLLM's CPU build has no kernels for: experts with 4-bit weights, 4-bit weights without AVX-512, floats in blocks.
+"""What vLLM's CPU build has no kernels for: experts with 4-bit weights, 4-bit weights without AVX-512, quantized
+embeddings, floats in blocks.
 
 **Experts with 4-bit weights** where the processor has no AMX: slow, and only when the environment asks for it. vLLM 0.32 has
 kernels for quantized experts on x86 for processors with AMX only. For GPUs it has an emulation that dequantizes them when
@@ -10,6 +11,9 @@ unquantized experts computes. Memory is that of 16-bit weights: it is a way to c
 for each kind of x86 processor, and that for AVX2 alone lacks the kernel of 4-bit weights, `cpu_gemm_wna16` (vLLM 0.32): a
 checkpoint loads, and the first question fails. Here vLLM's own class reads and packs the weights; they are then unpacked into
 a plain matrix. Memory is that of 16-bit weights, answers are those of the checkpoint.
+
+**Quantized embeddings**: vLLM 0.32 loads them, and looks their rows up by a Triton kernel, which CPUs lack. Here a few lines of
+torch do that, for whoever has a CPU build without Triton.
 
 **NVFP4**, to measure accuracy where there is no Blackwell: slow, and only when the environment asks for it. vLLM 0.32 has no
 kernel for NVFP4 on CPUs, but an emulation that computes what the kernels do (weights and inputs rounded to 4-bit floats,
@@ -158,6 +162,32 @@ def unpacked(packed: Any, scales: Any, zeros: Any, weight_type: Any) -> Any:
     offset = weight_type.bias if zeros is None else unpack(zeros.data, weight_type, 1)[:, None]
     values = (codes.view(groups, rows // groups, -1) - offset).to(scales.dtype) * scales[:, None]
     return values.reshape(rows, -1)
+
+
+def look_up_packed() -> None:
+    """Let vLLM's CPU build look up rows of a quantized embedding, which it does in Triton alone. May be called again."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if not current_platform.is_cpu() or HAS_TRITON:
+        return
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_embedding
+
+    compressed_tensors_embedding._dequant_gather_triton = looked_up
+
+
+def looked_up(ids: Any, packed: Any, scale: Any, width: int, bits: int) -> Any:
+    """Rows `[tokens, width]` of an embedding of symmetric codes, in the type of its scales.
+
+    Args:
+        ids: `[tokens]`; `packed`: int32 `[vocabulary, words]`; `scale`: `[vocabulary, groups]`.
+    """
+    import torch
+
+    shifts = torch.arange(0, 32, bits, device=packed.device)
+    codes = ((packed[ids][..., None] >> shifts) & (2**bits - 1)).flatten(1)[:, :width] - 2 ** (bits - 1)
+    scales = scale[ids].float().repeat_interleave(width // scale.shape[1], 1)
+    return (codes * scales).to(scale.dtype)
 
 
 NVFP4_VARIABLE, MX_VARIABLE = "VLMCOMPRESS_EMULATE_NVFP4", "VLMCOMPRESS_EMULATE_MX"
