@@ -83,7 +83,9 @@ def quantized(
         if not spec.vision_groups:
             keys.pop("vision", None)
         if spec.head_shares:
-            keys = {key: value for key, value in keys.items() if key not in ("head", "embeddings")}
+            keys.pop("head")
+        if spec.head_shares or spec.embedding_whole:
+            keys.pop("embeddings", None)
         keys["calibrate"] = {"data": str(samples), "samples": 4}
         quantize(resolve(keys).recipe)
         return out

@@ -30,11 +30,11 @@ def test_logits_are_those_of_norm_and_head(family, loaded):
     with torch.no_grad():
         output = vlm.model(**encode(vlm, 1), output_hidden_states=True)
         stack = dict(vlm.model.named_modules())[vlm.spec.layers]
-        seen = []
-        handle = stack[-1].register_forward_hook(lambda _module, _args, result: seen.append(result))
+        outputs = []
+        handle = stack[-1].register_forward_hook(lambda _module, _args, result: outputs.append(result))
         logits = vlm.model(**encode(vlm, 1)).logits
         handle.remove()
-        hidden = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+        hidden = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
         ours = models.NormAndHead(vlm.model, vlm.spec)(hidden)
     text = vlm.model.config.get_text_config()
     if cap := getattr(text, "final_logit_softcapping", None):
@@ -79,14 +79,14 @@ def test_the_heads_error_is_that_of_its_inputs_behind_quantized_blocks(kind, wri
     assert doctor_objects(out) == []
     codes = stored[source.spec.lm_head][0].dequantize(torch.float32)
     rows: dict[str, list[torch.Tensor]] = {"text": [], "answer": []}
-    seen: list[torch.Tensor] = []
-    answering.get_output_embeddings().register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    calls: list[torch.Tensor] = []
+    answering.get_output_embeddings().register_forward_pre_hook(lambda _module, args: calls.append(args[0]))
     for batch in data.encode(load_samples(samples, samples=4, seed=0), source):
         modality = batch.pop("modality")[0]
         with torch.no_grad():
             answering(**batch)
         for name, inputs in rows.items():
-            inputs.append(seen[-1][0][modality == 1 + MODALITIES.index(name)].float())
+            inputs.append(calls[-1][0][modality == 1 + MODALITIES.index(name)].float())
     for name, inputs in rows.items():
         x = torch.cat(inputs)
         expected = ((x @ (codes - head).T).square().sum() / (x @ head.T).square().sum()).item()
@@ -141,6 +141,7 @@ def test_from_statistics_and_without_data(checkpoint, samples, tmp_path):
     [
         ("lfm2-vl", {"head": "fp8"}, "gives the output head the embedding's weights"),
         ("lfm2-vl", {"embeddings": "w8a16"}, "embeddings: vLLM's class of lfm2-vl gives"),
+        ("glm4v-moe", {"head": "w4a16", "embeddings": "w8a16"}, "vLLM's class of glm4v-moe reads no quantized ones"),
         ("gemma3", {"embeddings": "w8a16"}, "the output head shares these weights"),
         ("llava", {"head": "w8a16", "target": "cpu"}, "output head: vLLM's CPU build has no kernel for 8-bit weights"),
         ("llava", {"head": "w4a16", "format": "gptq"}, "no place for lm_head quantized"),

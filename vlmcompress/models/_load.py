@@ -30,7 +30,15 @@ from vlmcompress.models import _experts
 from vlmcompress.models._checks import check_architecture, check_experts, check_processor, check_total, unknown
 from vlmcompress.models._modules import decoder_blocks, draft_specs
 from vlmcompress.models._names import COMPUTED, disk_names, tied_names, unfound, written_names
-from vlmcompress.models._read import all_specs, mixture, read_config, refuse_quantized, stored_tensors, tensor_headers
+from vlmcompress.models._read import (
+    all_specs,
+    family_of,
+    mixture,
+    read_config,
+    refuse_quantized,
+    stored_tensors,
+    tensor_headers,
+)
 from vlmcompress.models._spec import Group, ModelSpec
 from vlmcompress.models._template import endless
 
@@ -50,12 +58,12 @@ def spec_for(config: dict) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type; give the folder of a Hugging Face checkpoint")
-    specs = {name: spec for spec in all_specs() for name in spec.model_types}
-    if model_type not in specs:
-        raise unknown(config, specs)
+    spec = family_of(config)
+    if spec is None:
+        raise unknown(config, [name for spec in all_specs() for name in spec.model_types])
     check_architecture(config)
-    check_experts(config, specs[model_type])
-    return specs[model_type]
+    check_experts(config, spec)
+    return spec
 
 
 def build_meta_model(path: str | Path, weights: bool = True, ours_only: bool = True) -> PreTrainedModel:
@@ -140,10 +148,11 @@ def open_model(
     config = read_config(path)
     spec = mixture(config)
     options |= {"output_loading_info": True, "local_files_only": True}
+    info: dict[str, Any]
     if spec is None:
         with _packed_embeddings():
             model, info = AutoModelForImageTextToText.from_pretrained(path, **options)
-        return model, info | {"missing_keys": {key for key in info["missing_keys"] if not key.endswith(COMPUTED)}}
+        return model, info | {"missing_keys": _lacking(info)}
     meta_model, stored = meta_model or build_meta_model(path), stored_tensors(path)
     kind: Any = _experts.without_experts(type(meta_model), spec)
     compressed(meta_model, config.get("quantization_config") or {})
@@ -153,7 +162,13 @@ def open_model(
     _experts.put_in(
         model, meta_model, {key: stored[disk] for key, disk in disk_names(meta_model, stored).items() if inside in key}
     )
-    return model, info | {"unexpected_keys": [key for key in info["unexpected_keys"] if inside not in key]}
+    unexpected = [key for key in info["unexpected_keys"] if inside not in key]
+    return model, info | {"missing_keys": _lacking(info), "unexpected_keys": unexpected}
+
+
+def _lacking(info: Mapping[str, Any]) -> set[str]:
+    """Tensors that a checkpoint lacks, without those that config.json says."""
+    return {key for key in info["missing_keys"] if not key.endswith(COMPUTED)}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from vlmcompress.common import json_files
 from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.common.tensor_files import INDEX, SINGLE, Entry, read_entries
 from vlmcompress.errors import UserError
-from vlmcompress.models._checks import check_claims, check_sizes
+from vlmcompress.models._checks import check_claims, check_sizes, has_experts
 from vlmcompress.models._experts import one_by_one
 from vlmcompress.models._spec import ModelSpec
 
@@ -25,10 +25,17 @@ def all_specs() -> list[ModelSpec]:
     return [REGISTRY.get(name).SPEC for name in REGISTRY.names()]
 
 
+def family_of(config: Mapping[str, Any]) -> ModelSpec | None:
+    """The family of a config.json by its model type and, of two with one type, by whether it has experts; None: of none."""
+    named = [spec for spec in all_specs() if config.get("model_type") in spec.model_types]
+    fitting = [spec for spec in named if bool(spec.experts) == has_experts(config)]
+    return next(iter(fitting + named), None)
+
+
 def mixture(config: Mapping[str, Any]) -> ModelSpec | None:
     """The family of a config.json whose decoder may be a mixture of experts; None: it is of another family, or of none."""
-    family = config.get("model_type")
-    return next((spec for spec in all_specs() if spec.experts and family in spec.model_types), None)
+    spec = family_of(config)
+    return spec if spec and spec.experts else None
 
 
 def read_json(path: Path, what: str) -> dict:

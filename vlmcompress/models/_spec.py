@@ -106,6 +106,7 @@ class ModelSpec:
         layers: path of the list of decoder blocks.
         norm: the norm between the last block and the output head, beside the list of blocks.
         head_shares: whether vLLM's class has the output head share the embedding's weight, whatever config.json says.
+        embedding_whole: whether vLLM's class builds the token embedding without a quantization config.
         experts: the experts of a mixture within a block, fused in transformers and one by one here (`_experts`); None: none.
         router: what sends tokens to experts: a module with a weight that engines run as a linear layer, always in 16 bits.
         groups: linear groups of one decoder block.
@@ -157,6 +158,7 @@ class ModelSpec:
     lm_head: str = "lm_head"
     norm: str = "norm"
     head_shares: bool = False
+    embedding_whole: bool = False
     experts: str | None = None
     router: str | None = None
     vision_attention: str | None = None

@@ -13,7 +13,7 @@ from dataclasses import replace
 from vlmcompress import exporters, models, targets
 from vlmcompress.checkpoint import adapter, rotate
 from vlmcompress.common.registry import FAMILIES
-from vlmcompress.planning import statistics_match, vocabulary
+from vlmcompress.planning import statistics_match
 from vlmcompress.planning.shape_checks import shape_problems
 from vlmcompress.planning.survey import VISION_MULTIPLE, Survey, rotation_problems, skipped, vision_candidates
 from vlmcompress.planning.visual_tokens import problems as reducer_problems
@@ -184,6 +184,24 @@ def statistics(survey: Survey) -> Iterator[str]:
         yield from statistics_match.problems(survey.statistics, survey.recipe, method, survey.steps)
 
 
+def matrices_of_the_vocabulary(survey: Survey) -> Iterator[str]:
+    """Whether head and embedding can be quantized as the recipe asks for it."""
+    recipe, source = survey.recipe, survey.source
+    quantized = [key for key in ("head", "embeddings") if getattr(recipe, key) != "bf16"]
+    if quantized and source.spec.head_shares and recipe.engine == "vllm":
+        yield (
+            f"{quantized[0]}: vLLM's class of {source.spec.family} gives the output head the embedding's weights, whatever the "
+            "checkpoint has; leave it in bf16"
+        )
+    elif "embeddings" in quantized and source.spec.embedding_whole and recipe.engine == "vllm":
+        yield f"embeddings: vLLM's class of {source.spec.family} reads no quantized ones; leave them in bf16"
+    elif quantized == ["embeddings"] and models.is_tied(source.meta_model, source.spec):
+        yield "embeddings: the output head shares these weights, and reads no quantized ones; quantize it, too, by --head w4a16"
+    for group in filter(None, [survey.head]):
+        scheme = survey.method.of(group).scheme
+        yield from shape_problems(source, group, scheme, recipe.exporter, recipe.target)
+
+
 CHECKS: tuple[Check, ...] = (
     rotation,
     adapter_fits,
@@ -195,7 +213,7 @@ CHECKS: tuple[Check, ...] = (
     draft_head,
     skip,
     shapes,
-    vocabulary.problems,
+    matrices_of_the_vocabulary,
     vision_tower,
     stored_format,
     something_to_write,
