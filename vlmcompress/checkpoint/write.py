@@ -144,16 +144,13 @@ def write(
     tensors = plan_tensors(tensors_before, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
     config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in tensors_before])
     config |= dict(settings or {})
-    if spec.lm_head in quantized:  # which shares no weight
-        config = untied(config)
+    config = untied(config) if spec.lm_head in quantized else config  # such a head shares no weight
     if reducer:
         config = reducer_block.write(config, reducer, counter)
     before = stored_bytes(original or source)
     memory = {(written or names)[parameter]: parameter for parameter in names}
-    content = Content(
-        tensors, quantized, exporter, layers, config, manifest, before, extra_files or {}, memory, spec.family
-    )
-    return write_folder(original or source, out, content, shard_size=shard_size, progress=progress)
+    parts = (tensors, quantized, exporter, layers, config, manifest, before, extra_files or {}, memory, spec.family)
+    return write_folder(original or source, out, Content(*parts), shard_size=shard_size, progress=progress)
 
 
 def write_folder(

@@ -173,7 +173,8 @@ def look_up_packed() -> None:
         return
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_embedding
 
-    compressed_tensors_embedding._dequant_gather_triton = looked_up
+    module: Any = compressed_tensors_embedding
+    module._dequant_gather_triton = looked_up
 
 
 def looked_up(ids: Any, packed: Any, scale: Any, width: int, bits: int) -> Any:
@@ -226,7 +227,7 @@ def _mxfp4_kernel() -> type:
 
     from vlmcompress.numerics import MXFP4, ActFormat, QTensor, round_activations, unpack_fp4
 
-    class MxFp4InPlainTorch(MxFp4LinearKernel):  # type: ignore[misc, valid-type]
+    class MxFp4InPlainTorch(MxFp4LinearKernel):
         is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
 
         @classmethod
