@@ -148,13 +148,13 @@ def open_model(
     config = read_config(path)
     spec = mixture(config)
     options |= {"output_loading_info": True, "local_files_only": True}
-    info: dict[str, Any]
+    kind: Any = AutoModelForImageTextToText
     if spec is None:
         with _packed_embeddings():
-            model, info = AutoModelForImageTextToText.from_pretrained(path, **options)
+            model, info = kind.from_pretrained(path, **options)
         return model, info | {"missing_keys": _lacking(info)}
     meta_model, stored = meta_model or build_meta_model(path), stored_tensors(path)
-    kind: Any = _experts.without_experts(type(meta_model), spec)
+    kind = _experts.without_experts(type(meta_model), spec)
     compressed(meta_model, config.get("quantization_config") or {})
     with quiet(), _packed_embeddings():  # it would report the experts as left over
         model, info = kind.from_pretrained(path, **options)
