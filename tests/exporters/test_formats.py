@@ -10,6 +10,7 @@ from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
 from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
 from torch import nn
 
+from tests.kit import rtn
 from tests.kit.tiny import build
 from vlmcompress import exporters, models
 from vlmcompress.checkpoint.layer_targets import layers_of, misnamed
@@ -33,6 +34,7 @@ SCHEMES = INTS | {
     "int8": Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True)),
     "nvfp4": Scheme(NVFP4, ActFormat("float", 4, dynamic=True)),
     "nvfp4a16": Scheme(NVFP4),
+    **{key: rtn.SCHEMES[key] for key in ("mxfp4", "mxfp8", "w4a8-fp8")},
 }
 ROWS, COLUMNS = 96, 256
 

@@ -33,7 +33,7 @@ def triton_kernels(monkeypatch):
 
     def use() -> None:
         for module in (_columns, _ranges, _local_search):
-            monkeypatch.setattr(module, "kernels", lambda _device: _triton_kernels)
+            monkeypatch.setattr(module, "kernels", lambda _device, _fmt: _triton_kernels)
 
     return use
 

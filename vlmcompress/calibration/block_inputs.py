@@ -51,7 +51,7 @@ class Batch:
         modality: `[samples, tokens]` of each token, on the CPU.
         home: device of the hidden states between two blocks: the accelerator, as long as there is room, or main memory.
         hidden: input of the next block, `[samples, tokens, width]`.
-        calls: for each block, its other arguments; what several blocks are given is there once.
+        calls: for each block and for the output head, its other arguments; what several blocks are given is there once.
         added: DeepStack additions after each block, as (rows of `[samples * tokens, width]`, values), or None.
     """
 
@@ -113,7 +113,9 @@ def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progres
             inputs = {key: sent(value, device) for key, value in inputs.items()}
             with suppress(StopForward), float_products(vlm.model):
                 vlm.model(**inputs, use_cache=False)
-            batches[-1].added.append(None)  # nothing comes behind the last block
+            batches[-1].added.append(None)  # nothing is added behind the last block
+            batches[-1].calls.append(((), {}))  # nor has the output head, which comes there, other arguments
+            batches[-1].added.append(None)
             progress("capturing block inputs", done, len(chosen))
     return batches
 

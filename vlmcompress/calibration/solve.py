@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlmcompress import quantizers
 from vlmcompress.common import distributed
 from vlmcompress.errors import UserError
-from vlmcompress.models import Group
+from vlmcompress.models import HEAD, Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
 from vlmcompress.quantizers import Needs, Quantizer, QuantizerOptions
 from vlmcompress.statistics.balance import BY_GRADIENT
@@ -186,7 +186,10 @@ def _solve_group(
     for name, weight, quantized in zip(group.linears, weights, solution.weights, strict=True):
         result.weights[name] = quantized
         act = method.scheme.activations if method.scheme else None
-        result.errors[name] = _errors(weight, quantized, stats, act, solution.input_scale)
+        errors = _errors(weight, quantized, stats, act, solution.input_scale)
+        if group.name == HEAD:
+            errors.pop("vision", None)  # no token that the model writes follows a visual one
+        result.errors[name] = errors
         if solution.input_scale is not None:
             result.input_scales[name] = solution.input_scale
     return result

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vlmcompress import __version__
+from vlmcompress import __version__, models
 from vlmcompress.checkpoint import card, manifest, reducer_block
 from vlmcompress.common import hub
 from vlmcompress.common.registry import FORMATS
@@ -144,6 +144,7 @@ def folder(model: str | Path, *engines: str) -> Path:
     path = Path(model)
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint folder")
+    models.refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
     _reducer(path)

@@ -56,6 +56,7 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--reduce", metavar="METHOD[:KEEP]", help="compare with a visual-token reducer, e.g. coverage:0.5"
     )
+    _flags.vocabulary(parser)
     _flags.kv_cache(parser, "fp8, int8_per_token_head, ...; default: the model's", default="auto", metavar="TYPE")
     parser.add_argument(
         "--speculative", metavar="METHOD[:N]", help="mtp, ngram or suffix, N tokens at once: what drafting takes"
@@ -129,6 +130,7 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         "memory": memory,
         "reserve": reserve,
         "space": space,
+        "vocabulary": {key: value for key in ("head", "embeddings") if (value := getattr(args, key, None))},
     }
 
 

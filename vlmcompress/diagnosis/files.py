@@ -116,9 +116,13 @@ class _Subject:
         return models.disk_names(model, self.entries)
 
     @functools.cached_property
-    def linears(self) -> dict[str, nn.Linear]:
-        """Memory names of the linear layers of the unquantized model."""
-        return {name: module for name, module in self.meta_model.named_modules() if isinstance(module, nn.Linear)}
+    def linears(self) -> dict[str, nn.Module]:
+        """The linear layers of the unquantized model by memory name, and its token embedding where that is quantized."""
+        return {
+            name: module
+            for name, module in models.matrices(self.meta_model).items()
+            if isinstance(module, nn.Linear) or self._group(name)
+        }
 
     @functools.cached_property
     def fused(self) -> list[Group]:
@@ -129,9 +133,12 @@ class _Subject:
     @functools.cached_property
     def groups(self) -> dict[str, str | None]:
         """Linear layer -> its config group or, in other formats, its scheme; None where it stays as it was."""
+        return {name: self._group(name) for name in self.linears}
+
+    def _group(self, name: str) -> str | None:
         if self.stored:
-            return {name: str(self.stored.schemes[name]) if name in self.stored else None for name in self.linears}
-        return {name: compressed_tensors.group_of(self.quantization, name) for name in self.linears}
+            return str(self.stored.schemes[name]) if name in self.stored else None
+        return compressed_tensors.group_of(self.quantization, name)
 
 
 def _manifest(subject: _Subject) -> str:
@@ -199,7 +206,7 @@ def _layers(subject: _Subject) -> str:
     quantized = {name: group for name, group in subject.groups.items() if group}
     for name, group in quantized.items() if not subject.stored else ():
         scheme = compressed_tensors.scheme_of(subject.quantization["config_groups"][group])
-        rows, columns = subject.linears[name].weight.shape
+        rows, columns = subject.linears[name].get_parameter("weight").shape
         scales = subject.entries[subject.names[f"{name}.weight_scale"]].spec.dtype
         try:
             needed = compressed_tensors.specs(scheme, rows, columns, scales)

@@ -5,6 +5,7 @@ have both. Optional:
 
     problems(layers) -> [str]       reasons why it cannot hold these layers together in one checkpoint
     SCALES                          the dtype of all its scales, for which quantizers then solve; without it that of the weights
+    VOCABULARY                      True: output head and token embedding may be quantized, too
     GROUP_SIZE                      a literal: the group size of schemes that have one, where the recipe gives none
     ENGINE                          a literal: the engine (`engines.NAMES`) that alone reads its files
     write_files(tree, family, parts, progress) -> bytes      its files, where they are not safetensors under the source's names;
@@ -162,4 +163,9 @@ def problems(exporter: Any, layers: Layers) -> list[str]:
             exporter.storage(scheme)
         except UserError as error:
             reasons.append(str(error))
+    if layers.vocabulary and not getattr(exporter, "VOCABULARY", False):
+        reasons.append(
+            f"{exporter.FORMAT} files have no place for {' and '.join(layers.vocabulary)} quantized; leave head and "
+            "embeddings in bf16, or write compressed-tensors"
+        )
     return reasons + (exporter.problems(layers) if hasattr(exporter, "problems") else [])

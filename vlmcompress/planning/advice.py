@@ -38,6 +38,8 @@ def command(capacity: Capacity, row: Row, model: str, out: str = "OUT") -> str |
     parts += [part for key, value in row.weights.options.items() for part in ("--set", f"options.{key}={value}")]
     parts += ["--tp", str(request.tp)] if request.tp > 1 and row.weights.scheme else []
     parts += ["--target", request.target_name] if request.target_name else []
+    vocabulary = request.vocabulary if row.weights.scheme else {}
+    parts += [part for key, value in vocabulary.items() for part in (f"--{key}", value)]
     parts += ["--kv-cache", "fp8"] if kv else []
     parts += ["--reduce", str(request.reduce)] if request.reduce else []
     return shlex.join(parts)

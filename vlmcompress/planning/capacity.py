@@ -39,8 +39,8 @@ class Request:
     """What is asked: one request's `pictures`, `text` and `out` tokens, and the machine.
 
     `speculative`: method of speculative decoding, and how many tokens are drafted at once; `draft`: a head in a folder of its
-    own that drafts. `memory`, `reserve`, `space`:
-    bytes of a device, of the reserve and of the cache, in place of what is worked out.
+    own that drafts. `memory`, `reserve`, `space`: bytes of a device, of the reserve and of the cache, in place of what is
+    worked out. `vocabulary`: formats of a recipe's `head` and `embeddings`, of all rows but that in 16 bits.
     """
 
     pictures: Pictures
@@ -56,6 +56,7 @@ class Request:
     memory: int | None = None
     reserve: int | None = None
     space: int | None = None
+    vocabulary: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def plan_capacity(
     )
     if not rows:
         return capacity
-    formats = formats or weight_bytes.formats(model, request.target_name, request.tp)
+    formats = formats or weight_bytes.formats(model, request.target_name, request.tp, request.vocabulary)
     return replace(capacity, rows=tuple(_row(capacity, counted, weights) for weights in formats))
 
 

@@ -97,10 +97,7 @@ def _output(recipe: Recipe) -> list[Finding]:
 def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]:
     """Whether the engine runs the number formats on the target."""
     report = []
-    parts: list[tuple[str, Any]] = [("decoder", recipe.number_formats)]
-    if recipe.vision != "bf16":
-        parts.append(("vision tower", recipe.vision_formats))
-    for part, scheme in parts:
+    for part, scheme in {"decoder": recipe.number_formats, **recipe.parts}.items():
         key = targets.format_key(scheme)
         name = f"{engine}: {part}"
         if (recipe.format == "gguf") != (engine == "llamacpp"):

@@ -108,7 +108,7 @@ def _quantize_columns(
     rows = _in_order(weights, order, block)  # each becomes the errors of its column
     codes = torch.empty_like(rows, dtype=fmt.dtype)
     groups = (order // (len(rows) if fmt.group < 0 else fmt.group)).int()
-    fused = kernels(rows.device)
+    fused = kernels(rows.device, fmt)
     visit = fused.visit if fused else _visit
     for first, end in _spans(0, len(rows), max(_FAR, block)):
         targets = rows[first:end].addmm(matrix[first:end, :first], rows[:first])

@@ -58,7 +58,7 @@ def search(
     lower = matrix.tril(-1)
     lower.diagonal().fill_(1)
     upper = lower.T * pivots.square()
-    fused = kernels(codes.device)
+    fused = kernels(codes.device, fmt)
     change = fused.descend if fused and len(codes) <= fused.SEARCHED else descend
     change(codes, errors, upper @ z, upper @ lower, steps, fmt, sweeps, STRIP, _TIE)
 

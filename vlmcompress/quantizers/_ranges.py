@@ -9,8 +9,8 @@ with symmetric codes, of which there is one more below zero than above, a larger
 
 is least. With `v_j = R_jj^2` of GPTQ's factor that is what column j adds to the output error after optimal compensation by
 later columns; with the diagonal of the Gram matrix it is what it adds without feedback. The shares are a fixed grid, of which
-each piece tries every third, and then the two beside its best (of NVFP4, whose scales are too coarse for that, all). Cost:
-`steps / 3 + 4` roundings of the weight.
+each piece tries every third, and then the two beside its best; all of NVFP4's and MX's, whose scales are too coarse for that.
+Cost: `steps / 3 + 4` roundings of the weight.
 
 `refined` is coordinate descent on scales. A search that looks at one group of a row alone minimizes `d_g G_gg d_g^T` with the
 group's own block of G. The error of the row's output has products with all other groups' errors besides,
@@ -77,13 +77,13 @@ def least_error(
     def best(tried: list[Params]) -> tuple[Tensor, Params]:
         scales = torch.stack([scale for scale, _ in tried])  # [k, out, n_groups]
         zeros = None if fmt.symmetric else torch.stack([zero for _, zero in tried if zero is not None])
-        fused = kernels(w.device)
+        fused = kernels(w.device, fmt)
         errors = (fused.range_errors if fused else _errors)(w, scales, zeros, importance, fmt)
         least = errors.min(0, keepdim=True).indices  # on a CPU six times as fast as argmin
         return least[0], (scales.gather(0, least)[0], None if zeros is None else zeros.gather(0, least)[0])
 
     plain = scale_from_range(w, low, high, fmt, **kwargs)  # of symmetric codes the better of two
-    some = shares[:: 1 if fmt.nvfp4 else _COARSE].tolist()
+    some = shares[:: 1 if fmt.nvfp4 or fmt.mx else _COARSE].tolist()
     chosen, params = best([plain, *map(ranges, some)])
     share = low.new_tensor([1.0, *some])[chosen]
     return best([params, ranges(share + step), ranges(share - step)])[1]

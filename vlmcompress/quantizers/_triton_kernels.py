@@ -86,7 +86,7 @@ def visit(
         _visit[(triton.cdiv(out, _ROWS),)](
             targets[a:b], rows[a:b], codes[a:b], matrix[a:b, a:b], scales, scales if zeros is None else zeros,
             groups[a:b], b - a, out, matrix.stride(0), fmt.qmin, fmt.qmax,
-            COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, ZEROS=zeros is not None, FP4=fmt.nvfp4,
+            COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, ZEROS=zeros is not None, FP4=fmt.fp4,
         )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def descend(
     columns, out = codes.shape
     _descend[(triton.cdiv(out, _FEW),)](
         codes, errors, slopes, curvature.contiguous(), steps, columns, out, width, sweeps * triton.cdiv(columns, width), tie,
-        fmt.qmin, fmt.qmax, COLUMNS=max(16, triton.next_power_of_2(columns)), ROWS=_FEW, FP4=fmt.nvfp4, num_warps=8,
+        fmt.qmin, fmt.qmax, COLUMNS=max(16, triton.next_power_of_2(columns)), ROWS=_FEW, FP4=fmt.fp4, num_warps=8,
     )  # fmt: skip
 
 
@@ -174,6 +174,6 @@ def range_errors(w: Tensor, scales: Tensor, zeros: Tensor | None, importance: Te
     _range_errors[(triton.cdiv(out, _ROWS), n_groups)](
         w, scales, scales if zeros is None else zeros, importance.contiguous(), errors, tried, out, width, size, n_groups,
         fmt.qmin, fmt.qmax, COLUMNS=min(_COLUMNS, max(16, triton.next_power_of_2(size))), ROWS=_ROWS,
-        ZEROS=zeros is not None, FP4=fmt.nvfp4,
+        ZEROS=zeros is not None, FP4=fmt.fp4,
     )  # fmt: skip
     return errors

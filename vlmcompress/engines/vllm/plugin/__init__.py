@@ -22,7 +22,12 @@ and, under the registered name, vLLM's class of that family with the reducer in 
 from __future__ import annotations
 
 from vlmcompress.engines.reducer_support import FAMILIES, PREFIX
-from vlmcompress.engines.vllm.plugin._cpu import emulate_experts, emulate_nvfp4, unpack_on_load
+from vlmcompress.engines.vllm.plugin._cpu import (
+    emulate_experts,
+    emulate_floats,
+    look_up_packed,
+    unpack_on_load,
+)
 
 __all__ = ["FAMILIES", "register"]
 
@@ -48,6 +53,7 @@ def register() -> None:
         MODELS_CONFIG_MAP[name] = Loading(MODELS_CONFIG_MAP.get(original))  # type: ignore[assignment]
     if right:
         _draft.register()
-        emulate_nvfp4()
+        emulate_floats()
         emulate_experts()
         unpack_on_load()
+        look_up_packed()
