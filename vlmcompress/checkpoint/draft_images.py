@@ -34,6 +34,8 @@ KEY = "vlmcompress"
 SCHEMA = 1
 SPECULATOR = "vlmcompress-eagle3"
 """`speculators_model_type` of a draft that needs our plugin, which a vLLM without it refuses."""
+ARCHITECTURE = "VlmcompressEagle3LlamaForCausalLM"
+"""Its model in vLLM, by the plugin."""
 BLOCK = 16
 """Tokens of a block of vLLM's cache on GPUs; its CPU build has at least 32."""
 _KEYS = {"schema", "images", "vector", "block"}

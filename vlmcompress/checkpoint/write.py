@@ -142,8 +142,9 @@ def write(
     spec = spec_for(config)
     tensors_before = list((stored_tensors(source) if entries is None else entries).values())
     tensors = plan_tensors(tensors_before, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
-    config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in tensors_before])
-    config |= dict(settings or {})
+    config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in tensors_before]) | (
+        settings or {}
+    )
     config = untied(config) if spec.lm_head in quantized else config  # such a head shares no weight
     if reducer:
         config = reducer_block.write(config, reducer, counter)

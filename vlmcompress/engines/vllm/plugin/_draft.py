@@ -26,15 +26,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from typing import Any
 
 from vlmcompress.checkpoint import draft_images
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
-ARCHITECTURE = "VlmcompressEagle3LlamaForCausalLM"
 
 
 def register() -> None:
@@ -43,7 +40,7 @@ def register() -> None:
     from vllm.transformers_utils.configs.speculators import algos
 
     algos.SUPPORTED_SPECULATORS_TYPES.setdefault(draft_images.SPECULATOR, _update)
-    ModelRegistry.register_model(ARCHITECTURE, f"{__package__}._draft_model:{ARCHITECTURE}")
+    ModelRegistry.register_model(draft_images.ARCHITECTURE, f"{__package__}._draft_model:{draft_images.ARCHITECTURE}")
     if module := sys.modules.get(RUNNER):
         _replace(module)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -55,7 +52,7 @@ def _update(config_dict: dict[str, Any], pre_trained_config: dict[str, Any]) -> 
     from vllm.transformers_utils.configs.speculators.algos import update_eagle3
 
     update_eagle3(config_dict, pre_trained_config)
-    pre_trained_config["architectures"] = [ARCHITECTURE]
+    pre_trained_config["architectures"] = [draft_images.ARCHITECTURE]
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
@@ -83,19 +80,3 @@ def _replace(module: Any) -> None:
     from vlmcompress.engines.vllm.plugin._draft_proposer import Proposer
 
     module.EagleProposer = Proposer
-
-
-@dataclass(frozen=True)
-class Shown:
-    """An image of a request: its tokens `[start, end)` of the sequence, and its name in the cache of encoded images."""
-
-    start: int
-    end: int
-    name: str
-
-
-def shown(features: Sequence[Any]) -> list[Shown]:
-    """A request's images and videos whose tokens stand in one run, in order."""
-    places = [(feature.mm_position, feature.identifier) for feature in features if feature.modality != "audio"]
-    images = [Shown(p.offset, p.offset + p.length, name) for p, name in places if p.is_embed is None]
-    return sorted(images, key=lambda image: image.start)

@@ -14,10 +14,25 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vlmcompress.checkpoint import draft_images
-from vlmcompress.engines.vllm.plugin._draft import ARCHITECTURE, Shown, shown
 
 KEPT = 4096
 """Images whose vectors are kept, for requests that find them in the prefix cache."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image of a request: its tokens `[start, end)` of the sequence, and its name in the cache of encoded images."""
+
+    start: int
+    end: int
+    name: str
+
+
+def shown(features: Sequence[Any]) -> list[Shown]:
+    """A request's images and videos whose tokens stand in one run, in order."""
+    places = [(feature.mm_position, feature.identifier) for feature in features if feature.modality != "audio"]
+    images = [Shown(p.offset, p.offset + p.length, name) for p, name in places if p.is_embed is None]
+    return sorted(images, key=lambda image: image.start)
 
 
 @dataclass
@@ -70,7 +85,7 @@ class Proposer(EagleProposer):
         self.runner = runner
         self.model: Any
         config = self.draft_model_config.hf_config
-        ours = ARCHITECTURE in (getattr(config, "architectures", None) or ())
+        ours = draft_images.ARCHITECTURE in (getattr(config, "architectures", None) or ())
         self.images = draft_images.read(vars(config) if ours else {})
         self._unfinished: dict[tuple[str, int], Unfinished] = {}  # by a request's name and an image's first token
         self._vectors: OrderedDict[str, tuple[Tensor, int]] = OrderedDict()  # an image's name -> its vector, its tokens
