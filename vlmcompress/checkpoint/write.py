@@ -140,11 +140,9 @@ def write(
     config = json_files.read(source / "config.json")
     refuse_quantized(source, config)
     spec = spec_for(config)
-    tensors_before = list((stored_tensors(source) if entries is None else entries).values())
-    tensors = plan_tensors(tensors_before, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
-    config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in tensors_before]) | (
-        settings or {}
-    )
+    stored = list((stored_tensors(source) if entries is None else entries).values())
+    tensors = plan_tensors(stored, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
+    config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in stored]) | dict(settings or {})
     config = untied(config) if spec.lm_head in quantized else config  # such a head shares no weight
     if reducer:
         config = reducer_block.write(config, reducer, counter)
