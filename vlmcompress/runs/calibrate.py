@@ -150,12 +150,11 @@ def _calibrated(
             progress=progress,
         )
     described = _description(recipe, whole.vlm, weights, steps) | {"needs": sorted(needs), RUN: mark}
-    described["calibration"] = origin | {"prefix": "float"}
+    described |= {"calibration": origin | {"prefix": "float"}, "timing": phase_seconds()}
     if "entropy" in needs:
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
     if "gradient" in needs:
         described["gradients"] = store.noted("gradients")
-    described["timing"] = phase_seconds()
     if distributed.is_main():
         described = _write(store, [layer for layer, groups in enumerate(steps) if groups], described, out)
         store.remove()
