@@ -118,15 +118,7 @@ def draft(
         with distributed.process_group():
             with phase("loading"), distributed.shared_errors():
                 files = RecoveryFiles(out, settings, resume)
-            most = training.answer_tokens
-            if engine is not None:
-                with phase("answers"), distributed.shared_errors():
-                    if distributed.is_main():
-                        write_answers(engine, recipe.model, samples, files, most, progress)
-            with phase("loading"), distributed.shared_errors():
-                target = load_target(recipe)
-            with phase("answers"), _reduced(target, recipe.model):
-                data = teacher_cache.answered(target, samples, source, files, progress, most)
+            target, data = _answered(recipe, samples, source, engine, files, training.answer_tokens, progress)
             with phase("training"), torch.inference_mode(False):
                 kind, total = base.method if base else training.kind, len(target.model.get_output_embeddings().weight)
                 vocabulary = _guessed(base, total) if base else training.vocabulary
@@ -144,6 +136,26 @@ def draft(
                 write_draft(folder, lessons, best, facts)
             files.remove()
         return facts | {"timing": phase_seconds()}
+
+
+def _answered(
+    recipe: Recipe,
+    samples: Sequence[Sample],
+    source: str | Path,
+    engine: Engine | None,
+    files: RecoveryFiles,
+    most: int,
+    progress: Progress,
+) -> tuple[VLM, teacher_cache.Data]:
+    """The loaded target, and the samples with its own answers of at most `most` tokens; see `draft`."""
+    if engine is not None:
+        with phase("answers"), distributed.shared_errors():
+            if distributed.is_main():
+                write_answers(engine, recipe.model, samples, files, most, progress)
+    with phase("loading"), distributed.shared_errors():
+        target = load_target(recipe)
+    with phase("answers"), _reduced(target, recipe.model):
+        return target, teacher_cache.answered(target, samples, source, files, progress, most)
 
 
 def _particulars(
