@@ -184,7 +184,7 @@ def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
 
     monkeypatch.setattr(statistics_folder.Collected, "save", watched)
     calibrate(recipe(world, "llava", tmp_path / "stats"))
-    assert len(references) == 8  # four groups in each of two blocks
+    assert len(references) == 9  # four groups in each of two blocks, and the head
 
 
 def test_no_forward_pass_and_no_encoding(world, tmp_path, monkeypatch):

@@ -24,6 +24,14 @@ RECIPES = {
 }
 
 
+def recipe_of(folder: Path, name: str) -> dict[str, str]:
+    """One of `RECIPES` without what the model in a folder lacks."""
+    spec = spec_for(read_config(folder))
+    lacking = {"vision": not spec.vision_groups, "head": spec.head_shares}
+    lacking["embeddings"] = spec.head_shares or spec.embedding_whole
+    return {key: value for key, value in RECIPES[name].items() if not lacking.get(key)}
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests with a `family` argument run for every family."""
     if "family" in metafunc.fixturenames:
@@ -78,14 +86,7 @@ def quantized(
     @functools.cache
     def get(family: str, recipe: str) -> Path:
         out = tmp_path_factory.mktemp("quantized") / "out"
-        keys = {"model": str(checkpoint(family)), "out": str(out), **RECIPES[recipe]}
-        spec = spec_for(read_config(checkpoint(family)))
-        if not spec.vision_groups:
-            keys.pop("vision", None)
-        if spec.head_shares:
-            keys.pop("head")
-        if spec.head_shares or spec.embedding_whole:
-            keys.pop("embeddings", None)
+        keys = {"model": str(checkpoint(family)), "out": str(out), **recipe_of(checkpoint(family), recipe)}
         keys["calibrate"] = {"data": str(samples), "samples": 4}
         quantize(resolve(keys).recipe)
         return out

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from tests.kit.families import recipe_of
 from vlmcompress import targets
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common.registry import SCHEMES
@@ -31,7 +32,9 @@ def bytes_on_disk(folder) -> int:
 
 def test_every_family_awq(family, checkpoint, quantized):
     """The fixture's AWQ checkpoint of each family, and that checkpoint planned in its turn."""
-    rows = {row.name: row for row in weight_bytes.formats(open_model(checkpoint(family)), None)}
+    vocabulary = {key: value for key, value in recipe_of(checkpoint(family), "awq").items() if key != "scheme"}
+    source = open_model(checkpoint(family))
+    rows = {row.name: row for row in weight_bytes.formats(source, None, vocabulary=vocabulary)}
     written = quantized(family, "awq")
     assert rows["awq"].stored == bytes_on_disk(written)
     assert rows["bf16"].stored == bytes_on_disk(checkpoint(family))

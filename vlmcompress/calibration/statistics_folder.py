@@ -108,7 +108,9 @@ class Statistics:
     @cached_property
     def sensitivities(self) -> dict[tuple[int, str], Sensitivity]:
         """Sensitivities by block and group; empty without gradients."""
-        return sensitivities(self.gradients, self.facts["blocks"]) if self.gradients else {}
+        if not self.gradients:
+            return {}
+        return sensitivities(self.gradients, self.facts["blocks"][: len(self.gradients.blocks)])  # the head has none
 
     def load(self, layer: int, device: str = "cpu") -> tuple[dict[str, GroupStats], dict[str, Tensor]]:
         """Read a block's statistics by group, on `device`, and its ranges of keys and values by attention module.

@@ -45,6 +45,7 @@ _BOUNDS: dict[int, tuple[str, ...]] = {
     ),
     1 << 14: (
         *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+        "top_k_experts",
         *("head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "tile_size"),
         *("image_size", "height", "width", "max_image_size", "crop_size"),
     ),

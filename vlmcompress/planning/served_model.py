@@ -134,13 +134,14 @@ def describe(model: PreTrainedModel) -> Decoder:
     kinds = getattr(config, "layer_types", None) or [whole] * len(blocks)
     itemsize = min(_ITEMSIZE.get(str(model.dtype).removeprefix("torch."), 2), 2)
     experts = next((value for key in _EXPERTS if (value := getattr(config, key, None))), 0)
+    active = getattr(config, "num_experts_per_tok", 0) or getattr(config, "top_k_experts", 0)  # the second is Gemma 4's
     return Decoder(
         blocks=tuple(_block(block, kind, config, sliding, itemsize) for block, kind in zip(blocks, kinds, strict=True)),
         hidden=config.hidden_size,
         context=getattr(config, "max_position_embeddings", None),
         itemsize=itemsize,
         experts=experts,
-        active=getattr(config, "num_experts_per_tok", 0) if experts else 0,
+        active=active if experts else 0,
         intermediates=tuple(
             value if type(value := getattr(config, key, None)) is int else 0
             for key in ("intermediate_size", *(("moe_intermediate_size",) if experts else ()))
