@@ -1,0 +1,104 @@
+"""The projector's supervised start, without the language model: each patch's token comes near words that say what is there.
+
+The target is a sum of embeddings of words: the name of the picture under the patch (" nothing" for background), " top" and
+" bottom" in proportion to the height, " left" and " right" to the width. The loss is the squared distance from it, beside the
+cross entropy of choosing the name among all names by distances. This is the start that other demo models needed to leave their
+plateau; later the loss stays, with a small weight.
+"""
+
+from random import Random
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eval.photo.scene import SIDE
+
+from .pool import Pool
+from .tower import WIDTH
+
+PATCHES = 48  # of a scene in a step, half of them of things
+EDGES = (" top", " bottom", " left", " right")
+SHARPNESS = 8.0  # of the choice among names, in the words' own variance
+
+
+class Projector(nn.Module):
+    """LLaVA's two layers on DINOv2's 384 channels; the tower's 64 zeros get zero columns on assembly."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(WIDTH, hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(F.gelu(self.linear_1(x)))
+
+    @torch.no_grad()
+    def standardize(self, features: Tensor) -> None:
+        """Make the first layer see each channel of `features` with mean 0 and variance 1 at the start."""
+        flat = features.float().flatten(0, -2)
+        mean, deviation = flat.mean(0), flat.std(0)
+        self.linear_1.weight /= deviation
+        self.linear_1.bias -= self.linear_1.weight @ mean
+
+
+class Words:
+    """Embeddings of what patches should say, from the language model's table."""
+
+    def __init__(self, table: Tensor, encode, names: list[str]):
+        self.names = [*names, "nothing"]
+        mean = lambda word: table[list(encode(word))].mean(0)  # noqa: E731
+        self.name = torch.stack([mean(f" {name}") for name in self.names])
+        self.edges = torch.stack([mean(word) for word in EDGES])
+        self.variance = table.var()
+        self.number = {name: k for k, name in enumerate(self.names)}
+        line = (torch.arange(SIDE) + 0.5) / SIDE
+        y, x = line[:, None].expand(SIDE, SIDE).flatten(), line.expand(SIDE, SIDE).flatten()
+        self.place = torch.stack([1 - y, y, 1 - x, x], 1) @ self.edges  # (patches, hidden)
+
+    def labels(self, pool: Pool, k: int) -> Tensor:
+        """The number of the name under each patch of the pool's scene k."""
+        numbers = [self.number[item.name] for item in pool.scenes[k].items] + [len(self.names) - 1]
+        return torch.tensor(numbers)[torch.from_numpy(pool.items[k]).long()]  # -1, background, is the last
+
+    def loss(self, tokens: Tensor, labels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of tokens [n, hidden] of `patches` [n], and which of them have the right name nearest."""
+        rest = tokens - self.place[patches]
+        distance = F.mse_loss(rest, self.name[labels]) / self.variance
+        scores = -torch.cdist(rest, self.name).square() / self.variance / tokens.shape[1] * SHARPNESS
+        return distance + F.cross_entropy(scores, labels), scores.argmax(1) == labels
+
+
+def some_patches(random: Random, labels: Tensor, number: int = PATCHES) -> list[int]:
+    """Patches of a scene, half of them of things where there are enough."""
+    things = (labels != labels.max()).nonzero().flatten().tolist()
+    chosen = random.sample(things, min(len(things), number // 2))
+    others = list(set(range(len(labels))) - set(chosen))
+    return chosen + random.sample(others, number - len(chosen))
+
+
+def start(projector: Projector, words: Words, pool: Pool, steps: int, random: Random, report) -> None:
+    """Train `projector` for a number of steps of 32 scenes."""
+    projector.standardize(torch.from_numpy(pool.features[:40]))
+    optimizer = torch.optim.AdamW(projector.parameters(), lr=1e-3, weight_decay=0.01)
+    for step in range(steps):
+        tokens, labels, patches = batch(random.sample(range(len(pool.scenes)), 32), words, pool, random)
+        loss, right = words.loss(projector(tokens), labels, patches)
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 50, 0.02 + 3 * (1 - step / steps))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 49:
+            report(step + 1, loss.item(), right[labels != labels.max()].float().mean().item())
+
+
+def batch(scenes: list[int], words: Words, pool: Pool, random: Random) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, labels and numbers of some patches of each scene."""
+    tokens, labels, patches = [], [], []
+    for k in scenes:
+        names = words.labels(pool, k)
+        chosen = some_patches(random, names)
+        tokens.append(torch.from_numpy(pool.features[k][chosen]).float())
+        labels.append(names[chosen])
+        patches.append(torch.tensor(chosen))
+    return torch.cat(tokens), torch.cat(labels), torch.cat(patches)
