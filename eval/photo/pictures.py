@@ -1,8 +1,8 @@
-"""Named pictures out of Debian's packages: which ones, how they are fetched, and their splits.
+"""Named pictures out of packages of Debian and npm: which ones, how they are fetched, and their splits.
 
-`pictures.tsv` has a line for each: split, name, source, and the file within the package (for a font: the character). No drawing
-is in two splits, nor are two that look alike to DINOv2 (cosine of their class tokens above 0.9). Nothing is installed, and no
-picture is part of the repository.
+`pictures.tsv` has a line for each: split, name, source, and the file within the package (for a font: the character). No picture
+is in two splits, nor are two of a name that look the same to the tower (cosine of their class tokens above 0.95). Nothing is
+installed, and no picture is part of the repository.
 """
 
 import csv
@@ -22,11 +22,24 @@ LONGEST, BACKGROUND_LONGEST = 256, 640  # pixels of a kept picture
 
 @dataclass(frozen=True)
 class Source:
-    """A Debian package of pictures, and the folder in it (a font: its file)."""
+    """A package of pictures, of Debian's or npm's, and the folder in it (a font: its file)."""
 
     package: str
     version: str
     root: str
+    npm: bool = False
+
+    def get(self) -> list[str]:
+        """The command that fetches the package's file into the current folder."""
+        if self.npm:
+            return ["npm", "pack", "--silent", f"{self.package}@{self.version}"]
+        return ["apt-get", "download", "-qq", f"{self.package}={self.version}"]
+
+    def file(self) -> str:
+        """The name of that file, as a pattern."""
+        if self.npm:
+            return f"{self.package.lstrip('@').replace('/', '-')}-{self.version}.tgz"
+        return f"{self.package}_*.deb"
 
 
 SOURCES = {
@@ -36,6 +49,8 @@ SOURCES = {
     "gemojione": Source(
         "ruby-gemojione", "3.3.0-1", "usr/share/rubygems-integration/all/gems/gemojione-3.3.0/assets/png"
     ),
+    "twitter": Source("emoji-datasource-twitter", "16.0.0", "package/img/twitter/64", npm=True),
+    "fluent": Source("@lobehub/fluent-emoji-3d", "1.1.0", "package/assets", npm=True),
     "mate": Source("mate-backgrounds", "1.26.0-1", "usr/share/backgrounds/mate/nature"),
     "lomiri16": Source("lomiri-wallpapers-16.04", "20.04.0-2", "usr/share/backgrounds"),
     "lomiri20": Source("lomiri-wallpapers-20.04", "20.04.0-2", "usr/share/backgrounds"),
@@ -94,7 +109,7 @@ class Album:
 
 
 def fetch(cache: Path, packages: Path | None = None) -> Album:
-    """Fetch all pictures into ``cache/pictures``, unless they are there, by way of the .deb files in `packages`.
+    """Fetch all pictures into ``cache/pictures``, unless they are there, by way of the packages' files in `packages`.
 
     Raises:
         UserError: a package cannot be had or is of another version, or one of its pictures can't be read.
@@ -106,7 +121,7 @@ def fetch(cache: Path, packages: Path | None = None) -> Album:
         path = folder / f"{picture.number:04d}.png"
         if path.exists():
             continue
-        image = _opened(picture, _unpacked(SOURCES[picture.source], packages or cache / "debs"))
+        image = _opened(picture, _unpacked(SOURCES[picture.source], packages or cache / "packages"))
         part = path.with_suffix(".part")
         image.save(part, format="PNG")
         part.rename(path)
@@ -114,21 +129,23 @@ def fetch(cache: Path, packages: Path | None = None) -> Album:
 
 
 @cache
-def _unpacked(source: Source, debs: Path) -> Path:
+def _unpacked(source: Source, files: Path) -> Path:
     """The folder that holds the package's files."""
-    out = debs / source.package
+    out = files / source.package
     if (out / "done").exists():
         return out
-    debs.mkdir(parents=True, exist_ok=True)
-    advice = f"run: cd {debs} && apt-get download {source.package}={source.version}"
-    file = next(iter(sorted(debs.glob(f"{source.package}_*.deb"))), None)
-    if file is None:
-        _run(["apt-get", "download", "-qq", f"{source.package}={source.version}"], debs, source.package, advice)
-        file = next(iter(sorted(debs.glob(f"{source.package}_*.deb"))))
-    version = _run(["dpkg-deb", "-f", str(file), "Version"], debs, source.package, advice).strip()
-    if version != source.version:
-        raise UserError(f"{file}: version {version}, but the pictures are those of {source.version}; {advice}")
-    _run(["dpkg-deb", "-x", str(file), str(out)], debs, source.package, advice)
+    out.mkdir(parents=True, exist_ok=True)
+    advice = f"run: cd {files} && {' '.join(source.get())}"
+    if not list(files.glob(source.file())):
+        _run(source.get(), files, source.package, advice)
+    file = next(iter(sorted(files.glob(source.file()))))
+    if source.npm:
+        _run(["tar", "-xzf", str(file), "-C", str(out), source.root], files, source.package, advice)
+    else:
+        version = _run(["dpkg-deb", "-f", str(file), "Version"], files, source.package, advice).strip()
+        if version != source.version:
+            raise UserError(f"{file}: version {version}, but the pictures are those of {source.version}; {advice}")
+        _run(["dpkg-deb", "-x", str(file), str(out)], files, source.package, advice)
     (out / "done").touch()
     return out
 
@@ -137,10 +154,12 @@ def _run(command: list[str], folder: Path, package: str, advice: str) -> str:
     try:
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:
-        raise UserError(f"{package}: there is no {command[0]} here, which a Debian has; {advice}, on one") from None
+        raise UserError(
+            f"{package}: there is no {command[0]} here; {advice}, where there is, and copy the file"
+        ) from None
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UserError(f"{package} cannot be had from Debian's packages ({reason}); {advice}") from error
+        raise UserError(f"{package} cannot be had ({reason}); {advice}") from error
 
 
 def _opened(picture: Picture, unpacked: Path) -> Image.Image:

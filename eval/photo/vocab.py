@@ -10,20 +10,19 @@ SIDES = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 
 FAMILIES = ("name", "choose", "place", "where", "count", "exists", "larger", "beside")
 # One name could be said of a picture of another: a duck is a bird, too.
 ALIKE = (
-    ("bird", "chick", "chicken", "duck", "penguin"),
-    ("dolphin", "fish", "whale"),
-    ("tree", "christmas tree", "leaf", "flower"),
+    ("bird", "chick", "chicken", "penguin"),
+    ("tree", "leaf", "flower"),
     ("glass", "cup"),
-    ("pen", "pencil"),
     ("car", "truck", "bus"),
     ("house", "castle", "tent"),
-    ("goat", "sheep", "deer", "cow"),
-    ("cake", "pizza", "hamburger"),
-    ("ball", "globe", "moon", "sun"),
+    ("sheep", "deer", "cow"),
+    ("cake", "pizza", "muffin"),
+    ("ball", "globe", "moon", "sun", "star"),
     ("lemon", "orange", "pear", "apple"),
+    ("box", "mailbox"),
 )
 _PLURALS = {"deer": "deer", "fish": "fish", "sheep": "sheep", "leaf": "leaves"}
-_PAIRS = ("glasses", "grapes", "scissors")  # plural as they are
+_PAIRS = ("glasses", "grapes")  # plural as they are
 
 
 def plural(name: str) -> str:

@@ -6,8 +6,9 @@ Families are drawn in proportion to how badly they do on validation scenes. What
 is the processor's, so that a training that shares its machine is the same training.
 """
 
-import json
+import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -27,8 +28,8 @@ from .sequences import BEFORE, BETWEEN, Sequence, Writer, gaps, some_turns
 from .warmup import Projector, Words, batch
 
 EMA = 0.99
-SCENES = 2  # of a step
-PROSE_EVERY, PROSE, PROSE_WEIGHT = 8, (2, 128), 2.0  # steps; texts and tokens of each
+SCENES = 1  # of a step
+PROSE_EVERY, PROSE, PROSE_WEIGHT = 10, (2, 96), 2.0  # steps; texts and tokens of each
 START_WEIGHT = 0.1  # of the warm-up's loss
 
 
@@ -40,6 +41,7 @@ class Plan:
     rate: float = 1e-3
     seed: int = 0
     robust: bool = False  # leave out visual tokens at random
+    fork: float = 50.0  # minutes after which a copy of the state is kept
     validate_every: float = 600.0  # seconds
     validated: int = 60  # scenes
 
@@ -74,20 +76,17 @@ class Reading(Training):
 
     def __init__(
         self, plan: Plan, language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, projector: Projector,
-        pools: tuple[Pool, Pool], names: list[str], state: Path,
+        pools: tuple[Pool, Pool], names: list[str], state: Path, fork: Path, report: Callable[..., None],
     ):  # fmt: skip
         self.plan, self.reader, self.tokenizer, self.names = plan, Reader(language, projector), tokenizer, names
         super().__init__(self.reader.learned(), state, EMA, lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.0)
         self.pool, self.validation = pools
+        self.fork, self.report = fork, report
         self.writer = Writer(tokenizer, self.pool.features.shape[1])
         self.words = Words(language.get_input_embeddings().weight.detach(), self.writer.encode, names)
         kept = self.resume()
         self.weights = kept.get("weights", dict.fromkeys(FAMILIES, 0.5))
         self.questions = kept.get("questions", 0)
-
-    def log(self, **values: object) -> None:
-        line = {"step": self.step, "minutes": round(self.spent / 60, 1), "questions": self.questions} | values
-        print(json.dumps(line), flush=True)
 
     def run(self) -> None:
         """Train until the plan's minutes are over."""
@@ -107,9 +106,12 @@ class Reading(Training):
             self.update(loss, self.rate())
             now = time.process_time()
             self.spent, last = self.spent + now - last, now
-            if self.spent - validated > self.plan.validate_every:
+            due = not self.plan.robust and self.spent >= self.plan.fork * 60 and not self.fork.exists()
+            if due or self.spent - validated > self.plan.validate_every:
                 self.validate(_mean(losses), _mean(drifts))
                 last, validated, losses, drifts = time.process_time(), self.spent, [], []
+            if due:
+                shutil.copy(self.state, self.fork)
         self.validate(_mean(losses), _mean(drifts))
 
     def answer_loss(self, random: Random) -> Tensor:
@@ -142,14 +144,13 @@ class Reading(Training):
     def validate(self, loss: float, drift: float) -> None:
         current = {name: p.detach().clone() for name, p in self.learned.items()}
         self.put(self.ema)
-        right = {False: self.accuracy(1.0)}
-        right |= {share: self.accuracy(share) for share in (0.25,)}
+        right, quarter = self.accuracy(1.0), self.accuracy(0.25)
         self.put(current)
-        whole = right[False]
-        self.weights = {family: min(1.0, 0.08 + 1 - whole.get(family, 0.5)) for family in FAMILIES}
-        self.log(
-            loss=round(loss, 4), drift=round(drift, 4), overall=round(_mean(list(whole.values())), 3),
-            quarter=round(_mean(list(right[0.25].values())), 3), **{f: round(v, 2) for f, v in whole.items()},
+        self.weights = {family: min(1.0, 0.08 + 1 - right.get(family, 0.5)) for family in FAMILIES}
+        self.report(
+            robust=self.plan.robust, step=self.step, minutes=round(self.spent / 60, 1), questions=self.questions,
+            loss=round(loss, 4), drift=round(drift, 4), overall=round(_mean(list(right.values())), 3),
+            quarter=round(_mean(list(quarter.values())), 3), **{name: round(v, 2) for name, v in right.items()},
         )  # fmt: skip
         self.save(weights=self.weights, questions=self.questions)
 

@@ -17,7 +17,7 @@ from eval.photo.scene import Scene
 from eval.photo.vocab import FAMILIES
 
 BEFORE, BETWEEN, STOP = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
-QUESTIONS = 24  # about an image
+QUESTIONS = 16  # about an image
 
 
 @dataclass

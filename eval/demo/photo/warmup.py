@@ -6,6 +6,7 @@ cross entropy of choosing the name among all names by distances. This is the sta
 plateau; later the loss stays, with a small weight.
 """
 
+from collections.abc import Callable, Sequence
 from random import Random
 
 import torch
@@ -44,12 +45,13 @@ class Projector(nn.Module):
 class Words:
     """Embeddings of what patches should say, from the language model's table."""
 
-    def __init__(self, table: Tensor, encode, names: list[str]):
+    def __init__(self, table: Tensor, encode: Callable[[str], Sequence[int]], names: list[str]):
         self.names = [*names, "nothing"]
         mean = lambda word: table[list(encode(word))].mean(0)  # noqa: E731
         self.name = torch.stack([mean(f" {name}") for name in self.names])
         self.edges = torch.stack([mean(word) for word in EDGES])
         self.variance = table.var()
+        self.nothing = len(names)  # the last number: background
         self.number = {name: k for k, name in enumerate(self.names)}
         line = (torch.arange(SIDE) + 0.5) / SIDE
         y, x = line[:, None].expand(SIDE, SIDE).flatten(), line.expand(SIDE, SIDE).flatten()
@@ -57,15 +59,19 @@ class Words:
 
     def labels(self, pool: Pool, k: int) -> Tensor:
         """The number of the name under each patch of the pool's scene k."""
-        numbers = [self.number[item.name] for item in pool.scenes[k].items] + [len(self.names) - 1]
+        numbers = [self.number[item.name] for item in pool.scenes[k].items] + [self.nothing]
         return torch.tensor(numbers)[torch.from_numpy(pool.items[k]).long()]  # -1, background, is the last
 
     def loss(self, tokens: Tensor, labels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of tokens [n, hidden] of `patches` [n], and which of them have the right name nearest."""
         rest = tokens - self.place[patches]
         distance = F.mse_loss(rest, self.name[labels]) / self.variance
-        scores = -torch.cdist(rest, self.name).square() / self.variance / tokens.shape[1] * SHARPNESS
+        scores = self.scores(rest)
         return distance + F.cross_entropy(scores, labels), scores.argmax(1) == labels
+
+    def scores(self, rest: Tensor) -> Tensor:
+        """(n, names): minus the squared distances of tokens without their place from the names."""
+        return -torch.cdist(rest, self.name).square() / self.variance / rest.shape[1] * SHARPNESS
 
 
 def some_patches(random: Random, labels: Tensor, number: int = PATCHES) -> list[int]:
@@ -76,20 +82,41 @@ def some_patches(random: Random, labels: Tensor, number: int = PATCHES) -> list[
     return chosen + random.sample(others, number - len(chosen))
 
 
-def start(projector: Projector, words: Words, pool: Pool, steps: int, random: Random, report) -> None:
+def start(projector: Projector, words: Words, pool: Pool, steps: int, random: Random) -> None:
     """Train `projector` for a number of steps of 32 scenes."""
     projector.standardize(torch.from_numpy(pool.features[:40]))
     optimizer = torch.optim.AdamW(projector.parameters(), lr=1e-3, weight_decay=0.01)
     for step in range(steps):
         tokens, labels, patches = batch(random.sample(range(len(pool.scenes)), 32), words, pool, random)
-        loss, right = words.loss(projector(tokens), labels, patches)
+        loss, _ = words.loss(projector(tokens), labels, patches)
         loss.backward()
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 50, 0.02 + 3 * (1 - step / steps))
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 49:
-            report(step + 1, loss.item(), right[labels != labels.max()].float().mean().item())
+
+
+@torch.no_grad()
+def measure(projector: Projector, words: Words, pool: Pool) -> dict[str, float]:
+    """Shares of a pool's patches of things and of background with the right name nearest, and of things as a whole.
+
+    A thing has the name whose log-probabilities at its patches have the highest sum.
+    """
+    things, grounds, wholes = [], [], []
+    for k, scene in enumerate(pool.scenes):
+        labels = words.labels(pool, k)
+        tokens = projector(torch.from_numpy(pool.features[k]).float())
+        right = words.loss(tokens, labels, torch.arange(len(labels)))[1]
+        things.append(right[labels != words.nothing])
+        grounds.append(right[labels == words.nothing])
+        scores = words.scores(tokens - words.place).log_softmax(-1)[:, : words.nothing]
+        items = torch.from_numpy(pool.items[k])
+        for number, item in enumerate(scene.items):
+            wholes.append(scores[items == number].sum(0).argmax().item() == words.number[item.name])
+    shares = {"things": torch.cat(things).float().mean(), "background": torch.cat(grounds).float().mean()}
+    return {name: round(share.item(), 3) for name, share in shares.items()} | {
+        "whole": round(sum(wholes) / len(wholes), 3)
+    }
 
 
 def batch(scenes: list[int], words: Words, pool: Pool, random: Random) -> tuple[Tensor, Tensor, Tensor]:
