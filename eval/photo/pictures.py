@@ -1,8 +1,8 @@
 """Named pictures out of packages of Debian and npm: which ones, how they are fetched, and their splits.
 
-`pictures.tsv` has a line for each: split, name, source, and the file within the package (for a font: the character). No picture
-is in two splits, nor are two of a name that look the same to the tower (cosine of their class tokens above 0.95). Nothing is
-installed, and no picture is part of the repository.
+`pictures.tsv` has a line for each: split, name, source, and the file within the package (for a font: the character).
+No picture is in two splits, nor are two of a name that look the same to the tower (cosine of their class tokens above
+0.95). Nothing is installed, and no picture is part of the repository.
 """
 
 import csv

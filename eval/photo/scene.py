@@ -67,8 +67,8 @@ class Scene:
 
     def draw(self, album: Album) -> Drawn:
         canvas = _ground(self, album)
-        alphas = np.zeros((len(self.items), SIDE, SIDE))
-        for number, item in enumerate(self.items):
+        alphas = np.zeros((1 + len(self.items), SIDE, SIDE))  # the first is that of no item
+        for number, item in enumerate(self.items, 1):
             image = album.image(item.picture).resize((item.width, item.height), Image.Resampling.BICUBIC)
             image = ImageOps.mirror(image) if item.mirrored else image
             canvas.paste(image, (item.left, item.top), image)
@@ -76,7 +76,7 @@ class Scene:
             mask.paste(image.getchannel("A"), (item.left, item.top))
             alphas[number] = np.asarray(mask, dtype=np.float32).reshape(SIDE, PATCH, SIDE, PATCH).mean((1, 3)) / 255
         cover = alphas.sum(0).clip(0, 1)
-        return Drawn(np.asarray(canvas), cover, np.where(cover >= COVERED, alphas.argmax(0), -1))
+        return Drawn(np.asarray(canvas), cover, np.where(cover >= COVERED, alphas.argmax(0) - 1, -1))
 
 
 def sample_scene(rng: Random, split: str, album: Album) -> Scene:

@@ -14,6 +14,7 @@ questions, and adds it to WORK/journal.jsonl.
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--robust", action="store_true", help="leave out visual tokens at random")
+    parser.add_argument("--processes", type=int, default=1, help="processes of read, each of one thread")
     parser.add_argument("--work", type=Path, default=ROOT / "build/photo", help="folder of packages, pool and state")
     args = parser.parse_args()
     if (args.part == "finish") != (args.file is not None):
@@ -53,9 +55,28 @@ def run(args: argparse.Namespace) -> None:
         training.start_projector(args.work, args.steps, args.seed, report(args.work))
     elif args.part == "finish":
         training.save_trained(args.work, args.robust, args.file)
+    elif args.processes == 1:
+        read(0, args, "")
     else:
-        plan = training.Plan(args.minutes, args.rate, args.seed, args.robust, args.fork)
-        training.read(args.work, plan, report(args.work))
+        from torch.multiprocessing import spawn
+
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(read, (args, f"{folder}/meeting"), args.processes)
+
+
+def read(rank: int, args: argparse.Namespace, meeting: str) -> None:
+    """Train projector and adapters, as one of the processes."""
+    import torch
+    import torch.distributed as dist
+
+    from eval.demo.photo import training
+
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    if args.processes > 1:
+        dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=args.processes)
+    plan = training.Plan(args.minutes, args.rate, args.seed, args.robust, args.fork)
+    training.read(args.work, plan, report(args.work))
 
 
 def report(work: Path):

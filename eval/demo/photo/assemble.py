@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -48,7 +47,11 @@ VARIANTS = {
 
 
 def join(
-    language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, dino: Weights, learned: Weights, layers: int = LAYERS
+    language: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    dino: Weights,
+    learned: Weights,
+    layers: int = LAYERS,
 ) -> LlavaForConditionalGeneration:
     """The model in float32; `learned` has the projector's tensors, `tokenizer` is that of `tokenizer_of`."""
     text = language.config.to_dict()

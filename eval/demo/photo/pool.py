@@ -12,16 +12,17 @@ from transformers import CLIPVisionModel
 from eval.photo.pictures import Album
 from eval.photo.scene import Scene, sample_scene
 
-from .tower import WIDTH, Weights, as_clip, clip_config
+from .tower import LAYERS, WIDTH, Weights, as_clip, clip_config
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
 CHUNK = 50  # scenes in a file
 
 
-def load_tower(dino: Weights) -> CLIPVisionModel:
-    """The tower with its weights rounded to BF16, as in the checkpoint; float32."""
-    tower = CLIPVisionModel(clip_config()).requires_grad_(False).eval()
-    tower.load_state_dict({name: value.bfloat16().float() for name, value in as_clip(dino).items()})
+def load_tower(dino: Weights, layers: int = LAYERS, exact: bool = False) -> CLIPVisionModel:
+    """The tower in float32, its weights rounded to BF16 as in the checkpoint unless `exact`."""
+    tower = CLIPVisionModel(clip_config(layers)).requires_grad_(False).eval()
+    weights = as_clip(dino, layers)
+    tower.load_state_dict(weights if exact else {name: value.bfloat16().float() for name, value in weights.items()})
     return tower
 
 

@@ -1,9 +1,9 @@
 """Projector and language model learn to answer questions about scenes, from the frozen tower's features in the pool.
 
-The projector begins where `warmup.py` left it, and keeps that loss with a small weight. Low-rank adapters of the language model
-learn answers; every few steps also English prose, whose next-token probabilities must stay those of the package's model.
-Families are drawn in proportion to how badly they do on validation scenes. What is shipped is an average over the last steps. Time
-is the processor's, so that a training that shares its machine is the same training.
+The projector begins where `warmup.py` left it, and keeps that loss with a small weight. Low-rank adapters of the
+language model learn answers; every few steps also English prose, whose next-token probabilities must stay those of
+the package's model. Families are drawn in proportion to how badly they do on validation scenes. What is shipped is an
+average over the last steps. Time is the processor's, so that a training that shares its machine is the same training.
 """
 
 import shutil
@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -30,6 +31,7 @@ from .warmup import Projector, Words, batch
 EMA = 0.99
 SCENES = 1  # of a step
 PROSE_EVERY, PROSE, PROSE_WEIGHT = 10, (2, 96), 2.0  # steps; texts and tokens of each
+TOGETHER = 4  # steps between means over processes
 START_WEIGHT = 0.1  # of the warm-up's loss
 
 
@@ -42,8 +44,8 @@ class Plan:
     seed: int = 0
     robust: bool = False  # leave out visual tokens at random
     fork: float = 50.0  # minutes after which a copy of the state is kept
-    validate_every: float = 600.0  # seconds
-    validated: int = 60  # scenes
+    validate_every: float = 900.0  # seconds
+    validated: int = 40  # scenes
 
 
 class Reader(Learner):
@@ -89,10 +91,11 @@ class Reading(Training):
         self.questions = kept.get("questions", 0)
 
     def run(self) -> None:
-        """Train until the plan's minutes are over."""
-        random = Random(f"{self.plan.seed}/{self.plan.robust}/{self.step}")
+        """Train until the plan's minutes are over. The first of several processes measures and saves."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        random = Random(f"{self.plan.seed}/{self.plan.robust}/{self.step}/{rank}")
         last, losses, drifts, validated = time.process_time(), [], [], self.spent
-        while self.spent < self.plan.minutes * 60:
+        while self.step % TOGETHER or self.spent < self.plan.minutes * 60:
             loss = self.answer_loss(random)
             losses.append(loss.item())
             if self.step % PROSE_EVERY == 0:
@@ -106,13 +109,17 @@ class Reading(Training):
             self.update(loss, self.rate())
             now = time.process_time()
             self.spent, last = self.spent + now - last, now
+            if dist.is_initialized() and self.step % TOGETHER == 0:
+                self.spent, *shares = self.meet([self.spent, *self.weights.values()])
+                self.weights = dict(zip(self.weights, shares, strict=True))
             due = not self.plan.robust and self.spent >= self.plan.fork * 60 and not self.fork.exists()
-            if due or self.spent - validated > self.plan.validate_every:
+            if rank == 0 and (due or self.spent - validated > self.plan.validate_every):
                 self.validate(_mean(losses), _mean(drifts))
                 last, validated, losses, drifts = time.process_time(), self.spent, [], []
-            if due:
-                shutil.copy(self.state, self.fork)
-        self.validate(_mean(losses), _mean(drifts))
+                if due:
+                    shutil.copy(self.state, self.fork)
+        if rank == 0:
+            self.validate(_mean(losses), _mean(drifts))
 
     def answer_loss(self, random: Random) -> Tensor:
         losses = []
@@ -142,8 +149,7 @@ class Reading(Training):
         return self.plan.rate * min(1.0, (self.step + 1) / 40) * min(1.0, 0.05 + (1 - done) * 4.75)
 
     def validate(self, loss: float, drift: float) -> None:
-        current = {name: p.detach().clone() for name, p in self.learned.items()}
-        self.put(self.ema)
+        current = self.put(self.ema)
         right, quarter = self.accuracy(1.0), self.accuracy(0.25)
         self.put(current)
         self.weights = {family: min(1.0, 0.08 + 1 - right.get(family, 0.5)) for family in FAMILIES}
@@ -153,11 +159,6 @@ class Reading(Training):
             quarter=round(_mean(list(quarter.values())), 3), **{name: round(v, 2) for name, v in right.items()},
         )  # fmt: skip
         self.save(weights=self.weights, questions=self.questions)
-
-    @torch.no_grad()
-    def put(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in self.learned.items():
-            parameter.copy_(values[name])
 
     @torch.no_grad()
     def accuracy(self, share: float) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Training sequences: an image's visual tokens once, and many questions about it that do not see each other.
 
-As in demo-smol (`eval/demo/smol/sequences.py`): each question is masked from the others, and its positions go on from the image,
-so one forward pass computes what asking them one after another would. Where tokens are left out, those that stay keep their
-positions, and what follows stands where it would stand behind the whole image.
+As in demo-smol (`eval/demo/smol/sequences.py`): each question is masked from the others, and its positions go on from
+the image, so one forward pass computes what asking them one after another would. Where tokens are left out, those
+that stay keep their positions, and what follows stands where it would stand behind the whole image.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,12 @@
 """DINOv2 ViT-S/14 as a CLIP tower, the same function: what a LLaVA of transformers and vLLM loads with no code of ours.
 
-Two things of CLIP are in the way. It has no LayerScale: the factors go into the rows of the layers before them. And it has a
-norm before its blocks, which would take each token's length away. 64 added channels of large constants, which cancel in the
-mean, make that norm's variance the same for all tokens, so that with a gain of its root the other 384 channels pass as they
-are, and the added ones end there (gain 0). In the blocks they are zeros: every layer that adds to the stream is centred first,
-which no norm of the blocks notices, and then a norm over 448 channels differs from that over 384 by a factor, sqrt(6 / 7),
-which goes into its gain and epsilon. The seventh head that 448 channels bring has zeros for weights.
+Two things of CLIP are in the way. It has no LayerScale: the factors go into the rows of the layers before them. And
+it has a norm before its blocks, which would take each token's length away. 64 added channels of large constants,
+which cancel in the mean, make that norm's variance the same for all tokens, so that with a gain of its root the other
+384 channels pass as they are, and the added ones end there (gain 0). In the blocks they are zeros: every layer that
+adds to the stream is centred first, which no norm of the blocks notices, and then a norm over 448 channels differs
+from that over 384 by a factor, sqrt(6 / 7), which goes into its gain and epsilon. The seventh head that 448 channels
+bring has zeros for weights.
 """
 
 import torch

@@ -1,9 +1,10 @@
-"""The projector's supervised start, without the language model: each patch's token comes near words that say what is there.
+"""The projector's supervised start, without the language model: each patch's token comes near words that say what is
+there.
 
-The target is a sum of embeddings of words: the name of the picture under the patch (" nothing" for background), " top" and
-" bottom" in proportion to the height, " left" and " right" to the width. The loss is the squared distance from it, beside the
-cross entropy of choosing the name among all names by distances. This is the start that other demo models needed to leave their
-plateau; later the loss stays, with a small weight.
+The target is a sum of embeddings of words: the name of the picture under the patch (" nothing" for background), "
+top" and " bottom" in proportion to the height, " left" and " right" to the width. The loss is the squared distance
+from it, beside the cross entropy of choosing the name among all names by distances. This is the start that other demo
+models needed to leave their plateau; later the loss stays, with a small weight.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -49,3 +50,23 @@ class Training:
         with torch.no_grad():
             for name, parameter in self.learned.items():
                 self.ema[name].lerp_(parameter, 1 - keep)
+
+    @torch.no_grad()
+    def meet(self, totals: list[float]) -> list[float]:
+        """Take the mean of all processes' weights (local SGD, arXiv 1805.09767); returns the first one's `totals`."""
+        flat = torch.cat([p.flatten() for p in self.learned.values()])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for p, part in zip(self.learned.values(), flat.split([p.numel() for p in self.learned.values()]), strict=True):
+            p.copy_(part.view_as(p))
+        shared = torch.tensor(totals, dtype=torch.float64)
+        dist.broadcast(shared, 0)
+        return shared.tolist()
+
+    @torch.no_grad()
+    def put(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put `values` in place of the weights; returns those that were there."""
+        before = {name: p.detach().clone() for name, p in self.learned.items()}
+        for name, parameter in self.learned.items():
+            parameter.copy_(values[name])
+        return before
