@@ -107,7 +107,7 @@ def test_sharing_an_image_among_its_questions_changes_no_answer(
     chosen = parse(reduce) if reduce else None
     each, shared = (kind(asker.vlm, single).ask(chosen) for kind in (reduced_answers.Asker, shared_answers.SharedAsker))
     assert torch.equal(each.exact, shared.exact) and torch.equal(each.after, shared.after)
-    assert 0 < each.exact.sum() and len(single.images) < len(single.questions)
+    assert each.exact.sum() > 0 and len(single.images) < len(single.questions)
 
 
 QUESTIONS = [Sample(str(number), [], "q", "a", family) for number, family in enumerate(["read", "locate"] * 10)]

@@ -67,5 +67,6 @@ def load(folder: Path, split: str, album: Album) -> Pool:
     """All that is written of a split's pool."""
     files = sorted(folder.glob(f"{split}-*.npz"))
     parts = [np.load(file) for file in files]
-    scenes = [scene_of(split, k, album) for k in range(CHUNK * len(files))]
+    firsts = [int(file.stem.rpartition("-")[2]) for file in files]
+    scenes = [scene_of(split, first + k, album) for first in firsts for k in range(CHUNK)]
     return Pool(scenes, *(np.concatenate([part[key] for part in parts]) for key in ("features", "items")))
