@@ -32,20 +32,32 @@ def _name(rng: Random, scene: Scene, names: list[str]) -> Turn | None:
 def _choose(rng: Random, scene: Scene, names: list[str]) -> Turn | None:
     if len(scene.items) != 1:
         return None
-    options = [name := scene.items[0].name]
-    while len(options) < 4:
+    name = scene.items[0].name
+    return f"Is this {_options(rng, [name], names, 4)}?", name
+
+
+def _options(rng: Random, options: list[str], names: list[str], least: int) -> str:
+    """The words that offer the names of `options`, and others that are not like them up to `least`."""
+    options = list(options)
+    while len(options) < least:
         other = rng.choice(names)
         if not any(alike(other, option) for option in options):
             options.append(other)
     rng.shuffle(options)
-    return f"Is this {', '.join(map(one, options[:3]))} or {one(options[3])}?", name
+    return f"{', '.join(map(one, options[:-1]))} or {one(options[-1])}"
+
+
+def _there(rng: Random, scene: Scene, name: str) -> list[str]:
+    """A name and up to three others of the scene."""
+    others = sorted({item.name for item in scene.items} - {name})
+    return [name, *rng.sample(others, min(3, len(others)))]
 
 
 def _place(rng: Random, scene: Scene, names: list[str]) -> Turn | None:
     if scene.cells == 1:
         return None
     item = rng.choice(scene.items)
-    return f"What is at the {scene.place(item)}?", item.name
+    return f"What is at the {scene.place(item)}, {_options(rng, _there(rng, scene, item.name), names, 3)}?", item.name
 
 
 def _where(rng: Random, scene: Scene, names: list[str]) -> Turn | None:
@@ -89,10 +101,11 @@ def _beside(rng: Random, scene: Scene, names: list[str]) -> Turn | None:
         return None
     row, column = item.cell
     there = [scene.at(row + down * k, column + across * k) for k in range(1, scene.cells)]
-    found_there = [other for other in there if other]
-    if len(found_there) != 1:
+    neighbours = [other.name for other in there if other]
+    if len(neighbours) != 1:
         return None
-    return f"What is {side} the {item.name}?", found_there[0].name
+    offered = [name for name in _there(rng, scene, neighbours[0]) if name != item.name]
+    return f"What is {side} the {item.name}, {_options(rng, offered, names, 2)}?", neighbours[0]
 
 
 _ASK: dict[str, Callable[[Random, Scene, list[str]], Turn | None]] = {

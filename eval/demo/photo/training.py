@@ -72,6 +72,11 @@ def save_trained(work: Path, robust: bool, path: Path) -> None:
     state = _state(work, robust)
     _need(state, "read")
     learned = torch.load(state)["ema"]
+    projector = warmup.Projector(len(learned["projector.linear_2.bias"]))
+    projector.load_state_dict(torch.load(work / "projector.pt"))
+    trained = {name.removeprefix("projector."): v for name, v in learned.items() if name.startswith("projector.")}
+    projector.load_state_dict(trained, strict=False)
+    learned |= {f"projector.{name}": value for name, value in projector.shipped().items()}
     save_file({name: value.to(torch.bfloat16).contiguous() for name, value in learned.items()}, path)
 
 

@@ -21,26 +21,38 @@ from .tower import WIDTH
 
 PATCHES = 48  # of a scene in a step, half of them of things
 EDGES = (" top", " bottom", " left", " right")
+SHRINKAGE = 0.05  # of the covariance towards that of equal directions
+WHITENED = 600  # scenes whose patches say what varies
 SHARPNESS = 8.0  # of the choice among names, in the words' own variance
 
 
 class Projector(nn.Module):
-    """LLaVA's two layers on DINOv2's 384 channels; the tower's 64 zeros get zero columns on assembly."""
+    """LLaVA's two layers on DINOv2's 384 channels, behind a fixed linear map that a checkpoint's first layer takes in."""
 
     def __init__(self, hidden: int):
         super().__init__()
         self.linear_1, self.linear_2 = nn.Linear(WIDTH, hidden), nn.Linear(hidden, hidden)
+        self.mean, self.white = nn.Buffer(torch.zeros(WIDTH)), nn.Buffer(torch.eye(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_2(F.gelu(self.linear_1(x)))
+        return self.linear_2(F.gelu(self.linear_1((x - self.mean) @ self.white)))
 
-    @torch.no_grad()
-    def standardize(self, features: Tensor) -> None:
-        """Make the first layer see each channel of `features` with mean 0 and variance 1 at the start."""
-        flat = features.float().flatten(0, -2)
-        mean, deviation = flat.mean(0), flat.std(0)
-        self.linear_1.weight /= deviation
-        self.linear_1.bias -= self.linear_1.weight @ mean
+    def whiten(self, features: Tensor, labels: Tensor) -> None:
+        """Make the variance of `features` [n, 384] 1 within a label in all directions: what tells names apart is small."""
+        self.mean = features.mean(0)
+        centres = torch.stack([features[labels == k].mean(0) for k in range(int(labels.max()) + 1)])
+        rest = features - torch.nan_to_num(centres)[labels]
+        within = rest.T @ rest / len(rest)
+        values, axes = torch.linalg.eigh(within + SHRINKAGE * within.trace() / WIDTH * torch.eye(WIDTH))
+        white = axes * values.rsqrt() @ axes.T
+        self.white = white / ((features - self.mean) @ white).std()
+
+    def shipped(self) -> dict[str, Tensor]:
+        """The tensors of the two layers with the map in the first one."""
+        weight = self.linear_1.weight.detach() @ self.white.T
+        bias = self.linear_1.bias.detach() - weight @ self.mean
+        second = {f"linear_2.{name}": p.detach() for name, p in self.linear_2.named_parameters()}
+        return {"linear_1.weight": weight, "linear_1.bias": bias} | second
 
 
 class Words:
@@ -85,7 +97,8 @@ def some_patches(random: Random, labels: Tensor, number: int = PATCHES) -> list[
 
 def start(projector: Projector, words: Words, pool: Pool, steps: int, random: Random) -> None:
     """Train `projector` for a number of steps of 32 scenes."""
-    projector.standardize(torch.from_numpy(pool.features[:40]))
+    sampled = batch(random.sample(range(len(pool.scenes)), min(WHITENED, len(pool.scenes))), words, pool, random)
+    projector.whiten(*sampled[:2])
     optimizer = torch.optim.AdamW(projector.parameters(), lr=1e-3, weight_decay=0.01)
     for step in range(steps):
         tokens, labels, patches = batch(random.sample(range(len(pool.scenes)), 32), words, pool, random)
