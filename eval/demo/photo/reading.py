@@ -31,7 +31,7 @@ from .warmup import Projector, Words, batch
 EMA = 0.99
 SCENES = 1  # of a step
 PROSE_EVERY, PROSE, PROSE_WEIGHT = 10, (2, 96), 2.0  # steps; texts and tokens of each
-TOGETHER = 4  # steps between means over processes
+TOGETHER, SAVED = 4, 40  # steps between means over processes, and between saved states
 START_WEIGHT = 0.1  # of the warm-up's loss
 
 
@@ -44,8 +44,8 @@ class Plan:
     seed: int = 0
     robust: bool = False  # leave out visual tokens at random
     fork: float = 50.0  # minutes after which a copy of the state is kept
-    validate_every: float = 900.0  # seconds
-    validated: int = 40  # scenes
+    validate_every: float = 600.0  # seconds
+    validated: int = 30  # scenes
 
 
 class Reader(Learner):
@@ -118,6 +118,8 @@ class Reading(Training):
                 last, validated, losses, drifts = time.process_time(), self.spent, [], []
                 if due:
                     shutil.copy(self.state, self.fork)
+            elif rank == 0 and self.step % SAVED == 0:
+                self.save(weights=self.weights, questions=self.questions)
         if rank == 0:
             self.validate(_mean(losses), _mean(drifts))
 
