@@ -26,12 +26,16 @@ def load_tower(dino: Weights, layers: int = LAYERS, exact: bool = False) -> CLIP
     return tower
 
 
+def normalized(images: np.ndarray) -> Tensor:
+    """What the processor makes of images [n, 224, 224, 3]: [n, 3, 224, 224]."""
+    pixels = torch.tensor(images).permute(0, 3, 1, 2).float() / 255
+    return (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(DEVIATION)[:, None, None]
+
+
 @torch.inference_mode()
 def features(tower: CLIPVisionModel, images: np.ndarray) -> Tensor:
     """What LLaVA's projector gets of images [n, 224, 224, 3], without the 64 zeros: [n, 256, 384]."""
-    pixels = torch.tensor(images).permute(0, 3, 1, 2).float() / 255
-    pixels = (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(DEVIATION)[:, None, None]
-    return tower(pixels, output_hidden_states=True).hidden_states[-2][:, 1:, :WIDTH]
+    return tower(normalized(images), output_hidden_states=True).hidden_states[-2][:, 1:, :WIDTH]
 
 
 def scene_of(split: str, number: int, album: Album) -> Scene:
