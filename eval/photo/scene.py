@@ -67,16 +67,24 @@ class Scene:
 
     def draw(self, album: Album) -> Drawn:
         canvas = _ground(self, album)
+        for item in self.items:
+            image = self._image(item, album)
+            canvas.paste(image, (item.left, item.top), image)
+        return Drawn(np.asarray(canvas), *self.covered(album))
+
+    def covered(self, album: Album) -> tuple[np.ndarray, np.ndarray]:
+        """Of each patch [16, 16] the share that is covered, and the number of the item there, or -1."""
         alphas = np.zeros((1 + len(self.items), SIDE, SIDE))  # the first is that of no item
         for number, item in enumerate(self.items, 1):
-            image = album.image(item.picture).resize((item.width, item.height), Image.Resampling.BICUBIC)
-            image = ImageOps.mirror(image) if item.mirrored else image
-            canvas.paste(image, (item.left, item.top), image)
             mask = Image.new("L", (PIXELS, PIXELS))
-            mask.paste(image.getchannel("A"), (item.left, item.top))
+            mask.paste(self._image(item, album).getchannel("A"), (item.left, item.top))
             alphas[number] = np.asarray(mask, dtype=np.float32).reshape(SIDE, PATCH, SIDE, PATCH).mean((1, 3)) / 255
         cover = alphas.sum(0).clip(0, 1)
-        return Drawn(np.asarray(canvas), cover, np.where(cover >= COVERED, alphas.argmax(0) - 1, -1))
+        return cover, np.where(cover >= COVERED, alphas.argmax(0) - 1, -1)
+
+    def _image(self, item: Item, album: Album) -> Image.Image:
+        image = album.image(item.picture).resize((item.width, item.height), Image.Resampling.BICUBIC)
+        return ImageOps.mirror(image) if item.mirrored else image
 
 
 def sample_scene(rng: Random, split: str, album: Album) -> Scene:

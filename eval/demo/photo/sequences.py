@@ -16,8 +16,9 @@ from eval.photo.questions import ask_several
 from eval.photo.scene import Scene
 from eval.photo.vocab import FAMILIES
 
-BEFORE, BETWEEN, STOP = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
-QUESTIONS = 16  # about an image
+from .language import FORM
+
+QUESTIONS = 24  # about an image
 
 
 @dataclass
@@ -45,18 +46,19 @@ class Writer:
 
     def __init__(self, tokenizer, tokens: int):
         self.encode = lru_cache(maxsize=200_000)(lambda text: tuple(tokenizer(text)["input_ids"]))
-        self.tokens = tokens
+        self.tokens = tokens  # visual ones, of an image
 
     def write(self, turns: list[tuple[str, str, str]], kept: list[int] | None = None) -> Sequence:
         """The sequence of an image with (family, question, answer); `kept`: the visual tokens that stay, all by default."""
         kept = list(range(self.tokens)) if kept is None else kept
-        before = self.encode(BEFORE)
+        before = self.encode(FORM.before)
         start = len(before)
         ids, positions = [*before, *[0] * len(kept)], [*range(start), *(start + k for k in kept)]
         labels, numbers = [-100] * len(ids), [0] * len(ids)
         behind = start + self.tokens
         for number, (_, question, answer) in enumerate(turns, 1):
-            head, tail = self.encode(question + BETWEEN), self.encode(answer + STOP)
+            head = self.encode(FORM.image[1] + question + FORM.between)
+            tail = self.encode(FORM.answer_prefix + answer + FORM.stop)
             ids += [*head, *tail]
             labels += [*[-100] * len(head), *tail]
             numbers += [number] * (len(head) + len(tail))

@@ -1,26 +1,25 @@
-"""The projector's supervised start, without the language model: each patch's token comes near words that say what is
-there.
+"""What visual tokens should say, and the projector's supervised start, without the language model.
 
-The target is a sum of embeddings of words: the name of the picture under the patch (" nothing" for background), "
-top" and " bottom" in proportion to the height, " left" and " right" to the width. The loss is the squared distance
-from it, beside the cross entropy of choosing the name among all names by distances. This is the start that other demo
-models needed to leave their plateau; later the loss stays, with a small weight.
+The token of a patch should be the embedding of the name of the picture there (" nothing" for background), plus a
+vector for its row and one for its column, which are learned with the language model while it reads such tokens. The
+projector's loss is the squared distance from that, beside the cross entropy of choosing the name among all names by
+distances. Later the loss stays, with a small weight.
 """
 
 from collections.abc import Callable, Sequence
 from random import Random
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eval.photo.scene import SIDE
+from eval.photo.scene import SIDE, Scene
 
 from .pool import Pool
 from .tower import WIDTH
 
 PATCHES = 48  # of a scene in a step, half of them of things
-EDGES = (" top", " bottom", " left", " right")
 SHRINKAGE = 0.05  # of the covariance towards that of equal directions
 WHITENED = 600  # scenes whose patches say what varies
 SHARPNESS = 8.0  # of the choice among names, in the words' own variance
@@ -55,25 +54,43 @@ class Projector(nn.Module):
         return {"linear_1.weight": weight, "linear_1.bias": bias} | second
 
 
-class Words:
-    """Embeddings of what patches should say, from the language model's table."""
+class Words(nn.Module):
+    """What the tokens of patches should be, from the language model's `table` of embeddings [words, hidden]."""
 
-    def __init__(self, table: Tensor, encode: Callable[[str], Sequence[int]], names: list[str]):
+    def __init__(self, table: nn.Embedding, encode: Callable[[str], Sequence[int]], names: list[str]):
+        super().__init__()
         self.names = [*names, "nothing"]
-        mean = lambda word: table[list(encode(word))].mean(0)  # noqa: E731
-        self.name = torch.stack([mean(f" {name}") for name in self.names])
-        self.edges = torch.stack([mean(word) for word in EDGES])
-        self.variance = table.var()
-        self.nothing = len(names)  # the last number: background
         self.number = {name: k for k, name in enumerate(self.names)}
-        line = (torch.arange(SIDE) + 0.5) / SIDE
-        y, x = line[:, None].expand(SIDE, SIDE).flatten(), line.expand(SIDE, SIDE).flatten()
-        self.place = torch.stack([1 - y, y, 1 - x, x], 1) @ self.edges  # (patches, hidden)
+        self.nothing = len(names)  # the number of background
+        self.table = table
+        self.ids = [list(encode(f" {name}")) for name in self.names]
+        self.rows, self.columns = (nn.Parameter(0.1 * torch.randn(SIDE, table.embedding_dim)) for _ in range(2))
 
-    def labels(self, pool: Pool, k: int) -> Tensor:
-        """The number of the name under each patch of the pool's scene k."""
-        numbers = [self.number[item.name] for item in pool.scenes[k].items] + [self.nothing]
-        return torch.tensor(numbers)[torch.from_numpy(pool.items[k]).long()]  # -1, background, is the last
+    def name(self) -> Tensor:
+        """[names, hidden]."""
+        return torch.stack([self.table.weight[ids].mean(0) for ids in self.ids])
+
+    def place(self) -> Tensor:
+        """[patches, hidden]."""
+        return (self.rows[:, None] + self.columns).flatten(0, 1)
+
+    def ideal(self, labels: Tensor) -> Tensor:
+        """The tokens of an image with such names [patches]: [patches, hidden]."""
+        return self.name()[labels] + self.place()
+
+    def labels(self, scene: Scene, items: np.ndarray) -> Tensor:
+        """The number of the name under each patch of a scene; `items`: the number of the thing there, or -1."""
+        numbers = [self.number[item.name] for item in scene.items] + [self.nothing]
+        return torch.tensor(numbers)[torch.from_numpy(items.reshape(-1)).long()]  # -1, background, is the last
+
+
+class Targets:
+    """The loss of visual tokens against what `words` say now."""
+
+    @torch.no_grad()
+    def __init__(self, words: Words):
+        self.name, self.place = words.name(), words.place()
+        self.variance = (self.name[:, None] + self.place[None, ::17]).var()
 
     def loss(self, tokens: Tensor, labels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of tokens [n, hidden] of `patches` [n], and which of them have the right name nearest."""
@@ -97,12 +114,13 @@ def some_patches(random: Random, labels: Tensor, number: int = PATCHES) -> list[
 
 def start(projector: Projector, words: Words, pool: Pool, steps: int, random: Random) -> None:
     """Train `projector` for a number of steps of 32 scenes."""
+    targets = Targets(words)
     sampled = batch(random.sample(range(len(pool.scenes)), min(WHITENED, len(pool.scenes))), words, pool, random)
     projector.whiten(*sampled[:2])
     optimizer = torch.optim.AdamW(projector.parameters(), lr=1e-3, weight_decay=0.01)
     for step in range(steps):
         tokens, labels, patches = batch(random.sample(range(len(pool.scenes)), 32), words, pool, random)
-        loss, _ = words.loss(projector(tokens), labels, patches)
+        loss, _ = targets.loss(projector(tokens), labels, patches)
         loss.backward()
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 50, 0.02 + 3 * (1 - step / steps))
@@ -116,14 +134,14 @@ def measure(projector: Projector, words: Words, pool: Pool) -> dict[str, float]:
 
     A thing has the name whose log-probabilities at its patches have the highest sum.
     """
-    things, grounds, wholes = [], [], []
+    targets, things, grounds, wholes = Targets(words), [], [], []
     for k, scene in enumerate(pool.scenes):
-        labels = words.labels(pool, k)
+        labels = words.labels(scene, pool.items[k])
         tokens = projector(torch.from_numpy(pool.features[k]).float())
-        right = words.loss(tokens, labels, torch.arange(len(labels)))[1]
+        right = targets.loss(tokens, labels, torch.arange(len(labels)))[1]
         things.append(right[labels != words.nothing])
         grounds.append(right[labels == words.nothing])
-        scores = words.scores(tokens - words.place).log_softmax(-1)[:, : words.nothing]
+        scores = targets.scores(tokens - targets.place).log_softmax(-1)[:, : words.nothing]
         items = torch.from_numpy(pool.items[k])
         for number, item in enumerate(scene.items):
             wholes.append(scores[items == number].sum(0).argmax().item() == words.number[item.name])
@@ -137,7 +155,7 @@ def batch(scenes: list[int], words: Words, pool: Pool, random: Random) -> tuple[
     """Features, labels and numbers of some patches of each scene."""
     tokens, labels, patches = [], [], []
     for k in scenes:
-        names = words.labels(pool, k)
+        names = words.labels(pool.scenes[k], pool.items[k])
         chosen = some_patches(random, names)
         tokens.append(torch.from_numpy(pool.features[k][chosen]).float())
         labels.append(names[chosen])

@@ -15,17 +15,15 @@ from . import package
 TEXTS = 40
 
 
-def measured(
-    cache: Path, folder: Path, split: str, questions: int | None = None, rows: list[dict] | None = None
-) -> dict[str, object]:
+def measured(cache: Path, folder: Path, split: str, questions: int | None = None) -> dict[str, object]:
     """Measure the checkpoint in ``folder`` on a split: exact match by family on its first ``questions`` (default: all), and
-    perplexity beside that of the package in ``cache``; arithmetic is float32. ``rows``: by default those of demo-llava."""
+    perplexity beside that of the package in ``cache``; arithmetic is float32."""
     ours = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     processor, (theirs, _) = AutoProcessor.from_pretrained(folder), package.load(cache)
     ids = [torch.tensor(processor.tokenizer(text)["input_ids"])[None] for text in paragraphs(split)[:TEXTS]]
     before, after = perplexity(theirs, ids), perplexity(ours, ids)
     figures = {"perplexity": round(after, 2), "of the package": round(before, 2), "ratio": round(after / before, 4)}
-    return {"split": split, **exact_match(ours, processor, (rows or load_rows("llava", split))[:questions]), **figures}
+    return {"split": split, **exact_match(ours, processor, load_rows("llava", split)[:questions]), **figures}
 
 
 @torch.inference_mode()

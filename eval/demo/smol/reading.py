@@ -49,8 +49,9 @@ class Reading(Training):
 
     def __init__(self, plan: Plan, language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path):
         self.plan, self.learner, self.tokenizer = plan, Learner(language), tokenizer
-        adamw = {"lr": plan.rate, "betas": (0.9, 0.98), "weight_decay": 0.0}
-        super().__init__(self.learner.learned(), folder / "reading.pt", EMA, **adamw)
+        learned = self.learner.learned()
+        optimizer = torch.optim.AdamW(learned.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+        super().__init__(learned, folder / "reading.pt", EMA, optimizer)
         self.writer = Writer(tokenizer)
         state = self.resume()
         self.weights = state.get("weights", dict.fromkeys(FAMILIES, 0.5))
@@ -72,7 +73,8 @@ class Reading(Training):
                 drift = self.learner.drift(self.prose(random))
                 drifts.append(drift.item())
                 loss = loss + PROSE_WEIGHT * drift
-            self.update(loss, self.rate())
+            loss.backward()
+            self.update(self.rate())
             losses.append(loss.item())
             now = time.monotonic()
             self.spent, last = self.spent + (now - last) * (rank == 0), now
