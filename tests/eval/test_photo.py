@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -29,6 +30,9 @@ from eval.photo.vocab import FAMILIES, SIDES, alike, plural
 from tests.kit.places import ROOT
 from vlmcompress.data import load_samples
 from vlmcompress.errors import UserError
+
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
+from photo_readout import recognized
 
 CACHE = ROOT / "build/photo"
 NAMES = ("apple", "bird", "boat", "cat", "clock", "dog", "fish", "lemon", "sheep", "tree")
@@ -221,6 +225,24 @@ def test_a_model_is_joined_written_and_asked(album, dino, tokens, tmp_path, monk
     assert {sample.family for sample in samples} == set(FAMILIES) and len(samples) == 4 * len(FAMILIES)
     assert write_data(tmp_path / "again", album, {"test": 4}) is None
     assert (tmp_path / "again/test.parquet").read_bytes() == (tmp_path / "data/photo/test.parquet").read_bytes()
+
+
+def test_a_readout_recognizes_what_is_left(album):
+    """From tokens that say what is there: things of which one is left, and of a single one; other names, if tokens say so."""
+    scene = next(scene for k in range(99) if len((scene := sample_scene(Random(k), "test", album)).items) == 3)
+    under = torch.from_numpy(scene.draw(album).item.reshape(-1))
+    said = torch.tensor([album.names.index(item.name) for item in scene.items] + [0])[under.long()]
+    scores = torch.full((len(under), len(album.names)), -5.0).scatter(1, said[:, None], 0.0)
+    first = int((under == 0).nonzero()[0])
+    left = torch.tensor([first, *(under == 2).nonzero().flatten(), *(under == -1).nonzero().flatten()])
+    result = recognized(scene.items, under[left], scores[left], album.names)
+    assert result["name"] == [1, 0, 1] and result["tokens"] == [1, 0, int((under == 2).sum())]
+    assert result["choice"][0] and result["choice"][2]
+    assert recognized(scene.items, under, scores.roll(1, 1), album.names)["name"] == [0, 0, 0]
+    guessed = [
+        recognized(sample_scene(Random(k), "test", album).items, under[:0], scores[:0], album.names) for k in range(200)
+    ]
+    assert 0.15 < np.mean([right for scene in guessed for right in scene["choice"]]) < 0.35
 
 
 def test_the_list_keeps_splits_apart():
