@@ -125,7 +125,7 @@ class Readout(Asker):
     @torch.no_grad()
     def read(self, chosen: ReducerChoice | None) -> dict[str, Any]:
         """Of each thing whether its name is chosen, among few and among all, and how many tokens of it are left."""
-        things: dict[str, list[int]] = {"choice": [], "name": [], "tokens": []}
+        things: dict[str, list[float]] = {"scene": [], "background": [], "choice": [], "name": [], "tokens": []}
         left = 0
         with contextlib.ExitStack() as stack:
             attached = stack.enter_context(attach(self.vlm, chosen)) if chosen else None
@@ -136,8 +136,11 @@ class Readout(Asker):
                 patches = attached.images()[0].anchor if attached else torch.arange(TOKENS)
                 left += len(patches)
                 scores = self.targets.scores(tokens).log_softmax(-1)[:, : self.words.nothing]
-                under = torch.from_numpy(self.drawn[number].item.reshape(-1))[patches]
-                for name, values in recognized(self.scenes[number].items, under, scores, self.album.names).items():
+                drawn, items = self.drawn[number], self.scenes[number].items
+                under = torch.from_numpy(drawn.item.reshape(-1))[patches]
+                things["scene"] += [number] * len(items)
+                things["background"] += [round(drawn.background(), 4)] * len(items)
+                for name, values in recognized(items, under, scores, self.album.names).items():
                     things[name] += values
         return things | {"left": left / TOKENS / len(self.scenes)}
 
@@ -156,22 +159,6 @@ class Readout(Asker):
         finally:
             hook.remove()
         raise AssertionError("the language model was not called")
-
-    def parts(self) -> dict[str, Tensor]:
-        """Which things are in which part of the table, `[things]` bool each."""
-        background = torch.tensor([drawn.background() for drawn, scene in self._pairs() for _ in scene.items])
-        sizes = torch.tensor(
-            [int((drawn.item == k).sum()) for drawn, scene in self._pairs() for k in range(len(scene.items))]
-        )
-        parts = {"all": sizes > 0}
-        parts |= {f"{low:.0%}-{min(high, 1):.0%}": (background >= low) & (background < high) for low, high in BANDS}
-        return parts | {f"{low}-{high - 1} patches": (sizes >= low) & (sizes < high) for low, high in SIZES}
-
-    def clusters(self) -> Tensor:
-        return torch.tensor([number for number, scene in enumerate(self.scenes) for _ in scene.items])
-
-    def _pairs(self) -> Any:
-        return zip(self.drawn, self.scenes, strict=True)
 
 
 def measure(readout: Readout, args: argparse.Namespace) -> None:
@@ -208,14 +195,22 @@ def kept_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [row for row in rows(args.rows) if (row["split"], row["scenes"], row["steps"]) == wanted_rows]
 
 
-def summarise(readout: Readout, args: argparse.Namespace) -> dict[str, Any]:
+def parts_of(full: dict[str, Any]) -> dict[str, Tensor]:
+    """Which things are in which part of the table, `[things]` bool each; `full`: the row of all tokens."""
+    background, sizes = torch.tensor(full["background"]), torch.tensor(full["tokens"])
+    parts = {"all": sizes > 0}
+    parts |= {f"{low:.0%}-{min(high, 1):.0%}": (background >= low) & (background < high) for low, high in BANDS}
+    parts |= {f"{low}-{high - 1} patches": (sizes >= low) & (sizes < high) for low, high in SIZES}
+    return {name: mask for name, mask in parts.items() if mask.any()}
+
+
+def summarise(args: argparse.Namespace) -> dict[str, Any]:
     """Accuracy with all tokens, and for each row and share what it loses, by part of the things."""
-    clusters, parts = readout.clusters(), {name: mask for name, mask in readout.parts().items() if mask.any()}
     grouped: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for row in kept_rows(args):
         grouped.setdefault((row["group"], row["keep"] or row["left"]), []).append(row)
     full = grouped.pop(("full", 1.0))
-    figures = []
+    clusters, parts, figures = torch.tensor(full[0]["scene"]), parts_of(full[0]), []
     for (group, keep), group_rows in grouped.items():
         figure: dict[str, Any] = {"group": group, "keep": keep, "left": round(group_rows[0]["left"], 4)}
         for kind in ("choice", "name"):
@@ -278,10 +273,9 @@ def main() -> None:
     args = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)
-    readout = Readout(args.work, args.steps, args.split, args.scenes)
     if not args.summarise:
-        measure(readout, args)
-    summary = summarise(readout, args)
+        measure(Readout(args.work, args.steps, args.split, args.scenes), args)
+    summary = summarise(args)
     print(render(summary))
     print(json.dumps(summary))
 
