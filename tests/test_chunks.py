@@ -20,7 +20,7 @@ from vlmcompress.calibration import entropy, solve
 from vlmcompress.common import json_files, tensor_files
 from vlmcompress.evaluation import paired
 from vlmcompress.numerics import NVFP4, Format, _fp4, _rounding, rotation, round_to_nearest
-from vlmcompress.quantizers import _cholesky, _coordinate_descent, _ranges, awq, gptq
+from vlmcompress.quantizers import _cholesky, _columns, _ranges, awq, gptq_plus
 from vlmcompress.statistics import collect
 from vlmcompress.statistics import inputs as gram_matrices
 from vlmcompress.statistics.collect import Collector
@@ -219,15 +219,15 @@ def test_columns_of_feedback(width, block, generator):
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(whole.T @ whole, h[order][:, order])
     pivots = whole.diagonal().clone()
-    feedback = gptq.Feedback(order, whole / pivots[:, None], pivots.square(), pivots)
+    feedback = _columns.Feedback(order, whole / pivots[:, None], pivots.square(), pivots)
     slow = slow_visit(w, feedback, scales[0])
     for far in (1, PIECE):
-        small = {"_FAR": (gptq, far), "_STRIP": (gptq, 3)}
-        whole, parts = in_pieces(lambda: gptq._quantize_columns(w, feedback, scales, None, fmt, block), **small)
+        small = {"_FAR": (_columns, far), "_STRIP": (_columns, 3)}
+        whole, parts = in_pieces(lambda: _columns._quantize_columns([w], feedback, scales, None, fmt, block), **small)
         assert torch.equal(whole, parts) and torch.equal(whole.double(), slow)
 
 
-def slow_visit(w: Tensor, feedback: gptq.Feedback, scale: Tensor) -> Tensor:
+def slow_visit(w: Tensor, feedback: _columns.Feedback, scale: Tensor) -> Tensor:
     """Column by column, with the formula of GPTQ's module."""
     codes, errors = torch.zeros_like(w), torch.zeros_like(w)
     for i, column in enumerate(feedback.order.tolist()):
@@ -237,20 +237,19 @@ def slow_visit(w: Tensor, feedback: gptq.Feedback, scale: Tensor) -> Tensor:
     return codes
 
 
-@pytest.mark.parametrize("group", [4, -1])
-@pytest.mark.parametrize("width", [1, PIECE - 1, PIECE, PIECE + 1, 4 * PIECE])
-def test_columns_of_a_descent(width, group):
-    """Scales are refitted a span at a time, so they stay here. Where a value lies between two codes rounding decides."""
-    fmt = Format("int", 3, group if width % 4 == 0 else -1)
-    w, gram = weight(12, width), statistics(inputs(width, tokens=100)).gram()
-    start = round_to_nearest(w, fmt)
+@pytest.mark.parametrize("rows", SIZES[1:])
+def test_rows_that_are_rounded(rows, one_thread):
+    """Of weights one below the other, with local search. Where a value lies between two codes the order of sums decides."""
+    w, stats = [weight(5, WIDTH), weight(rows, WIDTH, 1)], statistics(inputs(WIDTH, tokens=100))
+    options = gptq_plus.Options(bits=3, group_size=8)
 
     def codes() -> Tensor:
-        return _coordinate_descent.descend([w], [start], gram, 2, refit=False)[0].q
+        quantized = gptq_plus.quantize_group(w, stats, options, torch.bfloat16)
+        assert [len(q.q) for q in quantized] == [5, rows]
+        return torch.cat([q.q for q in quantized])
 
-    whole, parts = in_pieces(codes, _SPAN=(_coordinate_descent, PIECE), _STRIP=(_coordinate_descent, 3))
+    whole, parts = in_pieces(codes, _ROWS=(_columns, PIECE), _ALIGNED=(_columns, 3))
     assert (whole != parts).any(1).sum() <= 1
-    assert width < PIECE or (whole != start.q).any()
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -164,6 +164,7 @@ def test_lines_are_short(page):
         ("compare_weights", "weights"),
         ("bench_reducers", "reducers"),
         ("choosing_speed", "choosing"),
+        ("why_tokens_matter", "smol"),
         ("compare_resizing", "resizing"),
         ("compare_learning", "learning"),
         ("bench_serving", "serving"),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
-from tests.kit import pretended_cuda
+from tests.kit import forks, pretended_cuda
+from tests.kit.engine import SETTINGS
 from tests.kit.places import ROOT
 
-FILES = (
-    *("tests/calibration/test_capture.py", "tests/calibration/test_gradient_pass.py"),
-    *("tests/commands/test_learn_reducer.py", "tests/runs/test_counted_reducer.py"),
-)
-"""Tests that ask for no device, and therefore hold on any."""
+CHECKS = "tests/kit/pretended_cuda/checks"
+PHASES = [f"{CHECKS}/{name}.py" for name in ("numbers", "places", "waits")]
+SERVED = f"{CHECKS}/served.py"
+FOLDERS = sorted(folder.name for folder in (ROOT / "tests").iterdir() if list(folder.glob("test_*.py")))
+OTHERS = ["tests/common/test_hub.py::test_quantize_from_ids_then_offline"]
+"""Tests that compare with a Python that is no fork, and so has no such device."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,29 +26,39 @@ def device() -> None:
     pretended_cuda.built()
 
 
-def on_the_device(*arguments: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        "0",
-        "-q",
-        "-x",
-        "-p",
-        "tests.kit.pretended_cuda.plugin",
-        *arguments,
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def on_the_device(*arguments: str, libraries: tuple[str, ...] = forks.OURS) -> None:
+    """Run tests in a process that has imported some libraries."""
+    command = [forks.python(*libraries), "-m", "pytest", "-n", "0", "-q", "-p", "tests.kit.pretended_cuda.plugin"]
+    environment = os.environ | SETTINGS
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_everything():
-    """Scales where the weights are, blocks that are streamed, copies that need not be, and what makes the host wait."""
-    on_the_device("tests/kit/pretended_cuda/checks.py")
+def test_phases():
+    """Numbers are the CPU's, scales are where weights are, blocks are streamed, no copy is needless, waits are counted."""
+    on_the_device("-x", "-m", "not slow", *PHASES)
+
+
+@pytest.mark.engine
+def test_served_models():
+    pytest.importorskip("vllm")
+    on_the_device("-x", "-m", "not slow", SERVED, libraries=forks.VLLM)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
-def test_files(file):
-    on_the_device(file)
+@pytest.mark.engine
+def test_more_of_both():
+    pytest.importorskip("vllm")
+    on_the_device("-m", "slow", *PHASES)
+    on_the_device("-m", "slow", SERVED, libraries=forks.VLLM)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_default_suite(folder):
+    """Tests that start no engine hold where there is an accelerator, too, as `scripts/gpu_check` has them run on one."""
+    without = [word for test in OTHERS for word in ("--deselect", test)]
+    on_the_device("-m", "not slow and not engine", "-p", "no:cacheprovider", *without, f"tests/{folder}")

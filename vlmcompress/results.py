@@ -232,8 +232,8 @@ class LoadRun(_Record):
     """One measured burst of requests against a server (`mode` "serve") or the engine itself ("offline").
 
     Lists hold one value a request (`itl_ms`: one a token). `cached_tokens` are prompt tokens that the server took from its
-    prefix cache, `media_hits` images it took from its media caches. With speculative decoding `drafts` counts steps with a
-    draft, `drafted` the tokens drafted in them, `accepted` those that became part of an answer.
+        prefix cache, `media_hits` images from its media caches. With speculative decoding `drafts` counts steps with a draft,
+    `drafted` their tokens, `accepted` those that became part of an answer, `accepted_at` these by their place in a draft.
     """
 
     side: Literal["baseline", "candidate"]
@@ -251,6 +251,7 @@ class LoadRun(_Record):
     drafts: Count = 0
     drafted: Count = 0
     accepted: Count = 0
+    accepted_at: list[Count] = []
     goodput: Amount | None = None
     ttft_ms: list[float] = []
     tpot_ms: list[float] = []

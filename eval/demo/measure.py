@@ -24,8 +24,8 @@ def messages(row: dict) -> list[dict]:
 
 
 @torch.inference_mode()
-def answers(model, processor, rows: list[dict], size: int = 20) -> list[str]:
-    """Generate greedy answers, in batches of questions with equally many and equally large images."""
+def answers(model, processor, rows: list[dict], size: int = 20, tokens: int = 12) -> list[str]:
+    """Generate greedy answers of at most `tokens`, in batches of questions with equally many and equally large images."""
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["image"]), _pixels(rows[i]), len(rows[i]["question"])))
     texts = [""] * len(rows)
     for start in range(0, len(order), size):
@@ -37,7 +37,7 @@ def answers(model, processor, rows: list[dict], size: int = 20) -> list[str]:
         inputs = inputs.to(model.device)
         if "pixel_values" in inputs:
             inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, inputs["input_ids"].shape[1] :]
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=tokens)[:, inputs["input_ids"].shape[1] :]
         for i, text in zip(chosen, processor.batch_decode(out, skip_special_tokens=True), strict=True):
             texts[i] = text.strip()
     return texts

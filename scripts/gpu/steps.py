@@ -29,7 +29,8 @@ SERVED = ("bf16", "fp8", "int8", "awq")
 WHOLE = {("qwen2.5-vl-7b", "gptq-plus"): 5.2, ("qwen2.5-vl-7b", "awq"): 2, ("qwen2.5-vl-7b", "gptq"): 2.5,
          ("qwen2.5-vl-7b", "fp8"): 0.8, ("qwen3-vl-8b", "awq"): 1.5}  # fmt: skip
 
-INSTALLED = ("torch", "torchvision", "transformers", "accelerate", "safetensors", "PIL", "yaml", "jinja2", "pytest")
+INSTALLED = ("torch", "torchvision", "triton", "transformers", "accelerate", "safetensors", "PIL", "yaml", "jinja2",
+             "pytest")  # fmt: skip
 """What a bare machine has, with what these need."""
 BROUGHT = ("pydantic", "compressed_tensors", "jaxtyping", "beartype", "hypothesis")
 """What `wheels` brings along."""
@@ -108,9 +109,8 @@ STEPS: tuple[Step, ...] = (
         _each({"quantizers": 0.8, "statistics": 0.3, "reducers": 0.5}, MODELS, "what"),
     ),
     Step(
-        "quantize", "whole models with 128 images of 1000 x 1000: seconds by phase, peak memory", "gpu.bare.whole",
-        [Part(f"{shape}-{scheme}", minutes, QUANTIZES, {"shape": shape, "name": scheme})
-         for (shape, scheme), minutes in WHOLE.items()],
+        "triton", "the quantizers' Triton kernels give torch's codes, and in how much less time", "gpu.bare.kernels",
+        [Part("solving", 0.8, (*MODELS, "triton"))],
     ),
     Step(
         "layers", "a block's layers by every scheme: seconds by phase, kernels, waits, peak memory", "gpu.bare.layers",
@@ -127,6 +127,11 @@ STEPS: tuple[Step, ...] = (
     Step(
         "products", "what FP8 and INT8 products by torch's own kernels win over BF16", "gpu.bare.products",
         [Part("torch", 0.3, ("torch",))],
+    ),
+    Step(
+        "quantize", "whole models with 128 images of 1000 x 1000: seconds by phase, peak memory", "gpu.bare.whole",
+        [Part(f"{shape}-{scheme}", minutes, QUANTIZES, {"shape": shape, "name": scheme})
+         for (shape, scheme), minutes in WHOLE.items()],
     ),
     Step(
         "training", "gradient pass, ten steps of recover and learn-reducer, rotation, KV ranges", "gpu.bare.training",

@@ -17,7 +17,7 @@ def render(parts: Parts) -> str:
     ran = {name: part for name, part in parts.items() if part["status"] != "skipped"}
     if not ran:
         return EMPTY
-    sections = [_machine(ran), _steps(parts), _quantized(ran), _layers(ran), _reducers(ran), _prefill(ran),
+    sections = [_machine(ran), _steps(parts), _quantized(ran), _layers(ran), _triton(ran), _reducers(ran), _prefill(ran),
                 _products(ran), _trained(ran), _kernels(ran), _served(ran), _faults(ran)]  # fmt: skip
     return "\n\n".join(text for text in sections if text)
 
@@ -87,6 +87,16 @@ def _layers(ran: Parts) -> str:
         "layers of a block | smooth, s | solve, s | pack, s | kernels a column | waits a layer | GPU peak | all blocks, s",
         "rrrrrrr", rows,
     )  # fmt: skip
+
+
+def _triton(ran: Parts) -> str:
+    rows = [
+        f"| {scheme} | {figures['seconds']['torch']:.3f} | {figures['seconds']['triton']:.3f} | {figures['rows_alike']:.1%} |"
+        for _, result in _results(ran, "triton")
+        for scheme, figures in result.items()
+        if "seconds" in figures
+    ]
+    return _table("two layers of 3,584 inputs | torch, s | Triton, s | rows alike", "rrr", rows)
 
 
 def _reducers(ran: Parts) -> str:

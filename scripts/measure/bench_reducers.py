@@ -71,7 +71,6 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "dart-llm": [{}, {"layer": 1}],
     "pyramiddrop": [{}],
     "relevance": [{}],
-    "surrogate": [{}, {"rule": "dart"}],
     "visionzip": [{}],
     "vscan": [{"shallow": 1, "window": 3}],
     "tome": [{}],

@@ -15,9 +15,8 @@ load: twelve clients. Requests per second, TTFT with its queue, and how many req
 again: four clients, warm: everything they ask has been asked before, so that caches hold it.
 
 In cold groups prefix cache and image processor cache are off, and that nothing came from one is checked. `floor` keeps one
-visual token, so what its TTFT is of the full one's is the part of prefill that no reducer can save. `surrogate` runs two
-layers of the language model over all tokens to choose. The KV cache has the same size everywhere: room for four full
-requests. The last line is one JSON object.
+visual token, so what its TTFT is of the full one's is the part of prefill that no reducer can save. The KV
+cache has the same size everywhere: room for four full requests. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ from vlmcompress.recipe.reducer import parse as parse_reducer
 RESULTS = ROOT / "eval/serving.json"
 METHOD = "dart"
 SHARES = ("1/2", "1/4", "1/9")
-FLOOR, SURROGATE = f"uniform:1/{SIDE * SIDE}", "surrogate:1/4"
+FLOOR = f"uniform:1/{SIDE * SIDE}"
 REDUCED = tuple(f"{METHOD}:{share}" for share in SHARES)
 BF16 = tuple(Variant("bf16", reduce) for reduce in ("", *REDUCED))
 GROUPS: dict[str, tuple[Variant, ...]] = {
-    "cold": (*BF16, Variant("bf16", SURROGATE), Variant("bf16", FLOOR)),
+    "cold": (*BF16, Variant("bf16", FLOOR)),
     "quantized": (
         Variant("bf16"),
         *(Variant(scheme, reduce) for scheme in ("int8", "rtn") for reduce in ("", REDUCED[1])),

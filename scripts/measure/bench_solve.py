@@ -5,8 +5,8 @@ Solving is what is left of `quantize --stats` when loading, reading statistics a
 and statistics those of correlated inputs: singular values that decay, a few channels that are thirty times as large as others.
 One block is made and solved by each scheme in turn, `--repeats` times, so that all schemes meet the same load of the machine;
 the least time of each counts, and is multiplied by the number of blocks. Phases are functions of the package, timed by Python's
-profiler with the process's clock; what none of them took is `rest`. `error` is the geometric mean of the layers' relative
-squared output errors (of `rtn` and `fp8`, which read no statistics, of their weights').
+profiler with the process's clock; `columns` is without `search`, and what none of them took is `rest`. `error` is the geometric
+mean of the layers' relative squared output errors (of `rtn` and `fp8`, which read no statistics, of their weights').
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ PHASES = {  # phase -> (file, function); of phases within each other the outer o
     "smooth": ("quantizers/__init__.py", "smooth"),
     "factorize": ("quantizers/gptq.py", "prepare"),
     "ranges": ("quantizers/gptq.py", "ranges"),
-    "columns": ("quantizers/gptq.py", "quantize_columns"),
-    "search": ("quantizers/gptq.py", "searched"),
+    "columns": ("quantizers/_columns.py", "quantize_columns"),
+    "search": ("quantizers/_local_search.py", "search"),
     "round": ("numerics/_tensors.py", "round_to_nearest"),
     "clip": ("quantizers/awq.py", "clipped"),
     "errors": ("calibration/solve.py", "_errors"),
@@ -99,6 +99,7 @@ def solve(
             outer = not any(caller[2] in ("smooth", "round_to_nearest") for caller in callers)
             if name == function and file.endswith(suffix) and (outer or phase == "smooth"):
                 seconds[phase] = seconds.get(phase, 0.0) + cumulative
+    seconds["columns"] = seconds.get("columns", 0.0) - seconds.get("search", 0.0)
     seconds["rest"] = max(0.0, 2 * seconds["all"] - sum(seconds.values()))
     logs = [math.log(value) for errors in result.errors.values() for value in errors.values()]
     return seconds | {"error": math.exp(sum(logs) / len(logs))}

@@ -9,9 +9,8 @@ Encoders have the shapes of CLIP ViT-L/14, SigLIP So400m/14 and Qwen2.5-VL's (fo
 bfloat16. Their layers are alike, so one is run and its time multiplied by their number; of Qwen2.5-VL's, one with windows
 and one with full attention. Tokens are random, in groups, and as wide as LLaVA-1.5-7B's. A method keeps a quarter, as in the
 engine's plugin: with the values of its signals not looked at, and its rows applied. Methods within the encoder's layers
-(`tome`, `dymu`) merge in all of ViT-L's but the last; `surrogate` is timed without the layers that it runs ahead. Encoders
-and methods take turns; single images are the median of the rounds, eight images the time of one round. The last line is one
-JSON object.
+(`tome`, `dymu`) merge in all of ViT-L's but the last. Encoders and methods take turns; single images are the median of the
+rounds, eight images the time of one round. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -61,10 +60,9 @@ def drawn(tokens: int, seed: int, film: bool = False) -> Signals:
     words: dict[str, Any] = {"query": torch.randn(20, WIDTH, generator=draw).bfloat16()}
     words["query_keys"] = torch.randn(20, KEYS, generator=draw).bfloat16()
     fields = {"features": alike(WIDTH), "keys": alike(KEYS), "heads": HEADS, "saliency": torch.rand(tokens)} | words
-    ahead = Signals(GRIDS[tokens], **fields, finite=True)
     pixels = torch.randint(0, 2, (tokens, 1), generator=draw).expand(-1, PIXELS).float()
     grid = FILMS[tokens] if film else GRIDS[tokens]
-    return Signals(grid, **fields, windowed=torch.rand(tokens), pixels=pixels, ahead=ahead, finite=True)
+    return Signals(grid, **fields, windowed=torch.rand(tokens), pixels=pixels, finite=True)
 
 
 def chooser(name: str, tokens: int) -> Callable[[Signals], None]:

@@ -35,7 +35,7 @@ WORDS = 48  # tokens of the question
 SHARES = (0.5, 0.25, 1 / 9)
 METHODS = (
     "random", "resize", "coverage", "learned", "cdpruner", "scope", "dart", "divprune", "visionzip", "vscan",
-    "tome", "fastv", "dart-llm", "surrogate",
+    "tome", "fastv", "dart-llm",
 )  # fmt: skip
 TEXT = {
     "hidden_size": 1024,

@@ -30,7 +30,6 @@ MARKS = {
     "random": " o",
     "random_cached": " (o)",
 }  # marks of reducers no better than random at as many tokens, or as much cache
-CLOSE = ("read", "locate")  # families that hang on small details and places
 Row = dict[str, Any]
 
 
@@ -40,20 +39,18 @@ def rows(path: Path, split: str, per_family: int | None) -> list[Row]:
 
 
 def summarise(measured: Sequence[Row], questions: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    """Compute figures of every reducer at every share, FastV against methods that look for likeness, and findings."""
+    """Compute figures of every reducer at every share, and findings."""
     models = [
         Answers([row for row in measured if row["model"] == model], samples) for model, samples in questions.items()
     ]
     figures = [figure for model in models for figure in model.figures()]
-    fastv = [row for model in models for row in model.attention_against_likeness()]
     return {
         "split": measured[0]["split"],
         "questions": {model: len(samples) for model, samples in questions.items()},
         "images": {model.name: int(model.clusters.max()) + 1 for model in models},
         "full": {model.name: model.exact(model.full) for model in models},
-        "findings": findings(figures, fastv),
+        "findings": findings(figures),
         "figures": figures,
-        "fastv": fastv,
     }
 
 
@@ -62,14 +59,12 @@ def joined(kept: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, An
     for name in ("split", "questions", "images", "full"):
         if kept[name] != measured[name]:
             raise ValueError(f"{name} differs from what was measured before: measure all of it")
-    parts: dict[str, Any] = {}
-    for name, key in (("figures", ("model", "group", "reduce")), ("fastv", ("model", "group", "than", "keep"))):
-        rows = {tuple(row[part] for part in key): row for row in (*kept[name], *measured[name])}
-        order = list(measured["full"])
-        parts[name] = sorted(
-            rows.values(), key=lambda row: (order.index(row["model"]), row["group"], -row.get("kept", 0))
-        )
-    return {**measured, **parts, "findings": findings(parts["figures"], parts["fastv"])}
+    rows = {
+        tuple(row[key] for key in ("model", "group", "reduce")): row for row in (*kept["figures"], *measured["figures"])
+    }
+    order = list(measured["full"])
+    figures = sorted(rows.values(), key=lambda row: (order.index(row["model"]), row["group"], -row["kept"]))
+    return {**measured, "figures": figures, "findings": findings(figures)}
 
 
 class Answers:
@@ -112,22 +107,6 @@ class Answers:
             rows.append(figure)
         return sorted(rows, key=lambda row: (row["group"], -row["kept"]))
 
-    def attention_against_likeness(self) -> list[Row]:
-        """Compare FastV with each method that looks for likeness at the same share, over all questions and families `CLOSE`."""
-        rows = []
-        at = {
-            (seed_rows[0]["group"], seed_rows[0]["options"].get("keep")): self._seeds(seed_rows)
-            for seed_rows in self.points.values()
-        }
-        for (group, keep), fastv in at.items():
-            others = [other for other, same in at if same == keep and other.split()[0] in SIMILAR]
-            for other in others if group.startswith("fastv") else ():
-                row: Row = {"model": self.name, "group": group, "than": other, "keep": keep}
-                for name in ("all", *CLOSE):
-                    row[name] = self._compare(at[other, keep], fastv, name)
-                rows.append(row)
-        return rows
-
     def _loss(self, answers: Tensor) -> dict[str, Any]:
         return {name: self._compare(self.full, answers, name) for name in ("all", *self.families)}
 
@@ -162,10 +141,9 @@ def _kept(row: Row) -> float:
     return row["after"] / row["before"]
 
 
-def findings(figures: Sequence[Row], fastv: Sequence[Row]) -> dict[str, Any]:
-    """List findings: the cost of half the tokens for methods that look for likeness, in the family that suffers most;
-    how far FastV is then from them on families `CLOSE`, where the interval leaves no doubt; and the reducers that are
-    no better than random, at the same share of tokens and, within the language model, of the caches."""
+def findings(figures: Sequence[Row]) -> dict[str, Any]:
+    """List findings: the cost of half the tokens for methods that look for likeness, in the family that suffers most, and
+    the reducers that are no better than random, at the same share of tokens and, within the language model, of the caches."""
     half: dict[str, Any] = {}
     for row in figures:
         if row["method"] in SIMILAR and row["keep"] == HALF:
@@ -178,15 +156,7 @@ def findings(figures: Sequence[Row], fastv: Sequence[Row]) -> dict[str, Any]:
             if row.get(name) and row[name][1] <= 0:
                 place = lost.setdefault(name, {}).setdefault(row["model"], {}).setdefault(row["group"], [])
                 place.append(round(row["kept"], 3))
-    less: dict[str, Any] = {}
-    for row in fastv:
-        for family in CLOSE if row["keep"] == HALF else ():
-            difference, low, high = row[family]
-            if low > 0 or high < 0:
-                less.setdefault(row["model"], {}).setdefault(row["group"], {}).setdefault(family, {})[row["than"]] = (
-                    difference
-                )
-    return {"half_kept": half, "fastv_less_others": less, "no_better_than": lost}
+    return {"half_kept": half, "no_better_than": lost}
 
 
 def dump(results: Mapping[str, Any]) -> str:

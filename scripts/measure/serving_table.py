@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 Row = Mapping[str, Any]
-FULL, SURROGATE, BESIDE = "bf16 full", "bf16 surrogate:1/4", "bf16 dart:1/4"
+FULL = "bf16 full"
 ABOUT = ("created", "version", "machine", "layers", "seconds")
 TITLES = {
     "cold": "**Caches off, BF16**",
@@ -23,8 +23,8 @@ TITLES = {
 
 
 def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute `{group: {load: {variant: figures}}}`, the parts of prefill that no reducer saves and that one takes
-    itself, and the cost of the surrogate."""
+    """Compute `{group: {load: {variant: figures}}}`, and the parts of prefill that no reducer saves and that one takes
+    itself."""
     summary: dict[str, Any] = {}
     for group, record in results.items():
         for load in dict.fromkeys(row["load"] for row in record["rows"]):
@@ -34,7 +34,7 @@ def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
     about = {group: {name: record[name] for name in ABOUT} for group, record in results.items()}
     return {
         "groups": summary,
-        **(_limits(results["cold"], summary["cold"]) if "cold" in results else {}),
+        **(_limits(results["cold"], summary["cold"]["latency"]) if "cold" in results else {}),
         "about": about,
     }
 
@@ -62,15 +62,14 @@ def _by_turn(rows: Sequence[Row], variant: str) -> dict[int, Row]:
     return {row["turn"]: row for row in rows if row["variant"] == variant}
 
 
-def _ratio(rows: Sequence[Row], variant: str, figure: Callable[[Row], float], to: str = FULL) -> float:
-    other, turns = _by_turn(rows, to), _by_turn(rows, variant)
-    return median(figure(turns[turn]) / figure(other[turn]) for turn in turns)
+def _ratio(rows: Sequence[Row], variant: str, figure: Callable[[Row], float]) -> float:
+    full, turns = _by_turn(rows, FULL), _by_turn(rows, variant)
+    return median(figure(turns[turn]) / figure(full[turn]) for turn in turns)
 
 
-def _limits(record: Mapping[str, Any], loads: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute from the cold group the floor's share of the full TTFT, each reducer's own time as a share of the full
-    prefill and of its own model's, and the surrogate's TTFT as a multiple of that of the method beside it."""
-    latency, rows = loads["latency"], [row for row in record["rows"] if row["load"] == "latency"]
+def _limits(record: Mapping[str, Any], latency: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute from the cold group the floor's share of the full TTFT, and each reducer's own time as a share of the full
+    prefill and of its own model's."""
     floor = next(figures for variant, figures in latency.items() if variant.startswith("bf16 uniform:"))
     by_reducer = {
         reduce: {
@@ -80,8 +79,7 @@ def _limits(record: Mapping[str, Any], loads: Mapping[str, Any]) -> dict[str, An
         }
         for reduce, ms in record["reducer_ms"].items()
     }
-    limits = {"floor": floor["ttft_ratio"], "reducer": by_reducer}
-    return limits | ({"surrogate": round(_ratio(rows, SURROGATE, _ttft, BESIDE), 3)} if SURROGATE in latency else {})
+    return {"floor": floor["ttft_ratio"], "reducer": by_reducer}
 
 
 def _ttft(row: Row) -> float:
@@ -97,11 +95,6 @@ def render(results: Mapping[str, Any]) -> str:
         parts.append(
             f"With one visual token the time to first token is still {100 * summary['floor']:.0f}% of the full one: no reducer "
             f"saves that. Reducing takes at most {100 * worst:.1f}% of the reduced model's time to first token."
-        )
-    if "surrogate" in summary:
-        parts.append(
-            "Choosing with two layers of the language model (`surrogate:1/4`, FastV's rule) instead of `dart:1/4` makes it "
-            f"{summary['surrogate']:.2f}x."
         )
     return "\n\n".join(parts)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -212,10 +212,13 @@ def only(forward: Callable[[Tensor], Tensor], read: tuple[Tensor, Tensor]) -> Ca
     return computed
 
 
-ROUNDED = {  # compressed-tensors' arguments -> number format
-    (8, "int", "token", True): ActFormat("int", 8, dynamic=True),
-    (8, "float", "token", True): ActFormat("float", 8, dynamic=True),
-    (4, "float", "tensor_group", "local"): ActFormat("float", 4, dynamic=True),
+ARGUMENTS = ("num_bits", "type", "strategy", "group_size", "dynamic")
+ROUNDED = {  # these of compressed-tensors -> number format
+    (8, "int", "token", None, True): ActFormat("int", 8, dynamic=True),
+    (8, "float", "token", None, True): ActFormat("float", 8, dynamic=True),
+    (4, "float", "tensor_group", 16, "local"): ActFormat("float", 4, dynamic=True),
+    (4, "float", "group", 32, True): ActFormat("float", 4, dynamic=True, mx=True),
+    (8, "float", "group", 32, True): ActFormat("float", 8, dynamic=True, mx=True),
 }
 
 
@@ -234,7 +237,7 @@ def round_activations(model: nn.Module) -> list[Any]:
     for module in model.modules():
         arguments = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
         if arguments is not None:
-            act = ROUNDED.get((arguments.num_bits, arguments.type, arguments.strategy, arguments.dynamic))
+            act = ROUNDED.get(tuple(getattr(arguments, name) for name in ARGUMENTS))
             if act is None or not arguments.symmetric:
                 raise ValueError(f"no simulation of activations as {arguments}")
             hooks.append(module.register_forward_pre_hook(rounding(act)))
@@ -263,17 +266,11 @@ def measure(original: Tensor, quantized: Tensor, label: Tensor, question: Tensor
 
 def load_quantized(folder: Path, like: VLM) -> VLM:
     """Load a compressed-tensors checkpoint with its weights dequantized to BF16, ready for `predictions`."""
-    from transformers import AutoModelForImageTextToText
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
     with models.quiet():
-        model, info = AutoModelForImageTextToText.from_pretrained(
-            folder,
-            dtype=torch.bfloat16,
-            quantization_config=CompressedTensorsConfig(dequantize=True),
-            output_loading_info=True,
-            local_files_only=True,
-        )
+        config = CompressedTensorsConfig(dequantize=True)
+        model, info = models.open_model(folder, dtype=torch.bfloat16, quantization_config=config)
     if lacking := sorted(map(str, info["missing_keys"])):
         raise ValueError(f"{folder} lacks {lacking[0]} and {len(lacking) - 1} more")
     return VLM(model.eval().requires_grad_(False), like.processor, like.spec, folder)
@@ -287,10 +284,3 @@ def cached(path: Path, make: Any) -> Any:
         torch.save(make(), aside)
         aside.rename(path)
     return torch.load(path, weights_only=False)
-
-
-def by_kind(values: Tensor, families: Sequence[str], kinds: Mapping[str, Sequence[bool]]) -> dict[str, float]:
-    """Average `values [questions]` over all questions, those of each family, and those of each kind."""
-    chosen = {name: torch.tensor([family == name for family in families]) for name in sorted(set(families))}
-    chosen |= {name: torch.tensor(list(members)) for name, members in kinds.items()}
-    return {"all": float(values.mean())} | {name: float(values[index].mean()) for name, index in chosen.items()}

@@ -24,7 +24,7 @@ class Grid:
         return {"bits": self.bits, "group_size": self.group, "symmetric": self.symmetric}
 
 
-FORMATS: dict[str, Grid | None] = {  # None: INT8 weights and activations, by the scheme's own options
+FORMATS: dict[str, Grid | None] = {  # None: by the scheme's own options
     "W4": Grid(4, 64),
     "W3": Grid(3, 64),
     "W2": Grid(2, 64),
@@ -33,6 +33,14 @@ FORMATS: dict[str, Grid | None] = {  # None: INT8 weights and activations, by th
     "W2 asym": Grid(2, 64, False),
     "3.25": Grid(3, 64),
     "W8A8": None,
+    "W4A8-FP8": None,
+    "NVFP4A16": None,
+    "MXFP4A16": None,
+    "MXFP4": None,
+    "MXFP8": None,
+    "FP8": None,
+    "head": None,
+    "embeddings": None,
 }
 WEIGHTS = tuple(name for name, grid in FORMATS.items() if grid and name[0] == "W")
 
@@ -72,6 +80,13 @@ def budget(bits: float, **keys: Any) -> dict[str, Any]:
 
 
 STEPS = {"smooth": "feedback", "clip": True, "sweeps": 2}  # those of gptq-plus
+
+ROUNDINGS: dict[str, dict[str, Any]] = {  # of the schemes with one number format
+    " rtn": {"rounding": "rtn"},
+    " awq": {"rounding": "awq"},
+    " gptq": {"rounding": "gptq"} | {"smooth": "off", "clip": False, "sweeps": 0},
+    " all steps": {"rounding": "gptq"} | STEPS,
+}
 
 METHODS: dict[str, Row] = {
     "rtn": Row("rtn", data_free=True),
@@ -117,6 +132,30 @@ METHODS: dict[str, Row] = {
     "int8": Row("int8", formats=("W8A8",)),
     "int8 rotate": Row("int8", recipe={"rotate": "hadamard"}, kind="run", formats=("W8A8",)),
     "int8 ratio": Row("int8", {"balance": "ratio"}, formats=("W8A8",)),
+    **{
+        f"{scheme}{name}": Row(scheme, options | keys, formats=formats, data_free=options.get("rounding") == "rtn")
+        for name, options in ROUNDINGS.items()
+        for scheme, keys, formats in (
+            ("nvfp4", {"activations": 16, "mixed": False}, ("NVFP4A16",)),
+            ("mxfp4", {"activations": 16}, ("MXFP4A16",)),
+            ("w4a8-fp8", {}, ("W4A8-FP8",)),
+        )
+    },
+    "mxfp4, inputs too": Row("mxfp4", formats=("MXFP4",)),
+    "mxfp4, inputs too, all steps": Row("mxfp4", STEPS, formats=("MXFP4",)),
+    "mxfp8": Row("mxfp8", formats=("MXFP8",), data_free=True),
+    "mxfp8 gptq": Row("mxfp8", {"rounding": "gptq"}, formats=("MXFP8",)),
+    "fp8": Row("fp8", formats=("FP8",), data_free=True),
+    **{
+        f"head {name}": Row("none", recipe={"head": name}, formats=("head",))
+        for name in ("fp8", "int8", "w8a16", "w4a16")
+    },
+    "head w4a16, to nearest": Row("none", recipe={"head": "w4a16"}, formats=("head",), data_free=True),
+    **{
+        f"embeddings {name}": Row("none", recipe={"embeddings": name}, formats=("embeddings",), data_free=True)
+        for name in ("w8a16", "w4a16")
+    },
+    "gptq-plus, head w4a16": Row("gptq-plus", recipe={"head": "w4a16"}, formats=("W4",)),
 }
 STOCK = ("stock gptq", "stock awq", "stock int8")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -82,6 +83,14 @@ def body(text: str = "") -> bytes:
     return encode("model", [{"role": "user", "content": text}], 4)
 
 
+def in_the_end(check: Callable[[], None]) -> None:
+    """Check times several times: a busy machine delays some attempts, a wrong clock is wrong in all of them."""
+    for _ in range(9):
+        with contextlib.suppress(AssertionError):
+            return check()
+    check()
+
+
 def test_encoded_request() -> None:
     request = json.loads(body("hi"))
     assert (request["max_completion_tokens"], request["temperature"], request["ignore_eos"]) == (4, 0, True)
@@ -90,39 +99,47 @@ def test_encoded_request() -> None:
 
 def test_times_and_tokens(url: str) -> None:
     """The role chunk is no token, a chunk of two tokens is two gaps, and the server's counts are taken over."""
-    (outcome,), duration = send(url, [body()], parse_load("closed:1"))
-    assert outcome.error == ""
-    assert outcome.ttft == pytest.approx(FIRST, abs=0.04)
-    assert outcome.e2e == pytest.approx(FIRST + 2 * GAP, abs=0.06)
-    assert outcome.itl == pytest.approx([GAP / 2, GAP / 2, GAP], abs=0.03)
-    assert sum(outcome.itl) == pytest.approx(outcome.e2e - outcome.ttft)
-    assert outcome.tpot == pytest.approx((outcome.e2e - outcome.ttft) / 3)
-    assert (outcome.prompt_tokens, outcome.visual_tokens, outcome.cached_tokens, outcome.output_tokens) == (
-        94,
-        81,
-        16,
-        4,
-    )
-    assert outcome.e2e <= duration < 1
+
+    def check() -> None:
+        (outcome,), duration = send(url, [body()], parse_load("closed:1"))
+        assert outcome.error == ""
+        assert outcome.ttft == pytest.approx(FIRST, abs=0.04)
+        assert outcome.e2e == pytest.approx(FIRST + 2 * GAP, abs=0.06)
+        assert outcome.itl == pytest.approx([GAP / 2, GAP / 2, GAP], abs=0.03)
+        assert sum(outcome.itl) == pytest.approx(outcome.e2e - outcome.ttft)
+        assert outcome.tpot == pytest.approx((outcome.e2e - outcome.ttft) / 3)
+        counts = (outcome.prompt_tokens, outcome.visual_tokens, outcome.cached_tokens, outcome.output_tokens)
+        assert counts == (94, 81, 16, 4)
+        assert outcome.e2e <= duration < 1
+
+    in_the_end(check)
 
 
 def test_closed_load_keeps_so_many_in_flight(url: str) -> None:
-    counts: list[int] = []
-    outcomes, duration = send(url, [body()] * 9, parse_load("closed:3"), done=counts.append)
-    assert [outcome.error for outcome in outcomes] == [""] * 9
-    assert Clockwork.most == 3
-    assert counts == list(range(1, 10))
-    assert duration == pytest.approx(3 * (FIRST + 2 * GAP), abs=0.3)
+
+    def check() -> None:
+        counts: list[int] = []
+        outcomes, duration = send(url, [body()] * 9, parse_load("closed:3"), done=counts.append)
+        assert [outcome.error for outcome in outcomes] == [""] * 9
+        assert Clockwork.most == 3
+        assert counts == list(range(1, 10))
+        assert duration == pytest.approx(3 * (FIRST + 2 * GAP), abs=0.3)
+
+    in_the_end(check)
 
 
 def test_open_load_counts_from_the_moment_a_request_is_due(url: str) -> None:
     load = parse_load("rate:40")
     arrivals = load.arrivals(12, seed=1)
     assert arrivals is not None
-    outcomes, duration = send(url, [body()] * 12, load, seed=1)
-    assert duration == pytest.approx(arrivals[-1] + FIRST + 2 * GAP, abs=0.15)
-    assert Clockwork.most > 3
-    assert all(FIRST <= outcome.ttft < FIRST + 0.1 for outcome in outcomes)
+
+    def check() -> None:
+        outcomes, duration = send(url, [body()] * 12, load, seed=1)
+        assert duration == pytest.approx(arrivals[-1] + FIRST + 2 * GAP, abs=0.15)
+        assert Clockwork.most > 3
+        assert all(FIRST <= outcome.ttft < FIRST + 0.1 for outcome in outcomes)
+
+    in_the_end(check)
 
 
 @pytest.mark.parametrize(

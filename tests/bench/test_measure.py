@@ -13,7 +13,7 @@ from vlmcompress.bench.counters import Counters, parse_metrics
 from vlmcompress.bench.measure import figures, interval, kv_bytes_per_token, memory, ratio, serve_run, summarise
 from vlmcompress.results import LoadRun
 
-SEEN = Counters(drafts=4, drafted=12, accepted=6)
+SEEN = Counters(drafts=4, drafted=12, accepted=6, accepted_at=(3, 2, 1))
 
 
 def outcome(ttft: float, gaps: list[float], error: str = "") -> Outcome:
@@ -28,7 +28,7 @@ def test_serve_run() -> None:
     )
     assert (run.completed, run.failed) == (2, 1)
     assert (run.text_tokens, run.visual_tokens, run.output_tokens) == (2 * 13, 2 * 81, 6)
-    assert (run.drafts, run.drafted, run.accepted) == (4, 12, 6)
+    assert (run.drafts, run.drafted, run.accepted, run.accepted_at) == (4, 12, 6, [3, 2, 1])
     assert run.goodput == 0.5  # one request in two seconds
     assert run.ttft_ms == [100, 300]
     assert run.tpot_ms == [20, 20]

@@ -101,12 +101,12 @@ def test_what_was_drafted_is_shown_by_side() -> None:
     """Twelve tokens drafted in four steps, six accepted: half of them, and 1 + 6 / 4 tokens a step."""
     bench = make_bench()
     assert "drafted" not in text(bench)
-    counts = {"drafts": 2, "drafted": 6, "accepted": 3}
+    counts = {"drafts": 2, "drafted": 6, "accepted": 3, "accepted_at": [2, 1, 0]}
     drafting = [
         run.model_copy(update=counts) for run in bench.runs if (run.side, run.state) == ("candidate", "cold")
     ] * 2
     changed = [run for run in bench.runs if (run.side, run.state) != ("candidate", "cold")] + drafting
     shown = text(bench.model_copy(update={"runs": changed}))
     (line,) = [line.split() for line in shown.splitlines() if line.strip().startswith("candidate, serve, no caches")]
-    assert line[-4:] == ["12", "6", "50.0%", "2.50"]
+    assert line[-7:] == ["12", "6", "50.0%", "100%,", "50%,", "0%", "2.50"]
     assert "baseline, serve" not in shown

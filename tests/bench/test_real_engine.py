@@ -14,6 +14,7 @@ from vlmcompress.bench.client import parse_load
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.runs import run
 from vlmcompress.bench.serving import run_offline
+from vlmcompress.cli import main
 from vlmcompress.engines.vllm.serve import server
 from vlmcompress.errors import UserError
 from vlmcompress.results import Results
@@ -47,7 +48,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
     with server(MODEL, flags=flags, images=1, speculative=json.dumps(NGRAM)) as running:
         start = counters.counters(running)
         for number in (0, 1):
-            outcomes, duration = serving.burst(plan, running, number, "", lambda *_: None, 0)
+            outcomes, duration = serving.burst(plan, "candidate", running, number, "", lambda *_: None, 0)
             assert [o.error for o in outcomes] == [""] * 6
             assert {o.output_tokens for o in outcomes} == {5}
             assert {o.visual_tokens for o in outcomes} == {TOKENS}
@@ -55,7 +56,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         fresh = counters.counters(running)
         assert fresh.media_hits == start.media_hits
 
-        again, _ = serving.burst(plan, running, 0, "", lambda *_: None, 0)
+        again, _ = serving.burst(plan, "candidate", running, 0, "", lambda *_: None, 0)
         warm = counters.counters(running)
         assert warm.media_hits - fresh.media_hits == 6
         counted = warm.since(fresh)
@@ -63,6 +64,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
             0 <= counted.accepted <= counted.drafted <= NGRAM["num_speculative_tokens"] * counted.drafts
             and counted.drafts
         )
+        assert sum(counted.accepted_at) == counted.accepted and len(counted.accepted_at) == 2
         with pytest.raises(UserError, match="a cold run of demo-llava took .* and 6 images from a cache"):
             serving.check(plan, "cold", running, again, 0, 6)
         with pytest.raises(UserError, match="a warm run of demo-llava found no image"):
@@ -91,7 +93,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         assert set(chosen) == {running.name}
     with pytest.raises(UserError, match="demo-llava is gone"):
         counters.counters(running)
-    outcomes, _ = serving.burst(plan, running, 0, "", lambda *_: None, 0)
+    outcomes, _ = serving.burst(plan, "candidate", running, 0, "", lambda *_: None, 0)
     with pytest.raises(UserError, match="answered none of 6 requests, the first failed with .*Connect"):
         serving.check(plan, "cold", running, outcomes, 0, 0)
 
@@ -132,6 +134,7 @@ def test_whole_benchmark(results: Results) -> None:
         assert (record.media_hits == 6) is warm
         assert record.cached_tokens == 0 or warm
         assert bool(record.drafts) is (record.side == "candidate") and record.accepted <= record.drafted
+        assert sum(record.accepted_at) == record.accepted
         assert record.mode == "offline" or record.goodput == pytest.approx(6 / record.duration)
     for state in ("cold", "warm"):
         ratio = bench.summary["serve"][state]["request_throughput"]
@@ -158,3 +161,17 @@ def test_offline_prompts_must_be_the_servers(results: Results) -> None:
 def test_a_server_that_cannot_start_says_why() -> None:
     with pytest.raises(UserError, match="server could not start .*no-such-flag"):
         run(MODEL, MODEL, requests=1, repeats=1, flags=["--no-such-flag"])
+
+
+@pytest.mark.slow
+def test_gguf_is_served_by_llama_cpp(tmp_path, quick_engines) -> None:
+    """Cold runs alone, with as many visual tokens as transformers makes of the images, each token counted."""
+    out = tmp_path / "tiny-gguf"
+    assert main(["quantize", str(MODEL), "--scheme", "none", "--format", "gguf", "-o", str(out)]) == 0
+    settings = {"load": "closed:2", "requests": 4, "out_tokens": 5, "repeats": 1, "sizes": ["144x144"]}
+    bench = run(out, out, **settings).bench
+    assert bench is not None
+    assert [(r.mode, r.state, r.side) for r in bench.runs] == [("serve", "cold", s) for s in ("baseline", "candidate")]
+    for record in bench.runs:
+        assert (record.completed, record.failed, record.cached_tokens) == (4, 0, 0)
+        assert record.output_tokens == 20 and record.visual_tokens >= 4 * TOKENS

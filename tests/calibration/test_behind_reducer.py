@@ -49,7 +49,6 @@ def inputs_of(batch):
     ("kind", "text"),
     [
         ("llava", "relevance:0.5"),
-        ("llava", "surrogate:0.5,layer=1"),
         ("llava", "visionzip:0.5"),
         ("llava-next", "dart:0.5"),
         ("idefics3", "dart:0.5,text_pivots=4"),

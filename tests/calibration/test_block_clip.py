@@ -67,7 +67,7 @@ def test_blocks_called_on_their_own_do_what_they_did_in_the_model(world, name):
     for block in range(len(modules)):
         xs = block_clip.call(modules, block, xs, samples)
     for batch, x in zip(samples, xs, strict=True):
-        by_name |= {i: row[mask > 0] for i, row, mask in zip(batch.samples, x, batch.modality, strict=True)}
+        by_name |= {i: row[mask > 0].cpu() for i, row, mask in zip(batch.samples, x, batch.modality, strict=True)}
     for i, expected in enumerate(outputs(vlm, modules[-1], batches)):
         torch.testing.assert_close(by_name[i], expected[batches[i]["modality"][0] > 0], rtol=1e-4, atol=1e-4)
     assert len(entropies) == len(modules) and all(0 < bits < 4 for bits in entropies)

@@ -88,6 +88,7 @@ def test_padding_is_on_the_left_and_looks_like_no_image():
 
 def test_products_in_float32(loaded, monkeypatch):
     """Near the 16-bit products, which stay away where they are slow; on a processor that has them nothing changes."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     vlm = loaded("llava")
     rows, exact = encode(samples(), vlm), gradient_pass.gradients(wide(vlm), encode(samples(), vlm))
     used: list[torch.dtype] = []

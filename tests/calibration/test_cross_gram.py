@@ -71,7 +71,7 @@ def test_cross_grams_are_those_of_two_whole_models(model_name, prefix, reducer, 
         for group, xs, ys in both:
             for kind, x in xs.items():
                 expected = x.T @ (ys[kind] - x)
-                cross = captured.stats[group.name].cross({kind: 1.0}).double()
+                cross = captured.stats[group.name].cross({kind: 1.0}).cpu().double()
                 scale = x.norm() * (ys[kind] - x).norm()
                 assert scale > 0 and (cross - expected).norm() <= 1e-4 * scale, (group.linears[0], kind)
                 moved += float(expected.norm() > 0.01 * (x.T @ x).norm())

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.kit.pictures import picture, refused
-from vlmcompress.calibration.gradient_pass import answer_losses, gradients
+from vlmcompress.calibration import gradient_pass
+from vlmcompress.calibration.gradient_pass import gradients
 from vlmcompress.data import Sample, encode
 from vlmcompress.models import VLM, Expert, decoder_blocks, decoder_layers
 from vlmcompress.statistics.gradients import Gradients, sensitivities
@@ -50,6 +51,11 @@ def keeper(kept: dict[str, tuple], name: str, parent: torch.nn.Module):
     return keep
 
 
+def labels_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The answer's tokens as transformers' own loss reads them."""
+    return batch["input_ids"].masked_fill((batch["modality"] != 3).roll(1), -100)
+
+
 def plain(vlm: VLM, batches) -> dict[str, dict[str, tuple[float, float]]]:
     """The oracle: transformers' own loss of the answers, a graph that is kept, and sums by the definitions."""
     model = vlm.model
@@ -61,9 +67,10 @@ def plain(vlm: VLM, batches) -> dict[str, dict[str, tuple[float, float]]]:
         kept: dict[str, tuple] = {}
         parents = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
         hooks = [model.get_submodule(name).register_forward_hook(keeper(kept, name, parents[name])) for name in names]
-        labels = batch["input_ids"].masked_fill((batch["modality"] != 3).roll(1), -100)
         with torch.enable_grad():
-            model(**{key: value for key, value in batch.items() if key != "modality"}, labels=labels).loss.backward()
+            model(
+                **{key: value for key, value in batch.items() if key != "modality"}, labels=labels_of(batch)
+            ).loss.backward()
         for hook in hooks:
             hook.remove()
         for name, (output, output_grad) in kept.items():
@@ -111,6 +118,26 @@ def test_memory_changes_nothing(model, float32):
     assert {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()} == before
 
 
+@pytest.mark.parametrize("fisher", ["labels", "signs"])
+def test_tokens_at_a_time_change_nothing(fisher, float32, monkeypatch):
+    """The output head gets two answer tokens of each sample at a time, or all. Its own number of tokens says so."""
+    vlm, batches = float32("llava")
+    calls: list[int] = []
+    hook = vlm.model.lm_head.register_forward_hook(
+        lambda _module, args, _output: calls.append(args[0].shape[:2].numel())
+    )
+    whole, most = gradients(vlm, batches, fisher=fisher), max(calls)
+    calls.clear()
+    monkeypatch.setattr(gradient_pass, "_LOGITS", 2 * vlm.model.lm_head.out_features)
+    parts = gradients(vlm, batches, fisher=fisher)
+    hook.remove()
+    assert max(calls) == 2 < most and parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    for block, whole_block in zip(parts.blocks, whole.blocks, strict=True):
+        for name, gradient in whole_block.items():
+            assert block[name].square == pytest.approx(gradient.square, **NEAR)
+            assert block[name].absolute == pytest.approx(gradient.absolute, **NEAR)
+
+
 def test_what_is_kept_of_the_graph(float32, monkeypatch):
     """With checkpoints, fewer bytes are alive for the backward pass: those of inputs of blocks."""
     vlm, batches = float32("llava")
@@ -136,7 +163,8 @@ def test_finite_differences(float32):
     vlm, batches = float32("llava")
     vlm.model.double()
     batch, name, token, step, total = batches[2], decoder_blocks(vlm.model, vlm.spec)[0][0].linears[1], 3, 0.02, 0.0
-    linear = vlm.model.get_submodule(name)
+    linear, labels = vlm.model.get_submodule(name), labels_of(batch)
+    inputs = {key: value for key, value in batch.items() if key != "modality"}
     only = torch.where(
         torch.arange(batch["modality"].numel()) == token, 1, batch["modality"] * (batch["modality"] == 3)
     )
@@ -151,7 +179,8 @@ def test_finite_differences(float32):
 
             hook = linear.register_forward_hook(nudge)
             with torch.no_grad():
-                sides.append(answer_losses(vlm.model, batch).item())
+                logits = vlm.model(**inputs).logits[0, :-1]  # transformers' loss would compute in float32
+                sides.append(torch.nn.functional.cross_entropy(logits, labels[0, 1:]).item())
             hook.remove()
         total += ((sides[0] - sides[1]) / (2 * step)) ** 2
     computed = gradients(vlm, [batch | {"modality": only}]).blocks[0][name]

@@ -57,11 +57,11 @@ def check(vlm, stats: dict, number: int, rows: torch.Tensor, codes: torch.Tensor
             if not len(rows_of_code):
                 continue
             gram = rows_of_code.T @ rows_of_code
-            assert (group_stats.gram({name: 1.0}).double() - gram).norm() <= 2e-5 * gram.norm()
+            assert (group_stats.gram({name: 1.0}).cpu().double() - gram).norm() <= 2e-5 * gram.norm()
             torch.testing.assert_close(
-                group_stats._absmax[name].double(), rows_of_code.abs().amax(0), rtol=1e-3, atol=1e-4
+                group_stats._absmax[name].cpu().double(), rows_of_code.abs().amax(0), rtol=1e-3, atol=1e-4
             )
-            kept = group_stats.sample()[name]
+            kept = group_stats.sample()[name].cpu()
             assert (
                 len(kept) == min(64, len(rows_of_code))
                 and (torch.cdist(kept.double(), rows_of_code).amin(1) < 0.05).all()

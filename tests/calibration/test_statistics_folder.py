@@ -145,16 +145,18 @@ def test_the_weights_are_those_from_memory(world, tmp_path):
     )
     for layer, groups in enumerate(decoder_blocks(vlm.model, vlm.spec)):
         modules = {name: vlm.model.get_submodule(name) for g in groups for name in (*g.linears, g.smooth) if name}
-        weights = {name: modules[name].weight for g in groups for name in g.linears}
-        norms = {g.smooth: modules[g.smooth].weight for g in groups if g.smooth_kind == "norm"}
+        device = kept.stats[layer][groups[0].name].gram().device
+        weights = {name: modules[name].weight.to(device) for g in groups for name in g.linears}
+        norms = {g.smooth: modules[g.smooth].weight.to(device) for g in groups if g.smooth_kind == "norm"}
         expected = solve_block(groups, weights, kept.stats[layer], method, torch.bfloat16, norms=norms)
         apply(expected, modules)
         loaded_block = store.load(layer)
         assert loaded_block.smoothing and loaded_block.errors == expected.errors
-        assert all(torch.equal(loaded_block.smoothing[op], scale) for op, scale in expected.smoothing.items())
+        assert all(torch.equal(loaded_block.smoothing[op], scale.cpu()) for op, scale in expected.smoothing.items())
         for name, weight in expected.weights.items():
             loaded_weight = loaded_block.weights[name]
-            assert torch.equal(loaded_weight.q, weight.q) and torch.equal(loaded_weight.scale, weight.scale)
+            assert torch.equal(loaded_weight.q, weight.q.cpu())
+            assert torch.equal(loaded_weight.scale, weight.scale.cpu())
 
 
 class Memory:

@@ -141,7 +141,7 @@ def test_the_gram_matrix(float32):
         hook.remove()
     spec = CaptureSpec(frozenset({"gram"}), token_weights=weights)
     for layer, captured in capture_blocks(vlm, blocks, batches, spec):
-        grams.update({(layer, name): stats.gram() for name, stats in captured.stats.items()})
+        grams.update({(layer, name): stats.gram().cpu() for name, stats in captured.stats.items()})
     for name in ("qkv", "gate_up"):
         expected = torch.zeros_like(grams[1, name])
         for x, batch, factors in zip(inputs[1, name], batches, weights, strict=True):

@@ -43,6 +43,17 @@ ROW = {"image": "a.png", "question": "what is it", "answer": "red"}
 EVAL = ["eval", DEMO, "--baseline", DEMO]
 
 
+@case("has GGUF files, which are written and not read")
+def convert_of_a_broken_gguf(folder: Path) -> list[str]:
+    """Nothing of the file is read, so that what it claims does not matter: here 2^60 tensors in 24 bytes."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_bytes((DEMO_LLAVA / "config.json").read_bytes())
+    (folder / "model" / "model.gguf").write_bytes(
+        b"GGUF" + (3).to_bytes(4, "little") + (2**60).to_bytes(8, "little") * 2
+    )
+    return ["convert", str(folder / "model"), "-o", str(folder / "out")]
+
+
 @case("no suite is called 'chartqq'; did you mean 'chartqa'")
 def unknown_suite(folder: Path) -> list[str]:
     return [*EVAL, "--suite", "chartqq"]

@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.kit import tiny
+from tests.kit.command_line import loud  # noqa: F401
 from vlmcompress import cli
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.commands import _process as terminal
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return tiny.build("llava", tmp_path_factory.mktemp("cli") / "llava")
-
-
-@pytest.fixture(autouse=True)
-def loud(monkeypatch):
-    """Keep this process's logging as it is."""
-    monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
 @pytest.fixture(scope="module")

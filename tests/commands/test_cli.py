@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.command_line import loud  # noqa: F401
 from tests.kit.next_steps import follow
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, commands
-from vlmcompress.commands import _process as terminal
 from vlmcompress.commands import quantize
 from vlmcompress.common.registry import Registry
 from vlmcompress.errors import GateError, UserError
@@ -24,12 +24,6 @@ from vlmcompress.errors import GateError, UserError
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return tiny.build("llava", tmp_path_factory.mktemp("cli") / "llava")
-
-
-@pytest.fixture(autouse=True)
-def loud(monkeypatch):
-    """Keep this process's logging as it is."""
-    monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:

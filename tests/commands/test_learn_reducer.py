@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.command_line import run
 from tests.kit.edits import other_weights
 from tests.kit.inputs import encode
 from tests.kit.next_steps import follow
@@ -34,11 +35,6 @@ def models(tmp_path_factory):
 def data(tmp_path_factory):
     """Rows over three kinds of image only, so that what is held out is like what is trained on."""
     return calibration_rows.write(tmp_path_factory.mktemp("data"), 24, side=112, kinds=3)
-
-
-def run(capsys, *arguments):
-    code = cli.main(list(map(str, arguments)))
-    return code, *capsys.readouterr()
 
 
 @pytest.fixture(scope="module")

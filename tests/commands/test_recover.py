@@ -10,10 +10,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.command_line import run
 from tests.kit.edits import other_weights
 from tests.kit.next_steps import follow
 from tests.kit.recovering import divergence
-from vlmcompress import cli
 from vlmcompress.calibration import distillation
 from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
@@ -36,11 +36,6 @@ def models(tmp_path_factory):
 def data(tmp_path_factory):
     """Rows over three kinds of image only, so that what is held out is like what is trained on."""
     return calibration_rows.write(tmp_path_factory.mktemp("data"), 24, kinds=3)
-
-
-def run(capsys, *arguments):
-    code = cli.main(list(map(str, arguments)))
-    return code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-5-vl"])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, spread, tiny
+from tests.kit.command_line import run
 from tests.kit.edits import other_weights
 from tests.kit.next_steps import follow
 from tests.kit.recovering import divergence
@@ -41,11 +42,6 @@ def world(tmp_path_factory) -> Path:
         arguments = ("quantize", folder / "model", *scheme, *reduce, "--calib", data, "-o", folder / name)
         assert cli.main([*map(str, arguments)]) == 0
     return folder
-
-
-def run(capsys, *arguments):
-    code = cli.main(list(map(str, arguments)))
-    return code, *capsys.readouterr()
 
 
 def asked(world: Path, name: str, out: Path, train: str = "scales") -> tuple:

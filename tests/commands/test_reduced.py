@@ -7,18 +7,13 @@ import json
 import pytest
 
 from tests.kit import calibration_rows, tiny
-from vlmcompress import cli
+from tests.kit.command_line import run
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
-
-
-def run(capsys, *arguments):
-    code = cli.main(list(map(str, arguments)))
-    return code, *capsys.readouterr()
 
 
 def test_plan_summary_card_and_doctor_say_the_same(models, tmp_path, capsys):

@@ -15,9 +15,9 @@ import yaml
 from PIL import Image
 
 from tests.kit import tiny
+from tests.kit.command_line import loud  # noqa: F401
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
-from vlmcompress.commands import _process as terminal
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.models import _checks, _template
 
@@ -52,12 +52,6 @@ def original(tmp_path_factory) -> Path:
         assert cli.main(["quantize", str(folder / family), "-o", str(folder / out), "--scheme", "gptq", *data]) == 0
     assert cli.main(["calibrate", str(folder / "llava"), "-o", str(folder / "stats"), *data]) == 0
     return folder
-
-
-@pytest.fixture(autouse=True)
-def loud(monkeypatch):
-    """Keep this process's logging as it is."""
-    monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
 def quantize(folder: Path, *flags: str, scheme: str = "rtn") -> list[str]:

@@ -13,10 +13,10 @@ import pytest
 from huggingface_hub import constants
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.command_line import loud  # noqa: F401
 from tests.kit.hub_server import Hub, serving
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
-from vlmcompress.commands import _process as terminal
 from vlmcompress.common import _hub_fetch, hub, tensor_files
 from vlmcompress.engines.vllm import speculation
 from vlmcompress.errors import UserError
@@ -32,12 +32,6 @@ def source(tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"never")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def loud(monkeypatch):
-    """Keep this process's logging as it is."""
-    monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
 @pytest.fixture
@@ -56,6 +50,7 @@ def online(server, tmp_path, monkeypatch) -> Hub:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(hub, "_ours", False)  # whatever a command line set before in this process
     return server
 
 

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.kit.command_line import loud  # noqa: F401
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
-from vlmcompress.commands import _process as terminal
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
@@ -21,12 +21,6 @@ from vlmcompress.report import heatmap
 from vlmcompress.runs.quantize import quantize
 
 A, B = "model.language_model.layers.0.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"
-
-
-@pytest.fixture(autouse=True)
-def loud(monkeypatch):
-    """Keep this process's logging as it is."""
-    monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
 def made(folder: Path, errors: object, **keys) -> Path:

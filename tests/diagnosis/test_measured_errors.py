@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.kit import tiny
+from tests.kit.command_line import loud  # noqa: F401
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint.convert import convert
-from vlmcompress.commands import _process as terminal
 from vlmcompress.diagnosis.measured_errors import measure
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
@@ -24,12 +24,6 @@ from vlmcompress.runs.calibrate import calibrate
 from vlmcompress.runs.quantize import quantize
 
 NEEDS = ("gram", "absmax", "absmean")
-
-
-@pytest.fixture(autouse=True)
-def loud(monkeypatch):
-    """Keep this process's logging as it is."""
-    monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
 @pytest.fixture(scope="module")

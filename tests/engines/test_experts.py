@@ -19,6 +19,8 @@ from vlmcompress.runs.quantize import quantize
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 ONE_BY_ONE = {"scheme": "none", "reduce": "uniform:1.0", "engine": "transformers"}
+# Part of a name -> factor of such weights, so that what experts compute shows in the answers; Gemma 4 has norms behind them.
+LARGER = {".experts.": 10, "post_feedforward_layernorm_2.": 100, "post_feedforward_layernorm.": 100}
 REST = [r"self_attn|\.0\.mlp\."]  # stays as it is: 4-bit kernels of linear layers take no float32
 # Family -> type, how far a token may be from transformers' best in log-probability, recipes. In float32 engines agree; in BF16,
 # the only type of the Gated DeltaNet's kernel, there are near-ties, and one of the router's sends a token elsewhere.
@@ -33,18 +35,24 @@ CASES = {
         },
     ),
     "qwen3-5-moe": (torch.bfloat16, 0.1, {"one by one": ONE_BY_ONE, "4 bits": {"scheme": "rtn"}}),
+    "glm4v-moe": (
+        torch.float32,
+        1e-3,
+        {"4 bits": {"scheme": "rtn", "skip": [r"self_attn|\.0\.mlp\.|shared_experts"]}},
+    ),
+    "gemma4-moe": (torch.float32, 1e-3, {"4 bits": {"scheme": "rtn", "skip": [r"self_attn|mlp\.|per_layer"]}}),
 }
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[tuple[str, str], Path]:
-    """(family, kind) -> folder. Weights are large, so that what experts compute shows in the answers."""
+    """(family, kind) -> folder."""
     checkpoints = {}
     for family, (_, _, recipes) in CASES.items():
         root = tmp_path_factory.mktemp(family)
         source = reduced_cases.tiny(family, root / "source")
         tensors = {
-            name: tensor.mul(10) if tensor.ndim == 3 and ".experts." in name else tensor
+            name: tensor.mul(next((factor for part, factor in LARGER.items() if part in name), 1))
             for name, tensor in load_file(source / "model.safetensors").items()
         }
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})

@@ -2,67 +2,74 @@
 
 from __future__ import annotations
 
+import base64
 import json
-import random
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
-import torch
-from PIL import Image
-from safetensors.torch import load_file, save_file
 
+from tests.kit.float_models import SETTINGS, answers, edit, floats, job, questions
+from tests.kit.processes import session_ends
 from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.cli import main
-from vlmcompress.engines import Request, Settings, hf, llamacpp
+from vlmcompress.engines import hf, llamacpp
+from vlmcompress.engines.vllm.serve import free_port, wait
+from vlmcompress.errors import UserError
 from vlmcompress.llamacpp import REGISTRY
 
 ENDS = [258, 257]  # `<|im_end|>`, and `<|endoftext|>`, which llama.cpp takes for an end by its name
-SETTINGS = Settings(max_tokens=8, logprobs=8, dtype="float32", max_num_seqs=1)
 SIZES = {  # of images that no processor has to make smaller: llama.cpp pads where transformers stretches
     "gemma3": [(56, 56)],
-    "idefics3": [],  # llama.cpp cuts images into tiles otherwise: text alone is compared
+    "idefics3": [(112, 112), (112, 56), (100, 80), (40, 40)],
     "internvl": [(56, 56)],
     "lfm2-vl": [(64, 64), (128, 64)],
     "llava": [(56, 56)],
+    "mistral3": [(112, 112), (56, 112)],
     "qwen2-vl": [(112, 84), (56, 56)],
     "qwen2-5-vl": [(112, 84), (168, 140)],
+    "qwen3-5": [(256, 256), (128, 96)],
+    "qwen3-5-moe": [(256, 256), (128, 96)],
     "qwen3-vl": [(256, 256), (128, 96)],
+    "qwen3-vl-moe": [(256, 256), (128, 96)],
 }
-SPLITS = {"idefics3": ["\n\n", "\n"]}  # tokens that llama.cpp's processor of the family asks for by name
+OWN_KIND = (
+    "gemma3",
+    "idefics3",
+    "lfm2-vl",
+    "llava",
+    "mistral3",
+    "qwen3-5-moe",
+)  # the others differ from these in data alone
+FAMILIES = [pytest.param(name, marks=() if name in OWN_KIND else pytest.mark.slow) for name in sorted(SIZES)]
+HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}  # in another order in ggml than in transformers
+VARIANTS: dict[str, dict] = {"qwen3-5": HEADS, "qwen3-5-moe": HEADS, "qwen3-vl-moe": {"mlp_only_layers": ()}}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # as Ministral 3 has it
+EPS = {"text_config": {"rms_norm_eps": 1e-12}}  # llama.cpp's `qwen2vl` of 2026-10 does not read it and takes 0
+CONFIGS: dict[str, dict] = {
+    "mistral3": {"text_config": {"rope_parameters": YARN}},
+    "qwen2-vl": EPS,
+    "qwen2-5-vl": EPS | {"vision_config": {"window_size": 112}},
+}
+SPLITS = {"idefics3": ["\n\n"]}  # a token that llama.cpp's processor of the family asks for by name
 
 
-def floats(family: str, folder: Path) -> Path:
-    """A tiny float32 checkpoint with no parameter that is the same everywhere, so that each has to be in its place."""
-    build(family, folder)
-    generator = torch.Generator().manual_seed(1)
-    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-    for name, tensor in tensors.items():
-        if tensor.numel() > 1 and tensor.std() == 0:
-            tensors[name] = tensor + 0.3 * torch.randn(tensor.shape, generator=generator)
-        elif tensor.ndim > 1:
-            tensors[name] = tensor * 4
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    _as_float32(config)
-    if family.startswith("qwen2"):
-        config["text_config"]["rms_norm_eps"] = 1e-12  # llama.cpp's `qwen2vl` of 2026-10 does not read it and takes 0
-    if family == "qwen2-5-vl":
-        config["vision_config"]["window_size"] = 112
-    (folder / "config.json").write_text(json.dumps(config))
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ENDS}))
-    if family in SPLITS:
-        _add_tokens(folder / "tokenizer.json", SPLITS[family])
+def as_published(family: str, folder: Path) -> Path:
+    """A tiny checkpoint, with what llama.cpp counts on as the published ones have it."""
+    edit(folder, "generation_config.json", eos_token_id=ENDS)
+    edit(folder, "config.json", **CONFIGS.get(family, {}))
+    _add_tokens(folder / "tokenizer.json", SPLITS.get(family, []))
     return folder
-
-
-def _as_float32(config: dict) -> None:
-    for key, value in config.items():
-        if key == "dtype":
-            config[key] = "float32"
-        elif isinstance(value, dict):
-            _as_float32(value)
 
 
 def _add_tokens(path: Path, tokens: list[str]) -> None:
@@ -73,53 +80,29 @@ def _add_tokens(path: Path, tokens: list[str]) -> None:
     path.write_text(json.dumps(content))
 
 
-def questions(media: Path, sizes: list[tuple[int, int]]) -> list[Request]:
-    """Questions about two pictures of each size, and one without."""
-    noise, requests = random.Random(0), []
-    for index, size in enumerate(sizes * 2):
-        small = Image.frombytes("RGB", (8, 8), noise.randbytes(192))
-        small.resize(size, Image.Resampling.BICUBIC).save(media / f"{index}.png")
-        image = {"type": "image_url", "image_url": {"url": (media / f"{index}.png").as_uri()}}
-        text = {"type": "text", "text": f"What is number {index}?"}
-        requests.append(Request(str(index), [{"role": "user", "content": [image, text]}]))
-    return [*requests, Request("text", [{"role": "user", "content": "Hello there."}])]
-
-
-def job(folder: Path, media: Path) -> dict:
-    return {"model": str(folder), "media": str(media), "settings": vars(SETTINGS), "reduce": None}
-
-
 def as_llama_cpp_computes(family: str, model) -> None:
-    """What llama.cpp of 2026-10 does otherwise: the CLS token comes behind the patches, which have the positions before
-    theirs, and the features of LLaVA are all but the first then."""
-    if family == "internvl":
-        positions = model.model.vision_tower.embeddings.position_embeddings
-        positions.data = positions.data.roll(1, dims=1)
+    """What llama.cpp of 2026-10 does otherwise: LLaVA's CLS token comes behind the patches, and the features are all but the
+    first token's."""
     if family == "llava":
         embeddings = model.model.vision_tower.embeddings
-
-        def forward(pixel_values, interpolate_pos_encoding=False):
-            patches = embeddings.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
-            last = embeddings.class_embedding.expand(len(patches), 1, -1)
-            return torch.cat([patches, last], 1) + embeddings.position_embedding.weight[None]
-
-        embeddings.forward = forward
+        original = embeddings.forward
+        embeddings.forward = lambda *args, **kwargs: original(*args, **kwargs).roll(-1, 1)
 
 
 def test_each_family_has_its_sizes():
     assert sorted(SIZES) == sorted(REGISTRY.names())
 
 
-@pytest.mark.parametrize("family", sorted(SIZES))
-def test_answers_are_those_of_transformers(family, tmp_path):
-    source, media = floats(family, tmp_path / "source"), tmp_path
-    assert main(["quantize", str(source), "--scheme", "none", "--format", "gguf", "-o", str(tmp_path / "out")]) == 0
-    requests = [vars(request) for request in questions(media, SIZES[family])]
+def compare(family: str, folder: Path, count: int) -> tuple[int, int]:
+    """Ask an unquantized file in llama.cpp and its source in transformers about `count` pictures; return how many of how many
+    answers are the same. First tokens' probabilities are compared here."""
+    source, media = as_published(family, floats(family, folder / "source", **VARIANTS.get(family, {}))), folder
+    assert main(["quantize", str(source), "--scheme", "none", "--format", "gguf", "-o", str(folder / "out")]) == 0
+    requests = questions(media, SIZES[family], count)
     reference, _ = hf.start(job(source, media))
     as_llama_cpp_computes(family, reference.model)
-    engine, _ = llamacpp.start(job(tmp_path / "out", media))
-    expected = dict(hf.answers(reference, requests, job(source, media)))
-    replies = dict(llamacpp.answers(engine, requests, job(tmp_path / "out", media)))
+    expected = dict(hf.answers(reference, [vars(request) for request in requests], job(source, media)))
+    replies = answers(llamacpp, folder / "out", media, requests)
     equal = reported = 0
     for name, answer in expected.items():
         reply = replies[name]
@@ -130,25 +113,171 @@ def test_answers_are_those_of_transformers(family, tmp_path):
             assert max(abs(mine[1] - theirs[1]) for mine, theirs in pairs) < 0.02
             reported += 1
         equal += reply["text"] == answer["text"]
-    assert equal >= len(expected) - 1  # one near tie may fall otherwise
-    assert reported or not SIZES[family]
+    assert reported
+    return equal, len(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_transformers(family, tmp_path):
+    equal, count = compare(family, tmp_path, 4)
+    assert equal >= count - 1  # one near tie may fall otherwise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(SIZES))
+def test_fifty_answers_are_those_of_transformers(family, tmp_path):
+    equal, count = compare(family, tmp_path, 50)
+    assert equal >= count - 3
+
+
+@pytest.mark.parametrize("scheme", ["rtn", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "qwen3-5-moe" else pytest.mark.slow) for name in sorted(SIZES)]
+)
+def test_quantized_tensors_are_the_codes_times_their_scales(family, scheme, tmp_path):
+    """The same codes as blocks, and multiplied out and written to GGUF as floats: rows, columns, parts and experts of blocks go
+    where those of floats do."""
+    source = as_published(family, build(family, tmp_path / "source", **VARIANTS.get(family, {})))
+    options = {"rtn": ["group_size=32"], "nvfp4": ["mixed=false", "activations=16", "rounding=rtn"]}[scheme]
+    flags = ["--scheme", scheme, *(part for option in options for part in ("--set", f"options.{option}"))]
+    assert main(["quantize", str(source), *flags, "-o", str(tmp_path / "packed")]) == 0
+    for name, fmt in (("out", "gguf"), ("dense", "bf16")):
+        assert main(["export", str(tmp_path / "packed"), "--format", fmt, "-o", str(tmp_path / name)]) == 0
+    command = ["quantize", str(tmp_path / "dense"), "--scheme", "none", "--format", "gguf", "-o"]
+    assert main([*command, str(tmp_path / "floats")]) == 0
+    packed, plain = (tensors(tmp_path / name / "model.gguf") for name in ("out", "floats"))
+    scales = {name: packed.pop(name) for name in list(packed) if name.endswith(".scale")}
+    assert packed.keys() == plain.keys() and bool(scales) == (scheme == "nvfp4")
+    for name, value in packed.items():
+        factor = scales.get(name.removesuffix("weight") + "scale", np.ones(1, np.float32))
+        factor = factor.reshape(-1, *[1] * (value.ndim - 1)) if len(factor) > 1 else factor
+        np.testing.assert_allclose(value * factor, plain[name], rtol=2**-8, atol=1e-7, err_msg=name)
+
+
+def tensors(file: Path) -> dict[str, np.ndarray]:
+    """The tensors of a GGUF file in float32."""
+    return {
+        tensor.name: gguf.quants.dequantize(np.array(tensor.data), tensor.tensor_type)
+        for tensor in gguf.GGUFReader(file).tensors
+    }
 
 
 def test_the_engine_is_a_process_of_its_own(tmp_path):
     """Four-bit weights in llama.cpp against the same weights in transformers, which rounds inputs less."""
-    source = floats("qwen2-vl", tmp_path / "source")
+    source = as_published("qwen2-vl", floats("qwen2-vl", tmp_path / "source"))
     for name, fmt in (("out", "gguf"), ("dense", "bf16")):
         flags = ["--scheme", "rtn", "--set", "options.group_size=32", "--format", fmt]
         assert main(["quantize", str(source), *flags, "-o", str(tmp_path / name)]) == 0
-    requests = questions(tmp_path, SIZES["qwen2-vl"])
+    requests = questions(tmp_path, SIZES["qwen2-vl"], 4)
     run = engines.get("llamacpp").answer(tmp_path / "out", requests, media=tmp_path, settings=SETTINGS)
     assert run.engine["name"] == "llamacpp" and run.answers.keys() == {request.id for request in requests}
-    reference, _ = hf.start(job(tmp_path / "dense", tmp_path))
-    rows = [vars(request) for request in requests]
-    for name, answer in hf.answers(reference, rows, job(tmp_path / "dense", tmp_path)):
+    for name, answer in answers(hf, tmp_path / "dense", tmp_path, requests).items():
         if run.answers[name].first:
             expected = engines.first_tokens(answer["first"])
             assert max(run.answers[name].first.values()) == pytest.approx(max(expected.values()), abs=0.5)
+
+
+def written(family: str, folder: Path, *flags: str) -> Path:
+    """A GGUF folder made of `folder / "source"`, which is made, too."""
+    source = as_published(family, floats(family, folder / "source"))
+    command = ["quantize", str(source), *(flags or ("--scheme", "none")), "--format", "gguf"]
+    assert main([*command, "-o", str(folder / "tiny-gguf")]) == 0
+    return folder / "tiny-gguf"
+
+
+@pytest.fixture(scope="module")
+def unquantized(tmp_path_factory) -> Path:
+    """A GGUF folder; its source stands beside it."""
+    return written("qwen2-vl", tmp_path_factory.mktemp("unquantized"))
+
+
+MUTATIONS: dict[
+    str, Any
+] = {  # what becomes of the bytes of a file; its head is magic, version, numbers of tensors and of keys
+    "empty": lambda raw: b"",
+    "no GGUF": lambda raw: b"GGUG" + raw[4:],
+    "of another version": lambda raw: raw[:4] + (99).to_bytes(4, "little") + raw[8:],
+    "too many tensors": lambda raw: raw[:8] + (2**60).to_bytes(8, "little") + raw[16:],
+    "too many keys": lambda raw: raw[:16] + (2**60).to_bytes(8, "little") + raw[24:],
+    "zeros for keys": lambda raw: raw[:24] + bytes(4000) + raw[4024:],
+    "cut in its keys": lambda raw: raw[:200],
+    "cut in its tensors": lambda raw: raw[: len(raw) // 2],
+}
+
+
+@pytest.mark.parametrize("file", ["model.gguf", "mmproj.gguf"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind.startswith("cut in its t") else pytest.mark.slow) for kind in MUTATIONS],
+)
+def test_a_damaged_file_is_one_line(kind, file, unquantized, tmp_path, quick_engines):
+    """The engine's process may end in any way; what is said names the folder and has the engine's own words."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(unquantized, folder)
+    (folder / file).write_bytes(MUTATIONS[kind]((folder / file).read_bytes()))
+    with pytest.raises(UserError, match=r"^llama\.cpp could not (load|start) .*damaged.*: .") as raised:
+        engines.get("llamacpp").answer(folder, questions(tmp_path, [(56, 56)], 0), media=tmp_path, settings=SETTINGS)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1200
+
+
+@pytest.mark.slow
+def test_doctor_compares_with_the_same_weights(unquantized, tmp_path, quick_engines, capsys):
+    """All is fine with the source of a file, and first tokens are not with another model's weights."""
+    source = unquantized.parent / "source"
+    command = ["doctor", str(unquantized), "--engine", "llamacpp", "--prompts", "8", "--source"]
+    assert main([*command, str(source)]) == 0
+    assert "8 of 8 questions answered" in capsys.readouterr().out
+    other = as_published("qwen2-vl", floats("qwen2-vl", tmp_path / "other"))
+    build("qwen2-vl", tmp_path / "seeded", seed=1)
+    shutil.copy(tmp_path / "seeded" / "model.safetensors", other)
+    assert main([*command, str(other)]) == 1
+    assert "first tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_serve_becomes_a_server_that_ends_cleanly(unquantized, tmp_path):
+    """Its answers to a question with an image are the engine's, by OpenAI's protocol."""
+    port, log = free_port(), tmp_path / "log"
+    command = [sys.executable, "-m", "vlmcompress", "serve", str(unquantized), "--port", str(port)]
+    with open(log, "wb") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True)
+    try:
+        wait(process, unquantized, url := f"http://127.0.0.1:{port}", 120, log, "llama.cpp's server")
+        request = questions(tmp_path, [(112, 84)], 1)[0]
+        picture = base64.b64encode((tmp_path / "0.png").read_bytes()).decode()
+        image, text = request.messages[0]["content"]
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+        body = {"model": "tiny-gguf", "max_tokens": 8, "temperature": 0}
+        body["messages"] = [{"role": "user", "content": [image, text]}]
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers), timeout=60
+        ) as response:
+            reply = json.load(response)
+        expected = engines.get("llamacpp").answer(unquantized, [request], media=tmp_path, settings=SETTINGS)
+        assert reply["usage"]["prompt_tokens"] == expected.answers["0"].prompt_tokens
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) in (0, -signal.SIGTERM) and session_ends(process.pid)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["serve", "{}", "--videos", "2"], "llama.cpp's server has no --videos-per-request; leave it out"),
+        (["serve", "{}", "--max-model-len", "10000000"], "--max-model-len is 10000000; give 1 to "),
+        (["doctor", "{}", "--engine", "llamacpp"], "give the same weights by --source CHECKPOINT"),
+        (["doctor", "{}", "--engine", "llamacpp", "--source", "{}"], "is GGUF, too; give the checkpoint that "),
+        (["doctor", "{}"], "is GGUF, which doctor does not examine"),
+    ],
+)
+def test_what_can_not_be_done_with_gguf_is_refused_in_one_line(command, reason, unquantized, capsys):
+    assert main([part.format(unquantized) for part in command]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and reason in error
 
 
 def test_a_folder_without_gguf_is_refused(tmp_path):

@@ -21,7 +21,6 @@ ALONE = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
 # Source, reducer, settings, passes.
 CASES = {
     "cached": ("demo", "dart:0.5", CACHED, 2),
-    "run ahead": ("demo", "surrogate:0.25,rule=dart", CHUNKED | CACHED, 2),
     "in chunks": ("demo", "visionzip:0.25", CHUNKED | ALONE, 1),
     "llava-next": ("llava-next", "divprune:0.5", CHUNKED | CACHED, 2),
     "by a scorer": ("demo", "learned:0.25,merge=nearest", CHUNKED | CACHED, 2),
@@ -43,8 +42,6 @@ MORE = {
     "pooled": ("llava-next", "pool:window=2x3", CHUNKED | CACHED, 2),
     "compact positions": ("demo", "divprune:0.25,positions=compact", CHUNKED | CACHED, 2),
     "compact positions in tiles": ("idefics3", "random:0.5,positions=compact", CHUNKED | CACHED, 2),
-    "llava-next, run ahead": ("llava-next", "surrogate:0.5,rule=dart,layer=1", CHUNKED | CACHED, 2),
-    "llava-onevision, run ahead": ("llava-onevision", "surrogate:0.5,layer=1", CHUNKED | CACHED, 2),
     "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
     "smolvlm, merged in the encoder": ("smolvlm", "tome:0.5", CHUNKED | CACHED, 2),
@@ -64,8 +61,6 @@ METHODS = (
     "visionzip:0.5",
     "vscan:0.25,shallow=1",
     "tome:0.25",
-    "surrogate:0.25",
-    "surrogate:0.25,rule=dart",
 )
 
 

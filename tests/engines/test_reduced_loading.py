@@ -217,7 +217,6 @@ def started(folder: Path, reducer: str = "dart:0.5", **options: Any) -> SimpleNa
         ({"pruning": True}, "--video-pruning-rate; leave it out"),
         ({"draft": "eagle"}, "use the method ngram"),
         ({"encoder": "data", "reducer": "tome:0.5"}, "within the encoder; leave it out"),
-        ({"lora_config": True, "reducer": "surrogate:0.5"}, "leave out --enable-lora"),
     ],
 )
 def test_settings_that_do_not_go_with_a_reducer_are_refused(options, text, tmp_path):

@@ -41,7 +41,6 @@ REDUCERS = (
     "tome:0.5",
     "dymu:0.5",
     "relevance:0.5",
-    "surrogate:0.5,layer=1",
     "pixelprune",
     "litevlm:0.5",
 )

@@ -321,20 +321,25 @@ def test_families_ids_and_targets(data: Path) -> None:
     assert first.split("+")[1] == second and first.split("+")[0] == by_benchmark["textvqa"][1].image
 
 
-@pytest.mark.parametrize(
-    ("answer", "letter"),
-    [
-        ("The answer is (C).", "C"),
-        ("First the answer is A. No: the answer is B", "B"),
-        ("Answer: D", "D"),
-        ("So I take B, not A", "A"),
-        ("The answer is E", None),
-        ("Beyond all doubt", None),
-        ("", None),
-    ],
-)
-def test_the_final_letter(answer: str, letter: str | None) -> None:
-    assert scoring.final_letter(answer, 4) == letter
+FINAL = {
+    "The answer is (C).": "C",
+    "So the answer is (A). If not, the answer is B": "A",
+    "Answer: B? No. Answer: D": "D",
+}
+FINAL |= {"So I take B, not A": "A", "The answer is E": None, "Beyond all doubt": None, "": None}
+IN_MMMU_PRO = {
+    "A or B? Answer: C": "C",
+    "Answer: A or B, so (B)": "B",
+    "(A), no, (C)": "C",
+    "B. It is red": "B",
+    "no": None,
+}
+
+
+def test_letters_of_answers() -> None:
+    options = dict.fromkeys("ABCD", "what no answer says")
+    assert {answer: scoring.final_letter(answer, 4) for answer in FINAL} == FINAL
+    assert {answer: scoring.mmmu_pro_choice(answer, options) for answer in IN_MMMU_PRO} == IN_MMMU_PRO
 
 
 @pytest.mark.parametrize(

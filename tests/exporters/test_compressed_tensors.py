@@ -46,7 +46,7 @@ def test_same_bits_as_the_library(case):
     """Oracle: compressed-tensors' compressor, given the weight with our scales, stores the same tensors."""
     scheme, qt, input_scale = case
     compressor, group = library(scheme)
-    state = {"weight": weight().float(), "weight_scale": qt.scale.float()}
+    state = {"weight": weight().float(), "weight_scale": qt.step if scheme.weights.mx else qt.scale.float()}
     if qt.zero_point is not None:
         state["weight_zero_point"] = qt.zero_point
     if qt.global_scale is not None:
@@ -84,8 +84,18 @@ def test_config_names_the_scheme(case):
     assert config["format"] == config["config_groups"]["group_0"]["format"] == ct.storage(scheme)
 
 
-@pytest.mark.parametrize(("name", "preset"), [("nvfp4", "NVFP4"), ("nvfp4a16", "NVFP4A16")])
-def test_nvfp4_is_spelt_as_the_preset(name, preset):
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("nvfp4", "NVFP4"),
+        ("nvfp4a16", "NVFP4A16"),
+        ("mxfp4", "MXFP4"),
+        ("mxfp4a16", "MXFP4A16"),
+        ("mxfp8", "MXFP8"),
+        ("w4a8-fp8", "W4AFP8"),
+    ],
+)
+def test_floats_in_blocks_are_spelt_as_the_preset(name, preset):
     """Oracle: compressed-tensors' presets."""
     config = QuantizationConfig.model_validate(ct.quantization_config([(SCHEMES[name], ["Linear"])], []))
     group, expected = config.config_groups["group_0"], preset_name_to_scheme(preset, ["Linear"])

@@ -10,6 +10,7 @@ from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
 from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
 from torch import nn
 
+from tests.kit import rtn
 from tests.kit.tiny import build
 from vlmcompress import exporters, models
 from vlmcompress.checkpoint.layer_targets import layers_of, misnamed
@@ -33,6 +34,7 @@ SCHEMES = INTS | {
     "int8": Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True)),
     "nvfp4": Scheme(NVFP4, ActFormat("float", 4, dynamic=True)),
     "nvfp4a16": Scheme(NVFP4),
+    **{key: rtn.SCHEMES[key] for key in ("mxfp4", "mxfp8", "w4a8-fp8")},
 }
 ROWS, COLUMNS = 96, 256
 
@@ -95,7 +97,7 @@ def test_what_is_read_is_what_was_stored(name, key):
 
 def test_a_format_is_written_read_or_both():
     assert set(FORMATS.names()) - set(WRITTEN) == {"fp8"} and isinstance(fp8, Reader)
-    assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == ["bf16", "gguf"]
+    assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == ["bf16", "gguf", "openvino"]
 
 
 def test_formats_hold_what_they_should():
@@ -199,6 +201,7 @@ def test_one_scheme_or_several():
         "gptq": 1,
         "gptq-v2": 1,
         "modelopt": 2,
+        "openvino": 1,
     }
     block = gptq.configs(layers)["config.json"]
     assert block["bits"] == 4 and len(block["dynamic"]) == 2

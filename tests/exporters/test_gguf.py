@@ -15,7 +15,7 @@ from vlmcompress.common.registry import FORMATS
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import gguf as exporter
 from vlmcompress.exporters._gguf_tokenizer import _scores
-from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
+from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, round_to_nearest
 
 ROWS, COLUMNS = 48, 256
 FORMS = [
@@ -25,6 +25,7 @@ FORMS = [
     ("Q4_1", Format("int", 4, 32, symmetric=False)),
     ("Q8_0", Format("int", 8, 32)),
     ("Q8_0", Format("int", 8, -1)),
+    ("NVFP4", NVFP4),
 ]
 
 
@@ -40,6 +41,9 @@ def test_ggml_reads_the_blocks_as_the_same_weights(kind, fmt):
     stored = exporter.tensors(qt, Scheme(fmt))["weight"]
     assert exporter.storage(Scheme(fmt)) == kind
     weights = torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind]))
+    if kind == "NVFP4":
+        assert torch.equal(weights, qt.q.float() * qt.scale.float().repeat_interleave(16, 1))
+        return
     original = qt.dequantize(torch.float32)
     step = qt.scale.float().repeat_interleave(COLUMNS // qt.scale.shape[1], 1)
     allowed = step * 15 / 2048 if kind == "Q4_1" else torch.zeros_like(step)

@@ -19,6 +19,8 @@ CASES = {
     "static and cache": ("fp8-static", None, True),
     "nvfp4": ("nvfp4", "fp8", False),
     "nvfp4a16": ("nvfp4a16", None, False),
+    "mxfp4": ("mxfp4", "mxfp8", False),
+    "w4a8-fp8": ("w4a8-fp8", None, False),
 }
 
 

@@ -95,7 +95,7 @@ def test_refusals_are_one_line():
 
 def test_what_is_refused_and_what_is_not():
     works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
-    inside = ["dart-llm", "dyrate", "fastv", "pevlm", "pyramiddrop", "surrogate"]
+    inside = ["dart-llm", "dyrate", "fastv", "pevlm", "pyramiddrop"]
     after = [
         "cdpruner",
         "coverage",

@@ -128,7 +128,7 @@ def test_equals_every_patch_in_its_place(family, method, options):
 @pytest.mark.parametrize(
     ("method", "options"), [("tome", {"keep": 1}), ("dymu", {"thresholds": (1.0, 1.0)}), ("dymu", {"keep": 1})]
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "llava"])
 def test_nothing_merged_changes_no_bit(family, method, options, dtype):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)

@@ -134,20 +134,6 @@ def test_equals_layers_in_a_loop(family, method, options):
         assert method == "tome" or len(set(counts)) > 1  # else padding is not tested
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{"keep": 1}, {"thresholds": (1.0, 1.0)}])
-def test_nothing_merged_changes_no_bit(options, dtype):
-    vlm = tiny("llava")
-    inputs = encode(vlm, ONE, TWO)
-    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
-    try:
-        plain = vlm.model.to(dtype)(**inputs).logits
-        with attach(vlm, "dymu", {"thresholds": (0.0, 0.0)} | options):
-            assert torch.equal(vlm.model(**inputs).logits, plain)
-    finally:
-        tiny.cache_clear()
-
-
 def test_a_shorter_encoder_really_runs():
     """Every layer's MLP and the next layer's attention see what is left."""
     vlm = tiny("llava")

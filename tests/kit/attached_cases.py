@@ -28,7 +28,6 @@ SMALL = {
     "fastv": {"layer": 1},
     "dart-llm": {"layer": 1},
     "pyramiddrop": {"stages": 3},
-    "surrogate": {"layer": 2, "rule": "dart"},
     "dymu": {"thresholds": (-0.2, 0.0)},
 }
 STEPS = 4

@@ -11,25 +11,33 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 _FINDER = '''
-"""Packages that are not found, whether they are installed or not."""
-import sys
+"""Packages that are not found where they are installed; in another folder of the path they are."""
+import sys, sysconfig
 from importlib.machinery import PathFinder
 
 class Finder(PathFinder):
     hidden = frozenset({names!r})
+    installed = tuple(map(sysconfig.get_path, ("purelib", "platlib")))
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in cls.hidden else super().find_spec(name, path, target)
+        spec = super().find_spec(name, path, target)
+        if spec is None or name.partition(".")[0] not in cls.hidden:
+            return spec
+        places = [spec.origin or "", *(spec.submodule_search_locations or ())]
+        return None if any(place.startswith(cls.installed) for place in places) else spec
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 '''
 
 
-def hiding(folder: Path, shown: Iterable[str]) -> str:
-    """Make a folder for PYTHONPATH under which only `shown` modules, and what these require, are found; returns PYTHONPATH."""
+def hiding(folder: Path, shown: Iterable[str], brought: Iterable[str] = ()) -> str:
+    """Make a folder for PYTHONPATH under which only `shown` modules, and what these require, are found; returns PYTHONPATH.
+
+    `brought`: modules that are hidden whatever requires them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text(_FINDER.format(names=sorted(hidden(shown))))
+    (folder / "sitecustomize.py").write_text(_FINDER.format(names=sorted(hidden(shown) | {*brought})))
     return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
 
 

@@ -26,6 +26,7 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in that process, where its model can be looked at
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLMCOMPRESS_EMULATE_NVFP4": "1",  # no other format hears of it
+    "VLMCOMPRESS_EMULATE_MX": "1",
     "VLMCOMPRESS_EMULATE_EXPERTS": "1",
 }
 

@@ -16,8 +16,12 @@ from vlmcompress.models import REGISTRY, VLM, load, read_config, spec_for
 
 FAMILIES = [*REGISTRY.names(), "smolvlm"]  # smolvlm: the second model type of idefics3
 
-# One scheme that smooths with calibration data and one data-free scheme with the tower: between them all linear groups.
-RECIPES = {"awq": {"scheme": "awq"}, "fp8 with tower": {"scheme": "fp8", "vision": "fp8"}}
+# One scheme that smooths with calibration data and one data-free scheme with the tower: between them all linear groups. Both
+# with the output head, one with the embedding, which vLLM's CPU build runs in these formats.
+RECIPES = {
+    "awq": {"scheme": "awq", "head": "w4a16", "embeddings": "w8a16"},
+    "fp8 with tower": {"scheme": "fp8", "vision": "fp8", "head": "fp8"},
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -75,8 +79,13 @@ def quantized(
     def get(family: str, recipe: str) -> Path:
         out = tmp_path_factory.mktemp("quantized") / "out"
         keys = {"model": str(checkpoint(family)), "out": str(out), **RECIPES[recipe]}
-        if not spec_for(read_config(checkpoint(family))).vision_groups:
+        spec = spec_for(read_config(checkpoint(family)))
+        if not spec.vision_groups:
             keys.pop("vision", None)
+        if spec.head_shares:
+            keys.pop("head")
+        if spec.head_shares or spec.embedding_whole:
+            keys.pop("embeddings", None)
         keys["calibrate"] = {"data": str(samples), "samples": 4}
         quantize(resolve(keys).recipe)
         return out

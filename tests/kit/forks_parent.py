@@ -19,7 +19,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tests.kit import quicker
+from tests.kit import pretended_cuda, quicker
 
 
 def main() -> None:
@@ -27,6 +27,8 @@ def main() -> None:
     began = os.pidfd_open(int(lifeline))
     for name in modules:
         importlib.import_module(name)
+    if pretended_cuda.SWITCH in os.environ:
+        pretended_cuda.install()
     quicker.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
     sys.executable = str(Path(address).with_name("python"))  # processes of the forks are forks, too

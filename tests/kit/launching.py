@@ -67,6 +67,7 @@ FORMATS: dict[str, dict | None] = {
     "gptq-2": {"quant_method": "gptq", "bits": 2, "group_size": 128, "sym": True},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
     "gguf": {"quant_method": "gguf", "bits": 4, "group_size": 32},
+    "openvino": {"quant_method": "openvino", "bits": 4, "group_size": 128},
     "unheard-of": {"quant_method": "quip"},
 }
 REDUCERS = {

@@ -13,7 +13,7 @@ from typing import Any
 from tests.kit.engine import SETTINGS
 from tests.kit.places import ROOT
 from vlmcompress.exporters import compressed_tensors
-from vlmcompress.numerics import ActFormat, Format, Scheme
+from vlmcompress.numerics import MXFP4, MXFP8, ActFormat, Format, Scheme
 from vlmcompress.targets import Target
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -77,6 +77,10 @@ FORMATS: dict[str, dict[str, Layer]] = {
     },
     "w4a4-fp": {"g16": _group("nvfp4-pack-quantized", _NVFP4, _NVFP4 | {"dynamic": "local"})},
     "w4a16-fp": {"g16": _group("nvfp4-pack-quantized", _NVFP4, None)},
+    "w4a4-mx": {"g32": _ours(MXFP4, ActFormat("float", 4, True, mx=True))},
+    "w4a16-mx": {"g32": _ours(MXFP4)},
+    "w8a8-mx": {"g32": _ours(MXFP8, ActFormat("float", 8, True, mx=True))},
+    "w4a8-fp": {"g128": _ours(Format("int", 4, 128), FP8)},
 }
 SHAPES = {"rows of 1280 x 3420": (1280, 3420)}  # the second linear layer of its vision tower
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.util
 import json
 import os
 import sys
@@ -34,7 +36,6 @@ COMPILED = {
 }
 # Packages that vLLM's wheel for CUDA requires or holds (`requirements/cuda.txt`), and the names in them that it looks for.
 PACKAGES = {
-    "humming/__init__.py": (),
     "deep_gemm/__init__.py": (),
     "flashinfer_cubin/__init__.py": (),
     "flashinfer/__init__.py": (),
@@ -45,9 +46,27 @@ LIBRARIES = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C")  # platforms 
 REMEMBERING = type(functools.cache(len))
 
 
+class Named(type):
+    """A class, or a constant of one, of some name."""
+
+    def __getattr__(cls, name: str) -> str:
+        return f"{cls.__name__}.{name}"
+
+
+class Humming(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands for the package `humming`, of whose classes vLLM makes descriptions of layers that nobody reads here."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.util.spec_from_loader(name, self, is_package=True) if name.split(".")[0] == "humming" else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__getattr__ = lambda name: Named(name, (), {"__init__": lambda self, **settings: None})  # type: ignore[method-assign]
+
+
 def main() -> None:
     order = json.loads(sys.stdin.readline())
     answers, sys.stdout = sys.stdout, sys.stderr  # vLLM's log goes to stderr
+    sys.meta_path.append(Humming())  # vLLM looks for it when it is imported
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors  # noqa: F401
 
     kernels: dict[str, dict[str, Any]] = {}

@@ -7,11 +7,12 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from vlmcompress import reducers
-from vlmcompress.reducers import REGISTRY, Reduction, Signals, learned
+from vlmcompress.reducers import REGISTRY, Merger, Reduction, Signals, learned
 
 LAYERS = 4
 WIDTH = 12
@@ -23,6 +24,17 @@ EXTRA = {
     "learned-adaptive": {"network": NETWORK, "level": 0.6},
 }
 """Options without which a method does not run, or not on images this small."""
+SERVED: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in REGISTRY.names() if REGISTRY.get(name).SERVED and name != "pixelprune"),
+    ("cdpruner", {"relevance": "question"}),
+    ("coverage", {"relevance": "question"}),
+    ("dart", {"pivots": 4, "text_pivots": 4}),
+    ("divprune", {"merge": "nearest"}),
+    ("visionzip", {"merge": "mean"}),
+]
+"""Methods that are served, with options of some. `pixelprune` keeps as many tokens as the image's values say, which a host must
+wait for: it chooses where the processor has the pixels, in main memory."""
+KEEP, COUNT = 0.4, 19  # of 48 tokens
 
 
 def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
@@ -35,17 +47,7 @@ def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
 
     keys = draw(n, 8 * heads)
     keys = keys + keys.roll(1, 0)
-    ahead = Signals(
-        grid,
-        features=draw(n, WIDTH),
-        keys=draw(n, 16),
-        heads=2,
-        saliency=draw(n),
-        query=draw(7, 12),
-        query_keys=draw(7, 16),
-    )
     return Signals(
-        ahead=ahead,
         grid=grid,
         features=draw(n, WIDTH),
         keys=keys.bfloat16().float(),
@@ -75,6 +77,22 @@ def run(name, signals, options) -> Reduction:
         now = dataclasses.replace(rows(signals, merged), merged=merged)
         merged = merged.then(reducers.merge(method, now, options, layer, LAYERS))
     return merged
+
+
+def served(name: str, image: Signals, **chosen: Any) -> torch.Tensor:
+    """The rows that a method leaves of an image, as the engine's plugin asks for them."""
+    method, chosen = REGISTRY.get(name), options(name, keep=KEEP, **chosen)
+    if hasattr(method, "reduce"):
+        result = reducers.reduce(method, image, chosen, COUNT if name == "learned-adaptive" else None, check=False)
+        return result.apply(image.features)
+    merger = Merger(method, chosen, [image.grid], LAYERS, device=image.device, counts=[COUNT])
+    states, keys = image.features[None], image.keys[None]
+    for layer in range(LAYERS):
+        merger.bias(torch.float32)
+        states = merger.merge(layer, states, keys, image.heads)
+        keys = keys[:, : states.shape[1]]
+    merger.spread(states)
+    return states[0]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from vlmcompress.checkpoint import write as checkpoint
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.common import tensor_files
 from vlmcompress.exporters import compressed_tensors
-from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, find_global_scale, round_to_nearest
+from vlmcompress.numerics import MXFP4, MXFP8, NVFP4, ActFormat, Format, Scheme, find_global_scale, round_to_nearest
 
 SCHEMES = {
     "w4-symmetric": Scheme(Format("int", 4, 128)),
@@ -26,6 +26,10 @@ SCHEMES = {
     "fp8-static-tensor": Scheme(Format("float", 8, 0), ActFormat("float", 8, dynamic=False)),
     "nvfp4": Scheme(NVFP4, ActFormat("float", 4, dynamic=True)),
     "nvfp4a16": Scheme(NVFP4),
+    "mxfp4": Scheme(MXFP4, ActFormat("float", 4, dynamic=True, mx=True)),
+    "mxfp4a16": Scheme(MXFP4),
+    "mxfp8": Scheme(MXFP8, ActFormat("float", 8, dynamic=True, mx=True)),
+    "w4a8-fp8": Scheme(Format("int", 4, 128), ActFormat("float", 8, dynamic=True)),
 }
 
 

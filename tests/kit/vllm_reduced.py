@@ -34,7 +34,7 @@ def run(job: dict) -> dict:
 
     def watch(model) -> None:
         language_model = model.get_language_model()
-        last = getattr(language_model, "model", language_model).layers[-1]  # what runs ahead does not reach it
+        last = getattr(language_model, "model", language_model).layers[-1]
         last.register_forward_pre_hook(given, with_kwargs=True)
         for name in TOWERS:
             if hasattr(model, name):

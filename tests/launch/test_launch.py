@@ -70,15 +70,16 @@ def test_files_of_all(case: str) -> None:
 
 # engine -> formats that it loads, by its own source; read by hand, see the docstrings of the entries
 LOADS = {
-    "sglang": set(FORMATS) - {"w3", "w4a8", "gptq-2", "gguf", "unheard-of"},
+    "sglang": set(FORMATS) - {"w3", "w4a8", "gptq-2", "gguf", "openvino", "unheard-of"},
     "llamacpp": {"gguf"},
+    "openvino": {"openvino"},
     "lmdeploy": {"bf16", "w4-g128", "awq", "gptq"},
     "tensorrt-llm": {"bf16", "fp8", "nvfp4", "nvfp4-fp8", "modelopt"},
-    "vllm": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
-    "vllm-split": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
-    "triton": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
-    "compose": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
-    "kubernetes": set(FORMATS) - {"gptq-2", "gguf", "unheard-of"},
+    "vllm": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
+    "vllm-split": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
+    "triton": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
+    "compose": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
+    "kubernetes": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
 }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import transformers
 
 from tests.kit import vllm_answers
 from tests.kit.engine import asked
@@ -47,6 +46,8 @@ def result(family, kind, folders, answered) -> dict:
     spec = models.spec_for(models.read_config(folders[family, kind]))
     if spec.vllm_cpu:
         pytest.skip(spec.vllm_cpu)
+    if spec.experts and kind.startswith("fp8"):
+        pytest.skip("vLLM's CPU build runs experts in FP8 on no processor")
     answer = answered[folders[family, kind]]
     assert "error" not in answer, answer
     return answer
@@ -57,7 +58,7 @@ def test_answers_like_transformers(family, kind, result, folders, loaded):
     """Oracle: transformers with the same checkpoint. Same prompt tokens, and each token is one of its best."""
     vlm = loaded(family)
     with models.quiet():
-        model = transformers.AutoModelForImageTextToText.from_pretrained(folders[family, kind], dtype="auto").eval()
+        model = models.open_model(folders[family, kind], dtype="auto")[0].eval()
     for count, got in enumerate(result["answers"], start=1):
         batch = encode(vlm, count)
         assert got["prompt"] == batch["input_ids"][0].tolist()
@@ -70,9 +71,10 @@ def test_layers_have_the_names_of_the_spec(family, kind, result, loaded):
     vlm = loaded(family)
     modules = set(result["modules"])
     dropped = unused_tower_layer(vlm)
+    mixed = (".mlp.", f".{vlm.spec.experts}.") if vlm.spec.experts else ()
     for group in models.resolve(vlm.model, vlm.spec) + models.vision_linears(vlm.model, vlm.spec):
-        if group.linears[0].startswith(dropped):
-            continue
+        if group.linears[0].startswith(dropped) or any(part in group.linears[0] for part in mixed):
+            continue  # experts are one layer there, and its class of mixtures names no parts of an MLP: see `test_experts`
         names = [vlm.spec.engine_name(name) for name in group.linears]
         if group.fused:
             parent, _, _ = names[0].rpartition(".")

@@ -19,7 +19,9 @@ from vlmcompress.exporters.compressed_tensors import ignore_entries
 HUB = {
     "gemma3": ("vision_tower.vision_model.", "language_model.model.layers.0.", None),
     "gemma4": ("model.vision_tower.encoder.layers.0.", "model.language_model.layers.0.", None),
+    "gemma4-moe": ("model.vision_tower.encoder.layers.0.", "model.language_model.layers.0.", None),
     "glm4v": ("model.visual.blocks.0.", "model.language_model.layers.0.", "lm_head.weight"),
+    "glm4v-moe": ("model.visual.blocks.0.", "model.language_model.layers.0.", "lm_head.weight"),
     "idefics3": ("model.vision_model.", "model.text_model.layers.0.", "lm_head.weight"),
     "internvl": ("vision_tower.encoder.layer.0.", "language_model.model.layers.0.", "language_model.lm_head.weight"),
     "lfm2-vl": ("model.vision_tower.vision_model.", "model.language_model.layers.0.", None),

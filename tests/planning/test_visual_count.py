@@ -1,4 +1,4 @@
-"""Visual tokens: as `vlmcompress tokens` counts them, videos as processors make them, and configs without a processor."""
+"""Visual tokens: videos as processors make them, and configs without a processor; images: `test_prompt_cost.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.kit.families import can_process
 from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import cost
 from vlmcompress.models import load_processor
 from vlmcompress.planning.served_model import open_model
 from vlmcompress.planning.visual_count import Pictures, Rule, kept
@@ -23,23 +21,6 @@ SIZES = [(64, 64), (200, 90), (90, 260)]
 def rule(path) -> Rule:
     model = open_model(path)
     return Rule(path, model.config, model.pictures)
-
-
-def test_images_are_those_of_tokens(family, checkpoint):
-    if not can_process(family):
-        pytest.skip("SmolVLM's processor needs num2words")
-    path = checkpoint(family)
-    for sizes in (SIZES[:1], SIZES):
-        chosen = [parse("dart:0.5"), parse("random:0.25")]
-        counted = rule(path).count(Pictures(tuple(sizes)))
-        try:
-            expected = cost.plan(path, sizes, "what?", chosen)
-        except UserError:  # a family that is not reduced
-            expected = cost.plan(path, sizes, "what?", [])
-        assert counted.tokens == expected.full.visual
-        for choice in chosen if expected.reduced else []:
-            assert kept(counted, choice, open_model(path).spec) == expected.reduced[str(choice)].visual
-        assert counted.largest >= max(layout.tokens for layout in counted.images)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2-5-vl", "qwen3-vl", "llava-next", "internvl", "gemma3"])

@@ -13,7 +13,6 @@ from tests.kit.quant_data import inputs, output_error, statistics, weight
 from vlmcompress.numerics import (
     NVFP4,
     Format,
-    QTensor,
     find_global_scale,
     find_params,
     find_ranges,
@@ -21,13 +20,8 @@ from vlmcompress.numerics import (
     scale_from_range,
 )
 from vlmcompress.quantizers import _ranges, awq, gptq, gptq_plus, smooth, solve
-from vlmcompress.quantizers._coordinate_descent import descend
-
-
-def error(q: QTensor, w: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """Output error of each row, float64 `[out]`."""
-    d = q.dequantize(torch.float32).double() - w.double()
-    return (d @ gram.double() * d).sum(1)
+from vlmcompress.quantizers._columns import quantize_columns
+from vlmcompress.quantizers._local_search import STRIP, search
 
 
 def grid(fmt: Format) -> torch.Tensor:
@@ -38,140 +32,119 @@ def grid(fmt: Format) -> torch.Tensor:
     return torch.arange(fmt.qmin, fmt.qmax + 1, dtype=torch.float64)
 
 
-def slow_descent(w, start, gram, sweeps, refit):
-    """Coordinate descent one number at a time, in float64: each scale by least squares over its group, then each code by
-    trying all of them."""
-    zeros = None if start.zero_point is None else start.zero_point.double()
-    rows = [
-        slow_row(w[i].double(), start, i, 0 if zeros is None else zeros[i], gram.double(), sweeps, refit)
-        for i in range(len(w))
-    ]
-    return torch.stack(rows)
+FORMATS = [Format("int", 4, 16), Format("int", 3, 24, symmetric=False), Format("int", 2, -1), NVFP4]
+WIDTH, FIRST, END = 48, 10, 42  # columns, and those of the block that is searched
 
 
-def slow_row(w, start, row, zeros, gram, sweeps, refit):
-    """The values `[in]` that one row ends with."""
-    steps, codes, every = start.step[row].double(), start.q[row].double(), grid(start.format)
-    size = len(w) // len(steps)
-    shift = torch.zeros_like(w) + (zeros if isinstance(zeros, int) else zeros.repeat_interleave(size))
+class Block:
+    """A block of columns in the middle of a weight's, as GPTQ's visit leaves it, everything in the order of visits."""
 
-    def error(d):
-        return ((d @ gram) * d).sum(-1)
+    def __init__(self, fmt: Format, seed: int = 0, rows: int = 12):
+        w, stats = weight(rows, WIDTH, seed), statistics(inputs(WIDTH, tokens=100, seed=seed))
+        shared = find_global_scale([w]) if fmt.nvfp4 else None
+        scale, zero = find_params(w, fmt, scale_dtype=torch.bfloat16, global_scale=shared)
+        feedback = gptq.prepare([w], stats, gptq.Options(group_size=16))
+        (quantized,) = quantize_columns([w], feedback, [(scale, zero)], fmt, global_scale=shared)
+        order, places = feedback.order, feedback.order // (WIDTH // scale.shape[1])
+        self.h, self.fmt = stats.gram().double()[order][:, order], fmt
+        self.h.diagonal().add_(0.01 * self.h.diagonal().mean())
+        self.codes = quantized.q.float().T[order].contiguous()
+        self.steps = scale.float().T[places]
+        self.zeros = torch.zeros_like(self.steps) if zero is None else zero.float().T[places]
+        self.weight = w.T[order]
+        errors = self.errors(self.codes)
+        lower = feedback.matrix.tril(-1) + torch.eye(WIDTH)
+        targets = lower @ errors + (self.weight - errors)  # z_i = t_i - q_i
+        part = slice(FIRST, END)
+        self.arguments = (
+            targets[part],
+            feedback.matrix[part, part],
+            feedback.pivots[part],
+            scale.float().T.contiguous(),
+        )
+        self.arguments += (None if zero is None else zero.float().T.contiguous(), places[part].int(), fmt)
 
-    def left(codes, steps):
-        return w - (codes - shift) * steps.repeat_interleave(size)
+    def errors(self, codes: torch.Tensor) -> torch.Tensor:
+        """Of all columns, `[columns, out]`."""
+        return self.weight - (codes - self.zeros) * self.steps
 
-    for g in range(len(steps)) if refit and sweeps else ():
-        c = torch.zeros_like(w)
-        c[g * size : (g + 1) * size] = (codes - shift)[g * size : (g + 1) * size]
-        if not c.any():
-            continue
-        new = steps.clone()
-        target = steps[g] + c @ gram @ left(codes, steps) / error(c)
-        new[g] = as_written(target, start)
-        if target > 0 and error(left(codes, new)) < error(left(codes, steps)):
-            steps = new
-    for column in [*range(len(w))] * sweeps:
-        tried = codes.repeat(len(every), 1)
-        tried[:, column] = every
-        codes[column] = every[error(left(tried, steps)).argmin()]
-    return (codes - shift) * steps.repeat_interleave(size)
+    def left(self, codes: torch.Tensor) -> torch.Tensor:
+        """Oracle, float64 `[out]`: the output error that is left where the columns behind the block take whatever values suit
+        the errors of all columns before best, by least squares."""
+        d = self.errors(codes).double()[:END]
+        fixed, cross, free = self.h[:END, :END], self.h[:END, END:], self.h[END:, END:]
+        return ((fixed - cross @ torch.linalg.solve(free, cross.T)) @ d * d).sum(0)
 
-
-def as_written(scale: torch.Tensor, quantized: QTensor) -> torch.Tensor:
-    """A scale as the format stores it."""
-    if quantized.global_scale is None:
-        return scale.to(quantized.scale.dtype).double()
-    return (scale.float() * quantized.global_scale).to(torch.float8_e4m3fn).float().div(quantized.global_scale).double()
+    def searched(self, sweeps: int) -> torch.Tensor:
+        """All codes after a search in the block."""
+        codes, errors = self.codes.clone(), self.errors(self.codes)
+        search(codes[FIRST:END], errors[FIRST:END], *self.arguments, sweeps)
+        torch.testing.assert_close(errors, self.errors(codes), rtol=0, atol=1e-5)
+        return codes
 
 
-def start(fmt: Format, w: torch.Tensor) -> QTensor:
-    return round_to_nearest(w, fmt, scale_dtype=torch.bfloat16)
-
-
-FORMATS = [
-    Format("int", 4, 16),
-    Format("int", 3, 24, symmetric=False),
-    Format("int", 2, -1),
-    NVFP4,
-]
-
-
-@pytest.mark.parametrize("refit", [True, False])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_descent_is_one_number_after_another(fmt, refit):
-    """Codes may differ only where a value sits on a rounding boundary in float32."""
-    w, stats = weight(12, 48), statistics(inputs(48, tokens=300))
-    quantized = start(fmt, w)
-    fast = descend(
-        [w[:5], w[5:]], [found_rows(quantized, slice(5)), found_rows(quantized, slice(5, 12))], stats.gram(), 2, refit
-    )
-    fast = torch.cat([q.dequantize(torch.float32) for q in fast]).double()
-    slow = slow_descent(w, quantized, stats.gram(), 2, refit)
-    assert torch.isclose(fast, slow, atol=1e-6).all(1).double().mean() >= 0.8
-
-
-def found_rows(q: QTensor, rows: slice) -> QTensor:
-    zero = None if q.zero_point is None else q.zero_point[rows]
-    return QTensor(q.q[rows], q.scale[rows], zero, q.format, q.global_scale)
+def test_of_a_strip_the_best_single_code_changes(fmt):
+    """Oracle: of all codes of all columns of a strip, tried one by one in float64, the one that leaves least. A row may differ
+    only where two leave the same in float32."""
+    block = Block(fmt)
+    codes = block.codes.clone()
+    for first in [*range(FIRST, END, STRIP)] * 2:
+        tried = [codes]
+        for column, code in itertools.product(range(first, min(first + STRIP, END)), grid(fmt).float()):
+            tried.append(codes.clone())
+            tried[-1][column] = code
+        best = torch.stack([block.left(each) for each in tried]).argmin(0)
+        codes = torch.stack(tried)[best, :, torch.arange(codes.shape[1])].T
+    assert (codes != block.codes).any(0).double().mean() > 0.3
+    assert (block.searched(2) == codes).all(0).double().mean() >= 0.8
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10_000), fmt=st.sampled_from(FORMATS + [Format("int", 3, 48)]), refit=st.booleans())
-def test_the_error_never_rises(seed, fmt, refit):
-    """Of no row, from one sweep to the next, whatever it starts from; and it falls."""
-    x = inputs(48, tokens=100, seed=seed)
-    x[:, 5] = 0
-    w, gram = weight(10, 48, seed), statistics(x).gram()
-    quantized = start(fmt, w)
-    errors = [error(descend([w], [quantized], gram, sweeps, refit)[0], w, gram) for sweeps in range(4)]
-    for before, after in itertools.pairwise(errors):
+@given(seed=st.integers(0, 10_000), fmt=st.sampled_from(FORMATS))
+def test_what_is_left_never_rises(seed, fmt):
+    """Of no row, from one sweep to the next, until no single code of the block is better."""
+    block = Block(fmt, seed, rows=10)
+    left = [block.left(block.searched(sweeps)) for sweeps in range(4)]
+    for before, after in itertools.pairwise(left):
         assert (after <= before * (1 + 1e-5) + 1e-9).all()
-    assert errors[3].sum() < 0.95 * errors[0].sum()
-
-
-def test_descent_against_all_codes_there_are():
-    """Tiny rows, whose best codes a search through all of them finds: from there nothing moves, and from nearest codes the
-    search ends at least as low as every neighbour, and often at the best."""
-    fmt, width = Format("int", 2, -1), 5
-    w, gram = weight(16, width), statistics(inputs(width, tokens=50)).gram()
-    quantized = start(fmt, w)
-    every = torch.tensor(list(itertools.product(range(-2, 2), repeat=width)), dtype=torch.int8)
-    errors = torch.stack(
-        [error(QTensor(q.expand(16, -1), quantized.scale, None, fmt), w, gram) for q in every]
-    )  # [4^5, 16]
-    best = QTensor(every[errors.argmin(0)], quantized.scale, None, fmt)
-    assert torch.equal(descend([w], [best], gram, 3, refit=False)[0].q, best.q)
-    ended = descend([w], [quantized], gram, 20, refit=False)[0]
-    least = error(ended, w, gram)
-    for row, q in enumerate(ended.q):
-        neighbours = (every != q).sum(1) <= 1
-        assert least[row] <= errors[neighbours, row].min() * (1 + 1e-5)
-    assert (least <= errors.amin(0) * (1 + 1e-5)).double().mean() > error(quantized, w, gram).le(
-        errors.amin(0) * 1.00001
-    ).double().mean()
+    ended = block.searched(40)
+    least = block.left(ended)
+    for column, code in itertools.product(range(FIRST, END), grid(fmt).float()):
+        other = ended.clone()
+        other[column] = code
+        assert (block.left(other) >= least * (1 - 1e-4)).all()
 
 
 @pytest.mark.parametrize("fmt", [Format("int", 3, 16), Format("int", 3, 16, symmetric=False), NVFP4], ids=str)
 def test_searched_ranges_are_the_best_of_those_tried(fmt):
-    """Oracle: each share by itself, for each row and group; never worse than the plain range."""
+    """Oracle: each share by itself, for each row and group: the best of every third, and then of those beside it. No piece is
+    worse than with its plain range, and all together they are as good as the best of all shares."""
     w, v = weight(12, 64), torch.rand(64)
     kwargs = {"scale_dtype": torch.bfloat16, "global_scale": find_global_scale([w]) if fmt.nvfp4 else None}
-    scale, zero = _ranges.least_error(w, v, fmt, 9, **kwargs)
+    scale, zero = _ranges.least_error(w, v, fmt, 20, **kwargs)
     low, high = find_ranges(w, fmt)
-    top = 1.2 if fmt.symmetric else 1.0
 
     def counted(scale, zero):
         d = gap(w, scale, zero, fmt)
         return (d.square() * v).view(*scale.shape, -1).sum(-1)
 
+    shares = torch.linspace(1.2 if fmt.symmetric else 1.0, 0.4, 20)
+    step = shares[0] - shares[1]
+    outside = (shares[0] + step, shares[-1] - step)
     tried = [
         counted(*scale_from_range(w, low * r, high * r, fmt, max_code=fmt.max_codes[0], **kwargs))
-        for r in torch.linspace(top, 0.4, 9)
+        for r in (outside[0], *shares, outside[1])
     ]
-    plain = counted(*find_params(w, fmt, importance=v, **kwargs))
-    assert torch.allclose(counted(scale, zero), torch.stack([plain, *tried]).amin(0))
-    assert (counted(scale, zero) < 0.99 * plain).any()
+    plain, tried = counted(*find_params(w, fmt, importance=v, **kwargs)), torch.stack(tried)
+    third = 1 if fmt.nvfp4 else 3
+    first = tried[1:-1:third].argmin(0) * third + 1
+    stays = plain <= tried.gather(0, first[None])[0]  # near 1: such a piece tries what is beside that
+    beside = torch.stack([tried.gather(0, (first + k)[None])[0] for k in (-1, 0, 1)]).amin(0)
+    left = counted(scale, zero)
+    assert torch.allclose(left[~stays], beside[~stays])
+    assert (left <= plain).all() and (left < 0.99 * plain).any()
+    assert left.sum() < 1.01 * torch.minimum(tried[1:-1].amin(0), plain).sum()
 
 
 def gap(w, scale, zero, fmt):
@@ -222,9 +195,9 @@ def test_each_step_lowers_the_error(bits, symmetric):
         made, smoothed = rounded(gptq, w, stats, options)
         assert smoothed == ("smooth" in step)
         left[name] = output_error(x, made, w)
-    whole = left.pop("all")
+    whole, plain = left.pop("all"), left.pop("plain")
     assert whole < min(left.values())
-    assert max(error for name, error in left.items() if name != "plain") < 0.95 * left["plain"]
+    assert left.pop("sweeps") < plain and max(left.values()) < 0.95 * plain
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -233,7 +206,7 @@ def test_gptq_plus_is_gptq_with_all_steps(bits):
     x, w = inputs(128, tokens=4000), weight(64, 128)
     stats, left = statistics(x[:2000]), {}
     fields = {"bits": bits, "group_size": 32, "symmetric": False}
-    every = gptq.Options(**fields, smooth="feedback", clip=True, sweeps=2, refit=False)
+    every = gptq.Options(**fields, smooth="feedback", clip=True, sweeps=4 if bits == 2 else 2)
     plus = gptq_plus.Options(bits=bits, group_size=32)
     for name, method, options in (
         ("plus", gptq_plus, plus),
@@ -261,22 +234,32 @@ def test_smoothing_is_that_of_awq():
         assert gptq.needs(gptq.Options(smooth=chosen)).statistics == statistics_read
 
 
+def damped(stats, by, damp):
+    """The matrix of the inputs, damped as those divided by `by [in]` are, and the order of visits of these: float64."""
+    gram = stats.gram().double() / torch.outer(by, by).double()
+    dead = gram.diagonal() == 0
+    gram.diagonal()[dead] = gram.diagonal()[~dead].mean()
+    order = gram.diagonal().argsort(descending=True, stable=True)
+    gram.diagonal().add_(damp * gram.diagonal().mean())
+    return gram * torch.outer(by, by), order
+
+
+def upper(h):
+    """R, upper triangular, with h = R R^T."""
+    return torch.linalg.cholesky(h.flip(0, 1)).flip(0, 1)
+
+
 def test_smoothing_for_feedback_takes_what_feedback_leaves_least_of():
     """Oracle: for each of AWQ's scales the factor of the smoothed inputs' matrix, whose diagonal weighs rounding errors."""
     stats, weights = statistics(inputs(96, tokens=600)), [weight(24, 96), weight(16, 96, 1)]
     options, fmt = gptq.Options(bits=3, group_size=32, smooth="feedback"), Format("int", 3, 32)
-    gram = stats.gram().double()
-    root = gram.diagonal().sqrt()
-    gram.diagonal().add_(0.01 * root * root.mean())
-    order = stats.gram().diagonal().argsort(descending=True, stable=True)
     scales = awq.candidates(weights, stats, awq.Options(bits=3, group_size=32, symmetric=True))
+    gram, order = damped(stats, scales[19 + 9], 0.01)  # the middle of the family with weights
     left = []
     for s in (torch.ones(96), *scales):
         h = (gram / torch.outer(s, s).double())[order][:, order]
-        factor = torch.linalg.cholesky(h.flip(0, 1)).flip(0, 1)  # upper triangular R with h = R R^T
-        assert torch.allclose(factor @ factor.T, h, rtol=1e-6)
         v = torch.empty(96)
-        v[order] = factor.diagonal().square().float()
+        v[order] = upper(h).diagonal().square().float()
         rounded = [round_to_nearest(w * s, fmt, scale_dtype=torch.bfloat16, max_code=3.5) for w in weights]
         errors = [q.dequantize(torch.float32) - w * s for q, w in zip(rounded, weights, strict=True)]
         left.append(sum(float((e.square() * v).sum()) for e in errors))
@@ -286,32 +269,28 @@ def test_smoothing_for_feedback_takes_what_feedback_leaves_least_of():
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_the_factor_of_smoothed_inputs_is_that_of_plain_inputs_rescaled(earlier):
-    """Oracle: a factorization of the damped and smoothed matrix; also where the statistics were divided before."""
+def test_the_factor_of_smoothed_inputs_is_handed_on(earlier):
+    """Oracle: a factorization of the smoothed inputs' matrix, damped as that of inputs divided by the middle candidate; also
+    where the statistics were divided before. Without a search before it, `prepare` factorizes the matrix as it is."""
     x, w = inputs(48, tokens=300), weight(8, 48)
     x[:, 7] = 0
     stats, options = statistics(x), gptq.Options(group_size=16, smooth="feedback", damp=0.05)
     if earlier:
         stats = stats.rescaled(torch.rand(48) + 0.5)
+    middle = awq.candidates([w], stats, awq.Options(bits=4, group_size=16, symmetric=True))[19 + 9]
     s = smooth(gptq, [w], stats, options)
     feedback = gptq.prepare([w * s], stats.rescaled(s), options)
-    h = stats.unscaled().gram().double()
-    h[7, 7] = h.diagonal()[h.diagonal() > 0].mean()
-    root = h.diagonal().sqrt()
-    h.diagonal().add_(0.05 * root * root.mean())
-    by = (s if stats.scale is None else s * stats.scale).double()
-    h = (h / torch.outer(by, by))[feedback.order][:, feedback.order]
-    factor = torch.linalg.cholesky(h.flip(0, 1)).flip(0, 1)  # upper triangular R with h = R R^T
-    ratios = (factor / factor.diagonal()).T
-    torch.testing.assert_close(feedback.matrix.double().tril(), ratios, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(feedback.pivots.double(), factor.diagonal(), rtol=1e-3, atol=0)
-    again = gptq.prepare([w * s], stats.rescaled(s), options)  # nothing is handed on any more
-    assert torch.equal(again.matrix.tril(), feedback.matrix.tril()) and torch.equal(again.residues, feedback.residues)
-    expected = factor.diagonal().square().where(feedback.order != 7, 0)
-    torch.testing.assert_close(feedback.residues[feedback.order].double(), expected, rtol=1e-3, atol=0)
+    for result, by in ((feedback, middle), (gptq.prepare([w * s], stats.rescaled(s), options), s)):
+        gram, order = damped(stats, by, 0.05)
+        assert torch.equal(result.order, order)
+        factor = upper((gram / torch.outer(s, s).double())[order][:, order])
+        torch.testing.assert_close(result.matrix.double().tril(), (factor / factor.diagonal()).T, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(result.pivots.double(), factor.diagonal(), rtol=1e-3, atol=0)
+        expected = factor.diagonal().square().where(order != 7, 0)
+        torch.testing.assert_close(result.residues[order].double(), expected, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("fields", [{"smooth": "yes"}, {"clip": 1}, {"clip_grid": 2}, {"sweeps": -1}, {"refit": None}])
+@pytest.mark.parametrize("fields", [{"smooth": "yes"}, {"clip": 1}, {"clip_grid": 2}, {"sweeps": -1}])
 def test_bad_steps(fields):
     (name,) = fields
     with pytest.raises(ValueError, match=f"^{name} must be"):

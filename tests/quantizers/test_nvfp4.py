@@ -122,7 +122,7 @@ def test_what_is_read_hangs_on_the_options():
         ({"mixed": "yes"}, "mixed must be"),
         ({"damp": 0.0}, "damp must be"),
         ({"sweeps": -1}, "sweeps must be"),
-        ({"rounding": "awq", "clip": True}, "smooth, clip and sweeps are for rounding 'gptq'"),
+        ({"rounding": "awq", "clip": True}, "are for rounding 'gptq'"),
         ({"four_over_six": 1}, "four_over_six must be"),
     ],
 )

@@ -88,7 +88,8 @@ def test_shapes_and_dtypes(name, scale_dtype):
         assert q.format == fmt
         assert q.q.shape == (rows, WIDTH) and q.q.dtype is fmt.dtype and q.q.is_contiguous()
         assert q.scale.shape == ((1,) if fmt.group == 0 else (-(-rows // fmt.rows), fmt.n_groups(WIDTH)))
-        assert q.scale.dtype is (torch.float8_e4m3fn if fmt.nvfp4 else scale_dtype)
+        stored = torch.float8_e4m3fn if fmt.nvfp4 else torch.uint8 if fmt.mx else scale_dtype
+        assert q.scale.dtype is stored
         assert (q.global_scale is not None) == fmt.nvfp4
         assert (q.zero_point is None) == fmt.symmetric
         if q.zero_point is not None:

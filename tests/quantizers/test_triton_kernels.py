@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.kit.quant_data import inputs, statistics, weight
-from vlmcompress.numerics import NVFP4, Format, find_global_scale, find_params, round_to_nearest
-from vlmcompress.quantizers import _coordinate_descent, _ranges, gptq
+from vlmcompress.numerics import NVFP4, Format, find_global_scale, find_params
+from vlmcompress.quantizers import _columns, _local_search, _ranges, gptq
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -32,42 +32,32 @@ def triton_kernels(monkeypatch):
     from vlmcompress.quantizers import _triton_kernels
 
     def use() -> None:
-        for module in (gptq, _ranges, _coordinate_descent):
-            monkeypatch.setattr(module, "kernels", lambda _device: _triton_kernels)
+        for module in (_columns, _ranges, _local_search):
+            monkeypatch.setattr(module, "kernels", lambda _device, _fmt: _triton_kernels)
 
     return use
 
 
+@pytest.mark.parametrize("sweeps", [0, 2])
 @pytest.mark.parametrize("actorder", ["static", None])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_visiting_columns(fmt, actorder, triton_kernels):
+def test_visiting_and_searching_columns(fmt, actorder, sweeps, triton_kernels):
     """The same codes, but where a value sits on a boundary, from where a row goes on differently."""
     w, stats = weight(ROWS, WIDTH).to(DEVICE), statistics(inputs(WIDTH, tokens=600).to(DEVICE))
     feedback = gptq.prepare([w], stats, gptq.Options(actorder=actorder))
     shared = find_global_scale([w]) if fmt.nvfp4 else None
     params = find_params(w, fmt, scale_dtype=torch.bfloat16, global_scale=shared)
 
-    def codes(block: int) -> torch.Tensor:
-        return gptq.quantize_columns([w], feedback, [params], fmt, block, shared)[0].q.float()
+    def codes(block: int, sweeps: int) -> torch.Tensor:
+        return _columns.quantize_columns([w], feedback, [params], fmt, block, sweeps, shared)[0].q.float()
 
-    expected = codes(128)
+    blocks = (128, 48, 1000)
+    plain = codes(128, 0)
+    expected = [codes(block, sweeps) for block in blocks]
+    assert sweeps == 0 or (expected[0] != plain).any()
     triton_kernels()
-    for block in (128, 48, 1000):
-        assert (codes(block) == expected).all(1).double().mean() >= 0.9
-
-
-@pytest.mark.parametrize("refit", [True, False])
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_coordinate_descent(fmt, refit, triton_kernels):
-    """The same codes and scales, rows in which a value sits on a boundary excepted."""
-    w, gram = weight(ROWS, WIDTH).to(DEVICE), statistics(inputs(WIDTH, tokens=600).to(DEVICE)).gram()
-    quantized = round_to_nearest(w, fmt, scale_dtype=torch.bfloat16)
-    expected = _coordinate_descent.descend([w], [quantized], gram, 2, refit)[0]
-    triton_kernels()
-    searched = _coordinate_descent.descend([w], [quantized], gram, 2, refit)[0]
-    assert (searched.q.float() != quantized.q.float()).any()
-    alike = (searched.q.float() == expected.q.float()).all(1) & (searched.step == expected.step).all(1)
-    assert alike.double().mean() >= 0.9
+    for block, torch_codes in zip(blocks, expected, strict=True):
+        assert (codes(block, sweeps) == torch_codes).all(1).double().mean() >= 0.9
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -13,9 +13,13 @@ from vlmcompress.quantizers import fp8_static, int8, rtn, smooth, solve, w8a16
 def simulate_w8a8(x, w, s):
     """Output of an INT8 layer as an engine computes it: weights per row, activations per token, after smoothing by `s`."""
     q = round_to_nearest(w * s, int8.scheme(int8.Options()).weights, scale_dtype=torch.bfloat16)
-    x = x / s
+    return in_engine(x / s, q.dequantize(torch.float32))
+
+
+def in_engine(x, w):
+    """Output of a layer whose smoothed inputs are rounded to 8 bits per token."""
     step = x.abs().amax(1, keepdim=True) / 127
-    return (x / step).round() * step @ q.dequantize(torch.float32).T
+    return (x / step).round() * step @ w.T
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
@@ -67,6 +71,33 @@ def test_inputs_that_no_weight_reads_set_no_scale(alpha):
     whole = (simulate_w8a8(x, w, s) - exact).square().sum() / exact.square().sum()
     without = (simulate_w8a8(x[:, kept], w[:, kept], s[kept]) - exact).square().sum() / exact.square().sum()
     assert whole == pytest.approx(float(without), rel=1e-3) and whole < 1e-3
+
+
+def test_rounding_against_the_papers():
+    """Oracle: scales of `max|row| / 127`, on tokens that no statistics saw. Columns and inputs are uneven; in none of forty
+    cases are ours worse by over 2%, and they are better as a whole."""
+    options, ratios = int8.Options(), []
+    for seed in range(40):
+        width = (64, 128, 256, 512)[seed % 4]
+        x, w = inputs(width, 800, seed), weight((16, 64)[seed % 2], width, seed)
+        w *= torch.exp(0.5 * (seed % 5) * torch.randn(width, generator=torch.Generator().manual_seed(seed)))
+        stats = statistics(x[:400])
+        s = smooth(int8, [w], stats, options)
+        (ours,) = solve(int8, [w * s], stats.rescaled(s), options, torch.bfloat16).weights
+        step = ((w * s).abs().amax(1, keepdim=True) / 127).bfloat16().float()
+        papers = (w * s / step).round().clamp(-128, 127) * step
+        exact, x = x[400:] @ w.T, x[400:] / s
+        loss, papers_loss = ((in_engine(x, q) - exact).square().sum() for q in (ours.dequantize(torch.float32), papers))
+        ratios.append(loss / papers_loss)
+    assert max(ratios) < 1.02 and torch.stack(ratios).log().mean().exp() < 0.99
+
+
+def test_weights_of_silent_inputs_are_not_cut():
+    """As one is never active, it says nothing about the row's scale, but may speak one day."""
+    x, w = inputs(32), weight(8, 32)
+    x[:, 3], w[:, 3] = 0, 3.0
+    (q,) = solve(int8, [w], statistics(x), int8.Options(), torch.bfloat16).weights
+    torch.testing.assert_close(q.dequantize(torch.float32)[:, 3], w[:, 3], rtol=1e-2, atol=0)
 
 
 def test_input_scale_maps_the_largest_input_to_448():

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from tests.kit.reducer_data import cosine, options, run, signals
+from tests.kit.reducer_data import cosine, run, signals
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import coverage
 
@@ -57,7 +57,7 @@ def drawn(seed, n=10, words=3):
     return dataclasses.replace(signals((1, 1, n)), features=features, query=query, **NOTHING)
 
 
-NOTHING = {"keys": None, "heads": None, "saliency": None, "windowed": None, "pixels": None, "ahead": None}
+NOTHING = {"keys": None, "heads": None, "saliency": None, "windowed": None, "pixels": None}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -92,37 +92,6 @@ def test_how_often_a_question_says_the_same_changes_nothing():
     assert torch.equal(run("coverage", s, asking).anchor, run("coverage", longer, asking).anchor)
 
 
-def test_without_relevance_the_question_changes_nothing():
-    s, plain, asking = signals(), coverage.Options(keep=0.3), coverage.Options(keep=0.3, relevance="question")
-    mute = dataclasses.replace(s, query=None)
-    assert torch.equal(run("coverage", s, plain).anchor, run("coverage", mute, plain).anchor)
-    assert not torch.equal(run("coverage", s, plain).anchor, run("coverage", s, asking).anchor)
-    with pytest.raises(ValueError, match="relevance=question needs signals that are missing: query"):
-        run("coverage", mute, asking)
-
-
-def test_a_question_without_words_or_preference_leaves_the_choice_to_the_tokens():
-    """A word of length 0 is like all tokens alike: whichever is kept first covers it, and nothing can cover it more."""
-    s, asking = signals(), coverage.Options(keep=0.3, relevance="question")
-    plain = run("coverage", s, coverage.Options(keep=0.3)).anchor
-    for query in (s.query[:0], torch.zeros(2, 12)):
-        assert torch.equal(run("coverage", dataclasses.replace(s, query=query), asking).anchor, plain)
-
-
-def test_identical_and_empty_tokens_are_kept_to_the_exact_count():
-    for features in (torch.ones(48, 12), torch.zeros(48, 12), torch.cat([torch.zeros(24, 12), torch.ones(24, 12)])):
-        s = dataclasses.replace(signals(), features=features)
-        for keep in (0.5, 0.9):
-            kept = run("coverage", s, options("coverage", keep=keep, relevance="question")).anchor
-            assert len(kept) == keep * 48 // 1
-
-
-def test_half_precision_question_and_tokens():
-    s, chosen = signals(), coverage.Options(keep=0.3, relevance="question")
-    narrow = dataclasses.replace(s, features=s.features.half(), query=s.query.half())
-    assert torch.equal(run("coverage", s, chosen).anchor, run("coverage", narrow, chosen).anchor)
-
-
 def test_options():
     """A recipe or a checkpoint that does not ask says nothing of the question, so older versions can read it."""
     assert parse("coverage:0.5").plain() == {"method": "coverage", "keep": 0.5, "temperature": 0.2}
@@ -147,5 +116,3 @@ def test_other_values_that_are_none_are_refused():
     for temperature in (0, math.nan, "warm", True):
         with pytest.raises(ValueError, match="text_temperature must be a number of at least 0.001"):
             coverage.Options(text_temperature=temperature)
-    with pytest.raises(ValueError, match="relevance must be none or question, got 'clip'"):
-        coverage.Options(relevance="clip")  # type: ignore[arg-type]

@@ -254,6 +254,30 @@ def test_dymu_to_an_exact_count(count):
     assert torch.equal(same.target, free.target) and torch.equal(same.weight, free.weight)
 
 
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("count", [3, 5, 12, 24, 40, 45])
+@pytest.mark.parametrize("grid", [(1, 6, 8), (1, 5, 9)])
+def test_dymu_padded_for_a_device_merges_the_same(grid, count, ties):
+    """As many rows as there may be at most, whatever the values: those with tokens are the ones of a CPU, the others behind."""
+    chosen = options("dymu", thresholds=(0.9, 0.75, 0.5, 0.8))
+    for seed in range(4):
+        s = signals(grid, seed=seed)
+        if ties:  # of few directions, so that most pairs are as good as others
+            keys = torch.eye(8)[torch.randint(3, (s.n, 2), generator=torch.Generator().manual_seed(seed))]
+            s = dataclasses.replace(s, keys=keys.flatten(1))
+        plain = padded = Reduction.identity(s.n)
+        for layer in range(LAYERS):
+            now = dataclasses.replace(rows(s, padded), merged=padded)
+            plain = plain.then(merge_step(s, plain, chosen, layer, count))
+            padded = padded.then(dymu._padded(now, chosen.thresholds[layer], count, LAYERS - layer - 1))
+            left = len(plain.anchor)
+            assert len(padded.anchor) == min(s.n, count << (LAYERS - layer - 1)) >= left
+            assert torch.equal(padded.target, plain.target) and torch.equal(padded.anchor[:left], plain.anchor)
+            assert torch.equal(padded.sizes[:left], plain.sizes) and not padded.sizes[left:].any()
+            assert torch.equal(rows(s, padded).features[:left], rows(s, plain).features)
+        assert torch.equal(padded.check().anchor, plain.anchor)
+
+
 def merge_step(s, merged, chosen, layer, count):
     now = dataclasses.replace(rows(s, merged), merged=merged)
     return reducers.merge(dymu, now, chosen, layer, LAYERS, count)

@@ -7,63 +7,32 @@ import dataclasses
 import pytest
 import torch
 
-from tests.kit.reducer_data import LAYERS, options, run, signals
+from tests.kit.reducer_data import COUNT, KEEP, SERVED, options, run, served, signals
 from vlmcompress import reducers
-from vlmcompress.reducers import REGISTRY, Merger, Reduction, Signals, _run, _selecting
-
-SERVED = [name for name in REGISTRY.names() if REGISTRY.get(name).SERVED]
-BY_VALUES = {"pixelprune", "dymu"}
-"""Methods that keep, in all or behind a layer, as many tokens as the image's values say: a count that a host must wait for."""
-VARIANTS = [
-    *((name, {}) for name in SERVED if name not in BY_VALUES),
-    ("cdpruner", {"relevance": "question"}),
-    ("coverage", {"relevance": "question"}),
-    ("dart", {"pivots": 4, "text_pivots": 4}),
-    ("divprune", {"merge": "nearest"}),
-    ("surrogate", {"rule": "dart"}),
-    ("visionzip", {"merge": "mean"}),
-]
-KEEP, COUNT = 0.4, 19  # of 48 tokens
+from vlmcompress.reducers import REGISTRY, Reduction, Signals, _run, _selecting
 
 
 def bare(image: Signals) -> Signals:
     """Signals on PyTorch's device `meta`, where a look at a value, or a shape that depends on values, is an error."""
     fields = {field.name: getattr(image, field.name) for field in dataclasses.fields(image)}
     tensors = {name: value.to("meta") for name, value in fields.items() if isinstance(value, torch.Tensor)}
-    ahead = None if image.ahead is None else bare(image.ahead)
-    return Signals(**fields | tensors | {"ahead": ahead}, finite=True)
+    return Signals(**fields | tensors, finite=True)
 
 
-def applied(name: str, image: Signals, **chosen) -> torch.Tensor:
-    """The rows that a method leaves of an image, as the engine's plugin asks for them."""
-    method, chosen = REGISTRY.get(name), options(name, keep=KEEP, **chosen)
-    if hasattr(method, "reduce"):
-        result = reducers.reduce(method, image, chosen, COUNT if name == "learned-adaptive" else None, check=False)
-        return result.apply(image.features)
-    merger = Merger(method, chosen, [image.grid], LAYERS, device=image.device, counts=[COUNT])
-    states, keys = image.features[None], image.keys[None]
-    for layer in range(LAYERS):
-        merger.bias(torch.float32)
-        states = merger.merge(layer, states, keys, 2)
-        keys = keys[:, : states.shape[1]]
-    merger.spread(states)
-    return states[0]
-
-
-@pytest.mark.parametrize(("name", "chosen"), VARIANTS)
+@pytest.mark.parametrize(("name", "chosen"), SERVED)
 def test_a_served_method_looks_at_no_value(name, chosen):
     grid = (3, 4, 5) if name == "evs" else (1, 6, 8)
     image = signals(grid)
-    rows = applied(name, bare(image), **chosen)
-    count = COUNT if name == "learned-adaptive" else len(run(name, image, options(name, keep=KEEP, **chosen)).anchor)
+    rows = served(name, bare(image), **chosen)
+    adaptive = REGISTRY.get(name).COUNT == "adaptive"
+    count = COUNT if adaptive else len(run(name, image, options(name, keep=KEEP, **chosen)).anchor)
     assert rows.shape == (count, image.features.shape[1])
 
 
-@pytest.mark.parametrize("name", sorted(BY_VALUES))
-def test_methods_whose_count_is_in_the_values_do_wait(name):
-    """The check above would see a wait: these can't run so."""
+def test_a_method_whose_count_is_in_the_values_does_wait():
+    """The check above would see a wait: this one can't run so."""
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        applied(name, bare(signals()))
+        served("pixelprune", bare(signals()))
 
 
 def test_looking_at_signals_or_a_result_is_a_wait():

@@ -123,13 +123,15 @@ def test_verb(tmp_path: Path) -> None:
 
 
 def test_recovery_of_several_precisions_in_a_table(tmp_path: Path) -> None:
-    """Shares of the baseline's score, worked out here from the counts of right answers."""
+    """Shares of the baseline's score, worked out here from the counts of right answers: in Markdown, page and terminal."""
     runs = {
         "awq": make_results("awq", gate=None),
         "lost": make_results("lost", gate=None, suites=[make_suite(outcome="broken")]),
     }
-    written_files = comparison.write(written(tmp_path, **runs), tmp_path / "out")
+    folders = written(tmp_path, **runs)
+    written_files = comparison.write(folders, tmp_path / "out")
     text = written_files["md"].read_text()
+    shown, page = comparison.terminal(folders), written_files["html"].read_text()
     line = next(
         line for line in text.split("## Recovery")[1].splitlines() if line.startswith(f"| {make_suite().name} |")
     )
@@ -138,6 +140,8 @@ def test_recovery_of_several_precisions_in_a_table(tmp_path: Path) -> None:
         overall = results.suites[0].overall
         shares.append(100 * (overall.both + overall.candidate_only) / (overall.both + overall.baseline_only))
     assert [f"; {share:.1f}% (" in line for share in shares] == [True, True] and shares[1] < 96 < shares[0]
+    for share in shares:
+        assert f"{share:.1f}%" in page.split("<h2>Recovery</h2>")[1].split("</section>")[0] and f"{share:.1f}%" in shown
     assert "| weights, times smaller |" in text and "| times faster |" in text
 
 

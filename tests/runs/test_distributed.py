@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, tiny
-from tests.kit.workers import ended, start
+from tests.kit.workers import alone, ended, start
 from vlmcompress import cli
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.common import distributed
@@ -40,7 +40,7 @@ def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
     assert (code, other) == (0, 0), err + nothing
     assert json.loads(out)["ok"] and not silent and not nothing.strip()
     call[2] = str(tmp_path / "one")
-    assert cli.main(["quantize", *call]) == 0
+    alone("quantize", *call)
     single, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert single.keys() == two.keys()
     for name, expected in single.items():
@@ -60,7 +60,7 @@ def test_statistics_are_those_of_one_worker(world, tmp_path):
     extra = ("--kv-cache", "fp8", "--needs", "gram,absmax,absmean,gradient,entropy", "--json")
     (code, _, err), (other, _, nothing) = ended(start("calibrate", *asked(world, tmp_path / "two", *extra)))
     assert (code, other) == (0, 0), err + nothing
-    assert cli.main(["calibrate", *asked(world, tmp_path / "one", *extra)]) == 0
+    alone("calibrate", *asked(world, tmp_path / "one", *extra))
     single, two = (statistics_folder.read(tmp_path / name) for name in ("one", "two"))
     assert single.facts["gradients"]["loss"] == pytest.approx(two.facts["gradients"]["loss"], rel=1e-3)
     assert single.facts["entropy"]["luq"] == pytest.approx(two.facts["entropy"]["luq"], abs=0.05)

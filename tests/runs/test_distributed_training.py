@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, spread, tiny
-from tests.kit.workers import ended, start
-from vlmcompress import cli
+from tests.kit.workers import alone, ended, start
 from vlmcompress.data import load_samples
 from vlmcompress.hf_hooks import scorer_file
 
@@ -58,7 +57,7 @@ def test_weights_are_those_of_one_worker(world, tmp_path):
     assert (code, other) == (0, 0), err + nothing
     said = json.loads(out)["recovery"]
     assert said["changed"] and not silent and not nothing.strip()
-    assert cli.main(asked(world, tmp_path / "one", *extra)) == 0
+    alone(*asked(world, tmp_path / "one", *extra))
     single, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     source = load_file(world / "model" / "model.safetensors")
     for name, expected in single.items():
@@ -84,7 +83,7 @@ def test_a_scorer_is_that_of_one_worker(world, tmp_path):
     (code, out, err), (other, silent, nothing) = ended(start(*calls["two"]))
     assert (code, other) == (0, 0), err + nothing
     assert json.loads(out)["ok"] and not silent and not nothing.strip()
-    assert cli.main(calls["one"]) == 0
+    alone(*calls["one"])
     single, two = (scorer_file.read(files[name]) for name in ("one", "two"))
     for name, expected in single.weights.items():
         torch.testing.assert_close(two.weights[name], expected, rtol=1e-4, atol=1e-4, msg=name)
@@ -130,8 +129,8 @@ def test_a_worker_that_dies(world, tmp_path):
     assert not (tmp_path / "out").exists()
     teacher = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.recover").glob("teacher-*")}
     assert len(teacher) == 2
-    assert cli.main([*call, "--resume"]) == 0
-    assert cli.main(asked(world, tmp_path / "whole", *extra)) == 0
+    alone(*call, "--resume")
+    alone(*asked(world, tmp_path / "whole", *extra))
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-4, msg=name)

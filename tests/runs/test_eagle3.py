@@ -11,7 +11,7 @@ from vlmcompress.runs import eagle3
 from vlmcompress.runs.eagle3 import DraftShape, Lesson
 
 SHAPE = DraftShape(16, 24, heads=4, kv_heads=2, head_dim=6, taps=(1, 2, 4), vocabulary=11, eps=1e-6, theta=1e4)
-TOKENS, FIRST, ANSWERS = 14, 8, 5
+ROWS, BEGIN, ANSWERS = 13, 7, 5
 
 
 @pytest.fixture
@@ -24,12 +24,13 @@ def draft() -> dict[str, torch.Tensor]:
 def lesson() -> Lesson:
     random = torch.Generator().manual_seed(1)
     return Lesson(
-        embeds=torch.randn(TOKENS, 16, generator=random),
-        taps=torch.randn(TOKENS, 48, generator=random),
-        positions=torch.tensor([0, 1, 2, 2, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10]),  # an image's tokens share theirs
+        embeds=torch.randn(ROWS, 16, generator=random),
+        taps=torch.randn(ROWS, 48, generator=random),
+        positions=torch.tensor([0, 1, 2, 2, 2, 2, 3, 4, 5, 6, 7, 8, 9]),  # an image's tokens share theirs
+        begin=BEGIN,
         logits=torch.randn(ANSWERS, 11, generator=random),
-        first=FIRST,
         spoken=torch.randint(0, 11, (ANSWERS,), generator=random),
+        last=torch.randn(eagle3.STEPS + ANSWERS, 16, generator=random),
     )
 
 
@@ -67,10 +68,10 @@ def drafted(draft, lesson, start):
     cache, rows = [], []
     taps = lesson.taps @ draft["fc.weight"].T
     for t in range(start + 1):
-        logits, hidden = guess(draft, lesson.embeds[t + 1], taps[t], lesson.positions[t], cache)
+        logits, hidden = guess(draft, lesson.embeds[t], taps[t], lesson.positions[t], cache)
     rows.append(logits)
     for t in range(start + 1, start + eagle3.STEPS):
-        logits, hidden = guess(draft, lesson.embeds[t + 1], hidden, lesson.positions[t], cache)
+        logits, hidden = guess(draft, lesson.embeds[t], hidden, lesson.positions[t], cache)
         rows.append(logits)
     return rows
 
@@ -80,7 +81,7 @@ def test_guesses_are_those_of_an_engine(draft, lesson):
     logits = eagle3.guesses(draft, SHAPE, lesson)
     assert len(logits) == eagle3.STEPS
     for row in range(ANSWERS - eagle3.STEPS + 1):
-        for step, expected in enumerate(drafted(draft, lesson, FIRST - 1 + row)):
+        for step, expected in enumerate(drafted(draft, lesson, BEGIN + row)):
             torch.testing.assert_close(logits[step][row + step], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -89,7 +90,7 @@ def test_accepted_rows(draft, lesson):
     lesson = dataclasses.replace(lesson, spoken=logits[0].argmax(-1))  # a first guess is always right
     expected = [0] * eagle3.STEPS
     for row in range(ANSWERS - eagle3.STEPS + 1):
-        for step, guessed in enumerate(drafted(draft, lesson, FIRST - 1 + row)):
+        for step, guessed in enumerate(drafted(draft, lesson, BEGIN + row)):
             if int(guessed.argmax()) != int(lesson.spoken[row + step]):
                 break
             expected[step] += 1

@@ -15,7 +15,7 @@ from vlmcompress import models
 from vlmcompress.checkpoint import rotate
 from vlmcompress.common.registry import REDUCERS
 from vlmcompress.errors import UserError
-from vlmcompress.models import Source
+from vlmcompress.models import Source, head_on_disk, with_head
 from vlmcompress.reducers import Signals
 
 REFUSED = {
@@ -74,7 +74,8 @@ def test_answers_stay_and_everything_has_changed(pair):
 def _check_head(before, after) -> None:
     source = Source.of(after.path)
     assert models.tied_names(after.model) == {} and models.unfound(source.names, source.spec, source.stored) == {}
-    assert rotate.rotated_specs(Source.of(before.path)) == (source.stored, source.names)
+    planned = with_head(Source.of(before.path))
+    assert (planned.stored, planned.names) == (source.stored, source.names)
     if models.tied_names(before.model):
         config = json.loads((after.path / "config.json").read_text())
         assert config["tie_word_embeddings"] is False and config["text_config"]["tie_word_embeddings"] is False
@@ -124,7 +125,7 @@ def test_names_as_transformers_saves_them(checkpoint, tmp_path):
     """Where the embedding has not the hub's name, the head that is added has transformers', too."""
     source = Source.of(spread(checkpoint("llava-onevision", hub_names=False), tmp_path / "model"))
     rotate.write(source, tmp_path / "rotated", rotate.Rotations("hadamard", 1))
-    assert rotate.head_name(source) in Source.of(tmp_path / "rotated").stored
+    assert head_on_disk(source) in Source.of(tmp_path / "rotated").stored
     models.load(tmp_path / "rotated")
 
 

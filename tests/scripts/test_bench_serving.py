@@ -47,7 +47,7 @@ def test_every_group_starts_with_the_full_model() -> None:
         assert str(variants[0]) == serving_table.FULL
         assert len(set(variants)) == len(variants)
     kept = [serving_burst.visual_tokens(variant) for variant in bench_serving.GROUPS["cold"]]
-    assert kept == [1024, 512, 256, 114, 256, 1]
+    assert kept == [1024, 512, 256, 114, 1]
 
 
 def test_four_full_requests_fit() -> None:
@@ -67,15 +67,14 @@ def group(rows: list[dict], **extra) -> dict:
 def test_ratios_are_those_of_a_turn() -> None:
     """A machine that gets three times as slow changes no ratio."""
     rows = [row(name, turn, share * slow, fits=4 / share) for turn, slow in enumerate((1.0, 3.0, 1.0))
-            for name, share in (("bf16 full", 1.0), ("bf16 dart:1/4", 0.25), ("bf16 surrogate:1/4", 0.3),
-                              ("bf16 uniform:1/1024", 0.1))]  # fmt: skip
+            for name, share in (("bf16 full", 1.0), ("bf16 dart:1/4", 0.25), ("bf16 uniform:1/1024", 0.1))]  # fmt: skip
     record = group(rows, reducer_ms={"dart:1/4": 5.0})
     summary = serving_table.summarise(record)
     quarter = summary["groups"]["cold"]["latency"]["bf16 dart:1/4"]
     assert (quarter["ttft_ratio"], quarter["throughput_ratio"], quarter["fits_ratio"]) == (0.25, 4, 4)
     assert (quarter["requests"], quarter["ttft_p50_ms"], quarter["most_running"]) == (9, 275, 3)
     assert quarter["ttft_p99_ms"] == pytest.approx(825, abs=10)
-    assert (summary["floor"], summary["surrogate"]) == (0.1, 1.2)
+    assert summary["floor"] == 0.1
     assert summary["reducer"] == {"dart:1/4": {"ms": 5, "of_full": round(5 / 1100, 4), "of_own": round(5 / 275, 4)}}
     assert "| bf16 dart:1/4 | 9 | 0.28 s | 0.25x | 16.0 | 4.0x |" in serving_table.render(record)
 
@@ -131,15 +130,15 @@ def test_what_was_measured_stays_when_a_later_turn_or_group_fails(
 @pytest.mark.slow
 @pytest.mark.engine
 def test_groups_in_the_real_server(work: Path) -> None:
-    """Three decoder layers, of which the surrogate runs two ahead; what each burst claims is checked as it runs."""
-    variants = (FULL, QUARTER, Variant("bf16", bench_serving.SURROGATE))
+    """Three decoder layers; what each burst claims is checked as it runs."""
+    variants = (FULL, QUARTER)
     folders = {variant: prepare(variant, work, 3) for variant in variants}
     (cold,) = bench_serving.run_group("cold", folders, 1, ProgressBar())
-    (warm,) = bench_serving.run_group("warm", {v: folders[v] for v in variants[:2]}, 1, ProgressBar())
+    (warm,) = bench_serving.run_group("warm", folders, 1, ProgressBar())
     assert [(r["variant"], r["load"]) for r in cold] == [(str(v), k) for k in ("latency", "load") for v in variants]
     assert [r["load"] for r in warm] == ["again", "again"]
-    for full, quarter in (cold[3:5], warm):
+    for full, quarter in (cold[2:], warm):
         assert quarter["fits"] > 2.5 * full["fits"] > 10
         assert quarter["request_throughput"] > 0
-    assert cold[3]["most_running"] <= 4
+    assert cold[2]["most_running"] <= 4
     assert all(r["cached"] == 0 for r in cold) and all(0 < r["cached"] < 1 for r in warm)

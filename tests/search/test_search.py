@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.kit.cluster import two_nodes
+from tests.kit.command_line import run
 from tests.kit.edits import edited, other_weights
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
@@ -30,11 +31,6 @@ FLAGS = ["--suite", "world", "--engine", "hf", "--optimize", "memory", "--limit"
 
 def data(split: str) -> str:
     return str(bundled(DEMO_LLAVA, split))
-
-
-def run(capsys, *arguments):
-    code = cli.main(list(map(str, arguments)))
-    return code, *capsys.readouterr()
 
 
 def unconfirmed(arguments: list[str]) -> None:
@@ -150,7 +146,7 @@ def test_another_floor_takes_up_what_is_known(finished, call, capsys):
         (["--max-drop", "1.5"], "is no share between 0 and 1"),
         (["--optimize", "fastest"], "no such objective"),
         (["--max-time", "soon"], "write a time like 90s, 30m or 1h30m"),
-        (["--speed", "modelled", "--optimize", "ttft"], "how fast cpu is, is not known"),
+        (["--speed", "modelled", "--optimize", "ttft", "--target", "cpu"], "how fast cpu is, is not known"),
         (["--engine", "openai:http://localhost:1"], "give vllm or hf"),
         (["--limit", "20"], "a search needs at least 30"),
         (["--target", "h1000"], "h1000"),
@@ -186,7 +182,7 @@ def test_spaces_that_are_refused(call, tmp_path, capsys, content, line):
     arguments = list(call[0])
     arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
     arguments[arguments.index("--space") + 1] = str(tmp_path / "space.yaml")
-    code, _, err = run(capsys, *arguments)
+    code, _, err = run(capsys, *arguments, "--target", "cpu")
     assert code == 2 and line in err and len(err.strip().splitlines()) == 1, err
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from vlmcompress.statistics.gradients import fisher_signal, random_signs
+from vlmcompress.statistics.gradients import fisher_signal, random_signs, sign_generator
 
 
 def exact(logits: torch.Tensor) -> torch.Tensor:
@@ -30,10 +30,11 @@ def test_drawn_signs_come_near_it():
     head = torch.randn(6, 3, generator=generator, dtype=torch.float64)
     x = torch.randn(2, 3, generator=generator, dtype=torch.float64)
     expected = sum(head.T @ exact(row @ head.T) @ head for row in x)
-    draws = [fisher_signal(x @ head.T, random_signs(2, 6, 7, sample)).flatten() for sample in range(4000)]
+    draws = [fisher_signal(x @ head.T, random_signs(2, 6, sign_generator(7, n))).flatten() for n in range(4000)]
     jacobian = torch.cat([head, head])  # both tokens' logits depend on one change of both inputs
     mean = torch.stack(draws) @ jacobian
     torch.testing.assert_close(mean.T @ mean / len(draws), expected, rtol=0.1, atol=0.05)
-    assert torch.equal(random_signs(2, 6, 7, 1), random_signs(2, 6, 7, 1))
-    assert not torch.equal(random_signs(8, 64, 7, 1), random_signs(8, 64, 7, 2))
-    assert not torch.equal(random_signs(8, 64, 7, 1), random_signs(8, 64, 8, 1))
+    whole, source = random_signs(8, 65, sign_generator(7, 1)), sign_generator(7, 1)
+    assert torch.equal(whole, torch.cat([random_signs(tokens, 65, source) for tokens in (3, 1, 4)]))
+    assert not torch.equal(whole, random_signs(8, 65, sign_generator(7, 2)))
+    assert not torch.equal(whole, random_signs(8, 65, sign_generator(8, 1)))

@@ -13,8 +13,10 @@ from vlmcompress.exporters.compressed_tensors import scheme_of
 from vlmcompress.targets import format_key
 
 NAMES = targets.REGISTRY.names()
-# Formats that vLLM finds a kernel for and that fail in it: the choice can't show that.
-FAIL = {("w8a8-int", machine) for machine in ("10.0", "11.0", "12.0")} | {("w8a8-fp-static", "cpu")}
+# Formats that vLLM finds a kernel for and that fail in it, or compute something else: the choice can't show that.
+FAIL = {(key, machine) for key in ("w8a8-int", "w4a16-mx") for machine in ("10.0", "11.0", "12.0")} | {
+    ("w8a8-fp-static", "cpu")
+}
 OTHERS = {"w4a8-int": "packed g128"}  # what others write, of a format that we write otherwise
 
 

@@ -121,8 +121,8 @@ def test_a100_refuses_fp8_and_says_what_to_use():
 
 
 def test_vision_and_kv_cache_are_checked_too():
-    assert targets.refusals("a100", W4, "fp8", FP8)[0].startswith("vision tower: A100")
-    assert not targets.refusals("h100", W4, "fp8", FP8)
+    assert targets.refusals("a100", W4, "fp8", {"vision tower": FP8})[0].startswith("vision tower: A100")
+    assert not targets.refusals("h100", W4, "fp8", {"vision tower": FP8})
 
 
 def test_cpu_refuses_eight_bit_weights_only_and_three_bits():

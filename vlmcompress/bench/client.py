@@ -109,8 +109,9 @@ class Outcome:
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
-def encode(model: str, messages: list[dict[str, Any]], out_tokens: int) -> bytes:
-    """Encode the body of a request for exactly `out_tokens` greedy tokens, streamed with running usage."""
+def encode(model: str, messages: list[dict[str, Any]], out_tokens: int, llama_cpp: bool = False) -> bytes:
+    """Encode the body of a request for exactly `out_tokens` greedy tokens, streamed with running usage, which llama.cpp gives
+    by another name."""
     body = {
         "model": model,
         "messages": messages,
@@ -120,7 +121,7 @@ def encode(model: str, messages: list[dict[str, Any]], out_tokens: int) -> bytes
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    return json.dumps(body).encode()
+    return json.dumps(body | ({"timings_per_token": True} if llama_cpp else {})).encode()
 
 
 def send(
@@ -198,7 +199,8 @@ async def _stream(session: Any, body: bytes, due: float, outcome: Outcome) -> No
                 if "error" in chunk:
                     outcome.error = str(chunk["error"])[:300]
                     return
-                last = _count(outcome, chunk.get("usage") or {}, now, due, last)
+                usage = chunk.get("usage") or {"completion_tokens": (chunk.get("timings") or {}).get("predicted_n")}
+                last = _count(outcome, usage, now, due, last)
         outcome.error = "" if outcome.output_tokens else "the stream had no tokens"
     except Exception as error:  # whatever happens to one request is its outcome, the load goes on
         outcome.error = f"{type(error).__name__}: {error}"

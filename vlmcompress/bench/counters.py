@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import urllib.request
 from dataclasses import astuple, dataclass
+from itertools import zip_longest
 
 from vlmcompress.engines.local import last_words
 from vlmcompress.engines.vllm.serve import Server
@@ -18,36 +20,47 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 NAMES = {
     "vllm:prefix_cache_hits": "prefix_hits",
+    "llamacpp:prompt_tokens_cached": "prefix_hits",
     "vllm:mm_cache_hits": "media_hits",
     "vllm:spec_decode_num_drafts": "drafts",
     "vllm:spec_decode_num_draft_tokens": "drafted",
     "vllm:spec_decode_num_accepted_tokens": "accepted",
 }
+BY_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 @dataclass(frozen=True)
 class Counters:
     """Counts since the server's start: prompt tokens found in the prefix cache, images found in the processor's cache; of
-    speculation the steps with a draft, the tokens drafted, and those that the model accepted."""
+    speculation the steps with a draft, the tokens drafted, those that the model accepted, and the same by their place."""
 
     prefix_hits: float = 0.0
     media_hits: float = 0.0
     drafts: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
+    accepted_at: tuple[float, ...] = ()
 
     def since(self, before: Counters) -> Counters:
         """What was counted since another reading."""
-        return Counters(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+        *now, places = astuple(self)
+        *then, earlier = astuple(before)
+        counts = (after - count for after, count in zip(now, then, strict=True))
+        differences = (a - b for a, b in zip_longest(places, earlier, fillvalue=0.0))
+        return dataclasses.replace(Counters(*counts), accepted_at=tuple(differences))
 
 
 def counters(server: Server) -> Counters:
     """Read the counters, summed over the server's engines."""
     total = dict.fromkeys(NAMES.values(), 0.0)
-    for name, _, value in metrics(server):
+    places: dict[int, float] = {}
+    for name, labels, value in metrics(server):
         if key := NAMES.get(name.removesuffix("_total")):
             total[key] += float(value)
-    return Counters(**total)
+        elif name.removesuffix("_total") == BY_PLACE:
+            place = int(labels["position"])
+            places[place] = places.get(place, 0.0) + float(value)
+    return Counters(**total, accepted_at=tuple(places[place] for place in sorted(places)))
 
 
 def cache_config(server: Server) -> dict[str, str]:

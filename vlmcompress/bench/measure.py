@@ -96,6 +96,7 @@ def serve_run(
         drafts=int(counters.drafts),
         drafted=int(counters.drafted),
         accepted=int(counters.accepted),
+        accepted_at=[int(count) for count in counters.accepted_at],
         goodput=sum(map(keeps, good)) / duration if slo else None,
         ttft_ms=_milliseconds(outcome.ttft for outcome in good),
         tpot_ms=_milliseconds(outcome.tpot for outcome in good if outcome.tpot is not None),

@@ -19,6 +19,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.results import Bench, LoadRun, Memory, Results, Side
 
 TOOL = "vlmcompress's streaming client"
+SERVED = ("vllm", "llamacpp")  # engines that have a server
 
 
 def run(
@@ -30,17 +31,20 @@ def run(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Results:
-    """Measure a candidate against its baseline in vLLM on this machine.
+    """Measure a candidate against its baseline on this machine: in vLLM, GGUF in llama.cpp.
 
     Args:
-        warm: measure the servers with their caches on, too.
-        offline: measure the engine without a server, too.
+        warm: measure the servers with their caches on, too; not where a side is GGUF.
+        offline: measure the engine without a server, too; not where a side is GGUF.
         settings: see `plan`.
 
     Raises:
         UserError: a checkpoint, the data or a number is wrong, or the engine fails.
     """
     planned, progress = plan(candidate, baseline, **settings), progress or (lambda *_: None)
+    llama_cpp = {side: planned.in_llama_cpp(side) for side in planned.paths}
+    if any(llama_cpp.values()):
+        warm = offline = False  # llama.cpp has no cache of images, and is measured as a server only
     runs, about = serve(planned, "cold", progress)
     if warm:
         runs += serve(planned, "warm", progress)[0]
@@ -48,7 +52,10 @@ def run(
     if offline:
         offline_runs, devices = run_offline(planned, runs, progress)
         runs += offline_runs
-    described = {side: _side(path, about[side], devices[side]) for side, path in planned.paths.items()}
+    described = {
+        side: _side(path, "llamacpp" if llama_cpp[side] else "vllm", about[side], devices[side])
+        for side, path in planned.paths.items()
+    }
     bench = Bench(
         load=str(planned.load),
         requests=planned.requests,
@@ -66,8 +73,8 @@ def run(
     return Results(**sides.origin(), baseline=described["baseline"], candidate=described["candidate"], bench=bench)
 
 
-def _side(path: Path, about: About, device: Mapping[str, Any]) -> Side:
-    engine = {"name": "vllm", "version": about.version, **device}
+def _side(path: Path, name: str, about: About, device: Mapping[str, Any]) -> Side:
+    engine = {"name": name, "version": about.version, **device}
     return sides.side(path, {**engine, "flags": about.flags, "start_seconds": about.start_seconds})
 
 
@@ -107,8 +114,8 @@ def plan(
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     paths: dict[SideName, Path] = {
-        "baseline": sides.folder(hub.local(baseline)),
-        "candidate": sides.folder(hub.local(candidate)),
+        "baseline": sides.folder(hub.local(baseline), *SERVED),
+        "candidate": sides.folder(hub.local(candidate), *SERVED),
     }
     drafting: dict[SideName, str | None] = {
         side: json.dumps(speculation.checked(paths[side], text)) for side, text in (speculative or {}).items() if text
@@ -138,6 +145,8 @@ def _memory(
     for side, path in plan.paths.items():
         config = json_files.read(path / "config.json")
         cache = about[side].cache
+        if not cache:  # llama.cpp's server says nothing of it
+            continue
         per_token = measure.kv_bytes_per_token(config, cache["cache_dtype"])
         cold = [run for run in runs if (run.side, run.mode, run.state) == (side, "serve", "cold")]
         tokens = sum(run.text_tokens + run.visual_tokens + run.output_tokens for run in cold)

@@ -29,11 +29,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from vlmcompress.bench import client, counters, measure
+from vlmcompress.bench import client, counters, llama_cpp, measure
 from vlmcompress.bench.client import Load, Outcome
 from vlmcompress.bench.prompts import Prompts
 from vlmcompress.common import json_files
 from vlmcompress.common.progress import Progress
+from vlmcompress.engines import llamacpp_server
 from vlmcompress.engines.local import last_words
 from vlmcompress.engines.vllm import ENGINE as VLLM
 from vlmcompress.engines.vllm import environment, offline
@@ -81,6 +82,10 @@ class Plan:
     speculative: Mapping[SideName, str | None] = field(default_factory=dict)
     timeout: float = 600.0
 
+    def in_llama_cpp(self, side: SideName) -> bool:
+        """Whether a side is GGUF, which llama.cpp serves."""
+        return llamacpp_server.is_gguf(self.paths[side])
+
 
 @dataclass
 class About:
@@ -111,8 +116,10 @@ def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], 
             running = side_server(side)
             before = counters.counters(running)
             label = f"{state} {side} {repeat + 1}/{plan.repeats}"
-            outcomes, duration = burst(plan, running, repeat if state == "cold" else 0, label, progress, repeat)
+            outcomes, duration = burst(plan, side, running, repeat if state == "cold" else 0, label, progress, repeat)
             counted = counters.counters(running).since(before)
+            if plan.in_llama_cpp(side):
+                llama_cpp.count_visual_tokens(running, plan.prompts.burst(repeat, plan.requests), outcomes)
             check(plan, state, running, outcomes, counted.prefix_hits, int(counted.media_hits))
             of: dict[str, Any] = {"side": side, "state": state, "repeat": repeat}
             runs.append(measure.serve_run(outcomes, duration, **of, slo=plan.slo, counters=counted))
@@ -133,19 +140,17 @@ def _servers(
                 if not plan.resident:
                     stack.close()
                     up.clear()
-                progress(f"{state} {side}: starting vLLM", 0, 1)
-                images, length = plan.prompts.images, plan.max_model_len
-                drafting = plan.speculative.get(side)
-                started = server(
-                    plan.paths[side], flags=flags, images=images, max_model_len=length, speculative=drafting
-                )
-                up[side] = running = stack.enter_context(started)
+                progress(f"{state} {side}: starting the server", 0, 1)
+                up[side] = running = stack.enter_context(_server(plan, side, flags))
                 # An unmeasured burst: of images that are not used again, or (warm) of the ones that will be.
                 number = plan.repeats if state == "cold" else 0
-                outcomes, _ = burst(plan, running, number, f"{state} {side}: warming up", progress, None)
+                outcomes, _ = burst(plan, side, running, number, f"{state} {side}: warming up", progress, None)
                 _check_answered(outcomes, running)
-                cache = counters.cache_config(running)
-                about[side] = About(counters.version(running), flags, running.start_seconds, cache)
+                if plan.in_llama_cpp(side):
+                    about[side] = About(llama_cpp.version(), [], running.start_seconds)
+                else:
+                    cache = counters.cache_config(running)
+                    about[side] = About(counters.version(running), flags, running.start_seconds, cache)
             return up[side]
 
         for side in plan.paths if plan.resident else ():  # both before the first burst: all have an idle neighbour
@@ -153,13 +158,24 @@ def _servers(
         yield get
 
 
+def _server(plan: Plan, side: SideName, flags: Sequence[str]) -> contextlib.AbstractContextManager[Server]:
+    """The server of a side, which starts with the block that it is entered in."""
+    path, length = plan.paths[side], plan.max_model_len
+    if plan.in_llama_cpp(side):
+        slots = int(plan.load.amount) if plan.load.kind == "closed" else llama_cpp.SLOTS
+        return llamacpp_server.server(path, max_model_len=length, slots=min(slots, llama_cpp.SLOTS))
+    drafting = plan.speculative.get(side)
+    return server(path, flags=flags, images=plan.prompts.images, max_model_len=length, speculative=drafting)
+
+
 def burst(
-    plan: Plan, running: Server, number: int, label: str, progress: Progress, repeat: int | None
+    plan: Plan, side: SideName, running: Server, number: int, label: str, progress: Progress, repeat: int | None
 ) -> tuple[list[Outcome], float]:
     """Send one burst, encoded before the clock starts. An open load arrives anew in each repeat; repeat None is a warm-up,
     by eight clients."""
     messages = plan.prompts.burst(number, plan.requests)
-    bodies = [client.encode(running.name, conversation, plan.out_tokens) for conversation in messages]
+    of_llama_cpp = plan.in_llama_cpp(side)
+    bodies = [client.encode(running.name, conversation, plan.out_tokens, of_llama_cpp) for conversation in messages]
     return client.send(
         running.url,
         bodies,
@@ -263,6 +279,9 @@ def _offline_run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequ
     drafted: dict[str, Any] = {
         key: int(event["counted"].get(name, 0)) for name, key in counters.NAMES.items() if "spec_decode" in name
     }
+    drafted["accepted_at"] = [
+        int(count) for name, count in event["counted"].items() if name.startswith(counters.BY_PLACE)
+    ]
     return LoadRun(
         side=side,
         mode="offline",

@@ -60,10 +60,13 @@ def _drafted(bench: Bench) -> list[tuple[str, ...]]:
                 f"{drafted:,}",
                 f"{accepted:,}",
                 f"{100 * accepted / drafted:.1f}%",
+                ", ".join(
+                    f"{100 * sum(at) / drafts:.0f}%" for at in zip(*(run.accepted_at for run in runs), strict=True)
+                ),
                 f"{1 + accepted / drafts:.2f}",
             )
             rows.append((f"{side}, {mode}, {caches}", *counts))
-    return [("", "drafted", "accepted", "rate", "tokens of a step with a draft"), *rows] if rows else []
+    return [("", "drafted", "accepted", "rate", "by place", "tokens of a step with a draft"), *rows] if rows else []
 
 
 def _memory(sides: dict[str, Memory]) -> list[tuple[str, ...]]:

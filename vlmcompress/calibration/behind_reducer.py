@@ -42,6 +42,11 @@ class Decoder(PreTrainedModel):
         self.add_module(outer, nn.ModuleDict({inner: vlm.model.get_submodule(self.text)}))
         self.add_module(self.head, vlm.model.get_submodule(self.head))
 
+    @property
+    def base_model(self) -> Any:
+        """The language model, whose output the head gets."""
+        return self.get_submodule(self.text)
+
     def get_input_embeddings(self) -> Any:
         """The input embeddings of the language model."""
         return self.get_submodule(self.text).get_input_embeddings()  # type: ignore[operator]

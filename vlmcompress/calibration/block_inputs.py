@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from vlmcompress import models
-from vlmcompress.calibration.devices import accelerated, float_products
+from vlmcompress.calibration.devices import accelerated, float_products, sent
 from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import IGNORED, VISION, Inputs
@@ -51,7 +51,7 @@ class Batch:
         modality: `[samples, tokens]` of each token, on the CPU.
         home: device of the hidden states between two blocks: the accelerator, as long as there is room, or main memory.
         hidden: input of the next block, `[samples, tokens, width]`.
-        calls: for each block, its other arguments; what several blocks are given is there once.
+        calls: for each block and for the output head, its other arguments; what several blocks are given is there once.
         added: DeepStack additions after each block, as (rows of `[samples * tokens, width]`, values), or None.
     """
 
@@ -83,12 +83,12 @@ class Batch:
         """Run a block on `device`, on the batch's hidden states or others for it; returns the input of the next block."""
         args, kwargs = self.calls[layer]
         args, kwargs, hidden = tree_map_only(
-            Tensor, lambda tensor: tensor.to(device), (args, kwargs, self.hidden if hidden is None else hidden)
+            Tensor, lambda tensor: sent(tensor, device), (args, kwargs, self.hidden if hidden is None else hidden)
         )
         output = block(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         if (deepstack := self.added[layer]) is not None:
-            output.flatten(0, 1).index_add_(0, *(tensor.to(device) for tensor in deepstack))
+            output.flatten(0, 1).index_add_(0, *(sent(tensor, device) for tensor in deepstack))
         return output
 
 
@@ -110,10 +110,12 @@ def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progres
             inputs = collate([samples[row] for row in rows])
             batches.append(Batch(rows, inputs.pop("modality").cpu(), device))
             add_positions(inputs, vlm.spec)
-            inputs = {key: value.to(device) for key, value in inputs.items()}
+            inputs = {key: sent(value, device) for key, value in inputs.items()}
             with suppress(StopForward), float_products(vlm.model):
                 vlm.model(**inputs, use_cache=False)
-            batches[-1].added.append(None)  # nothing comes behind the last block
+            batches[-1].added.append(None)  # nothing is added behind the last block
+            batches[-1].calls.append(((), {}))  # nor has the output head, which comes there, other arguments
+            batches[-1].added.append(None)
             progress("capturing block inputs", done, len(chosen))
     return batches
 

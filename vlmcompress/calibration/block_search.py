@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
+from vlmcompress.calibration.devices import replaced_forward
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
@@ -122,19 +123,12 @@ def sums(
     return dict(zip(MODALITIES, total.tolist(), strict=True)), dict(zip(MODALITIES, count.tolist(), strict=True))
 
 
-@contextlib.contextmanager
-def _rounded(layer: nn.Linear, scale: Tensor) -> Iterator[None]:
+def _rounded(layer: nn.Linear, scale: Tensor) -> contextlib.AbstractContextManager[None]:
     """Make `layer` compute what the engine will: `X / scale`, rounded if activations are, times `Q(W scale)`."""
-    before = layer.__dict__.get("forward")
     scheme = _scheme(layer)
-    if scheme is not None:
-        layer.__dict__["forward"] = _engine_forward(layer, scale, scheme)
-    try:
-        yield
-    finally:
-        layer.__dict__.pop("forward", None)
-        if before is not None:
-            layer.__dict__["forward"] = before
+    if scheme is None:
+        return contextlib.nullcontext()
+    return replaced_forward(layer, _engine_forward(layer, scale, scheme))
 
 
 def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme) -> Callable[[Tensor], Tensor]:

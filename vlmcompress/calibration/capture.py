@@ -54,7 +54,7 @@ def capture_blocks(
     """Yield the number of each block that has groups, with its capture; with the prefix "groups" as often as it has groups.
 
     Args:
-        blocks: the groups to capture of each decoder block.
+        blocks: the groups to capture of each decoder block, and behind the last one, if wanted, the output head's.
         samples: from `encode`, one sample each.
         finished: whether a block need not be captured; it is yielded with None in its turn.
         passed: called with the number of each block that has groups when its output has been passed on, before it leaves the
@@ -74,7 +74,7 @@ def capture_blocks(
     parts = [[[group] for group in groups] if spec.prefix == "groups" else [groups] for groups in blocks]
     run.total = len(run.batches) * sum(len(parts[layer]) for layer in pending)
     for layer, groups in enumerate(blocks):
-        block = vlm.model.get_submodule(run.paths[layer])
+        block = run.block(layer)
         advanced = False
         with resident(block, run.device), routed_to_all(block) if spec.all_experts else nullcontext():
             if layer in pending:
@@ -102,7 +102,7 @@ class _Capture:
 
     def __init__(self, vlm: VLM, samples: Sequence[dict[str, Tensor]], spec: CaptureSpec, progress: Progress):
         self.vlm, self.spec, self.progress = vlm, spec, progress
-        self.paths = models.decoder_layers(vlm.model, vlm.spec)
+        self.paths = [*models.decoder_layers(vlm.model, vlm.spec), ""]  # the output head is in no block
         with phase("capturing block inputs"):
             self.batches: list[Batch] = capture_block_inputs(vlm, samples, progress)
         # The same samples on their way through the blocks as they were; none where that is not captured.
@@ -127,6 +127,12 @@ class _Capture:
             counts,
             LayerDraw(counts, masks, rows, width, spec.seed) if width else None,
         )
+
+    def block(self, layer: int) -> nn.Module:
+        """A decoder block; behind the last one the norm and the output head."""
+        if path := self.paths[layer]:
+            return self.vlm.model.get_submodule(path)
+        return models.NormAndHead(self.vlm.model, self.vlm.spec)
 
     def advance(self, layer: int, block: nn.Module, batches: Sequence[Batch]) -> None:
         """Run batches through a block, to the input of the next one."""
@@ -153,8 +159,9 @@ class _Capture:
             original: the block as it was, which the reference batches run through; None: there are none.
             advance: the samples go on to the next block; `leaves`: the reference batches do.
         """
-        path, stops = self.paths[layer], not advance and not self.spec.kv_cache
-        forward = widened(block)
+        path = self.paths[layer]
+        stops = not path or (not advance and not self.spec.kv_cache)
+        forward = widened(block) if path else block  # the head is not run
         recorder = InputRecorder(self.vlm.model, path, layer, groups, self.spec, self.tokens, self.device, stops=stops)
         reference = (
             ReferenceBlock(original, path, layer, groups, self.device, advance=leaves) if original is not None else None

@@ -22,6 +22,14 @@ from torch.utils._pytree import tree_map_only
 _ROOM = 0.8  # share of an accelerator's free memory that weights may take
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device: where it is there, itself. On its way to an accelerator nothing waits for it.
+
+    The way back is not for this: the host would read memory that is not written yet.
+    """
+    return x.to(device, non_blocking=device.type != "cpu")
+
+
 def accelerator() -> torch.device | None:
     """The accelerator of this process, with its index, as tensors on it have one; None where there is none."""
     if not torch.accelerator.is_available():
@@ -68,20 +76,27 @@ def streamed(block: nn.Module, device: torch.device) -> Iterator[None]:
                     for name, tensor in named.items():
                         if tensor is not None and tensor.device != device:
                             homes.append((named, name, tensor))
-                            named[name] = kind(tensor.detach().to(device), tensor.requires_grad)
+                            named[name] = kind(sent(tensor.detach(), device), tensor.requires_grad)
             return forward(*args, **kwargs)
         finally:
             for named, name, tensor in homes:
                 named[name] = tensor
 
-    had_its_own = "forward" in block.__dict__
-    block.__dict__["forward"] = run
+    with replaced_forward(block, run):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within the context a call of the module runs `forward`, and the module's hooks."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        block.__dict__.pop("forward")
-        if had_its_own:
-            block.__dict__["forward"] = forward
+        module.__dict__.pop("forward")
+        if before is not None:
+            module.__dict__["forward"] = before
 
 
 @contextlib.contextmanager
@@ -100,7 +115,7 @@ def _moved(tensors: Sequence[Tensor], module: nn.Module, device: torch.device) -
     """Some tensors of a module on `device` within the context."""
     moved = [(tensor, tensor.data) for tensor in tensors if tensor.device != device]
     for tensor, home in moved:
-        tensor.data = home.to(device)
+        tensor.data = sent(home, device)
     before = [(tensor.data_ptr(), tensor._version) for tensor, _ in moved]
     try:
         yield

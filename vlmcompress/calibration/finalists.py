@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from vlmcompress import models, quantizers
 from vlmcompress.calibration.block_inputs import Batch
-from vlmcompress.calibration.devices import widened
+from vlmcompress.calibration.devices import replaced_forward, widened
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common import distributed
 from vlmcompress.models import VLM, Group
@@ -166,22 +166,14 @@ def _best(
     return scales[best - 1] if best else None
 
 
-@contextlib.contextmanager
-def _computing(linear: Any, weight: Tensor) -> Iterator[None]:
+def _computing(linear: Any, weight: Tensor) -> contextlib.AbstractContextManager[None]:
     """Have a linear layer compute in float32 with another weight `[out, in]`."""
 
     def forward(x: Tensor) -> Tensor:
         bias = None if linear.bias is None else linear.bias.float()
         return nn.functional.linear(x.float(), weight, bias).to(x.dtype)
 
-    before = linear.__dict__.get("forward")
-    linear.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        linear.__dict__.pop("forward")
-        if before is not None:
-            linear.__dict__["forward"] = before
+    return replaced_forward(linear, forward)
 
 
 def _first(output: Any) -> Tensor:

@@ -6,9 +6,9 @@ every linear layer of the decoder the gradient `dL/dY` is reduced to two numbers
 for). Samples of like length run together (`calibration.block_inputs`), each with its own loss, so that the numbers are those
 of samples that run alone. The model is called as a whole, so that it computes its own positions (M-RoPE's too); parameters
 get no gradients, and autograd starts at the first decoder block, so the tower is not traced. Decoder blocks are
-checkpointed: memory holds the input of every block and the graph of one. Cost: two forward passes and a backward pass that
-computes no weight gradients, about three forward passes. A CPU that only emulates 16-bit products multiplies in float32
-(`calibration.devices`).
+checkpointed: memory holds the input of every block and the graph of one. The output head, whose logits may take more memory
+than all blocks, gets the answers' tokens some at a time. Cost: two forward passes and a backward pass that computes no weight
+gradients, about three forward passes. A CPU that only emulates 16-bit products multiplies in float32 (`calibration.devices`).
 
 With `fisher: signs` the loss's gradient at the logits is replaced by a vector with random signs, independent of labels,
 whose expected square is the diagonal of the divergence's Hessian (`statistics.gradients`). It is divided by the number of a
@@ -22,6 +22,7 @@ tokens are taken in one order, in float64, so that results are the same in every
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vlmcompress import models
 from vlmcompress.calibration.block_inputs import add_positions, bucket_by_length, collate
-from vlmcompress.calibration.devices import accelerated, float_products
+from vlmcompress.calibration.devices import accelerated, float_products, replaced_forward
 from vlmcompress.common import distributed
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.progress import Progress, silent
@@ -39,12 +40,20 @@ from vlmcompress.data.encode import ANSWER
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
 from vlmcompress.statistics.balance import Sensitivity
-from vlmcompress.statistics.gradients import Gradient, Gradients, fisher_signal, random_signs, sensitivities
+from vlmcompress.statistics.gradients import (
+    Gradient,
+    Gradients,
+    fisher_signal,
+    random_signs,
+    sensitivities,
+    sign_generator,
+)
 from vlmcompress.statistics.inputs import MODALITIES
 
 NO_ANSWER = "no calibration sample has an answer, and gradients are those of the answer's loss; add answers"
 _HALF_SCALE = 1024.0  # of the loss where gradients are float16, whose smallest number is 6e-8
 _NO_TARGET = -100  # where a token predicts nothing that counts
+_LOGITS = 1 << 25  # logits that there are at a time
 _KINDS = 1 + len(MODALITIES)  # of tokens; the first are ignored
 
 Fisher = Literal["labels", "signs"]
@@ -91,14 +100,12 @@ def gradients(
             batch = {key: value.to(device) for key, value in collate([batches[index] for index in indices]).items()}
             add_positions(batch, vlm.spec)
             totals.begin(batch["modality"])
-            logits, target = _answer_logits(vlm.model, batch)
-            losses = _losses(logits, target)
-            root = losses.sum() if fisher == "labels" else _signalled(logits, target, indices, seed)
-            (root * scale).backward()
+            signs = None if fisher == "labels" else [sign_generator(seed, index) for index in indices]
+            losses = _propagate(vlm.model, batch, scale, signs)
             totals.end(scale, indices)
             if totals.problem:
                 break
-            loss += float(losses.detach().double().sum()) / len(answered)
+            loss += float(losses.double().sum()) / len(answered)
             done += len(rows)
             progress("gradients", done, len(answered))
         distributed.raise_any(totals.problem)
@@ -139,43 +146,51 @@ def kept_sensitivities(
     return sensitivities(kept_gradients(store, vlm, batches, progress, fisher, seed), names)
 
 
-def answer_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Of each sample of a batch the cross entropy in nats of the tokens that its answer tokens predict, the next ones.
+def _propagate(model: Any, batch: dict[str, Tensor], scale: float, signs: Sequence[torch.Generator] | None) -> Tensor:
+    """Send the gradient of each sample's loss times `scale` back through the model.
 
     Args:
         batch: as from `encode`, of one sample or several.
+        signs: of each sample; the signals that are sent instead have them. None: the loss.
 
     Returns:
-        `[samples]`, each the mean over the sample's answer tokens.
+        `[samples]`, the losses in nats: the mean cross entropy of the tokens that a sample's answer tokens predict, the next.
     """
-    return _losses(*_answer_logits(model, batch))
-
-
-def _answer_logits(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits `[samples, columns, vocabulary]`, float32 or wider, of the tokens that any sample has an answer in, and the ids
-    `[samples, columns]` that come next, `_NO_TARGET` where a sample has none."""
     inputs = {key: value for key, value in batch.items() if key != "modality"}
     answers = batch["modality"][:, :-1] == ANSWER
     columns = answers.any(0).nonzero().squeeze(1)
-    logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide, batch["input_ids"][:, columns + 1].masked_fill(~answers[:, columns], _NO_TARGET)
+    targets = batch["input_ids"][:, 1:].masked_fill(~answers, _NO_TARGET)
+    counts = answers.sum(1, keepdim=True)
+
+    def logits(columns: Tensor) -> Tensor:
+        logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    kept: list[Any] = []  # what the model hands to its head
+    hook = model.base_model.register_forward_hook(lambda _module, _args, output: kept.append(output))
+    vocabulary = logits(columns[:1]).shape[-1]
+    hook.remove()
+    states, parts = kept[0].last_hidden_state, []
+    kept[0].last_hidden_state = leaf = states.detach().requires_grad_()
+    with replaced_forward(model.base_model, lambda *_args, **_kwargs: copy.copy(kept[0])):
+        for chunk in columns.split(max(1, _LOGITS // (len(answers) * vocabulary))):
+            predicted, target = logits(chunk), targets[:, chunk]
+            each = nn.functional.cross_entropy(predicted.flatten(0, 1), target.flatten(), reduction="none")
+            losses = each.view_as(target).sum(1, keepdim=True) / counts
+            parts.append(losses.detach())
+            if signs is not None:
+                losses = (_signals(predicted.detach(), target, signs) * predicted).sum((1, 2))[:, None] / counts
+            (losses.sum() * scale).backward()
+    states.backward(leaf.grad)
+    return torch.cat(parts, 1).sum(1)
 
 
-def _losses(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropies `[samples]`, each the mean over the sample's targets `[samples, columns]`."""
-    each = nn.functional.cross_entropy(logits.transpose(1, 2), target, ignore_index=_NO_TARGET, reduction="none")
-    return each.sum(1) / (target != _NO_TARGET).sum(1)
-
-
-def _signalled(logits: Tensor, target: Tensor, samples: Sequence[int], seed: int) -> Tensor:
-    """A scalar whose gradient at `logits [samples, columns, vocabulary]` is each answer token's signal over their number."""
-    signs = torch.zeros(logits.shape, dtype=torch.int8)
-    answers = (target != _NO_TARGET).cpu()
-    for sample_signs, chosen, sample in zip(signs, answers, samples, strict=True):
-        sample_signs[chosen] = random_signs(int(chosen.sum()), logits.shape[-1], seed, sample)
-    counts = answers.sum(1).to(logits.device)[:, None, None]
-    return (fisher_signal(logits.detach(), signs.to(logits.device)) / counts * logits).sum()
+def _signals(logits: Tensor, target: Tensor, signs: Sequence[torch.Generator]) -> Tensor:
+    """The signal at each of `logits [samples, columns, vocabulary]`; 0 where a sample has no target `[samples, columns]`."""
+    drawn = torch.zeros(logits.shape, dtype=torch.int8)
+    for sample_signs, chosen, generator in zip(drawn, (target != _NO_TARGET).cpu(), signs, strict=True):
+        sample_signs[chosen] = random_signs(int(chosen.sum()), logits.shape[-1], generator)
+    return fisher_signal(logits, drawn.to(logits.device))
 
 
 class _Totals:
@@ -261,17 +276,12 @@ def _graph(vlm: VLM, checkpointed: bool) -> Iterator[None]:
     """Let the graph begin at the input of the first decoder block, and let each block keep no more of it than its input."""
     blocks = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
     root = blocks[0].register_forward_pre_hook(_begin)
-    before = [block.__dict__.get("forward") for block in blocks]
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(root.remove)
         for block in blocks if checkpointed else ():
-            block.forward = _checkpointed(block.forward, lambda: float_products(vlm.model))
+            forward = _checkpointed(block.forward, lambda: float_products(vlm.model))
+            stack.enter_context(replaced_forward(block, forward))
         yield
-    finally:
-        root.remove()
-        for block, forward in zip(blocks, before, strict=True):
-            block.__dict__.pop("forward", None)
-            if forward is not None:
-                block.__dict__["forward"] = forward
 
 
 def _begin(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:

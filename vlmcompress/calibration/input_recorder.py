@@ -102,7 +102,7 @@ class ReferenceBlock:
             block.get_submodule(group.linears[0].removeprefix(f"{path}.")).register_forward_pre_hook(self._hook(index))
             for index, group in enumerate(groups)
         ]
-        self.forward = widened(block)
+        self.forward = widened(block) if path else block
 
     def run(self, batch: Batch) -> dict[int, Tensor]:
         """Run a batch of the reference's hidden states; returns the inputs of the groups' layers, by index of the group."""

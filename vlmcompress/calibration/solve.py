@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlmcompress import quantizers
 from vlmcompress.common import distributed
 from vlmcompress.errors import UserError
-from vlmcompress.models import Group
+from vlmcompress.models import HEAD, Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
 from vlmcompress.quantizers import Needs, Quantizer, QuantizerOptions
 from vlmcompress.statistics.balance import BY_GRADIENT
@@ -130,11 +130,14 @@ def solve_block(
     """
     result, current = BlockResult(), _Current(weights)
     foldable = [group for group in groups if group.name in stats and _foldable(group, groups)]
-    # A group's scale is searched on weights that no other group's has changed, so workers can share the searches.
+    mine = [group.name for group in distributed.shard(groups)]
+    # A group's scale is searched on weights that no other group's has changed, so workers can share the searches. Each searches
+    # for the groups that it solves, which hand on what the search has computed.
     searched = distributed.merge_dicts(
         {
             group.name: _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
-            for group in distributed.shard(foldable)
+            for group in foldable
+            if group.name in mine
         }
     )
     for group in foldable:
@@ -151,7 +154,6 @@ def solve_block(
             current.multiply_columns(name, scale)
         current.divide_rows(group.smooth, scale)
     solved: dict[str, BlockResult] = {}
-    mine = [group.name for group in distributed.shard(groups)]
     for group in groups:
         group_stats = stats.pop(group.name, None)
         if group.name in mine:
@@ -184,7 +186,10 @@ def _solve_group(
     for name, weight, quantized in zip(group.linears, weights, solution.weights, strict=True):
         result.weights[name] = quantized
         act = method.scheme.activations if method.scheme else None
-        result.errors[name] = _errors(weight, quantized, stats, act, solution.input_scale)
+        errors = _errors(weight, quantized, stats, act, solution.input_scale)
+        if group.name == HEAD:
+            errors.pop("vision", None)  # no token that the model writes follows a visual one
+        result.errors[name] = errors
         if solution.input_scale is not None:
             result.input_scales[name] = solution.input_scale
     return result

@@ -15,6 +15,7 @@ they depend on no scheme and serve all of them. `statistics.json`, schema 2, is 
 | run | optional: fingerprint of the run, which is in the metadata of each block's file, too |
 | settings | samples, max_length, all_experts, fisher and seed as asked for |
 | rotate | optional: kind and seed of the rotation of the model that they are of |
+| adapter | optional: SHA-256 of the weights of the adapter that is merged into it |
 | needs, kv_cache | what was collected |
 | blocks | for each decoder block, group -> its linear layers |
 | entropy | optional: measure (`calibration.entropy`) -> bits for each decoder block |

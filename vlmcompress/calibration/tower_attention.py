@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.calibration.block_inputs import capture_block_inputs
+from vlmcompress.calibration.devices import sent
 from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.errors import UserError
@@ -40,7 +41,7 @@ def scales(vlm: VLM, samples: list[dict[str, Tensor]], progress: Progress = sile
         capture_block_inputs(vlm, samples, progress)
     scales = {}
     for name, magnitudes in largest.items():
-        pooled = distributed.all_max(magnitudes)
+        pooled = distributed.all_max(magnitudes.cpu())
         if not pooled.all():
             raise UserError("vision_attention needs images, and the calibration data have none; name some with --calib")
         layer = f"{vlm.spec.engine_name(name)}.attn"
@@ -66,8 +67,8 @@ def _watched(model: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
         raise ValueError(f"blocks of one tower have attentions {sorted(set(before))}")
 
     def show(module: nn.Module, *states: Any, **kwargs: Any) -> Any:
-        call_largest = torch.stack([state.detach().abs().amax().float() for state in states[:3]]).cpu()
-        largest[names[module]] = torch.maximum(largest[names[module]], call_largest)
+        call_largest = torch.stack([state.detach().abs().amax().float() for state in states[:3]])
+        largest[names[module]] = torch.maximum(sent(largest[names[module]], call_largest.device), call_largest)
         return _function(before[0], module)(module, *states, **kwargs)
 
     AttentionInterface.register(_NAME, show)

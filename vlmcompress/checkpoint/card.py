@@ -22,6 +22,7 @@ from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import json_files, yaml_files
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
@@ -194,7 +195,13 @@ def _usage(
         first = (
             f"```sh\nhf download {shlex.quote(repository)} --local-dir {shlex.quote(name)}\n```\n\nThen, from there:"
         )
-    if (config.get("quantization_config") or {}).get("quant_method") == "gguf":
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method == "openvino":
+        return (
+            f"{first}\n\n```sh\npip install openvino-genai pillow\n"
+            f'python {folder}/serve/ask_openvino.py "What is shown?" photo.jpg\n```'
+        )
+    if method == "gguf":
         return (
             f"{first}\n\n```sh\nllama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf --jinja\n```\n\n"
             "llama.cpp reads no limits of an image's tokens from files: see `--image-min-tokens`, `--image-max-tokens`."
@@ -362,10 +369,10 @@ def _tags(config: Mapping[str, Any]) -> list[str]:
     tags = [MAKER, "vllm"]
     if method := quantization.get("quant_method", "compressed-tensors" if quantization else None):
         tags.append(str(method))
-    groups = [group["weights"] for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]
-    formats = [(args.get("type", "int"), args["num_bits"]) for args in groups]
-    formats += [("int", quantization["bits"])] if "bits" in quantization else []
-    tags += [f"{bits}-bit" if kind == "int" else "nvfp4" if bits == 4 else f"fp{bits}" for kind, bits in formats]
+    groups = [group for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]
+    formats = [compressed_tensors.scheme_of(group).weights for group in groups]
+    tags += [f"{fmt.bits}-bit" if fmt.kind == "int" else fmt.name for fmt in formats]
+    tags += [f"{quantization['bits']}-bit"] if "bits" in quantization else []
     tags += ["visual-token-reduction"] if "vlmcompress" in config else []
     return list(dict.fromkeys(tags))
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.checkpoint.stored import Stored
@@ -22,7 +22,7 @@ from vlmcompress.common import folders
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.exporters import Writer, problems
+from vlmcompress.exporters import Writer, files_problems, problems
 
 
 def convert(
@@ -60,6 +60,10 @@ def convert(
     specs = {entry.name: entry.spec for entry in stored.entries}
     if fault := models.draft_fault(stored.spec, stored.config, specs):
         raise UserError(fault)
+    carried = reducer_block.read(stored.config)
+    reducer = carried.reducer.plain() if carried else None
+    for reason in files_problems(writer, source, stored.spec.family, stored.meta_model.config.to_dict(), reducer):
+        raise UserError(reason)
     layers, tensors = _layers(stored, written), written_tensors(stored, writer)
     config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)

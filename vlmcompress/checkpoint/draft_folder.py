@@ -1,22 +1,29 @@
 """The folder of a draft head: the config that vLLM 0.32 reads, facts about the training, and whether it fits a target.
 
-The config is in the form of the `speculators` library (vLLM reads it in `transformers_utils/configs/speculators`): the draft's
-block as a Llama config, the target's taps, and how many tokens to guess. `vlmcompress-draft.json` beside it says which
-checkpoint the draft was trained for, by the hash of its files: another one accepts fewer guesses, one of other sizes none.
+EAGLE-3's config is in the form of the `speculators` library (vLLM reads it in `transformers_utils/configs/speculators`): the
+draft's block as a Llama config, the target's taps, and how many tokens to guess. Medusa's is that of
+`transformers_utils/configs/medusa`. `vlmcompress-draft.json` beside it says which checkpoint the draft was trained for, by the
+hash of its files: another one accepts fewer guesses, one of other sizes none.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlmcompress import __version__, models
-from vlmcompress.common import folders, identity
+from vlmcompress.checkpoint import draft_images, manifest
+from vlmcompress.checkpoint.draft_images import DraftImages
+from vlmcompress.common import folders, tensor_files
 from vlmcompress.errors import UserError
 from vlmcompress.models import read_json
 
 FACTS = "vlmcompress-draft.json"
+CARD = "README.md"
+WEIGHTS = "model.safetensors"
 TARGETS = (
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
@@ -25,71 +32,189 @@ TARGETS = (
 )
 """Architectures of ours whose classes in vLLM 0.32 give their hidden states to a draft (`SupportsEagle3`). Qwen3.5, with
 recurrent states, and mixtures of experts were not tried."""
+IN_PIECES = ("Mistral3ForConditionalGeneration",)
+"""Those whose visual tokens do not stand in one run, so that a draft gets them as vLLM gives them."""
 PREFIX = "Vlmcompress"  # of an architecture that carries a reducer
 
 
-def check_target(config: Mapping[str, Any]) -> None:
-    """Raise UserError for a target that vLLM can't speculate on with a draft head."""
-    architecture = (config.get("architectures") or ["?"])[0]
-    if architecture.removeprefix(PREFIX) not in TARGETS:
+def check_target(config: Mapping[str, Any], images: DraftImages | None = None) -> None:
+    """Raise UserError for a target that vLLM can't speculate on with a draft head, or not with one that gets `images`."""
+    architecture = (config.get("architectures") or ["?"])[0].removeprefix(PREFIX)
+    if architecture not in TARGETS:
         raise UserError(
             f"vLLM 0.32's {architecture} gives no hidden states to a draft head, or was not tried; those that do: "
             f"{', '.join(TARGETS)}; speculate with ngram or suffix instead"
         )
+    if images and not images.plain and architecture in IN_PIECES:
+        raise UserError(
+            f"--images: {architecture} has marks among an image's tokens; leave out --images and --image-vector"
+        )
 
 
-def write(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Write config, facts and a card beside the weights of a draft."""
-    length = facts["acceptance"]["length"]
-    card = (
-        "---\ntags: [vlmcompress, eagle3, speculative-decoding]\n---\n# A draft head\n\n"
-        f"EAGLE-3 head for `{settings['speculators_config']['verifier']['name_or_path']}`, trained on "
-        f"{facts['samples']['trained_on']} of the target's own answers.\nOn held-out samples {length:.2f} tokens a step are "
-        "accepted, the target's own included.\n\n```bash\nvlmcompress serve TARGET --draft .\n```\n"
-    )
+@dataclass(frozen=True)
+class Draft:
+    """A draft's folder, its config, and the facts about its training."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+    @staticmethod
+    def of(folder: Path) -> Draft:
+        """Read a folder. UserError: it is no draft of ours, or damaged."""
+        if not (folder / FACTS).is_file():
+            raise UserError(
+                f"{folder} is no draft of vlmcompress (no {FACTS}); name the folder that `vlmcompress draft` wrote"
+            )
+        draft = Draft(folder, read_json(folder / "config.json", "config"), read_json(folder / FACTS, "draft"))
+        try:
+            draft_images.read(draft.block)
+            assert draft.method in ("eagle3", "medusa") and draft.tokens > 0 and isinstance(draft.target, Mapping)
+            stored = set(draft.stored())
+        except (KeyError, IndexError, TypeError, AssertionError) as error:
+            raise UserError(f"{folder}: config.json or {FACTS} is damaged; train the draft again") from error
+        if lacking := {"lm_head.weight"} - stored:
+            raise UserError(f"{folder / WEIGHTS} lacks {', '.join(lacking)}; train the draft again")
+        return draft
+
+    @property
+    def method(self) -> str:
+        """The method: `eagle3` or `medusa`."""
+        return self.facts["method"]
+
+    @property
+    def block(self) -> Mapping[str, Any]:
+        """The config of the decoder block; of Medusa, which has none, the whole."""
+        return self.settings.get("transformer_layer_config", self.settings)
+
+    @property
+    def target(self) -> Mapping[str, Any]:
+        """What identifies the checkpoint that it was trained for."""
+        return self.facts["target"]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it guesses in a row."""
+        if self.method == "medusa":
+            return self.settings["num_heads"]
+        return self.settings["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+
+    @property
+    def images(self) -> DraftImages:
+        """What it gets of images."""
+        return draft_images.read(self.block)
+
+    def stored(self) -> dict[str, tensor_files.Entry]:
+        """Its tensors, from the header of their file. UserError: there is none, or it is damaged."""
+        return {entry.name: entry for entry in tensor_files.read_entries(self.folder / WEIGHTS)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the tensors that its config stands for, by their names on disk."""
+        block, settings = self.block, self.settings
+        hidden, words = block["hidden_size"], settings.get("draft_vocab_size", settings.get("truncated_vocab_size"))
+        head = {"lm_head.weight": (words, hidden)}
+        if self.method == "medusa":
+            tables = {"token_map": (words,)} if words < block["vocab_size"] else {}
+            return head | tables | {f"blocks.{k}.layers.0.weight": (hidden, hidden) for k in range(self.tokens)}
+        queries, keys = (block[name] * block["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+        inner, taps = block["intermediate_size"], len(settings["eagle_aux_hidden_state_layer_ids"])
+        layer, attention, mlp = "layers.0", "layers.0.self_attn", "layers.0.mlp"
+        norms = (f"{layer}.input_layernorm", f"{layer}.hidden_norm", f"{layer}.post_attention_layernorm", "norm")
+        matrices = {
+            "fc": (hidden, taps * settings["target_hidden_size"]),
+            f"{attention}.q_proj": (queries, 2 * hidden),
+            f"{attention}.k_proj": (keys, 2 * hidden),
+            f"{attention}.v_proj": (keys, 2 * hidden),
+            f"{attention}.o_proj": (hidden, queries),
+            f"{mlp}.gate_proj": (inner, hidden),
+            f"{mlp}.up_proj": (inner, hidden),
+            f"{mlp}.down_proj": (hidden, inner),
+            **({"image_vector": (hidden, hidden)} if self.images.vector else {}),
+        }
+        sizes = dict.fromkeys(norms, (hidden,)) | matrices
+        tables = {"d2t": (words,), "t2d": (block["vocab_size"],)} if words < block["vocab_size"] else {}
+        return head | tables | {f"{name}.weight": shape for name, shape in sizes.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors that an engine loads."""
+        return sum(entry.spec.nbytes for name, entry in self.stored().items() if name != "t2d")
+
+    def mismatch(self, target: Mapping[str, Any]) -> str | None:
+        """Why it can't go with a target of this config, in words; None where it can."""
+        text = target.get("text_config") or target
+        width = self.settings.get("target_hidden_size", self.block["hidden_size"])
+        for name, here in (("hidden_size", width), ("vocab_size", self.block["vocab_size"])):
+            there = text.get(name)
+            if there is not None and there != here:
+                return f"it was trained for a {name} of {here}, the target's is {there}"
+        last, blocks = max(self.settings.get("eagle_aux_hidden_state_layer_ids", [0])), text.get("num_hidden_layers")
+        if blocks is not None and last > blocks:
+            return f"it reads hidden states before block {last}, and the target has {blocks} blocks"
+        return None
+
+    def is_for(self, target: Path) -> bool:
+        """Whether it was trained for just that checkpoint."""
+        return self.target.get("content_sha256") == manifest.model_hash(target)
+
+    def speculative_config(self) -> dict[str, Any]:
+        """What vLLM's `--speculative-config` is for it."""
+        method = (
+            {"method": "eagle3"} if self.method == "eagle3" else {}
+        )  # told "medusa", vLLM 0.32 looks for a text model
+        return {**method, "model": str(self.folder.resolve()), "num_speculative_tokens": self.tokens}
+
+
+def write(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Write config, facts, a card and further files (`texts`, by their places) beside the weights of a draft."""
     content = {"vlmcompress": __version__, **facts}
-    for name, text in {"config.json": folders.dump(settings), FACTS: folders.dump(content), "README.md": card}.items():
+    files = {"config.json": folders.dump(settings), FACTS: folders.dump(content), CARD: card(facts), **texts}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def speculative_config(draft: Path, target: Path) -> dict[str, Any]:
+def card(facts: Mapping[str, Any], repository: str | None = None, base: str | None = None) -> str:
+    """The text of the draft's card. `repository`: where it will be; `base`: the Hub id of its target."""
+    acceptance, samples = facts["acceptance"], facts["samples"]
+    shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
+    lines = [
+        "---",
+        *([f"base_model: {base}", "base_model_relation: adapter"] if base else []),
+        "library_name: vllm",
+        f"tags: [vlmcompress, {facts['method']}, speculative-decoding]",
+        "---",
+        f"# A draft head for {base or facts['target'].get('name', 'a checkpoint')}",
+        "",
+        f"{facts['method']}, {facts['parameters']:,} parameters, guesses {len(acceptance['by_position'])} tokens in a row. "
+        f"Trained on {samples['trained_on']} of the target's own answers.",
+        f"On {samples['held_out']} held-out answers {acceptance['length']:.2f} tokens a step are accepted, the target's own "
+        f"included; of the guesses, by position: {shares}.",
+        "",
+        f"It is for the checkpoint whose files have the hash `{facts['target']['content_sha256']}`, no other.",
+        "",
+        "```bash",
+        f"vlmcompress serve TARGET --draft {repository or '.'}",
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def speculative_config(folder: Path, target: Path) -> dict[str, Any]:
     """What vLLM's `--speculative-config` is for a draft of ours and its target.
 
     Raises:
         UserError: the folder is no draft of ours, or one of another target.
     """
-    if not (draft / FACTS).is_file():
+    draft, config = Draft.of(folder), models.read_config(target)
+    check_target(config, draft.images)
+    if problem := draft.mismatch(config):
+        raise UserError(f"{folder}: {problem}; train one for {target} with `vlmcompress draft`")
+    setting = draft.speculative_config()
+    if not draft.is_for(target):
         raise UserError(
-            f"{draft} is no draft of vlmcompress (no {FACTS}); name the folder that `vlmcompress draft` wrote"
+            f"{folder} was trained for another checkpoint, {draft.target.get('name', 'with other files')}; align it, "
+            f"`vlmcompress draft {target} --from {folder}`, or serve it all the same with --speculative-config "
+            f"'{json.dumps(setting)}'"
         )
-    facts = read_json(draft / FACTS, "draft")
-    settings = read_json(draft / "config.json", "config")
-    check_target(models.read_config(target))
-    if problem := mismatch(settings, models.read_config(target)):
-        raise UserError(f"{draft}: {problem}; train one for {target} with `vlmcompress draft`")
-    if facts["target"].get("content_sha256") != identity.model_hash(target):
-        raise UserError(
-            f"{draft} was trained for another checkpoint, {facts['target'].get('name', 'with other files')}; train one for "
-            f"{target}, or serve it all the same with --speculative-config "
-            f'\'{{"method": "eagle3", "model": "{draft}", "num_speculative_tokens": 3}}\''
-        )
-    method = settings["speculators_config"]["proposal_methods"][0]
-    return {
-        "method": "eagle3",
-        "model": str(draft.resolve()),
-        "num_speculative_tokens": method["speculative_tokens"],
-    }
-
-
-def mismatch(settings: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
-    """Why a draft's config can't go with a target's, in words; None where it can."""
-    text, layer = target.get("text_config") or target, settings["transformer_layer_config"]
-    for name, here in (("hidden_size", settings["target_hidden_size"]), ("vocab_size", layer["vocab_size"])):
-        there = text.get(name)
-        if there is not None and there != here:
-            return f"it was trained for a {name} of {here}, the target's is {there}"
-    last = max(settings["eagle_aux_hidden_state_layer_ids"])
-    blocks = text.get("num_hidden_layers")
-    if blocks is not None and last > blocks:
-        return f"it reads hidden states before block {last}, and the target has {blocks} blocks"
-    return None
+    return setting

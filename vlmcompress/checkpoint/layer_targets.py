@@ -3,8 +3,9 @@
 A layer has up to three names: in memory (transformers), on disk, in the engine (vLLM). Transformers compares `targets`
 and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
 the decoder's main scheme gets the class `Linear`, a vision tower's a pattern with the last part of the tower's name
-(`visual`, `vision_tower`: the same in all three), all experts of a block one pattern, and any other layer its exact
-memory and disk names. Layers that are not quantized go into `ignore`, which every reader checks before `targets`.
+(`visual`, `vision_tower`: the same in all three), all experts of a block one pattern, output head and token embedding one of
+their three names, as neither is a `Linear` in vLLM, and any other layer its exact memory and disk names. Layers that are not
+quantized go into `ignore`, which every reader checks before `targets`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from vlmcompress.common.layer_names import Layers
+from vlmcompress.common.layer_names import EMBEDDING, LM_HEAD, Layers
 from vlmcompress.exporters import Reader
 from vlmcompress.exporters.compressed_tensors import group_of
 from vlmcompress.models import ModelSpec, kept_draft, kept_modules, keys_are_values, values_name
@@ -68,12 +69,18 @@ def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSp
             members = [name.removeprefix(f"{root}.") for name, scheme in inside.items() if scheme == common]
             towers.append((common, _pattern(root.split(".")[-1], members)))
             rest = {name: scheme for name, scheme in rest.items() if name not in inside or scheme != common}
-    main = _most_common({name: scheme for name, scheme in rest.items() if not name.startswith(spec.vision)})
+    outside = (*spec.vision, spec.lm_head)
+    main = _most_common(
+        {name: scheme for name, scheme in rest.items() if not name.startswith(outside) and not name.endswith(EMBEDDING)}
+    )
     entries: dict[Scheme, list[str]] = {}
     for scheme, pattern in towers:
         entries.setdefault(scheme, []).append(pattern)
     for name, scheme in rest.items():
-        if scheme != main or name.startswith(spec.vision):
+        if name.endswith((LM_HEAD, EMBEDDING)):  # in vLLM neither is a `Linear`
+            forms = dict.fromkeys((name, disk[f"{name}.weight"].removesuffix(".weight"), spec.engine_name(name)))
+            entries.setdefault(scheme, []).append(f"re:(?:{'|'.join(map(re.escape, forms))})$")
+        elif scheme != main or name.startswith(spec.vision):
             exact = [name, disk[f"{name}.weight"].removesuffix(".weight")]
             exact += [values_name(alias) for alias in exact] if keys_are_values(name, disk) else []
             entries.setdefault(scheme, []).extend(_experts(exact, spec) or exact)

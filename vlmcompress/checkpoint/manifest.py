@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import json_files
+from vlmcompress.common import identity, json_files
 from vlmcompress.common.identity import sha256, source_identity, versions
 from vlmcompress.errors import UserError
 
@@ -110,6 +110,20 @@ def read(folder: Path) -> dict:
     if version != SCHEMA_VERSION:
         raise UserError(f"{path} has schema {version}, this vlmcompress reads {SCHEMA_VERSION}; update vlmcompress")
     return content
+
+
+def model_hash(folder: Path) -> str:
+    """`identity.model_hash` of a folder; of what we wrote the manifest's hashes are taken, but of files written to since."""
+    path, files = folder / MANIFEST, identity.model_files(folder)
+    if not path.is_file():
+        return identity.content_hash(files)
+    recorded, written = read(folder).get("files") or {}, path.stat().st_ctime_ns
+    hashes = {}
+    for file in files:
+        record, stat = recorded.get(file.name) or {}, file.stat()
+        if record.get("size") == stat.st_size and max(stat.st_mtime_ns, stat.st_ctime_ns) <= written:
+            hashes[file.name] = record["sha256"]
+    return identity.content_hash(files, hashes)
 
 
 def verify(folder: Path, content: Mapping[str, Any]) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.checkpoint import card, launch_files, manifest
+from vlmcompress.checkpoint import card, draft_folder, launch_files, manifest
+from vlmcompress.checkpoint.draft_folder import Draft
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import hub
 from vlmcompress.errors import UserError
@@ -85,6 +86,27 @@ def plan(folder: Path, repository: str, *, base_model: str | None = None, measur
     sizes = {path: (folder / path).stat().st_size for path in files if path not in written}
     sizes |= {path: len(text.encode()) for path, text in written.items()}
     return Upload(repository, folder, dict(sorted(sizes.items())), written)
+
+
+def plan_draft(folder: Path, repository: str, *, target: str | None = None) -> Upload:
+    """Decide what is uploaded of a draft head: its files, and the card written anew.
+
+    Args:
+        repository: `org/name`.
+        target: Hub id of the checkpoint that it drafts for.
+
+    Raises:
+        UserError: an id is none, or the folder is no draft of ours.
+    """
+    check_id(repository, "repository")
+    if target is not None:
+        check_id(target, "--base-model")
+    draft = Draft.of(folder)
+    text = draft_folder.card(draft.facts, repository, target)
+    names = (draft_folder.WEIGHTS, "config.json", draft_folder.FACTS, f"{launch_files.FOLDER}/vllm.sh")
+    sizes = {path: (folder / path).stat().st_size for path in names if (folder / path).is_file()}
+    sizes[card.CARD] = len(text.encode())
+    return Upload(repository, folder, dict(sorted(sizes.items())), {card.CARD: text})
 
 
 def push(upload: Upload, *, private: bool = False) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +21,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vlmcompress.checkpoint.write import WEIGHTS, OutputTensor, write_json, write_weights
-from vlmcompress.common import folders, tensor_files
+from vlmcompress.checkpoint import changed
+from vlmcompress.checkpoint.changed import Change, lazily
+from vlmcompress.checkpoint.write import OutputTensor
+from vlmcompress.common import tensor_files
 from vlmcompress.common.identity import unchanged
-from vlmcompress.common.registry import FORMATS
-from vlmcompress.common.tensor_files import Entry, Spec
-from vlmcompress.common.text import parse_size
-from vlmcompress.models import Source, Stream, Values, stream, untied
+from vlmcompress.models import Source, Stream, Values, head_on_disk, stream, untied
 from vlmcompress.numerics.rotation import Kind, Rotation
 
 RECORD = ".rotation.json"
 _HEADS = 1 << 12
 """More than a block has heads of values: rotation `1 + block * _HEADS + head` is that head's."""
-
-Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -120,38 +116,20 @@ def write(
         UserError: the model can't be rotated, or `out` can't be written.
     """
     mark = record(source, rotations)
-    if (out / RECORD).is_file() and (out / RECORD).read_text(encoding="utf-8") == mark:
+    if changed.has(out, RECORD, mark):
         return
-    folders.check(source.path, out, overwrite=True, mark=RECORD)
     residual = stream(source.meta_model, source.spec, source.stored)
     entries = source.entries
     made = changes(residual, rotations, lambda name: tensor_files.read_tensor(entries[source.names[name]]))
     tensors = _plan_tensors(source, residual, made, torch.device(device))
     config = untied(source.config) if residual.tied else source.config
-    with folders.new_folder(out) as tree:
-        write_weights(tree, tensors, parse_size(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
-        write_json(tree / "config.json", dict(config))
-        for file in sorted(path for path in source.path.rglob("*") if path.is_file()):
-            place = file.relative_to(source.path)
-            hidden = any(part.startswith(".") for part in place.parts)
-            if not hidden and not file.name.endswith(WEIGHTS) and str(place) != "config.json":
-                (tree / place).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, tree / place)
-        (tree / RECORD).write_text(mark, encoding="utf-8")
+    changed.write(source.path, out, tensors, config, (RECORD, mark), shard_size=shard_size, progress=progress)
 
 
 def record(source: Source, rotations: Rotations) -> str:
     """What a rotated checkpoint is made of, as text."""
     stats = unchanged(sorted({entry.file for entry in source.entries.values()}))
     return json.dumps([source.config, stats, rotations.kind, rotations.seed], sort_keys=True)
-
-
-def head_name(source: Source) -> str:
-    """The name on disk of an output head that becomes a matrix of its own: as the embedding's, the hub's or transformers'."""
-    residual = stream(source.meta_model, source.spec, source.stored)
-    hub = source.names[residual.embedding] == source.spec.hub_name(residual.embedding)
-    name = f"{residual.head}.weight"
-    return source.spec.hub_name(name) if hub else name
 
 
 def _plan_tensors(
@@ -166,30 +144,8 @@ def _plan_tensors(
         if residual.tied and name == head:
             continue  # stored twice
         change = made.get(name)
-        origin = entry if change is None else _lazily(entry, change, device)
+        origin = entry if change is None else lazily(entry, change, device)
         tensors.append(OutputTensor(entry.name, entry.spec, origin))
     if residual.tied:
-        tensors.append(OutputTensor(head_name(source), embedding.spec, _lazily(embedding, made[head], device)))
+        tensors.append(OutputTensor(head_on_disk(source), embedding.spec, lazily(embedding, made[head], device)))
     return tensors
-
-
-def _lazily(entry: Entry, change: Change, device: torch.device) -> Callable[[], Tensor]:
-    """A function that reads a tensor and changes it, in float64 where it is stored in 32 bits and else in float32."""
-
-    def make() -> Tensor:
-        stored = tensor_files.read_tensor(entry)
-        wide = torch.float64 if stored.dtype == torch.float32 and device.type != "mps" else torch.float32
-        return change(stored.to(device, wide)).to("cpu", stored.dtype).contiguous()
-
-    return make
-
-
-def rotated_specs(source: Source) -> tuple[dict[str, Spec], dict[str, str]]:
-    """Tensor name on disk -> type and shape, and memory name -> name on disk, of the rotated checkpoint, nothing written."""
-    residual, head = stream(source.meta_model, source.spec, source.stored), head_name(source)
-    if not residual.tied:
-        return source.stored, source.names
-    name = f"{residual.head}.weight"
-    stored = {key: value for key, value in source.stored.items() if key != source.names.get(name)}
-    spec = source.stored[source.names[residual.embedding]]
-    return stored | {head: spec}, source.names | {name: head}

@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vlmcompress import __version__
+from vlmcompress import __version__, models
 from vlmcompress.checkpoint import card, manifest, reducer_block
 from vlmcompress.common import hub
+from vlmcompress.common.registry import FORMATS
 from vlmcompress.errors import UserError
 from vlmcompress.models import read_json, shards
 from vlmcompress.recipe.resize import Resize
@@ -31,7 +32,7 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     return Side(
         name=hub.facts(path)["source"] + (f" with {attached}" if attached != reducer and attached else ""),
         path=hub.shown(path),
-        weight_bytes=_weight_bytes(path),
+        weight_bytes=_weight_bytes(path, record),
         scheme=made.scheme if made else "",
         reducer=attached or reducer,
         made=made,
@@ -40,11 +41,14 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     )
 
 
-def _weight_bytes(path: Path) -> int:
-    """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers; 0 where it has none."""
+def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
+    """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers; where it has none, what its
+    manifest says, or 0."""
+    if own_engine(path):
+        return (record.get("size") or {}).get("weights_after") or 0
     try:
-        files, count = shards(path), 0
-        for file in files:
+        count = 0
+        for file in shards(path):
             with file.open("rb") as stream:
                 count += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
     except (UserError, OSError):  # only pickles, or a file is missing: what runs it has to say that
@@ -121,18 +125,31 @@ def _reducer(path: Path) -> str:
     return str(block.reducer) if block else ""
 
 
-def folder(model: str | Path) -> Path:
+def own_engine(path: Path) -> str:
+    """The engine that alone loads a checkpoint, by the format in its config.json; empty where there is no such."""
+    quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
+    method = str(quantization.get("quant_method"))
+    return FORMATS.constant(method, "ENGINE") or "" if method in FORMATS else ""
+
+
+def folder(model: str | Path, *engines: str) -> Path:
     """Return the folder of a checkpoint, after checking that one is there.
 
+    Args:
+        engines: the engines that are to load it, of which each has checkpoints that it alone loads; empty: any.
+
     Raises:
-        UserError: there is no checkpoint, or its config.json is not right.
+        UserError: there is no checkpoint, its config.json is not right, or the engine does not load it.
     """
     path = Path(model)
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint folder")
+    models.refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
     _reducer(path)
+    if engines and (other := own_engine(path)) not in ("", *engines):
+        raise UserError(f"{path} is for the engine {other} alone; use eval --engine {other}")
     return path
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models
@@ -112,10 +111,8 @@ class Stored(Mapping[str, Quantized]):
 
         Engines load scales in the model's type, and transformers computes in the type it finds.
         """
-        embedding = self.meta_model.get_input_embeddings()
-        name = next(key for key, value in self.meta_model.named_parameters() if value is embedding.weight)
-        entry = next(entry for entry in self.entries if entry.name == self.names[name])
-        dtype = tensor_files.DTYPES[entry.spec.dtype]
+        norm = self.names[f"{models.final_norm(self.spec)}.weight"]  # which no format quantizes
+        dtype = next(tensor_files.DTYPES[entry.spec.dtype] for entry in self.entries if entry.name == norm)
         for layer in self.layers.values():
             for scale in (layer.entries[local] for local in layer.entries if _is_scale(local, layer)):
                 value = tensor_files.read_tensor(scale)
@@ -192,12 +189,12 @@ def _layers(
     meta_model: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: Reader
 ) -> dict[str, StoredLayer]:
     """Find the quantized linear layers, and check that their tensors are there in the right shapes."""
-    linears = {name: module for name, module in meta_model.named_modules() if isinstance(module, nn.Linear)}
+    matrices = models.matrices(meta_model)
     by_layer: dict[str, dict[str, Entry]] = {}
     memory = models.memory_names(meta_model, [entry.name for entry in entries])
     for entry in entries:
         module, _, local = memory[entry.name].rpartition(".")
-        if module in linears:
+        if module in matrices:
             by_layer.setdefault(module, {})[local] = entry
     layers = {}
     for module, tensors in by_layer.items():
@@ -205,8 +202,8 @@ def _layers(
         if len(prefixes) > 1:
             raise UserError(f"the tensors of {module} stand under {' and '.join(sorted(prefixes))}; download again")
         (prefix,) = prefixes
-        linear: Any = linears[module]
-        shape, names = (linear.out_features, linear.in_features), (module, prefix, spec.engine_name(module))
+        rows, columns = matrices[module].get_parameter("weight").shape
+        shape, names = (rows, columns), (module, prefix, spec.engine_name(module))
         try:
             scheme = reader.scheme_in(block, names, {local: entry.spec for local, entry in tensors.items()}, shape)
             if scheme is not None:

@@ -38,6 +38,7 @@ from vlmcompress.models import (
     spec_for,
     stored_bytes,
     stored_tensors,
+    untied,
     without_lost_draft,
 )
 from vlmcompress.numerics import QTensor, Scheme
@@ -99,6 +100,7 @@ def write(
     layers: Layers,
     manifest: dict,
     original: Path | None = None,
+    entries: Mapping[str, Entry] | None = None,
     written: Mapping[str, str] | None = None,
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
@@ -122,6 +124,7 @@ def write(
         layers: which layers are quantized, for the config block.
         manifest: what `manifest.build` returned; files and sizes are added here.
         original: folder of the checkpoint that the source was made of, whose other files are copied; None: the source.
+        entries: name of a tensor of the source -> where its bytes are; None: those that it stores.
         written: memory name of a parameter -> its name in `out`; None: `names`.
         changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
@@ -137,18 +140,16 @@ def write(
     config = json_files.read(source / "config.json")
     refuse_quantized(source, config)
     spec = spec_for(config)
-    entries = list(stored_tensors(source).values())
-    tensors = plan_tensors(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
-    config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in entries])
-    config |= dict(settings or {})
+    stored = list((stored_tensors(source) if entries is None else entries).values())
+    tensors = plan_tensors(stored, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
+    config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in stored]) | dict(settings or {})
+    config = untied(config) if spec.lm_head in quantized else config  # such a head shares no weight
     if reducer:
         config = reducer_block.write(config, reducer, counter)
     before = stored_bytes(original or source)
     memory = {(written or names)[parameter]: parameter for parameter in names}
-    content = Content(
-        tensors, quantized, exporter, layers, config, manifest, before, extra_files or {}, memory, spec.family
-    )
-    return write_folder(original or source, out, content, shard_size=shard_size, progress=progress)
+    parts = (tensors, quantized, exporter, layers, config, manifest, before, extra_files or {}, memory, spec.family)
+    return write_folder(original or source, out, Content(*parts), shard_size=shard_size, progress=progress)
 
 
 def write_folder(

@@ -82,11 +82,14 @@ RECIPE_KEYS = {
     "goal": "goal",
     "scheme": "scheme",
     "vision": "vision",
+    "head": "head",
+    "embeddings": "embeddings",
     "vision_attention": "vision_attention",
     "kv_cache": "kv_cache",
     "bits": "options.bits",
     "group_size": "options.group_size",
     "rotate": "rotate",
+    "adapter": "adapter",
     "from_quantized": "from_quantized",
     "reduce": "reduce",
     "calib": "calibrate.data",
@@ -96,6 +99,9 @@ RECIPE_KEYS = {
     "stats": "calibrate.stats",
     "seed": "seed",
 }
+
+# Recipe keys of a training that is not behind a reducer.
+TRAINING = ("model", "out", "calibrate", "trust_remote_code", "seed")
 
 
 def model(parser: argparse.ArgumentParser) -> None:
@@ -153,12 +159,14 @@ def recipe(parser: Parser) -> None:
         "--group-size", type=int, metavar="N", default=none, help="weights that share a scale: options.group_size"
     )
     parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
+    adapter(parser)
     parser.add_argument(
         "--from-quantized", action="store_true", default=none, help="MODEL is FP8: quantize what it stands for"
     )
     target(parser)
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
+    vocabulary(parser)
     parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
     kv_cache(parser, "fp8: store scales for an FP8 KV cache")
     rotation(parser)
@@ -168,6 +176,20 @@ def recipe(parser: Parser) -> None:
         "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
     )
     settings(parser, "any recipe key, e.g. options.symmetric=true")
+
+
+def adapter(parser: Parser) -> None:
+    """The flag of an adapter."""
+    parser.add_argument(
+        "--adapter", metavar="FOLDER", default=argparse.SUPPRESS, help="a LoRA adapter, merged into MODEL first"
+    )
+
+
+def vocabulary(parser: Parser) -> None:
+    """The flags of the layers as wide as the vocabulary."""
+    none = argparse.SUPPRESS
+    parser.add_argument("--head", default=none, metavar="FORMAT", help="fp8, int8, w8a16 or w4a16: the output head")
+    parser.add_argument("--embeddings", default=none, metavar="FORMAT", help="w8a16 or w4a16: the token embedding")
 
 
 def kv_cache(parser: Parser, about: str, **settings: Any) -> None:
@@ -287,13 +309,17 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def refuse_foreign(values: Mapping[str, Any], verb: str, keys: Sequence[str]) -> None:
+def refuse_foreign(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:
     """Raise `UserError` for recipe values that a verb without a scheme has no use for.
 
     Args:
         values: from `recipe_values`.
         keys: the recipe keys of the verb. A folder of statistics is for none of these verbs.
+        trained_on: of a training, what it is trained on; it takes no flags that are for calibration alone.
     """
+    for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
+        if trained_on and key in values.get("calibrate", {}):
+            raise UserError(f"{flag} is for calibration; {trained_on}, leave it out")
     foreign = [key for key in values if key not in keys]
     foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
     if foreign:

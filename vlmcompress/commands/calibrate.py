@@ -20,7 +20,7 @@ from vlmcompress.errors import UserError, did_you_mean
 
 GROUP = "compress"
 PLACE = 23
-KEYS = ("model", "out", "kv_cache", "resize", "reduce", "rotate", "calibrate", "trust_remote_code", "seed")
+KEYS = ("model", "out", "adapter", "kv_cache", "resize", "reduce", "rotate", "calibrate", "trust_remote_code", "seed")
 STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, which would bring torch along
 
 
@@ -29,6 +29,7 @@ def options(parser: Parser) -> None:
     parser.add_argument("-o", "--out", metavar="STATS", required=True, help="folder to write")
     _flags.data(parser)
     _flags.kv_cache(parser, "fp8: collect ranges of keys and values, too")
+    _flags.adapter(parser)
     _flags.rotation(parser)
     _flags.reducer(parser, "collect what the decoder sees behind a visual-token reducer")
     which = parser.add_mutually_exclusive_group()
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> Outcome:
         done = calibrate(recipe, **needs, resume=args.resume, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
-    data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - args.began)
+    adapter = hub.shown(recipe.adapter) if recipe.adapter else None
+    data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - args.began, adapter)
     return OK, data, text(data, args.verbose)
 
 
@@ -83,13 +85,16 @@ def _needs(text: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def result(
+    out: Path, model: str, facts: Mapping[str, Any], seconds: float, adapter: str | None = None
+) -> dict[str, Any]:
     """Describe the statistics as data for `--json`.
 
     Args:
         facts: the manifest of the statistics.
     """
     same = "".join(f" --reduce {shlex.quote(stage)}" for stage in _stages(facts["calibration"]))
+    same += f" --adapter {shlex.quote(adapter)}" if adapter else ""
     if rotation := facts.get("rotate"):
         same += f" --rotate {rotation['kind']} --seed {rotation['seed']}"
     return {

@@ -21,7 +21,10 @@ PLACE = 11
 def options(parser: Parser) -> None:
     _flags.recipe(parser)
     _flags.tensor_parallel(parser, "devices that are to share the model; default: 1")
-    parser.add_argument("--engine", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm; default: the recipe's")
+    parser.add_argument(
+        "--engine",
+        help="vllm, transformers, sglang, lmdeploy, tensorrt-llm or llamacpp; default: what reads the format",
+    )
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -30,9 +33,9 @@ def run(args: argparse.Namespace) -> Outcome:
 
     recipe = resolve(_flags.recipe_values(args), args.recipe, refuse=False, weights="headers").recipe
     _process.import_transformers()
-    from vlmcompress.planning.findings import findings
+    from vlmcompress.planning.findings import engine_of, findings
 
-    engine = args.engine or recipe.engine
+    engine = args.engine or engine_of(recipe)
     results = findings(recipe, engine)
     if args.tp != 1:
         results.append(_devices(recipe, _flags.devices(args)))

@@ -16,12 +16,18 @@ from vlmcompress.errors import UserError
 
 GROUP = "measure"
 PLACE = 30
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "llamacpp")
+PROMPTS = 24
 
 
 def options(parser: Parser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder of the checkpoint")
-    parser.add_argument("--source", metavar="MODEL", help="compare with the original, too")
+    parser.add_argument(
+        "--source",
+        metavar="MODEL",
+        help="compare with the original, too; for --engine llamacpp the checkpoint in safetensors with the same weights",
+    )
+    parser.add_argument("--draft", metavar="DRAFT", help="see whether a draft head is whole and fits OUT, too")
     parser.add_argument("--engine", choices=ENGINES, help="ask the checkpoint in the engine and in transformers")
     parser.add_argument("--prompts", type=int, metavar="N", help="questions to ask with --engine; default: 24")
     parser.add_argument(
@@ -46,9 +52,12 @@ def run(args: argparse.Namespace) -> Outcome:
             if getattr(args, name) is not None:
                 raise UserError(f"--{name} is for asking an engine; add --engine {ENGINES[0]}")
         _process.import_transformers()
+        from vlmcompress.diagnosis.draft import examine_draft
         from vlmcompress.diagnosis.files import diagnose
 
         checks = diagnose(Path(args.out), hub.local(args.source, weights="headers") if args.source else None)
+        if args.draft is not None:
+            checks += examine_draft(Path(hub.local(args.draft)), Path(args.out))
     else:
         checks = _conformance(args)
     fine = all(check.ok for check in checks)
@@ -58,11 +67,23 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _conformance(args: argparse.Namespace) -> list[Any]:
     """Run the conformance checks in the engine."""
-    from vlmcompress.engines.vllm import conformance
-
-    if args.source is not None:
-        raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
+    if args.draft is not None:
+        raise UserError(f"--draft is for examining files; leave out --engine {args.engine}")
     with closing(ProgressBar()) as progress:
-        count = conformance.PROMPTS if args.prompts is None else args.prompts
+        count = PROMPTS if args.prompts is None else args.prompts
         data = Path(args.data) if args.data else None
+        if args.engine == "llamacpp":
+            from vlmcompress.engines import llamacpp_conformance
+
+            if args.source is None:
+                raise UserError(
+                    "--engine llamacpp compares with transformers; give the same weights by --source CHECKPOINT"
+                )
+            source = hub.local(args.source)
+            settings: dict[str, Any] = {"prompts": count, "data": data, "seed": args.seed, "progress": progress}
+            return llamacpp_conformance.examine(args.out, source, **settings)
+        from vlmcompress.engines.vllm import conformance
+
+        if args.source is not None:
+            raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
         return conformance.examine(args.out, prompts=count, data=data, seed=args.seed, progress=progress)

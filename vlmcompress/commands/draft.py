@@ -20,7 +20,18 @@ from vlmcompress.errors import UserError
 
 GROUP = "compress"
 PLACE = 28
-DEFAULTS = {"steps": 1000, "batch": 8, "lr": 1e-3, "every": 50, "answer_tokens": 128, "vocabulary": 32000}
+DEFAULTS = {
+    "steps": 1000,
+    "batch": 8,
+    "lr": 1e-3,
+    "every": 50,
+    "answer_tokens": 128,
+    "vocabulary": 32000,
+    "kind": "eagle3",
+    "images": "hidden",
+    "image_vector": False,
+    "block_size": 16,
+}
 
 
 def options(parser: Parser) -> None:
@@ -42,37 +53,87 @@ def options(parser: Parser) -> None:
         default=DEFAULTS["vocabulary"],
         help="most tokens that the draft can guess; default: 32000",
     )
+    parser.add_argument(
+        "--kind", choices=("eagle3", "medusa"), default=DEFAULTS["kind"], help="of the head; default: eagle3"
+    )
+    parser.add_argument(
+        "--from", dest="base", metavar="DRAFT", help="begin with a draft of another checkpoint of the same base model"
+    )
+    parser.add_argument(
+        "--images",
+        metavar="WHAT",
+        default=DEFAULTS["images"],
+        help="visual tokens that the draft gets: none, all, or those that METHOD:KEEP chooses, e.g. divprune:0.25; default: "
+        "hidden, what vLLM gives it without our plugin",
+    )
+    parser.add_argument(
+        "--image-vector", action="store_true", help="add a vector of the images to each of the draft's rows"
+    )
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        default=DEFAULTS["block_size"],
+        help="tokens of a block of vLLM's cache, of which --images leaves out whole ones; default: 16, the least of GPUs",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("vllm", "hf"),
+        help="answers the questions of DATA; default: vllm, or hf where it is missing",
+    )
     _flags.settings(parser, "calibrate.max_length or trust_remote_code")
     _flags.resumable(parser, "DRAFT")
     parser.epilog = (
         "MODEL answers the questions of DATA itself, greedily; answers in DATA are not used. A tenth of DATA, 8 samples at\n"
         "least, is held out, and the state with the lowest divergence there is written. A draft fits the checkpoint that it\n"
-        "was trained for: train it last, for what you serve. Answers stay those without it, only sooner. vlmcompress serve\n"
-        "MODEL --draft DRAFT; vlmcompress bench MODEL --baseline MODEL --draft DRAFT shows what it wins."
+        "was trained for: train it last, for what you serve; --from aligns that of another one in a tenth of the steps.\n"
+        "Answers stay those without it, only sooner. vlmcompress serve MODEL --draft DRAFT; vlmcompress bench MODEL\n"
+        "--baseline MODEL --draft DRAFT shows what it wins."
     )
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Train the draft and report how many of its guesses the checkpoint accepts."""
+    from vlmcompress import engines
     from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
-    for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
-        if key in values.get("calibrate", {}):
-            raise UserError(f"{flag} is for calibration; a draft is trained on the questions of DATA, leave it out")
-    _flags.refuse_foreign(values, "draft", ("model", "out", "calibrate", "trust_remote_code", "seed"))
+    trained_on = "a draft is trained on the questions of DATA"
+    _flags.refuse_foreign(values, "draft", _flags.TRAINING, trained_on)
     from vlmcompress.runs.draft import DraftTraining, draft
 
     training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
     assert recipe.out is not None
+    base = _base(args)
+    engine = engines.get("vllm") if (args.engine or _there()) == "vllm" else None
+    options: dict[str, Any] = {"base": base, "engine": engine, "resume": args.resume, "overwrite": args.overwrite}
     with closing(ProgressBar()) as progress:
-        facts = draft(recipe, training, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        facts = draft(recipe, training, **options, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began)
     return OK, data, text(data, args.verbose)
+
+
+def _base(args: argparse.Namespace) -> Any:
+    """The draft to begin with, if one is named."""
+    from vlmcompress.checkpoint.draft_folder import Draft
+
+    if args.base is None:
+        return None
+    for name in ("kind", "images", "image_vector", "block_size", "vocabulary"):
+        if getattr(args, name) != DEFAULTS[name]:
+            raise UserError(f"--{name.replace('_', '-')} is as in the draft that --from names; leave it out")
+    return Draft.of(Path(hub.local(args.base)))
+
+
+def _there() -> str:
+    """The engine that answers unless the user names one."""
+    from vlmcompress.engines.vllm import available
+
+    return "vllm" if available() else "hf"
 
 
 def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -105,5 +166,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         ("data", f"{samples['trained_on']} answers of the model, {samples['held_out']} held out"),
         ("size", f"{done['parameters']:,} parameters; guesses {done['vocabulary']:,} tokens"),
     ]
+    if earlier := done.get("from"):
+        rows.insert(1, ("before", f"{earlier['acceptance']['length']:.2f} tokens a step, by the draft of --from"))
     weak = "It is hardly ever right; give it more data with longer answers."
     return written_text(done, [table(rows)], verbose, [weak] * (acceptance["length"] < 1.2))

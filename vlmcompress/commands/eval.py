@@ -44,7 +44,7 @@ def options(parser: Parser) -> None:
         help="local copy of the suite's data; alone: questions and answers",
     )
     parser.add_argument(
-        "--engine", default="vllm", metavar="NAME", help="vllm, hf, llamacpp or openai:URL; default: vllm"
+        "--engine", default="vllm", metavar="NAME", help="vllm, hf, llamacpp, openvino or openai:URL; default: vllm"
     )
     parser.add_argument("--baseline-engine", metavar="NAME", help="default: the same engine")
     parser.add_argument(

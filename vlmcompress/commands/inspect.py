@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.data.encode import encode_prompt
     from vlmcompress.data.samples import Sample, open_image
     from vlmcompress.hf_hooks import refusal
-    from vlmcompress.hf_hooks.cost import too_small
     from vlmcompress.hf_hooks.picture import Counts, decide, sheet
     from vlmcompress.models import load, read_config, spec_for
+    from vlmcompress.planning.prompt_cost import too_small
     from vlmcompress.recipe.reducer import parse
 
     out = Path(args.out)

@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError("--keep auto: training needs a share; give one above 0 and below 1, such as 0.25")
     keep = choose("learned", {"keep": yaml_files.parse(args.keep, "--keep")}, f"--keep {args.keep}").options.keep
     values = _flags.recipe_values(args)
-    _refuse_foreign(values)
+    trained_on = "a scorer is trained on images with questions"
+    _flags.refuse_foreign(values, "learn-reducer", _flags.TRAINING, trained_on)
     from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
 
     training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"}, to=args.to)  # type: ignore[arg-type]
@@ -74,14 +75,6 @@ def run(args: argparse.Namespace) -> Outcome:
         return OK, None, ""
     data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began, recipe.calibrate.data)
     return OK, data, text(data, args.verbose)
-
-
-def _refuse_foreign(values: Mapping[str, Any]) -> None:
-    """Raise `UserError` for recipe keys that this training does not use."""
-    for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
-        if key in values.get("calibrate", {}):
-            raise UserError(f"{flag} is for calibration; a scorer is trained on images with questions, leave it out")
-    _flags.refuse_foreign(values, "learn-reducer", ("model", "out", "calibrate", "trust_remote_code", "seed"))
 
 
 def result(

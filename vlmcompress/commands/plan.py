@@ -17,6 +17,7 @@ from vlmcompress.common.text import figures, parse_size, size, table
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
+    from vlmcompress.checkpoint.draft_folder import Draft
     from vlmcompress.planning.capacity import Capacity, Row
     from vlmcompress.planning.served_model import Model
 
@@ -55,10 +56,12 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--reduce", metavar="METHOD[:KEEP]", help="compare with a visual-token reducer, e.g. coverage:0.5"
     )
+    _flags.vocabulary(parser)
     _flags.kv_cache(parser, "fp8, int8_per_token_head, ...; default: the model's", default="auto", metavar="TYPE")
     parser.add_argument(
         "--speculative", metavar="METHOD[:N]", help="mtp, ngram or suffix, N tokens at once: what drafting takes"
     )
+    parser.add_argument("--draft", metavar="DRAFT", help="count a draft head that `vlmcompress draft` trained")
     parser.add_argument("--memory", metavar="SIZE", help="of a device, like 80GB; default: the target's")
     parser.add_argument("--reserve", metavar="SIZE", help="for activations and the like; default: an estimate")
     parser.add_argument("--kv-cache-memory", metavar="SIZE", help="of the cache, instead of what memory leaves")
@@ -100,6 +103,9 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
     from vlmcompress import targets
     from vlmcompress.planning import weight_bytes
 
+    if args.draft and args.speculative:
+        raise UserError("--draft stands for a --speculative; give one of them")
+
     counts = {"--tp": 1, "--text-tokens": 0, "--out-tokens": 1, "--images-per-request": 0}
     for flag, least in counts.items():
         value = getattr(args, flag[2:].replace("-", "_")) or 0
@@ -120,10 +126,19 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         "tp": args.tp,
         "kv_cache": args.kv_cache,
         "speculative": weight_bytes.parse_speculation(args.speculative) if args.speculative else None,
+        "draft": _draft(args.draft) if args.draft else None,
         "memory": memory,
         "reserve": reserve,
         "space": space,
+        "vocabulary": {key: value for key in ("head", "embeddings") if (value := getattr(args, key, None))},
     }
+
+
+def _draft(folder: str) -> Draft:
+    """The draft head in a folder, or on the Hub."""
+    from vlmcompress.checkpoint.draft_folder import Draft
+
+    return Draft.of(Path(hub.local(folder)))
 
 
 def _video(text: str | None) -> tuple[int, int, int] | None:
@@ -228,7 +243,7 @@ def _memory_text(capacity: Capacity) -> str:
     if drafting := capacity.speculation:
         head = f"{size(drafting.bytes)} of weights and {capacity.head_token_bytes:,} bytes a token"
         states = f"{drafting.tokens} more state{'s' * (drafting.tokens > 1)} a request"
-        costs = [*([head] if drafting.blocks else []), *([states] if capacity.state_bytes else [])]
+        costs = [*([head] if drafting.bytes else []), *([states] if capacity.state_bytes else [])]
         takes = " and ".join(costs) or "nothing"
         rows.append(("speculation", f"{drafting} takes {takes}, counted here; bounds are without it"))
     if capacity.request.space is not None:

@@ -19,27 +19,40 @@ HEAD = 24  # lines of the card that are shown
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint")
+    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint, or of a draft head")
     parser.add_argument("repository", metavar="ORG/NAME", help="repository; made where there is none")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--dry-run", action="store_true", help="show what would be uploaded; needs no token or network")
-    parser.add_argument("--base-model", metavar="ORG/NAME", help="the original's id; default: as the manifest knows it")
+    parser.add_argument(
+        "--base-model",
+        metavar="ORG/NAME",
+        help="the original's id (a draft's target's); default: as the manifest knows it",
+    )
     parser.add_argument("--results", metavar="DIR", help="report of eval or bench, for the card's tables")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Check names and files, then show or upload."""
     _process.import_transformers()
-    from vlmcompress.checkpoint import publish
+    from vlmcompress.checkpoint import draft_folder, publish
+    from vlmcompress.diagnosis.draft import examine_draft
     from vlmcompress.diagnosis.files import diagnose
 
     publish.check_id(args.repository, "repository")
     out = Path(args.out)
-    for check in diagnose(out):
+    drafts = (out / draft_folder.FACTS).is_file()
+    for check in examine_draft(out, None) if drafts else diagnose(out):
         if not check.ok:
             raise UserError(f"{out} is damaged, nothing is uploaded: {check.name}: {check.detail}")
-    measured = _measured(out, args.results) if args.results else None
-    upload = publish.plan(out, args.repository, base_model=args.base_model, measured=measured)
+    if drafts:
+        if args.results:
+            raise UserError(
+                "--results are those of a checkpoint; leave it out for a draft head, whose card has its own"
+            )
+        upload = publish.plan_draft(out, args.repository, target=args.base_model)
+    else:
+        measured = _measured(out, args.results) if args.results else None
+        upload = publish.plan(out, args.repository, base_model=args.base_model, measured=measured)
     data: dict[str, Any] = {
         "ok": True,
         "repository": args.repository,

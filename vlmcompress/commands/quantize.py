@@ -17,6 +17,7 @@ from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import OK, Outcome, evaluation_command, written_text
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.text import percentage, size, smaller, table
 from vlmcompress.errors import UserError
 
@@ -167,9 +168,9 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     """Describe the written checkpoint as data for `--json`."""
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
-    gguf = recipe.get("format") == "gguf"
-    served = recipe.get("engine", "vllm") == "vllm" and not gguf
-    engine = " --engine llamacpp --baseline-engine hf" if gguf else " --engine hf"
+    other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
+    served = recipe.get("engine", "vllm") == "vllm" and not other
+    engine = f" --engine {other} --baseline-engine hf" if other else " --engine hf"
     compare = evaluation_command(out, model, "" if served else engine)
     serve = f"vlmcompress serve {shlex.quote(str(out))}"
     return {

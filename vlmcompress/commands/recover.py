@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
-    _refuse_foreign(values)
+    _flags.refuse_foreign(values, "recover", KEYS, "recover trains on images with questions alone")
     teacher = _teacher(args.teacher, names, values)
     from vlmcompress.runs.recover import TrainingOptions, recover
     from vlmcompress.runs.recover_scales import recover_scales
@@ -103,14 +103,6 @@ def _teacher(name: str | None, parts: Sequence[str], values: Mapping[str, Any]) 
     if values.get("reduce") or values.get("resize"):
         raise UserError("--train scales trains behind the reducer that MODEL carries; leave out --reduce")
     return hub.local(name)
-
-
-def _refuse_foreign(values: Mapping[str, Any]) -> None:
-    """Raise `UserError` for recipe keys that a recovery does not use."""
-    for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
-        if key in values.get("calibrate", {}):
-            raise UserError(f"{flag} is for calibration; recover trains on images with questions alone, leave it out")
-    _flags.refuse_foreign(values, "recover", KEYS)
 
 
 def result(

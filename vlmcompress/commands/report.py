@@ -24,4 +24,6 @@ def run(args: argparse.Namespace) -> Outcome:
 
     files = comparison.write(args.runs, args.out, overwrite=args.overwrite)
     data = {"ok": True, "files": {kind: str(path) for kind, path in files.items()}}
-    return OK, data, f"Wrote {files['html']} ({', '.join(path.name for path in files.values())})."
+    tables = comparison.terminal(args.runs)
+    text = f"Wrote {files['html']} ({', '.join(path.name for path in files.values())})."
+    return OK, data, f"{tables}\n{text}" if tables else text

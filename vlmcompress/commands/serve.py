@@ -1,4 +1,4 @@
-"""Run vLLM's OpenAI-compatible server; flags after -- go to vllm serve."""
+"""Run vLLM's OpenAI-compatible server, llama.cpp's for GGUF; flags after -- go to vllm serve."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Start the server; this process becomes it."""
+    from vlmcompress.engines import llamacpp_server
+
+    if llamacpp_server.is_gguf(args.out):
+        llamacpp_server.serve(args.out, args.host, args.port, args.max_model_len, _vllm_flags(args))
     from vlmcompress.engines.vllm.serve import serve
 
     serve(
@@ -43,3 +47,17 @@ def run(args: argparse.Namespace) -> Outcome:
         extra=args.extra,
     )
     return OK, {"ok": True}, ""
+
+
+def _vllm_flags(args: argparse.Namespace) -> list[str]:
+    """The flags that were given and that llama.cpp's server does not have."""
+    flags = [
+        f"--{name}"
+        for name, default in (("videos-per-request", 0), ("images-per-request", 4))
+        if _differs(args, name, default)
+    ]
+    return flags + (["--draft or --speculative-config"] if _flags.drafting(args, args.out) else []) + list(args.extra)
+
+
+def _differs(args: argparse.Namespace, name: str, default: int) -> bool:
+    return getattr(args, name.replace("-", "_")) != default

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.hf_hooks import learning, threshold_file
     from vlmcompress.recipe import resolve
     from vlmcompress.recipe.reducer import parse
-    from vlmcompress.runs.inputs import read_inputs
+    from vlmcompress.runs.inputs import placed, read_inputs
 
     out = Path(args.out)
     if out.suffix != ".json" or out.is_dir():
@@ -50,8 +50,10 @@ def run(args: argparse.Namespace) -> Outcome:
     hf_hooks.check(vlm, reducer)
     with closing(ProgressBar()) as progress:
         inputs = read_inputs(recipe, vlm, "vlmcompress thresholds", progress)
-        learnt = learning.learn(vlm, inputs.batches, reducer, progress)
-    content = threshold_file.save(out, vlm, learnt, learning.kept(vlm, inputs.batches, learnt), inputs.origin or {})
+        with placed(vlm):
+            learnt = learning.learn(vlm, inputs.batches, reducer, progress)
+            kept = learning.kept(vlm, inputs.batches, learnt)
+    content = threshold_file.save(out, vlm, learnt, kept, inputs.origin or {})
     facts = content["kept"]
     lines = [
         f"Thresholds of {len(content['reduce']['thresholds'])} layers, with which {facts['pictures']} pictures keep "

@@ -16,7 +16,7 @@ from vlmcompress.common.text import table
 from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from vlmcompress.hf_hooks.cost import Planned
+    from vlmcompress.planning.prompt_cost import Planned
 
 GROUP = "look first"
 PLACE = 12
@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
     _process.import_transformers()
-    from vlmcompress.hf_hooks import cost
+    from vlmcompress.planning import prompt_cost
     from vlmcompress.recipe.reducer import compared
 
     sizes = [_flags.parse_size(text, "--image-size", most=9) for text in args.image_size]
     resize, reducers = compared(args.reduce)
     model = hub.local(args.model, weights="none")
-    costs = cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
+    costs = prompt_cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
     for note in costs.notes:
         print(f"warning: {note}", file=sys.stderr)
     data = {"ok": True, "model": str(args.model), **costs.to_dict()}

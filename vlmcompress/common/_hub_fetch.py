@@ -85,10 +85,17 @@ Choose = Callable[[Collection[str], Callable[[str], str]], Chosen]
 """A choice among the names of a repository's files; the second argument gives the text of a file."""
 
 
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
 def model_files(
     repository: Repository, weights: Weights, code: bool, names: Collection[str], read: Callable[[str], str]
 ) -> Chosen:
     """The files of a model: configuration, tokenizer, processor, weights, model card, licence and, with `code`, Python."""
+    if "config.json" not in names and _ADAPTER[0] in names:
+        if _ADAPTER[1] not in names:
+            raise UserError(f"{repository.what} has no {_ADAPTER[1]}; ask its authors for safetensors")
+        return Chosen(list(_ADAPTER))
     if "config.json" not in names:
         raise UserError(f"{repository.what} has no config.json; give one that transformers loads")
     patterns = (*_MODEL_FILES, "*.py") if code else _MODEL_FILES

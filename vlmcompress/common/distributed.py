@@ -56,6 +56,9 @@ def process_group(problem: str | None = None) -> Iterator[None]:
 
     Args:
         problem: an error of this worker that ends all of them, with a `SharedError`; None: none.
+
+    Raises:
+        UserError: there are more workers on a machine than accelerators, or they do not find each other.
     """
     if _started() == 1 or world_size() > 1:
         raise_any(problem)
@@ -65,7 +68,13 @@ def process_group(problem: str | None = None) -> Iterator[None]:
     import torch.distributed as dist
 
     if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+        place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+        workers = int(os.environ.get("LOCAL_WORLD_SIZE", place + 1))  # torchrun says how many there are on this machine
+        if workers > count:  # NCCL refuses two workers on one GPU
+            raise UserError(
+                f"there are {workers} workers here and {count} accelerators; start torchrun --nproc-per-node {count}"
+            )
+        torch.accelerator.set_device_index(place)
     _try(dist.init_process_group, "the workers of this run do not find each other; start them with torchrun")
     _formed.append(True)
     try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -76,17 +76,20 @@ def unchanged(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def content_hash(files: Iterable[Path]) -> str:
+def content_hash(files: Sequence[Path], recorded: Mapping[str, str] | None = None) -> str:
     """SHA-256 of the names and all bytes of files, in the order given.
 
-    A file that was not written to since is not read again in this process.
+    A file that was not written to since is not read again in this process. `recorded`: hashes of files by name, which are not
+    read at all.
     """
-    hashes = {}
+    hashes = dict(recorded or {})
     for path in files:
+        if path.name in hashes:
+            continue
         stat = path.stat()
         # the time of change of the inode tells of a write even where a tool has put the time of last change back
         hashes[path.name] = _sha256_once(path.absolute(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+    return hashlib.sha256(json.dumps({path.name: hashes[path.name] for path in files}).encode()).hexdigest()
 
 
 def model_hash(folder: Path) -> str:

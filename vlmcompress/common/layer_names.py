@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from vlmcompress.numerics import Scheme
 
+LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
+"""What names of the output head and of the token embedding end in, in every family."""
 Names = tuple[str, ...]
 """The distinct names of one module: in memory (transformers), on disk, in vLLM."""
 
@@ -41,6 +43,11 @@ class Layers:
     kept: Sequence[Kept]
     quantized: Mapping[Names, Scheme]
     kv_cache: bool = False
+
+    @property
+    def vocabulary(self) -> list[str]:
+        """Which of output head and token embedding are quantized."""
+        return [names[0] for names in self.quantized if names[0].endswith((LM_HEAD, EMBEDDING))]
 
     @property
     def schemes(self) -> list[Scheme]:

@@ -41,8 +41,14 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
     """
     if not Path(path).is_dir():
         raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
-    if (path / "model.gguf").is_file():
-        raise UserError(f"{path} is GGUF, which doctor does not examine; ask it: vlmcompress eval --engine llamacpp")
+    for file, kind, engine in (
+        ("model.gguf", "GGUF", "llamacpp"),
+        ("openvino_language_model.xml", "OpenVINO", "openvino"),
+    ):
+        if (path / file).is_file():
+            raise UserError(
+                f"{path} is {kind}, which doctor does not examine; ask it: vlmcompress eval --engine {engine}"
+            )
     if source is not None and not source.is_dir():
         raise UserError(f"--source {source} is not a folder; give that of the original")
     subject = _Subject(Path(path), source)
@@ -110,9 +116,13 @@ class _Subject:
         return models.disk_names(model, self.entries)
 
     @functools.cached_property
-    def linears(self) -> dict[str, nn.Linear]:
-        """Memory names of the linear layers of the unquantized model."""
-        return {name: module for name, module in self.meta_model.named_modules() if isinstance(module, nn.Linear)}
+    def linears(self) -> dict[str, nn.Module]:
+        """The linear layers of the unquantized model by memory name, and its token embedding where that is quantized."""
+        return {
+            name: module
+            for name, module in models.matrices(self.meta_model).items()
+            if isinstance(module, nn.Linear) or self._group(name)
+        }
 
     @functools.cached_property
     def fused(self) -> list[Group]:
@@ -123,9 +133,12 @@ class _Subject:
     @functools.cached_property
     def groups(self) -> dict[str, str | None]:
         """Linear layer -> its config group or, in other formats, its scheme; None where it stays as it was."""
+        return {name: self._group(name) for name in self.linears}
+
+    def _group(self, name: str) -> str | None:
         if self.stored:
-            return {name: str(self.stored.schemes[name]) if name in self.stored else None for name in self.linears}
-        return {name: compressed_tensors.group_of(self.quantization, name) for name in self.linears}
+            return str(self.stored.schemes[name]) if name in self.stored else None
+        return compressed_tensors.group_of(self.quantization, name)
 
 
 def _manifest(subject: _Subject) -> str:
@@ -193,7 +206,7 @@ def _layers(subject: _Subject) -> str:
     quantized = {name: group for name, group in subject.groups.items() if group}
     for name, group in quantized.items() if not subject.stored else ():
         scheme = compressed_tensors.scheme_of(subject.quantization["config_groups"][group])
-        rows, columns = subject.linears[name].weight.shape
+        rows, columns = subject.linears[name].get_parameter("weight").shape
         scales = subject.entries[subject.names[f"{name}.weight_scale"]].spec.dtype
         try:
             needed = compressed_tensors.specs(scheme, rows, columns, scales)

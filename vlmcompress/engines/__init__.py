@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError, did_you_mean
 
-NAMES = ("vllm", "hf", "llamacpp", "openai:URL")
+NAMES = ("vllm", "hf", "llamacpp", "openvino", "openai:URL")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def get(spec: str) -> Engine:
         UserError: there is no engine of that name, or its address is not a URL.
     """
     name, _, address = spec.partition(":")
-    if spec in ("vllm", "hf", "llamacpp"):  # imported when asked for, by name: each of them imports this module
+    if spec in NAMES[:-1]:  # imported when asked for, by name: each of them imports this module
         return importlib.import_module(f"{__name__}.{spec}").ENGINE
     if name == "openai":
         return importlib.import_module(f"{__name__}.openai").OpenAI.at(address)

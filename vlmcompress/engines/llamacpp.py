@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from vlmcompress.engines import llamacpp_server
 from vlmcompress.engines.local import Local
 
 PACKAGE = "xllamacpp"
 MARKER = "<__media__>"
-LONGEST = 8192  # tokens of a context, unless the settings say: a cache for the model's own length may not fit
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENGINE = Local(
     name="llamacpp",
@@ -83,22 +83,19 @@ class Engine:
         self.media = Path(job["media"])
         self.slots = settings["max_num_seqs"] or 1
         limit = settings["max_model_len"]
-        self.longest = min(_positions(folder), limit if limit > 0 else LONGEST)
+        self.longest = min(llamacpp_server.positions(folder), limit if limit > 0 else llamacpp_server.LONGEST)
         self.server = self._serve(folder, settings)
 
     def _serve(self, folder: Path, settings: dict):
         os.environ["LLAMA_MEDIA_MARKER"] = MARKER  # a random one otherwise
         import xllamacpp
 
-        threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
-        params = xllamacpp.CommonParams()
-        params.model.path, params.mmproj.path = str(folder / "model.gguf"), str(folder / "mmproj.gguf")
-        params.n_ctx, params.n_parallel = self.longest * self.slots, self.slots
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        params.warmup = params.fit_params = False
-        params.cache_ram_mib = 0  # no prompt is asked twice
-        if limits := _token_limits(self.processor.image_processor):  # llama.cpp reads no such limits from files
-            params.image_min_tokens, params.image_max_tokens = limits
+        params = llamacpp_server.parameters(
+            folder,
+            context=self.longest,
+            slots=self.slots,
+            limits=llamacpp_server.token_limits(self.processor.image_processor),
+        )
         if settings["dtype"] == "float32":
             params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -176,21 +173,3 @@ class Engine:
         with Image.open(path) as picture:
             picture.convert("RGB").save(buffer, "PNG", compress_level=1)
         return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _token_limits(processor: Any) -> tuple[int, int] | None:
-    """Least and most visual tokens of an image of a processor that keeps an image's proportions; None for others."""
-    least, most = (getattr(processor, f"{name}_image_tokens", None) for name in ("min", "max"))  # of LFM2-VL
-    if least and most:
-        return least, most
-    size, merge = processor.size, getattr(processor, "merge_size", None)
-    if merge is None or not size.get("shortest_edge") or not size.get("longest_edge"):
-        return None
-    area = (processor.patch_size * merge) ** 2
-    return max(size["shortest_edge"] // area, 1), size["longest_edge"] // area
-
-
-def _positions(folder: Path) -> int:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = config.get("text_config") or config
-    return text.get("max_position_embeddings") or LONGEST

@@ -88,10 +88,10 @@ def evaluate_all(
         UserError: a checkpoint, suite or data is missing, the engine fails, or the two answered different questions.
     """
     if options.engine.local:
-        candidates = [sides.folder(hub.local(path)) for path in candidates]
+        candidates = [sides.folder(hub.local(path), options.engine.name) for path in candidates]
     recorded = _recorded(baseline)
     if recorded is None and options.baseline_engine.local:
-        baseline = sides.folder(hub.local(baseline))
+        baseline = sides.folder(hub.local(baseline), options.baseline_engine.name)
     loaded = [
         tasks.load_suite(
             name,
@@ -127,7 +127,7 @@ def described(model: str | Path, engine: Engine, reduce: str | None = None) -> S
     if recorded := _recorded(model):
         return recorded.baseline
     attached = {"reduce": str(parse(reduce))} if reduce else {}
-    return sides.side(sides.folder(hub.local(model)) if engine.local else model, attached)
+    return sides.side(sides.folder(hub.local(model), engine.name) if engine.local else model, attached)
 
 
 def _answers(

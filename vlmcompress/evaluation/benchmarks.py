@@ -47,8 +47,9 @@ def vqav2(row: Row, answers: list[str]) -> Scores:
 
 
 def ocrbench(row: Row, answers: list[str]) -> Scores:
-    formulas = row["dataset"] == "HME100k"
-    return score("accuracy", answers[0], scoring.contains(answers[0], row["answer"], formulas=formulas))
+    formulas, expected = row["dataset"] == "HME100k", row["answer"]
+    texts = [expected] if isinstance(expected, str) else expected
+    return score("accuracy", answers[0], scoring.contains(answers[0], texts, formulas=formulas))
 
 
 def score(metric: str, answer: str, value: float | None) -> Scores:

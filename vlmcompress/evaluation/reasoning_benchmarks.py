@@ -58,7 +58,7 @@ def _mmmu_pro_options(row: Row) -> dict[str, str]:
 
 
 def mmmu_pro(row: Row, answers: list[str]) -> Scores:
-    chosen = scoring.mmmu_choice(answers[0], _mmmu_pro_options(row))
+    chosen = scoring.mmmu_pro_choice(answers[0], _mmmu_pro_options(row))
     return score("accuracy", answers[0], None if chosen is None else chosen == row["answer"])
 
 
@@ -79,7 +79,7 @@ def gpqa_text(row: Row) -> str:
 
 def gpqa_target(row: Row) -> str:
     """The letter of the right choice."""
-    right = row["Correct Answer"].strip()
+    right = _gpqa_clean(row["Correct Answer"])
     return next(letter for letter, option in _gpqa_options(row).items() if option == right)
 
 
@@ -92,7 +92,12 @@ def _gpqa_options(row: Row) -> dict[str, str]:
     """The choices in an order that is drawn for each row, always the same: the data have the right one first."""
     keys = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
     drawn = sorted(keys, key=lambda key: hashlib.sha256(f"{row['Record ID']} {key}".encode()).digest())
-    return _lettered([row[key].strip() for key in drawn])
+    return _lettered([_gpqa_clean(row[key]) for key in drawn])
+
+
+def _gpqa_clean(text: str) -> str:
+    """A choice without the marks of the data set's tables, as lm-eval's task has it."""
+    return text.strip().replace(" [title]", ". ").replace("  ", " ")
 
 
 def _lettered(options: Any) -> dict[str, str]:

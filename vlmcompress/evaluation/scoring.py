@@ -135,6 +135,22 @@ def mmmu_choice(answer: str, options: Mapping[str, str]) -> str | None:
     return max(places, key=lambda letter: places[letter]) if long and places else None
 
 
+def mmmu_pro_choice(answer: str, options: Mapping[str, str]) -> str | None:
+    """The only option letter behind the last "Answer:"; else as `mmmu_choice`; else the last letter with a full stop behind it.
+
+    As `parse_multi_choice_response` of MMMU-Pro (MMMU-Benchmark/MMMU, `mmmu-pro/evaluate.py`), which looks for letters in words
+    as well, prefers full stops to the options' texts, and draws an option where this returns None.
+    """
+    _, marked, tail = answer.rpartition("Answer:")
+    named = [letter for letter in options if letter in tail] if marked else []
+    if len(named) == 1:
+        return named[0]
+    if (letter := mmmu_choice(answer, options)) is not None:
+        return letter
+    stopped = re.findall(rf"\b([{''.join(options)}])\.", answer)
+    return stopped[-1] if stopped else None
+
+
 def mmmu_open(answer: str, expected: Sequence[str]) -> bool:
     """Whether an expected text stands in a key part of the answer, or an expected number (to two decimals) is among them.
 
@@ -249,15 +265,16 @@ def contains(answer: str, expected: Sequence[str], formulas: bool = False) -> bo
 
 
 def final_letter(answer: str, options: int) -> str | None:
-    """The letter behind the last "answer is", else behind the last "Answer:", else the last that stands alone.
+    """The letter behind the first "answer is", else behind the last "Answer:", else the last that stands alone.
 
     MMLU-Pro (Wang et al. 2024, arXiv 2406.01574; TIGER-AI-Lab/MMLU-Pro, `evaluate_from_api.py`), which draws an option where
     this returns None. Letters are those of the first `options` options.
     """
     letters = f"[A-{chr(ord('A') + options - 1)}]"
-    for pattern in (rf"answer is \(?({letters})\b\)?", rf"[aA]nswer:\s*\(?({letters})\b", rf"\b({letters})\b"):
+    patterns = {rf"answer is \(?({letters})\b\)?": 0, rf"[aA]nswer:\s*\(?({letters})\b": -1, rf"\b({letters})\b": -1}
+    for pattern, place in patterns.items():
         if matches := re.findall(pattern, answer):
-            return matches[-1]
+            return matches[place]
     return None
 
 

@@ -5,10 +5,13 @@ have both. Optional:
 
     problems(layers) -> [str]       reasons why it cannot hold these layers together in one checkpoint
     SCALES                          the dtype of all its scales, for which quantizers then solve; without it that of the weights
+    VOCABULARY                      True: output head and token embedding may be quantized, too
     GROUP_SIZE                      a literal: the group size of schemes that have one, where the recipe gives none
+    ENGINE                          a literal: the engine (`engines.NAMES`) that alone reads its files
     write_files(tree, family, parts, progress) -> bytes      its files, where they are not safetensors under the source's names;
                                     `tree` has the source's other files already, `parts` is a `Parts`
     source_problems(folder, family, config) -> [str]         with it: reasons why it cannot hold a model
+    reducer_problem(family, reducer) -> str | None           with it: why its engine lacks a reducer, as in recipes
 
 A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlmcompress.errors import UserError
@@ -131,6 +135,24 @@ class Parts:
         return [*self.specs, *(f"{layer}.weight" for layer in self.quantized)]
 
 
+def files_problems(
+    exporter: Any, folder: Path, family: str, config: Mapping[str, Any], reducer: Mapping | None
+) -> list[str]:
+    """Reasons why a format with files of its own cannot hold a model; none for other formats.
+
+    Args:
+        folder: the source's.
+        config: transformers' configuration with all defaults.
+        reducer: the reducer that the checkpoint is to carry, as recipes have it; None: none.
+    """
+    if not hasattr(exporter, "write_files"):
+        return []
+    reasons = list(exporter.source_problems(folder, family, config))
+    if reducer and not reasons and (reason := exporter.reducer_problem(family, reducer)):
+        reasons.append(reason)
+    return reasons
+
+
 def problems(exporter: Any, layers: Layers) -> list[str]:
     """Reasons why a format cannot hold these layers: it is not written, lacks a scheme, or cannot hold them together."""
     if not isinstance(exporter, Writer):
@@ -141,4 +163,9 @@ def problems(exporter: Any, layers: Layers) -> list[str]:
             exporter.storage(scheme)
         except UserError as error:
             reasons.append(str(error))
+    if layers.vocabulary and not getattr(exporter, "VOCABULARY", False):
+        reasons.append(
+            f"{exporter.FORMAT} files have no place for {' and '.join(layers.vocabulary)} quantized; leave head and "
+            "embeddings in bf16, or write compressed-tensors"
+        )
     return reasons + (exporter.problems(layers) if hasattr(exporter, "problems") else [])

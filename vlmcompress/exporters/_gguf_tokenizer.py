@@ -53,6 +53,11 @@ def metadata(folder: Path, vocabulary: int, config: Mapping[str, Any]) -> dict[s
         raise UserError(f"{path} is no tokenizer that can be read ({error!r}); restore it from the source") from error
 
 
+def added_tokens(folder: Path) -> dict[str, int]:
+    """Text -> id of the tokens that a folder's tokenizer adds to its vocabulary."""
+    return {entry["content"]: entry["id"] for entry in json_files.read(folder / "tokenizer.json")["added_tokens"]}
+
+
 def _metadata(
     content: Mapping[str, Any], settings: Mapping[str, Any], folder: Path, vocabulary: int, config: Mapping[str, Any]
 ) -> dict[str, Any]:

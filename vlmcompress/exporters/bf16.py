@@ -17,6 +17,7 @@ from vlmcompress.numerics import QTensor, Scheme
 
 FORMAT = "bf16"
 KV_SCALES = None
+VOCABULARY = True
 
 
 def storage(scheme: Scheme) -> str:

@@ -4,13 +4,15 @@ Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
 
 | scheme | format | tensors |
 |---|---|---|
-| int weights, 16-bit activations | pack-quantized | `weight_packed` i32 [out, in*b/32], `weight_scale` [out, g], `weight_shape` i64 [2], asymmetric: `weight_zero_point` i32 [out*b/32, g] |
+| int weights, 16-bit activations; int 4 in groups, FP8 activations | pack-quantized | `weight_packed` i32 [out, in*b/32], `weight_scale` [out, g], `weight_shape` i64 [2], asymmetric: `weight_zero_point` i32 [out*b/32, g] |
 | int 8 or 4 weights, int 8 activations | int-quantized | `weight` i8 [out, in] (4 bits, too: engines pack them), `weight_scale` [out, 1] |
 | FP8 weights | float-quantized | `weight` e4m3 [out, in], `weight_scale` [out, 1], [1] or, of blocks, [out/128, in/128], static activations: `input_scale` [1] |
+| MXFP8 weights | mxfp8-quantized | `weight` e4m3 [out, in], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 |
+| MXFP4 weights | mxfp4-pack-quantized | `weight_packed` u8 [out, in/2], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 |
 | NVFP4 weights | nvfp4-pack-quantized | `weight_packed` u8 [out, in/2], `weight_scale` e4m3 [out, in/16], `weight_global_scale` f32 [1], NVFP4 activations: `input_global_scale` f32 [1] |
 
 Packing is along `in`, least significant bits first, of the code plus 2^(b-1); zero points are packed the same way along `out`.
-Of NVFP4 two codes make a byte (`numerics.pack_fp4`), and the global scales are divisors: `weight = code * scale / global`.
+Of 4-bit floats two codes make a byte (`numerics.pack_fp4`). NVFP4's global scales are divisors: `weight = code * scale / global`.
 Sources: compressed_tensors 0.19 `compressors/*`, vLLM 0.32 `quantization/compressed_tensors` (which reads `weights` of
 8-bit weight-only layers from pack-quantized files only). The library is imported where it is used: what reads names and
 shapes only, and every other format, does without it.
@@ -25,14 +27,19 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vlmcompress.common.layer_names import Kept, Layers, Names
+from vlmcompress.common.layer_names import EMBEDDING, Kept, Layers, Names
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
-from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
+from vlmcompress.numerics import MXFP4, NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 
 FORMAT = "compressed-tensors"
 KV_SCALES = ("k_scale", "v_scale")
-_NVFP4 = "nvfp4-pack-quantized"
+VOCABULARY = True
+_NVFP4, _MXFP4, _MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+_EXPONENTS = {
+    "scale_dtype": "torch.uint8",
+    "zp_dtype": "torch.uint8",
+}  # as in compressed-tensors' presets of microscaling
 _FLOAT8_SCALES = {"scale_dtype": "torch.float8_e4m3fn"}  # without it transformers has scales of activations in float32
 _OBSERVER = {"observer": "static_minmax"}  # as in compressed-tensors' preset
 
@@ -46,6 +53,12 @@ def storage(scheme: Scheme) -> str:
         return _NVFP4
     if activations is not None and activations.nvfp4:
         raise UserError("NVFP4 activations are stored beside NVFP4 weights only")
+    if weights.mx:
+        if activations is not None and not activations.mx:
+            raise UserError("MXFP4 and MXFP8 weights are stored with activations of such a format or in 16 bits only")
+        return _MXFP4 if weights.bits == 4 else _MXFP8
+    if activations is not None and activations.mx:
+        raise UserError("MXFP4 and MXFP8 activations are stored beside weights of such a format only")
     if weights.kind == "float":
         if weights.group > 0 and weights.rows == 1:
             raise UserError("FP8 weights are stored with a scale per channel, tensor or block only; use group -1 or 0")
@@ -53,6 +66,12 @@ def storage(scheme: Scheme) -> str:
     if activations is None:
         if weights.group == 0:
             raise UserError("weight-only int needs one scale per group or channel; use a group size or -1")
+        return "pack-quantized"
+    if activations.kind == "float" and activations.bits == 8 and (weights.bits, weights.symmetric) == (4, True):
+        if weights.group != 128 or not activations.dynamic:
+            raise UserError(
+                "int 4 weights with FP8 activations are stored in groups of 128 and with dynamic scales only"
+            )
         return "pack-quantized"
     if weights.bits not in (4, 8) or activations.bits != 8 or activations.kind != "int" or weights.group > 0:
         raise UserError(
@@ -81,6 +100,10 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
             "weight_global_scale": Spec("F32", (1,)),
         }
         return layer | ({"input_global_scale": Spec("F32", (1,))} if scheme.activations else {})
+    if kind == _MXFP4:
+        return {"weight_packed": Spec("U8", (rows, columns // 2)), "weight_scale": Spec("U8", scale)}
+    if kind == _MXFP8:
+        dtype = "U8"
     if kind != "pack-quantized":
         code = "F8_E4M3" if weights.kind == "float" else "I8"
         layer = {"weight": Spec(code, (rows, columns)), "weight_scale": Spec(dtype, scale)}
@@ -106,6 +129,8 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     if calibrated != (input_scale is not None):
         raise ValueError("an input scale belongs to static or NVFP4 activations, and to nothing else")
     kind = storage(scheme)
+    if kind == _MXFP4:
+        return {"weight_packed": pack_fp4(qt.q), "weight_scale": qt.scale.contiguous()}
     if kind == _NVFP4:
         assert qt.global_scale is not None
         stored = {"weight_packed": pack_fp4(qt.q), "weight_scale": qt.scale.contiguous()}
@@ -189,7 +214,7 @@ def _weight_args(fmt: Format) -> dict:
     strategy = {-1: "channel", 0: "tensor"}.get(fmt.group, "tensor_group" if fmt.nvfp4 else "group")
     group = fmt.group if fmt.group > 0 else None
     args = _args(fmt.kind, fmt.bits, strategy, dynamic=False, symmetric=fmt.symmetric, group=group)
-    return args | (_FLOAT8_SCALES if fmt.nvfp4 else {})
+    return args | (_FLOAT8_SCALES if fmt.nvfp4 else _EXPONENTS if fmt.mx else {})
 
 
 def _activation_args(scheme: Scheme) -> dict | None:
@@ -198,6 +223,8 @@ def _activation_args(scheme: Scheme) -> dict | None:
         return None
     if scheme.weights.rows > 1:  # kernels of blocks have a scale for as many inputs of a token as of a weight
         return _args(fmt.kind, fmt.bits, "group", dynamic=True, group=scheme.weights.group)
+    if fmt.mx:
+        return _args("float", fmt.bits, "group", dynamic=True, group=MXFP4.group) | _EXPONENTS
     if fmt.nvfp4:  # `local`: of each block, relative to the fixed global scale
         return _args("float", 4, "tensor_group", dynamic="local", group=NVFP4.group) | _FLOAT8_SCALES | _OBSERVER
     return _args(fmt.kind, fmt.bits, "token" if fmt.dynamic else "tensor", dynamic=fmt.dynamic)
@@ -212,20 +239,24 @@ def scheme_of(group: Mapping) -> Scheme:
     if activations is None:
         return Scheme(fmt)
     dynamic = activations["dynamic"] in (True, "local")
-    return Scheme(fmt, ActFormat(activations["type"], activations["num_bits"], dynamic))
+    blocks = activations["strategy"] == "group" and activations.get("group_size") == MXFP4.group
+    mx = blocks and activations["type"] == "float"
+    return Scheme(fmt, ActFormat(activations["type"], activations["num_bits"], dynamic, mx))
 
 
 def group_of(config: Mapping, name: str) -> str | None:
     """The config group that a linear layer called `name` falls into, or None when it stays as it is.
 
-    The rule that transformers and vLLM share: ignored names first, then names, then patterns, then the class `Linear`.
+    The rule that transformers and vLLM share: ignored names first, then names, then patterns, then the class `Linear`, which
+    the token embedding is not.
     """
-    if any(_matches(name, entry) or entry == "Linear" for entry in config.get("ignore") or ()):
+    kind = "Embedding" if name.endswith(EMBEDDING) else "Linear"
+    if any(_matches(name, entry) or entry == kind for entry in config.get("ignore") or ()):
         return None
     targets = [(target, key) for key, group in config["config_groups"].items() for target in group["targets"]]
     targets.sort(key=lambda item: item[0].startswith("re:"))
     by_name = [key for target, key in targets if _matches(name, target)]
-    return next(iter(by_name + [key for target, key in targets if target == "Linear"]), None)
+    return next(iter(by_name + [key for target, key in targets if target == kind]), None)
 
 
 def _matches(name: str, entry: str) -> bool:
@@ -286,6 +317,8 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -
     if kind == _NVFP4:
         scales = stored["weight_scale"], None, scheme.weights, stored["weight_global_scale"]
         return QTensor(unpack_fp4(stored["weight_packed"]), *scales), stored.get("input_global_scale")
+    if kind == _MXFP4:
+        return QTensor(unpack_fp4(stored["weight_packed"]), stored["weight_scale"], None, scheme.weights), None
     if kind != "pack-quantized":
         return QTensor(stored["weight"], stored["weight_scale"], None, scheme.weights), stored.get("input_scale")
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32

@@ -5,6 +5,7 @@
 | symmetric 4 bits, groups of 32 or a multiple, or per channel | Q4_0 | the same codes and scales, bit for bit |
 | asymmetric 4 bits | Q4_1 | the same; the minimum is rounded to float16, at most 0.7% of a step |
 | symmetric 8 bits | Q8_0 | the same codes and scales, bit for bit |
+| NVFP4 without rounded inputs | NVFP4 | the same codes and scales, bit for bit |
 | left as they are | BF16, F16, F32 | the source's type; norms and biases F32 |
 | tower and projector | F16 | rounded to it; F32 of a float32 source; norms, biases and positions F32 |
 
@@ -16,9 +17,7 @@ Source: llama.cpp's converter, `conversion/base.py`, and `gguf` 0.19.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,22 @@ import torch
 from torch import Tensor
 
 from vlmcompress.common.layer_names import Layers
-from vlmcompress.common.tensor_files import DTYPES, Spec
+from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import Parts
-from vlmcompress.exporters._gguf_blocks import BYTES, block_type, pack, row_bytes
-from vlmcompress.exporters._gguf_tokenizer import metadata
-from vlmcompress.llamacpp import REGISTRY, Facts, Family, Model, Rule
+from vlmcompress.exporters._gguf_blocks import block_type, pack, row_bytes
+from vlmcompress.exporters._gguf_plan import Plan, check_complete, planned
+from vlmcompress.exporters._gguf_tokenizer import added_tokens, metadata
+from vlmcompress.llamacpp import REGISTRY, Facts, Family
 from vlmcompress.numerics import QTensor, Scheme
 
 FORMAT = "gguf"
 KV_SCALES = None
 SCALES = torch.float16
+ENGINE = "llamacpp"
 GROUP_SIZE = 32  # larger groups repeat their scale and save nothing
 MODEL, MMPROJ = "model.gguf", "mmproj.gguf"
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "NVFP4": 39}
 """llama.cpp's number of what most of a file's weights are."""
 
 
@@ -96,6 +97,14 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
     return reasons
 
 
+def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str:
+    """Why llama.cpp runs no reducer."""
+    return (
+        f"llama.cpp has no place for a method that selects or merges visual tokens, such as {reducer['method']}; "
+        "make images smaller by --resize, or write compressed-tensors"
+    )
+
+
 def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:
     """Write the two files into the folder `tree`, which has the source's other files already; return bytes of tensors.
 
@@ -109,16 +118,17 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     """
     if reasons := source_problems(tree, family, parts.config):
         raise UserError(reasons[0])
-    facts = Facts(parts.config, parts.image)
+    facts = Facts(parts.config, parts.image, added_tokens(tree))
     known_as: Family = REGISTRY.get(family).FAMILY
     arch = known_as.arch(facts)
-    planned = {
-        MODEL: (arch, known_as.language, _planned(known_as.language, parts, facts, "language")),
-        MMPROJ: ("clip", known_as.vision, _planned(known_as.vision, parts, facts, "vision")),
+    files = {
+        MODEL: (arch, known_as.language, planned(known_as.language, parts, facts, "language")),
+        MMPROJ: ("clip", known_as.vision, planned(known_as.vision, parts, facts, "vision")),
     }
-    _check_complete(known_as, parts, [plan for *_, plans in planned.values() for plan in plans])
-    total, done = sum(plan.nbytes for *_, plans in planned.values() for plan in plans), 0
-    for name, (architecture, model, plans) in planned.items():
+    tensors = [plan for *_, plans in files.values() for plan in plans]
+    check_complete(known_as, parts, tensors)
+    total, done = sum(plan.nbytes for plan in tensors), 0
+    for name, (architecture, model, plans) in files.items():
         keys = {key.replace("{arch}", arch): value(facts) for key, value in model.keys.items()}
         keys |= _general(name, plans, parts)
         if name == MODEL:
@@ -130,95 +140,7 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     return total
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A tensor to write: its name, ggml type, shape as in memory, and what makes its bytes `[rows, bytes]`."""
-
-    name: str
-    source: str
-    kind: str
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        if self.kind in BYTES:
-            return math.prod(self.shape) // 32 * BYTES[self.kind]
-        return math.prod(self.shape) * (4 if self.kind == "F32" else 2)
-
-
-def _planned(model: Model, parts: Parts, facts: Facts, side: str) -> list[_Plan]:
-    """The tensors of a file, in the order of the rules."""
-    plans = []
-    for rule in model.rules:
-        pattern = re.compile(re.escape(rule.source).replace(r"\{\}", r"(\d+)"))
-        for name in parts.names:
-            if matched := pattern.fullmatch(name):
-                numbers = [int(text) for text in matched.groups()]
-                target = rule.target.format(*(rule.number(facts, n) if rule.number else n for n in numbers))
-                plans.append(_plan(rule, name, target, parts, facts, side))
-    return plans
-
-
-def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side: str) -> _Plan:
-    part, of = rule.part
-    module = source.removesuffix(".weight")
-    heads = rule.heads(facts) if rule.heads else 1
-
-    def rows(matrix: Tensor) -> Tensor:
-        chosen = matrix.chunk(of)[part]
-        if rule.heads:  # halves of a head, one after the other -> neighbours
-            order = torch.arange(len(chosen)).view(heads, 2, -1).transpose(1, 2).reshape(-1)
-            chosen = chosen[order]
-        return chosen
-
-    if module in parts.quantized and source.endswith(".weight"):
-        qt, scheme, _ = parts.quantized[module]
-        layer = (qt.q.shape[0] // of, qt.q.shape[1])
-        return _Plan(target, source, storage(scheme), layer, lambda: rows(pack(parts.quantized[module][0])))
-    spec = parts.specs[source]
-
-    def changed(value: Tensor) -> Tensor:
-        return rule.change(value, facts) if rule.change else value
-
-    shape = changed(torch.empty((spec.shape[0] // of, *spec.shape[1:]), device="meta")).shape
-    kind = _float_type(target, shape, spec.dtype, side)
-
-    def make() -> Tensor:
-        value = changed(rows(parts.read(source)))
-        return _as_type(value.float() + rule.add if rule.add else value, kind, source)
-
-    return _Plan(target, source, kind, tuple(shape), make)
-
-
-def _float_type(target: str, shape: Sequence[int], stored: str, side: str) -> str:
-    """The ggml type of a tensor that is not quantized."""
-    if len(shape) < 2 or "position_embd" in target or stored == "F32":
-        return "F32"
-    return "F16" if side == "vision" else stored
-
-
-def _as_type(value: Tensor, kind: str, source: str) -> Tensor:
-    dtype = DTYPES[kind]
-    rounded = value.to(dtype).contiguous()
-    if dtype == torch.float16 and not rounded.isfinite().all():
-        raise UserError(
-            f"{source} has values that no 16-bit float of GGUF's F16 holds; convert the source to float32 first"
-        )
-    return rounded
-
-
-def _check_complete(family: Family, parts: Parts, plans: list[_Plan]) -> None:
-    """Raise UserError for a tensor that has no place in the files."""
-    taken = {plan.source for plan in plans}
-    for name in parts.names:
-        if name not in taken and not name.startswith(family.unused or ("\0",)):
-            raise UserError(
-                f"llama.cpp has no place for the tensor {name} in this family; it cannot be written to GGUF"
-            )
-
-
-def _general(name: str, plans: list[_Plan], parts: Parts) -> dict[str, Any]:
+def _general(name: str, plans: list[Plan], parts: Parts) -> dict[str, Any]:
     """The metadata that every file has."""
     sizes: dict[str, int] = {}
     for plan in plans:
@@ -232,7 +154,7 @@ def _general(name: str, plans: list[_Plan], parts: Parts) -> dict[str, Any]:
     }
 
 
-def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: list[_Plan]) -> Iterator[int]:
+def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: list[Plan]) -> Iterator[int]:
     """Write a file tensor by tensor and yield the bytes of each."""
     import gguf
     import numpy as np
@@ -252,7 +174,7 @@ def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: l
             try:
                 value = plan.make()
             except UserError as error:
-                raise UserError(f"{plan.source}: {error}") from error
+                raise UserError(f"{plan.name}: {error}") from error
             writer.write_tensor_data(value.contiguous().view(torch.uint8).numpy())
             yield plan.nbytes
     finally:

@@ -1,15 +1,7 @@
-"""Apply reducers of stages "encoder" and "projected": the language model never gets the tokens that they drop.
-
-`run_ahead` runs the language model's first layers ahead on one image and the question, for reducers that need their signals.
-Both engines put the image's tokens first, the question's words behind them, and start at position 0: an image has the
-positions of its grid where the family has M-RoPE, else those of a row.
-"""
+"""Apply reducers of stages "encoder" and "projected": the language model never gets the tokens that they drop."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +14,7 @@ from vlmcompress.hf_hooks.support import feature_layers, listens
 from vlmcompress.hf_hooks.tap import joined, received, tap
 from vlmcompress.hf_hooks.units import Slots, Unit
 from vlmcompress.models import VLM
-from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
+from vlmcompress.reducers import Reduction, Signals, TokenCounter
 
 
 class Early(Attachment[Slots]):
@@ -38,7 +30,6 @@ class Early(Attachment[Slots]):
     def _hook(self) -> None:
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
         self._merged: list[Reduction] = []  # reductions decided before the projector
-        self._levels: list[Tensor] = []  # this call's features for the first layers
         config = self.vlm.model.config
         if not listens(self.vlm.spec, config, self.module):
             return
@@ -60,7 +51,7 @@ class Early(Attachment[Slots]):
 
     def _end(self, *arguments: object) -> None:
         super()._end(*arguments)
-        self._encoder, self._merged, self._levels = {}, [], []
+        self._encoder, self._merged = {}, []
 
     def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
         """Note the attention of CLS, the first token, and the patches' keys, in the layer whose output is used."""
@@ -106,7 +97,6 @@ class Early(Attachment[Slots]):
         before = held.full(slots)
         mask = full_mask(kwargs, before)
         real = mask[:, before:].bool()
-        self._levels = self._deepstack_rows(kwargs)
         embeds, changes = self._apply(embeds, units, real)
         keep = torch.ones_like(real)
         for unit, result in changes:
@@ -172,26 +162,7 @@ class Early(Attachment[Slots]):
         """Signals of the unit that is the encoder's image `number`."""
         signals = {name: value if name == "heads" else value[number] for name, value in self._encoder.items()}
         query = None if query is None else query.detach()
-        if "ahead" in self.module.NEEDS:
-            signals["ahead"] = self._run_ahead(unit, features, query)
         return Signals(unit.grid, features=features.detach(), query=query, **signals)
-
-    def _run_ahead(self, unit: Unit, features: Tensor, query: Tensor | None) -> Signals:
-        """Run the first layers on a unit and the question; returns their signals."""
-        assert query is not None
-        levels = [level[unit.row, unit.columns] for level in self._levels]
-        rotated = self.vlm.spec.visual_grid == "thw"
-        return run_ahead(self.text, features, query, unit.grid, self.options, rotated, levels)
-
-    def _deepstack_rows(self, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Qwen3-VL's features for the first layers, `[b, s, d]` for each, zeros where text is; empty in other families."""
-        where, rows = kwargs.get("visual_pos_masks"), []
-        if where is None:
-            return []
-        for level in kwargs.get("deepstack_visual_embeds") or ():
-            rows.append(level.new_zeros(*where.shape, level.shape[-1]))
-            rows[-1][where] = level
-        return rows
 
     def _positions(self, kwargs: dict[str, Any], before: int, slots: int) -> Tensor:
         """Positions of this call's tokens in the full sequence, `[..., b or 1, s]`."""
@@ -206,16 +177,18 @@ class Early(Attachment[Slots]):
         return positions[..., -tokens:] if positions.shape[-1] > tokens else positions + (before - slots)
 
     def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Slots) -> dict[str, Any]:
-        """Deepstack features in the model's form, `[visual tokens, d]` for each layer, reduced as the embeddings are."""
-        if not self._levels:
+        """Qwen3-VL's features for the first blocks, `[visual tokens, d]` each, reduced as the embeddings are; else nothing."""
+        visual, levels = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+        if visual is None or not levels:
             return {}
-        kept = new.pick(kwargs["visual_pos_masks"]) & new.valid
+        kept = new.pick(visual) & new.valid
         reduced = []
-        for full in self._levels:
-            out = full.clone()
+        for level in levels:
+            full = level.new_zeros(*visual.shape, level.shape[-1])
+            full[visual] = level
             for unit, result in changes:
-                out[unit.row, unit.columns[result.anchor]] = result.apply(full[unit.row, unit.columns])
-            reduced.append(new.pick(out)[kept])
+                full[unit.row, unit.columns[result.anchor]] = result.apply(full[unit.row, unit.columns])
+            reduced.append(new.pick(full)[kept])
         return {"visual_pos_masks": kept, "deepstack_visual_embeds": reduced}
 
 
@@ -223,83 +196,3 @@ def _absent(held: Slots, mask: Tensor) -> Tensor:
     """Number of tokens of the full sequences that `held` has dropped, `[b]`; `mask [b, s]` is that of the full sequences."""
     full = mask[:, : held.length].bool()
     return full.sum(1) - (full.gather(1, held.columns) & held.valid).sum(1)
-
-
-class Enough(Exception):
-    """Raised to end a forward pass when all signals are there and the rest of the model need not run."""
-
-
-def positions(grid: Grid, words: int, rotated: bool, device: Any = None) -> Tensor:
-    """Positions `[3, n + words]` of an image and words behind it; three equal rows unless the model has M-RoPE (`rotated`)."""
-    tokens = math.prod(grid)
-    if not rotated:
-        return torch.arange(tokens + words, device=device).expand(3, -1)
-    image = torch.stack(torch.meshgrid(*(torch.arange(side, device=device) for side in grid), indexing="ij")).flatten(1)
-    text = max(grid) + torch.arange(words, device=device)
-    return torch.cat([image, text.expand(3, -1)], 1)
-
-
-def signals(
-    grid: Grid, saliency: Tensor, keys: Tensor, heads: int, states: Tensor | None, finite: bool = False
-) -> Signals:
-    """Make the signals that a reducer within the language model would get.
-
-    Args:
-        grid: grid of the image, whose tokens stand first.
-        saliency: `[s]`, attention of the last token in block K - 1.
-        keys: `[s, heads * d]`, the keys in block K - 1, with positions.
-        states: `[s, d]`, the output of block K - 1 through the final norm, where it is read.
-        finite: as of `Signals`.
-    """
-    n = math.prod(grid)
-    optional: dict[str, Any] = (
-        {} if states is None else {"features": states[:n], "query": states[n:], "query_keys": keys[n:]}
-    )
-    return Signals(grid, saliency=saliency[:n], keys=keys[:n], heads=heads, finite=finite, **optional)
-
-
-@torch.no_grad()
-def run_ahead(
-    text: nn.Module, rows: Tensor, query: Tensor, grid: Grid, options: Any, rotated: bool, levels: Sequence[Tensor] = ()
-) -> Signals:
-    """Run the first layers of transformers' language model `text`.
-
-    Args:
-        rows: `[n, d]`, the image's tokens as the language model gets them.
-        query: `[q, d]`, embeddings of the question's words.
-        options: options of the reducer: `layer` is K, `states` tells whether the output of block K - 1 is read.
-        rotated: whether the model has M-RoPE.
-        levels: `[n, d]` each, features that deepstack adds to the image's tokens behind the first blocks, in families with it.
-    """
-    blocks: Any = text.get_submodule("layers")
-    where = positions(grid, len(query), rotated, rows.device)[:, None]
-    where = where if rotated else where[0]
-    image = torch.arange(len(rows) + len(query), device=rows.device)[None] < len(rows)
-    deep = {"visual_pos_masks": image, "deepstack_visual_embeds": list(levels)} if levels else {}
-    layer_inputs: dict[str, Any] = {}
-
-    def hear(queries: Tensor, keys: Tensor, scale: float) -> None:
-        heads = keys.shape[1]
-        layer_inputs.update(saliency=received(queries[:, :, -1], keys, scale)[0], keys=joined(keys)[0], heads=heads)
-        if not options.states:
-            raise Enough
-
-    def reached(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        layer_inputs["states"] = text.get_submodule("norm")(args[0])[0]
-        raise Enough
-
-    undo = [
-        tap(blocks[options.layer - 1].self_attn, hear),
-        blocks[options.layer].register_forward_pre_hook(reached).remove,
-    ]
-    try:
-        with contextlib.suppress(Enough):
-            text.forward(  # hooks of the model itself, a reducer's among them, are not for this
-                inputs_embeds=torch.cat([rows, query])[None], position_ids=where, use_cache=False, **deep
-            )
-    finally:
-        for each in undo:
-            each()
-    return signals(
-        grid, layer_inputs["saliency"], layer_inputs["keys"], layer_inputs["heads"], layer_inputs.get("states")
-    )

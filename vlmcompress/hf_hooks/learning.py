@@ -26,7 +26,7 @@ from vlmcompress.hf_hooks.early import Early
 from vlmcompress.hf_hooks.prefill import prefill
 from vlmcompress.hf_hooks.support import counts
 from vlmcompress.hf_hooks.threshold_file import METHOD, resolve, tower
-from vlmcompress.hf_hooks.units import Unit, patch
+from vlmcompress.hf_hooks.units import Unit, patch, typed
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import REGISTRY, Grid, Merger, Reduction, Signals, TokenCounter, fit_counter
@@ -119,15 +119,12 @@ def _curves(
     vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice, progress: Progress
 ) -> list[Tensor]:
     """What `shown` of a method that learns a level says of each image of `batches`, in order, on the CPU."""
-    device, dtype = vlm.model.device, vlm.model.dtype
     listening = _Listening(vlm, chosen.module, chosen.options)
     with listening:
         for number, batch in enumerate(batches):
             if batch.get("pixel_values") is None:
                 continue
-            inputs = {name: value for name, value in batch.items() if name != "modality"}
-            inputs = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}
-            prefill(vlm, listening, inputs)
+            prefill(vlm, listening, typed(vlm, {name: value for name, value in batch.items() if name != "modality"}))
             progress("thresholds", number + 1, len(batches))
     if not listening.curves:
         raise UserError(NO_IMAGES)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import KeptWhole, attach, refusal
+from vlmcompress.hf_hooks.units import typed
 from vlmcompress.models import VLM, Layout
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Reduction
@@ -208,8 +209,8 @@ def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chose
     if reason := refusal(vlm.spec, chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     with warnings.catch_warnings(), attach(vlm, chosen) as attached:
-        warnings.simplefilter("ignore", KeptWhole)  # `cost.too_small` tells it of each image
-        vlm.model(**_typed(vlm, inputs), logits_to_keep=1)
+        warnings.simplefilter("ignore", KeptWhole)  # `prompt_cost.too_small` tells it of each image
+        vlm.model(**typed(vlm, inputs), logits_to_keep=1)
     parts = attached.images()  # or tiles, of which an image has several
     reductions = []
     for layout in layouts:
@@ -220,9 +221,3 @@ def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chose
     if parts or [len(reduction.target) for reduction in reductions] != [layout.tokens for layout in layouts]:
         raise ValueError("the reducer saw other images than the processor made")
     return reductions
-
-
-def _typed(vlm: VLM, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Move inputs to the model's device, in its type."""
-    device, dtype = vlm.model.device, vlm.model.dtype
-    return {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from vlmcompress.hf_hooks._attach import Attachment
-from vlmcompress.hf_hooks.early import Enough
 from vlmcompress.models import VLM
 
 
@@ -33,6 +32,10 @@ class Prefill:
     deepstack: dict[str, Any]
 
 
+class _Reached(Exception):
+    """Raised to end a forward pass at the language model, whose arguments are all that is asked for."""
+
+
 @torch.no_grad()
 def prefill(vlm: VLM, attached: Attachment, inputs: Mapping[str, Tensor]) -> Prefill:
     """Run everything before the language model on one prompt.
@@ -46,11 +49,11 @@ def prefill(vlm: VLM, attached: Attachment, inputs: Mapping[str, Tensor]) -> Pre
     def reached(_module: Any, _args: tuple, kwargs: dict[str, Any]) -> None:
         layout = attached._new
         arguments.update(kwargs, columns=None if layout is None else layout.columns[0])
-        raise Enough
+        raise _Reached
 
     hook = attached.text.register_forward_pre_hook(reached, with_kwargs=True)  # behind the reducer's own
     try:
-        with contextlib.suppress(Enough):
+        with contextlib.suppress(_Reached):
             vlm.model(**inputs, use_cache=False)
     finally:
         hook.remove()

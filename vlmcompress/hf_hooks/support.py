@@ -48,7 +48,7 @@ def _weak(module: ModuleType) -> bool:
 
 def _fits(spec: ModelSpec, module: ModuleType) -> bool:
     """Whether the method can work in the family's encoder and decoder."""
-    if _runs_blocks(module):
+    if module.STAGE == "llm":
         return not spec.mixed_blocks
     if hasattr(module, "merge"):
         return spec.vision_joint is not None
@@ -61,7 +61,7 @@ def _fits(spec: ModelSpec, module: ModuleType) -> bool:
 
 def _unfit(spec: ModelSpec, module: ModuleType) -> str:
     """Explain why the method cannot work in the family's encoder or decoder."""
-    if _runs_blocks(module):
+    if module.STAGE == "llm":
         return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
     if hasattr(module, "merge"):
         return f"merges patches within the encoder, {_MIXED[spec.vision_units].format(family=spec.family)}"
@@ -79,11 +79,6 @@ def listens(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
     """Whether signals from within this model's encoder are read: those that the method needs, or takes where there are any."""
     takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
     return needs_encoder(module) or (takes and spec.vision_cls and _closed(config) is None)
-
-
-def _runs_blocks(module: ModuleType) -> bool:
-    """Whether the method needs signals of decoder blocks, in place or run ahead."""
-    return module.STAGE == "llm" or "ahead" in module.NEEDS
 
 
 def chooses_images(module: ModuleType) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,6 +174,12 @@ def whole(units: Sequence[Reduced], device: torch.device | None = None) -> Reduc
     if any(unit.reduction.scale is not None for unit in units):
         return replace(joined, scale=scale[joined.anchor])
     return replace(joined, plain=all(unit.reduction.plain for unit in units))
+
+
+def typed(vlm: VLM, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Move a processor's tensors to the model's device, pixels in the model's type."""
+    device, dtype = vlm.model.device, vlm.model.dtype
+    return {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}
 
 
 def prompt_text(vlm: VLM, ids: Tensor, mask: Tensor) -> Tensor:

@@ -119,6 +119,26 @@ def files(facts: Facts) -> Mapping[str, str]:
     return scripts
 
 
+def drafted(facts: Facts, method: str, tokens: int) -> dict[str, str]:
+    """`vllm.sh` of a draft head, which starts the checkpoint that it is for; its place is below the draft's `serve/`.
+
+    Args:
+        method: `eagle3`, or `medusa`, whose name vLLM 0.32 has to find out by itself.
+        tokens: that are guessed in a row.
+    """
+    named = {"method": "eagle3"} if method == "eagle3" else {}
+    setting = json.dumps({**named, "model": "$DRAFT", "num_speculative_tokens": tokens}).replace('"', '\\"')
+    address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
+    lines = [
+        'DRAFT="$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)"',
+        f'[ "$MODEL" != "$DRAFT" ] || {{ echo "set MODEL to the folder of {facts.name}" >&2; exit 2; }}',
+        *([PLUGIN] if facts.reducer else []),
+        *(f"export {key}={value}" for key, value in environment(facts).items()),
+        execute('vllm serve "$MODEL"', flags(facts), address, f'--speculative-config "{setting}"'),
+    ]
+    return {"vllm.sh": script(f"{facts.name} in {TITLE}, with the draft head beside this folder", *lines)}
+
+
 def command(facts: Facts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return "sh serve/vllm.sh"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlmcompress.llamacpp._spec import Facts, Rule, Value, always, at
+from vlmcompress.llamacpp._spec import Facts, Order, Rule, Value, always, at
 
 LANGUAGE = "model.language_model"
 
@@ -39,6 +39,22 @@ NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 
 
+def rotated_heads(heads: str, width: Value = head_size) -> Order:
+    """The order of rows in which ggml rotates neighbouring channels of a head, not those half a head apart.
+
+    Args:
+        heads: path of their number in the configuration.
+        width: gives the channels of a head.
+    """
+
+    def order(facts: Facts) -> list[int]:
+        size = width(facts)
+        pairs = [channel for pair in range(size // 2) for channel in (pair, pair + size // 2)]
+        return [head * size + channel for head in range(at(heads)(facts)) for channel in pairs]
+
+    return order
+
+
 def decoder(
     *,
     rotated: bool = False,
@@ -56,7 +72,7 @@ def decoder(
         norm_offset: norms compute `x * (offset + weight)`.
         root: its memory name.
     """
-    q, k = (at(f"text_config.num_{kind}_heads") if rotated else None for kind in ("attention", "key_value"))
+    q, k = (rotated_heads(f"text_config.num_{kind}_heads") if rotated else None for kind in ("attention", "key_value"))
     block, target = f"{root}.layers.{{}}.", "blk.{}."
     linears = (
         ("self_attn.q_proj", "attn_q", q),
@@ -67,9 +83,9 @@ def decoder(
         ("mlp.up_proj", "ffn_up", None),
         ("mlp.down_proj", "ffn_down", None),
     )
-    rules = [Rule(f"{block}{old}.weight", f"{target}{new}.weight", heads=heads) for old, new, heads in linears]
+    rules = [Rule(f"{block}{old}.weight", f"{target}{new}.weight", rows=rows) for old, new, rows in linears]
     if biases:
-        rules += [Rule(f"{block}{old}.bias", f"{target}{new}.bias", heads=heads) for old, new, heads in linears[:3]]
+        rules += [Rule(f"{block}{old}.bias", f"{target}{new}.bias", rows=rows) for old, new, rows in linears[:3]]
     rules += [Rule(f"{block}{old}.weight", f"{target}{new}.weight", add=norm_offset) for old, new in norms.items()]
     return (
         Rule(f"{root}.embed_tokens.weight", "token_embd.weight"),
@@ -114,6 +130,11 @@ def activation(path: str = "vision_config.hidden_act") -> dict[str, Value]:
         "clip.use_gelu": lambda facts: True if str(read(facts)).startswith("gelu") else None,
         "clip.use_silu": lambda facts: True if read(facts) == "silu" else None,
     }
+
+
+def first_last(positions: Any, facts: Facts) -> Any:
+    """Positions `[1 + patches, width]` with the CLS token's behind those of the patches, where llama.cpp has the token."""
+    return positions.roll(-1, 0)
 
 
 CLIP_BLOCK = {

@@ -5,8 +5,8 @@ Names on the left are memory names (those of `model.named_parameters()` in trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,14 +17,20 @@ class Facts:
     Attributes:
         config: transformers' configuration with all defaults, as JSON data.
         image: the settings of its image processor, too.
+        tokens: ids of the tokenizer's added tokens by their text.
     """
 
     config: Mapping[str, Any]
     image: Mapping[str, Any]
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 Value = Callable[[Facts], Any]
 """Reads a metadata value from the facts: a truth value, an int, a float, a text or a list; None leaves it out."""
+
+
+Order = Callable[[Facts], Sequence[int]]
+"""The numbers of rows or columns in the order in which they stand in GGUF."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,10 @@ class Rule:
         source: memory name of a parameter.
         target: name in the GGUF file.
         part: which of so many equal parts of the rows it is, as (0, 3) of a fused q/k/v.
-        heads: number of attention heads whose rows are put in the order of ggml's rotation of neighbours; None: it stays.
+        rows, columns: function that gives the order in which rows or columns stand in GGUF, a list of their numbers; None: it
+            stays.
         change: function that brings a tensor that is not quantized into another shape; None: it has that shape.
+        stacked: the last `{}` of `source` counts experts, whose matrices become one tensor.
         number: function that gives the block's number in GGUF for that in memory; None: they are equal.
         add: number added to each value: norms that compute `x * (1 + weight)` are `x * weight` in ggml.
     """
@@ -44,8 +52,10 @@ class Rule:
     source: str
     target: str
     part: tuple[int, int] = (0, 1)
-    heads: Value | None = None
+    rows: Order | None = None
+    columns: Order | None = None
     change: Callable[[Any, Facts], Any] | None = None
+    stacked: bool = False
     number: Callable[[Facts, int], int] | None = None
     add: float = 0.0
 

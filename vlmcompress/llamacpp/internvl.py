@@ -11,6 +11,7 @@ from vlmcompress.llamacpp._parts import (
     blocks,
     both,
     decoder,
+    first_last,
     rope_problems,
     text_keys,
     vision_keys,
@@ -47,6 +48,11 @@ def rows(weight: Any, facts: Facts) -> Any:
     return weight[0]
 
 
+def positions(weight: Any, facts: Facts) -> Any:
+    """The matrix of positions in llama.cpp's order."""
+    return first_last(rows(weight, facts), facts)
+
+
 def decoder_kind(facts: Facts) -> str:
     """llama.cpp's architecture of the decoder."""
     return facts.config["text_config"]["model_type"]
@@ -80,7 +86,7 @@ FAMILY = Family(
         | activation(),
         (
             Rule(f"{TOWER}.embeddings.cls_token", "v.class_embd", change=rows),
-            Rule(f"{TOWER}.embeddings.position_embeddings", "v.position_embd.weight", change=rows),
+            Rule(f"{TOWER}.embeddings.position_embeddings", "v.position_embd.weight", change=positions),
             *both(f"{TOWER}.embeddings.patch_embeddings.projection", "v.patch_embd"),
             *blocks(f"{TOWER}.encoder.layer.{{}}", BLOCK),
             *(Rule(f"{TOWER}.encoder.layer.{{}}.{old}", f"v.blk.{{}}.{new}") for old, new in EXTRA.items()),

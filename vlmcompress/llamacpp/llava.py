@@ -9,6 +9,7 @@ from vlmcompress.llamacpp._parts import (
     blocks,
     both,
     decoder,
+    first_last,
     head_size,
     rope_problems,
     text_keys,
@@ -48,7 +49,7 @@ FAMILY = Family(
         (
             Rule(f"{TOWER}.embeddings.class_embedding", "v.class_embd"),
             Rule(f"{TOWER}.embeddings.patch_embedding.weight", "v.patch_embd.weight"),
-            Rule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight"),
+            Rule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight", change=first_last),
             *both(f"{TOWER}.pre_layrnorm", "v.pre_ln"),
             *blocks(f"{TOWER}.encoder.layers.{{}}", CLIP_BLOCK),
             *both("model.multi_modal_projector.linear_1", "mm.0"),

@@ -75,6 +75,7 @@ TOWER_RULES = (
         )
     ),
 )
+VISION = Model(TOWER_KEYS | activation(), TOWER_RULES)
 
 FAMILY = Family(
     arch=always("qwen3vl"),
@@ -82,7 +83,7 @@ FAMILY = Family(
         text_keys(rope__dimension_sections=sections, n_deepstack_layers=lambda facts: len(deep(facts))),
         decoder(norms=NORMS | HEAD_NORMS),
     ),
-    vision=Model(TOWER_KEYS | activation(), TOWER_RULES),
+    vision=VISION,
     image=IMAGE,
     check=rope_problems,
 )

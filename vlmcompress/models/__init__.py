@@ -62,11 +62,25 @@ from vlmcompress.models._read import (
     quantization_method,
     read_config,
     read_json,
+    refuse_adapter,
     refuse_quantized,
     shards,
     stored_bytes,
     stored_tensors,
     tensor_headers,
 )
-from vlmcompress.models._spec import Draft, Group, LinearGroup, ModelSpec
-from vlmcompress.models._stream import Stream, Values, stream, untied
+from vlmcompress.models._spec import HEAD, Draft, Group, LinearGroup, ModelSpec
+from vlmcompress.models._stream import Stream, Values, stream
+from vlmcompress.models._vocabulary import (
+    PADDING,
+    NormAndHead,
+    embedding_name,
+    final_norm,
+    head_group,
+    head_on_disk,
+    is_tied,
+    matrices,
+    untie,
+    untied,
+    with_head,
+)

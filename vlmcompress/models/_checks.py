@@ -28,12 +28,12 @@ from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models._spec import ModelSpec
 
 VISION_KEYS = ("vision_config", "visual", "vision_tower", "image_token_id", "image_token_index")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 REDUCED = "Vlmcompress"  # before the architecture of a checkpoint with a reducer
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ANY = 10**11
 """Bound of integers whose key has no bound in `_BOUNDS`."""
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
 _BOUNDS: dict[int, tuple[str, ...]] = {
     1 << 10: _LAYERS,
@@ -131,7 +131,6 @@ UNSUPPORTED: dict[str, str] = {
     "deepseek_vl_v2": "DeepSeek-VL2 and DeepSeek-OCR are Python code in the checkpoint; vLLM has classes for them",
     "gemma4_unified": "it has no vision tower that could be kept apart: raw patches go into the decoder",
     "glm46v": "vLLM 0.32 has no class for it; GLM-4.6V-Flash is published as model type 'glm4v', which is supported",
-    "glm4v_moe": "its experts are not described yet; of GLM-4.6V take the dense 'Flash', of the model type 'glm4v'",
     "internvl_chat": "its model is Python code in the checkpoint; take the same model's '-HF', of the type 'internvl'",
     "kimi_k25": "its experts are not described yet; the published checkpoint is in 4 bits already, and vLLM serves it",
     "kimi_vl": "its model is Python code in the checkpoint, and transformers has no class for it; vLLM has one",
@@ -187,11 +186,16 @@ def check_architecture(config: Mapping[str, Any]) -> None:
     raise UserError(f"{says}; restore config.json from the source")
 
 
-def check_experts(config: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Raise `UserError` for a mixture of experts in a family whose spec has no experts, such as large Gemma 4."""
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the decoder of a config.json is a mixture of experts."""
     text = config.get("text_config")
-    mixed = isinstance(text, Mapping) and any((text.get(key) or 0) > 1 for key in _EXPERTS)
-    if mixed and spec.experts is None:
+    counts = [text.get(key) for key in _EXPERTS] if isinstance(text, Mapping) else []
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def check_experts(config: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Raise `UserError` for a mixture of experts in a family whose spec has no experts."""
+    if has_experts(config) and spec.experts is None:
         what = f"'{config['model_type']}' with a mixture-of-experts language model is not supported"
         raise UserError(f"{what}: its experts are not described yet; use a dense one")
 

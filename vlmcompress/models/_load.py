@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -28,8 +29,16 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import _experts
 from vlmcompress.models._checks import check_architecture, check_experts, check_processor, check_total, unknown
 from vlmcompress.models._modules import decoder_blocks, draft_specs
-from vlmcompress.models._names import disk_names, tied_names, unfound, written_names
-from vlmcompress.models._read import all_specs, mixture, read_config, refuse_quantized, stored_tensors, tensor_headers
+from vlmcompress.models._names import COMPUTED, disk_names, tied_names, unfound, written_names
+from vlmcompress.models._read import (
+    all_specs,
+    family_of,
+    mixture,
+    read_config,
+    refuse_quantized,
+    stored_tensors,
+    tensor_headers,
+)
 from vlmcompress.models._spec import Group, ModelSpec
 from vlmcompress.models._template import endless
 
@@ -49,12 +58,12 @@ def spec_for(config: dict) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type; give the folder of a Hugging Face checkpoint")
-    specs = {name: spec for spec in all_specs() for name in spec.model_types}
-    if model_type not in specs:
-        raise unknown(config, specs)
+    spec = family_of(config)
+    if spec is None:
+        raise unknown(config, [name for spec in all_specs() for name in spec.model_types])
     check_architecture(config)
-    check_experts(config, specs[model_type])
-    return specs[model_type]
+    check_experts(config, spec)
+    return spec
 
 
 def build_meta_model(path: str | Path, weights: bool = True, ours_only: bool = True) -> PreTrainedModel:
@@ -125,7 +134,8 @@ def load(
 def open_model(
     path: str | Path, meta_model: PreTrainedModel | None = None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`from_pretrained` of transformers with `output_loading_info`, but with the experts of a mixture one by one.
+    """`from_pretrained` of transformers with `output_loading_info`, but with the experts of a mixture one by one, and with
+    packed embeddings.
 
     transformers 5.17 builds the experts of a mixture fused, which compressed-tensors cannot quantize, and reads no
     checkpoint of Qwen3-VL that has them one by one. So it opens the model without them, and they are put in.
@@ -138,19 +148,43 @@ def open_model(
     config = read_config(path)
     spec = mixture(config)
     options |= {"output_loading_info": True, "local_files_only": True}
+    kind: Any = AutoModelForImageTextToText
     if spec is None:
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(path, **options)
-        return loaded
+        with _packed_embeddings():
+            model, info = kind.from_pretrained(path, **options)
+        return model, info | {"missing_keys": _lacking(info)}
     meta_model, stored = meta_model or build_meta_model(path), stored_tensors(path)
-    kind: Any = _experts.without_experts(type(meta_model), spec)
+    kind = _experts.without_experts(type(meta_model), spec)
     compressed(meta_model, config.get("quantization_config") or {})
-    with quiet():  # it would report the experts as left over
+    with quiet(), _packed_embeddings():  # it would report the experts as left over
         model, info = kind.from_pretrained(path, **options)
     inside = f".{spec.experts}."
     _experts.put_in(
         model, meta_model, {key: stored[disk] for key, disk in disk_names(meta_model, stored).items() if inside in key}
     )
-    return model, info | {"unexpected_keys": [key for key in info["unexpected_keys"] if inside not in key]}
+    unexpected = [key for key in info["unexpected_keys"] if inside not in key]
+    return model, info | {"missing_keys": _lacking(info), "unexpected_keys": unexpected}
+
+
+def _lacking(info: Mapping[str, Any]) -> set[str]:
+    """Tensors that a checkpoint lacks, without those that config.json says."""
+    return {key for key in info["missing_keys"] if not key.endswith(COMPUTED)}
+
+
+@contextlib.contextmanager
+def _packed_embeddings() -> Iterator[None]:
+    """Let transformers 5.17 initialize an embedding that has no `weight`, as of linear layers it does."""
+    plain = PreTrainedModel._init_weights
+
+    def initialize(self: PreTrainedModel, module: nn.Module) -> None:
+        if not isinstance(module, nn.Embedding) or hasattr(module, "weight"):
+            plain(self, module)
+
+    PreTrainedModel._init_weights = initialize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel._init_weights = plain  # type: ignore[method-assign]
 
 
 def compressed(meta_model: PreTrainedModel, block: Mapping[str, Any]) -> None:
@@ -235,6 +269,7 @@ class Source:
         stored: tensor name on disk -> type and shape.
         names: memory name of a parameter -> its name on disk.
         headers: whether there are weight files; without, `stored` is what config.json asks for.
+        copies: name of a tensor that is not on disk -> that of the tensor whose value it has.
     """
 
     path: Path
@@ -244,6 +279,7 @@ class Source:
     stored: dict[str, Spec]
     names: dict[str, str]
     headers: bool = True
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(path: Path) -> Source:
@@ -273,7 +309,8 @@ class Source:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """Tensor name on disk -> where its bytes are."""
-        return stored_tensors(self.path)
+        on_disk = stored_tensors(self.path)
+        return {name: replace(on_disk[self.copies.get(name, name)], name=name) for name in self.stored}
 
     @cached_property
     def written(self) -> dict[str, str]:

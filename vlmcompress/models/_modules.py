@@ -52,6 +52,7 @@ def resolve(model: nn.Module, spec: ModelSpec) -> list[Group]:
         groups = _groups(model, block, index, spec.groups)
         named = {name for group in groups for name in (*group.linears, *group.kept)}
         rest = [f"{block}.{name}" for name in _linears(model, block) if f"{block}.{name}" not in named]
+        rest = [name for name in rest if spec.router is None or not name.endswith(f".{spec.router}")]
         all_groups += groups + [Group(index, name.removeprefix(f"{block}."), (name,)) for name in rest]
     return all_groups
 

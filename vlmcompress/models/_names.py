@@ -21,6 +21,9 @@ _QUANTIZED = frozenset(
     ("weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point")
     + ("weight_global_scale", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB")
 )
+COMPUTED = "embed_tokens.embed_scale"
+"""Gemma's factor of embeddings, which transformers takes from config.json and stores nowhere: where the embedding is quantized
+compressed-tensors makes it one of the stored tensors all the same."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -51,7 +54,7 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
         if memory in names:
             raise UserError(f"checkpoint tensors '{names[memory]}' and '{disk}' are both '{memory}'; remove one")
         names[memory] = disk
-    missing = [name for name in state if name not in names and name not in tied_names(model)]
+    missing = [name for name in state if not (name in names or name in tied_names(model) or name.endswith(COMPUTED))]
     if missing:
         what = f"{len(missing)} tensors of {type(model).__name__}, first '{missing[0]}'"
         raise UserError(f"checkpoint lacks {what}; download it again")

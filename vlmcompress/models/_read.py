@@ -11,7 +11,7 @@ from vlmcompress.common import json_files
 from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.common.tensor_files import INDEX, SINGLE, Entry, read_entries
 from vlmcompress.errors import UserError
-from vlmcompress.models._checks import check_claims, check_sizes
+from vlmcompress.models._checks import check_claims, check_sizes, has_experts
 from vlmcompress.models._experts import one_by_one
 from vlmcompress.models._spec import ModelSpec
 
@@ -25,10 +25,17 @@ def all_specs() -> list[ModelSpec]:
     return [REGISTRY.get(name).SPEC for name in REGISTRY.names()]
 
 
+def family_of(config: Mapping[str, Any]) -> ModelSpec | None:
+    """The family of a config.json by its model type and, of two with one type, by whether it has experts; None: of none."""
+    named = [spec for spec in all_specs() if config.get("model_type") in spec.model_types]
+    fitting = [spec for spec in named if bool(spec.experts) == has_experts(config)]
+    return next(iter(fitting + named), None)
+
+
 def mixture(config: Mapping[str, Any]) -> ModelSpec | None:
     """The family of a config.json whose decoder may be a mixture of experts; None: it is of another family, or of none."""
-    family = config.get("model_type")
-    return next((spec for spec in all_specs() if spec.experts and family in spec.model_types), None)
+    spec = family_of(config)
+    return spec if spec and spec.experts else None
 
 
 def read_json(path: Path, what: str) -> dict:
@@ -65,6 +72,7 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
             f"{path} is in Mistral's own format (params.json), as Pixtral is published; give a folder in that of transformers "
             "(config.json), of the type 'llava' or 'mistral3'"
         )
+    refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
     config = read_json(path / "config.json", "config")
@@ -72,6 +80,13 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
     if weights:
         check_claims(config, len(tensor_headers(path)), path / "config.json")
     return config
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise `UserError` for the folder of a LoRA adapter, which is a model together with its base alone."""
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        merge = f"vlmcompress quantize {path} -o MERGED --scheme none"
+        raise UserError(f"{path} is a LoRA adapter and no model; write the merged one first, by {merge}")
 
 
 def check_files(path: str | Path) -> None:
@@ -99,6 +114,10 @@ def shards(path: str | Path) -> list[Path]:
         raise UserError(
             f"{path} has only pickled weights (.bin/.pt), which can run code when read; convert them with "
             "transformers' save_pretrained (it writes safetensors)"
+        )
+    if any(path.glob("*.gguf")):
+        raise UserError(
+            f"{path} has GGUF files, which are written and not read; give the checkpoint that they were made from"
         )
     raise UserError(f"{path} has no *.safetensors file; download the weights into it")
 

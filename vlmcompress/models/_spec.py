@@ -17,6 +17,8 @@ SmoothKind = Literal["norm", "linear"]
 Prefixes = tuple[tuple[str, str], ...]
 EXPERTS = "experts"
 """What all groups of a mixture's experts are called together."""
+HEAD = "head"
+"""What the group of the output head is called."""
 ROW_PARALLEL = frozenset({"o", "down", "fc2", "gdn_out", "conv_out"})
 """Groups whose inputs vLLM splits over devices (`RowParallelLinear`); of others it splits the outputs."""
 REPLICATED = frozenset({"per_layer_gate", "per_layer_out"})
@@ -102,6 +104,9 @@ class ModelSpec:
         family: name, equal to the file's recipe name.
         model_types: `model_type` values of config.json.
         layers: path of the list of decoder blocks.
+        norm: the norm between the last block and the output head, beside the list of blocks.
+        head_shares: whether vLLM's class has the output head share the embedding's weight, whatever config.json says.
+        embedding_whole: whether vLLM's class builds the token embedding without a quantization config.
         experts: the experts of a mixture within a block, fused in transformers and one by one here (`_experts`); None: none.
         router: what sends tokens to experts: a module with a weight that engines run as a linear layer, always in 16 bits.
         groups: linear groups of one decoder block.
@@ -151,6 +156,9 @@ class ModelSpec:
     layout: Cut
     sizes: Sizes | None = None
     lm_head: str = "lm_head"
+    norm: str = "norm"
+    head_shares: bool = False
+    embedding_whole: bool = False
     experts: str | None = None
     router: str | None = None
     vision_attention: str | None = None

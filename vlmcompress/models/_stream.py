@@ -12,7 +12,7 @@ it (a norm on a branch's output, a convolution, a router, a mean that is subtrac
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -218,10 +218,3 @@ def _check_norm(module: nn.Module, name: str, spec: ModelSpec) -> None:
 def _mirrored(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Rows reflected at the plane that is orthogonal to `v`."""
     return x - 2 * (x @ v)[:, None] * v / v.square().sum()
-
-
-def untied(config: Mapping[str, object]) -> dict[str, object]:
-    """config.json's content with `tie_word_embeddings` off."""
-    text = config.get("text_config")
-    changed: dict[str, object] = {**config, "tie_word_embeddings": False}
-    return changed | ({"text_config": {**text, "tie_word_embeddings": False}} if isinstance(text, Mapping) else {})

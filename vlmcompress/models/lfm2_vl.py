@@ -23,6 +23,8 @@ SPEC = ModelSpec(
         LinearGroup("gate_up", ("feed_forward.w1", "feed_forward.w3"), ("ffn_norm",), fused=True),
         LinearGroup("down", ("feed_forward.w2",), ("feed_forward.w3",), "linear"),
     ),
+    norm="embedding_norm",
+    head_shares=True,
     vision=("model.vision_tower",),
     projector=("model.multi_modal_projector",),
     vision_layers="model.vision_tower.encoder.layers",

@@ -26,6 +26,7 @@ SPEC = ModelSpec(
     visual_grid="thw",
     mixed_blocks="Gated DeltaNet, which keeps a recurrent state",
     norm_offset=1.0,
+    embedding_whole=True,
     draft=MTP,
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,

@@ -20,13 +20,27 @@ Conventions, the same as compressed-tensors 0.19 (a test holds us to it), so tha
   `s = float8(g * max|block| / 6) / g`, or with 4 in the place of 6, whichever errs less (Four Over Six, arXiv 2512.02010).
   Arithmetic takes and gives `s` in float32; a `QTensor` holds the float8 and g. Layers that an engine makes one matrix of must
   share g. `q` is a float8 tensor, too, which holds all 4-bit floats exactly; `pack_fp4` makes nibbles of it.
+* MXFP4 and MXFP8, 4-bit floats and float8 in blocks of 32 (`_mx`): a block's scale is a power of two. It is the one below
+  `max|block| / 4` (of MXFP8 / 256), from 1.75 times that on the one above, as in compressed-tensors, or for MXFP4 its double or
+  half, whichever errs less. A `QTensor` holds its exponent plus 127 in a byte.
 * The scale is rounded to the dtype it will be stored in *before* anything is rounded with it, so what a solver
   optimizes is what an engine computes. A scale of zero (all-zero group, or underflow) becomes that dtype's epsilon.
 
 All arithmetic is float32 whatever the dtype of the input.
 """
 
-from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, NVFP4, ActFormat, Format, Scheme, label, weight_only
+from vlmcompress.numerics._formats import (
+    FLOAT8,
+    FLOAT8_MAX,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    ActFormat,
+    Format,
+    Scheme,
+    label,
+    weight_only,
+)
 from vlmcompress.numerics._fp4 import find_global_scale, pack_fp4, unpack_fp4
 from vlmcompress.numerics._rounding import (
     as_stored,
@@ -48,6 +62,8 @@ from vlmcompress.numerics._tensors import QTensor, quantize_with, round_activati
 __all__ = [
     "FLOAT8",
     "FLOAT8_MAX",
+    "MXFP4",
+    "MXFP8",
     "NVFP4",
     "ActFormat",
     "Format",

@@ -13,6 +13,7 @@ FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
 FLOAT4_MAX = 6.0
 BLOCK = 16  # columns that share a scale in NVFP4
+MX_BLOCK = 32  # and in microscaling formats
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,10 @@ class Format:
     """How a weight matrix `[out, in]` is stored.
 
     Args:
-        kind: "int" (signed, 2 to 8 bits) or "float" (float8_e4m3fn; with 4 bits NVFP4).
+        kind: "int" (signed, 2 to 8 bits) or "float" (8 bits: float8_e4m3fn; 4 bits: NVFP4 or MXFP4).
         bits: bits per weight.
-        group: columns that share a scale; -1 is one scale per output row, 0 one scale per matrix. NVFP4 has 16.
+        group: columns that share a scale; -1 is one scale per output row, 0 one scale per matrix. Floats in groups of 32 are
+            those of microscaling, MXFP8 and MXFP4; NVFP4 has 16.
         symmetric: no zero point.
         rows: outputs that share a scale, besides columns, in blocks that the matrix's edges may cut; float8 alone.
     """
@@ -42,16 +44,34 @@ class Format:
         if not isinstance(self.symmetric, bool):
             raise ValueError(f"symmetric must be true or false, got {self.symmetric!r}")
         if self.kind == "float" and not self.symmetric:
-            raise ValueError("float8 and NVFP4 have no zero point: symmetric must be true")
-        if self.nvfp4 and self.group != BLOCK:
+            raise ValueError("floats have no zero point: symmetric must be true")
+        if self.fp4 and self.group not in (BLOCK, MX_BLOCK):
             raise ValueError(
-                f"4-bit floats (NVFP4) have a scale for each {BLOCK} columns, got group_size {self.group!r}"
+                f"4-bit floats have a scale for each {BLOCK} columns (NVFP4) or {MX_BLOCK} (MXFP4), got group_size "
+                f"{self.group!r}"
             )
+
+    @property
+    def fp4(self) -> bool:
+        """Whether the codes are 4-bit floats."""
+        return self.kind == "float" and self.bits == 4
 
     @property
     def nvfp4(self) -> bool:
         """Whether this is NVFP4, whose scales are float8 and relative to one number for the matrix."""
-        return self.kind == "float" and self.bits == 4
+        return self.fp4 and self.group == BLOCK
+
+    @property
+    def mx(self) -> bool:
+        """Whether this is a microscaling format, MXFP4 or MXFP8, whose scales are powers of two."""
+        return self.kind == "float" and self.group == MX_BLOCK and self.rows == 1
+
+    @property
+    def name(self) -> str:
+        """What people call the kind of codes: int, fp8, nvfp4, mxfp4 or mxfp8, the last three with their scales."""
+        if self.kind == "int":
+            return "int"
+        return "nvfp4" if self.nvfp4 else f"{'mx' if self.mx else ''}fp{self.bits}"
 
     @cached_property
     def qmin(self) -> float:
@@ -67,9 +87,14 @@ class Format:
 
     @cached_property
     def max_codes(self) -> tuple[float, ...]:
-        """Codes at which the largest magnitude of a symmetric piece may be put; of equal errors the first is taken."""
+        """Codes at which the largest magnitude of a symmetric piece may be put; of equal errors the first is taken.
+
+        Of microscaling formats before the scale is rounded to a power of two: then it may be 1.75 times that, or 7/8.
+        """
         if self.kind == "int":
             return self.qmax + 0.5, self.qmax
+        if self.mx:
+            return (4.0, 2.0, 8.0) if self.bits == 4 else (256.0,)
         return (FLOAT4_MAX, 4.0) if self.bits == 4 else (FLOAT8_MAX,)
 
     @property
@@ -84,9 +109,9 @@ class Format:
         if self.rows > 1:
             return math.ceil(columns / self.group)
         if columns % self.group:
-            if self.nvfp4:
+            if self.nvfp4 or self.mx:
                 raise ValueError(
-                    f"NVFP4 has a scale for each {BLOCK} of {columns} input features, which they do not fill"
+                    f"{self.name.upper()} has a scale for each {self.group} of {columns} input features, which they do not fill"
                 )
             raise ValueError(
                 f"group size {self.group} does not divide {columns} input features; "
@@ -100,21 +125,23 @@ class ActFormat:
     """Format of a linear layer's input as an engine quantizes it: a scale per token (dynamic) or one fixed scale (static).
 
     4-bit floats are NVFP4: the engine finds the scale of each 16 channels of a token (dynamic), relative to a fixed number.
+    With `mx` floats are MXFP4 or MXFP8: the engine finds a power of two for each 32 channels of a token.
     """
 
     kind: Literal["int", "float"]
     bits: int
     dynamic: bool
+    mx: bool = False
 
     def __post_init__(self) -> None:
         _check_kind(self.kind, self.bits)
-        if self.nvfp4 and not self.dynamic:
-            raise ValueError("4-bit floats (NVFP4) of activations have dynamic scales")
+        if (self.mx or self.nvfp4) and not self.dynamic:
+            raise ValueError("activations in blocks (NVFP4, MXFP4, MXFP8) have dynamic scales")
 
     @property
     def nvfp4(self) -> bool:
         """Whether this is NVFP4."""
-        return self.kind == "float" and self.bits == 4
+        return self.kind == "float" and self.bits == 4 and not self.mx
 
     @property
     def calibrated(self) -> bool:
@@ -135,13 +162,14 @@ def label(scheme: Scheme | None) -> str:
     if scheme is None:
         return "bf16"
     fmt, act = scheme.weights, scheme.activations
-    if fmt.nvfp4:
-        return f"w4a{act.bits if act else 16} nvfp4"
-    kind = "fp8" if fmt.kind == "float" else "int"
+    inputs = f"a{act.bits if act else 16}"
+    if fmt.nvfp4 or fmt.mx:
+        return f"w{fmt.bits}{inputs} {fmt.name}"
     grouped = f"{fmt.rows}x{fmt.group}" if fmt.rows > 1 else f"g{fmt.group}"
     scales = {-1: "channel", 0: "tensor"}.get(fmt.group, grouped)
     extra = ("" if fmt.symmetric else " asym") + (" static" if act and not act.dynamic else "")
-    return f"w{fmt.bits}a{act.bits if act else 16} {kind} {scales}{extra}"
+    mixed = "-fp8" if act and fmt.kind == "int" and act.kind == "float" else ""
+    return f"w{fmt.bits}{inputs} {fmt.name}{mixed} {scales}{extra}"
 
 
 def weight_only(bits: int, group_size: int, symmetric: bool = True) -> Scheme:
@@ -157,7 +185,9 @@ def _check_kind(kind: str, bits: int) -> None:
     if kind == "int" and (type(bits) is not int or not 2 <= bits <= 8):
         raise ValueError(f"bits must be a whole number from 2 to 8, got {bits!r}")
     if kind == "float" and bits not in (4, 8):
-        raise ValueError(f"bits must be 8, or 4 for NVFP4, for a float format, got {bits!r}")
+        raise ValueError(f"bits must be 8 or 4 for a float format, got {bits!r}")
 
 
 NVFP4 = Format("float", 4, BLOCK)
+MXFP4 = Format("float", 4, MX_BLOCK)
+MXFP8 = Format("float", 8, MX_BLOCK)

@@ -1,6 +1,7 @@
 """Find scales, round, undo: the arithmetic of all formats; see the package for its conventions.
 
-Scales come in, and go out, as numbers that a code is multiplied by: of NVFP4 float32, rounded to what is stored already.
+Scales come in, and go out, as numbers that a code is multiplied by: of NVFP4, MXFP4 and MXFP8 float32, rounded to what is
+stored already.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import _fp4
+from vlmcompress.numerics import _fp4, _mx
 from vlmcompress.numerics._formats import FLOAT8, Format
 
 _CACHED = 1 << 16  # elements of a tensor of which a few fit into a core's cache
@@ -29,7 +30,7 @@ def find_params(
     Args:
         w: `[out, in]`, any float dtype.
         fmt: the format to fit.
-        scale_dtype: dtype the scale is stored in; of NVFP4 it is float8 whatever this says.
+        scale_dtype: dtype the scale is stored in; of NVFP4, MXFP4 and MXFP8 it is theirs whatever this says.
         ratio: at most 1; less clips the largest values for a finer step. A number, or a tensor shaped like the scale.
         importance: weight of a squared error in each column, at least 0: `[in]` (the diagonal of a Gram matrix), or
             `[out, in]`; None: all alike. Columns of weight 0 widen no range, unless all of a piece have it.
@@ -40,7 +41,7 @@ def find_params(
 
     Returns:
         scale `[out, n_groups]` (`[1]` per matrix) in `scale_dtype`, and the int8 zero point of that shape, or None. Of NVFP4
-        float32, rounded to what is stored: float8 over the global scale.
+        float32, rounded to what is stored: float8 over the global scale; of MXFP4 and MXFP8 float32 powers of two.
     """
     low, high = find_ranges(w, fmt, importance)
     kwargs = {"scale_dtype": scale_dtype, "max_code": max_code, "global_scale": global_scale}
@@ -81,16 +82,17 @@ def scale_from_range(
         as_stored(top / code, fmt, scale_dtype, divided)
         for code in (fmt.max_codes if max_code is None else (max_code,))
     ]
-    if len(tried) == 1:
-        return tried[0], None
-    first, second = tried
-    every = [slice(None)] if fmt.group == 0 else row_chunks(w)
-    scales = [_less_error(w[rows].float(), first[rows], second[rows], _of(importance, rows), fmt) for rows in every]
-    return torch.cat(scales), None
+    best, every = tried[0], [slice(None)] if fmt.group == 0 else row_chunks(w)
+    for other in tried[1:]:
+        parts = [_less_error(w[rows].float(), best[rows], other[rows], _of(importance, rows), fmt) for rows in every]
+        best = torch.cat(parts)
+    return best, None
 
 
 def as_stored(scale: Tensor, fmt: Format, scale_dtype: torch.dtype, global_scale: Tensor | None = None) -> Tensor:
-    """Round float32 scales to what is stored, finite and above zero: in `scale_dtype`, of NVFP4 as of `find_params`."""
+    """Round float32 scales to what is stored, finite and above zero: in `scale_dtype`, of others as of `find_params`."""
+    if fmt.mx:
+        return _mx.on_grid(scale)
     if fmt.nvfp4:
         if global_scale is None:
             raise ValueError("NVFP4 needs the global scale that its scales are stored relative to")
@@ -122,7 +124,7 @@ def encode(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, *, 
 
 def to_codes(x: Tensor, fmt: Format) -> Tensor:
     """Round `x`, float32 in units of a step and counted from the code 0, to the nearest codes, in place."""
-    if fmt.nvfp4:
+    if fmt.fp4:
         return _fp4.round_fp4(x)
     if fmt.kind == "float":
         return x.copy_(x.clamp_(fmt.qmin, fmt.qmax).to(FLOAT8))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import _fp4
-from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, NVFP4, ActFormat, Format
+from vlmcompress.numerics import _fp4, _mx
+from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, MXFP4, MXFP8, NVFP4, ActFormat, Format
 from vlmcompress.numerics._rounding import as_stored, dequantize, fake_quantize, find_params, quantize
 
 
@@ -17,8 +17,9 @@ class QTensor:
     """A quantized weight matrix.
 
     Args:
-        q: `[out, in]` codes, int8 or float8_e4m3fn; of NVFP4 the 4-bit floats themselves as float8_e4m3fn.
-        scale: `[out, n_groups]`; `[out, 1]` per row; `[1]` per matrix. In the dtype it is stored in, of NVFP4 float8_e4m3fn.
+        q: `[out, in]` codes, int8 or float8_e4m3fn; of NVFP4 and MXFP4 the 4-bit floats themselves as float8_e4m3fn.
+        scale: `[out, n_groups]`; `[out, 1]` per row; `[1]` per matrix. In the dtype it is stored in, of NVFP4 float8_e4m3fn, of
+            MXFP4 and MXFP8 uint8, exponents of 2 plus 127.
         zero_point: int8, shaped like `scale`; None when symmetric.
         format: what the codes mean.
         global_scale: of NVFP4, the number `[1]`, float32, that `scale` is divided by; else None.
@@ -45,11 +46,14 @@ class QTensor:
             if not torch.equal(stored.float() / global_scale, scale):
                 raise ValueError("the scales of NVFP4 were found with another global scale")
             return cls(q, stored, zero_point, fmt, global_scale)
-        return cls(q, scale, zero_point, fmt)
+        return cls(q, _mx.stored(scale) if fmt.mx else scale, zero_point, fmt)
 
     @property
     def step(self) -> Tensor:
-        """What codes are multiplied by, shaped like `scale`: the scale itself, of NVFP4 float32 over the global scale."""
+        """What codes are multiplied by, shaped like `scale`: the scale itself, of NVFP4 float32 over the global scale, of MXFP4
+        and MXFP8 float32 powers of two."""
+        if self.format.mx:
+            return _mx.steps(self.scale)
         return self.scale if self.global_scale is None else self.scale.float() / self.global_scale
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -109,6 +113,10 @@ def round_activations(x: Tensor, fmt: ActFormat, scale: Tensor | None = None) ->
     Of NVFP4, `scale` is the fixed global scale of the layer's input; None: that of `x`.
     """
     x = x.float()
+    if fmt.mx:
+        blocks = MXFP4 if fmt.bits == 4 else MXFP8
+        steps, _ = find_params(x, blocks, max_code=blocks.max_codes[0])
+        return fake_quantize(x, steps, None, blocks)
     if fmt.nvfp4:
         divided = _fp4.find_global_scale([x]) if scale is None else scale.float()
         steps, _ = find_params(x, NVFP4, max_code=NVFP4.qmax, global_scale=divided)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ def command(capacity: Capacity, row: Row, model: str, out: str = "OUT") -> str |
     parts += [part for key, value in row.weights.options.items() for part in ("--set", f"options.{key}={value}")]
     parts += ["--tp", str(request.tp)] if request.tp > 1 and row.weights.scheme else []
     parts += ["--target", request.target_name] if request.target_name else []
+    vocabulary = request.vocabulary if row.weights.scheme else {}
+    parts += [part for key, value in vocabulary.items() for part in (f"--{key}", value)]
     parts += ["--kv-cache", "fp8"] if kv else []
     parts += ["--reduce", str(request.reduce)] if request.reduce else []
     return shlex.join(parts)
@@ -73,7 +76,10 @@ def flags(capacity: Capacity, row: Row) -> list[Flag]:
     if request.kv_cache != "auto":
         name = kv_cache.FLAGS.get(request.kv_cache, request.kv_cache)
         serve_flags.append(Flag("--kv-cache-dtype", name, "as asked"))
-    if request.speculative:
+    if request.draft:
+        setting = json.dumps({**request.draft.speculative_config(), "model": str(request.draft.folder)})
+        serve_flags.append(Flag("--speculative-config", setting, "as asked"))
+    elif request.speculative:
         method, tokens = request.speculative
         serve_flags.append(
             Flag("--speculative-config", f'{{"method":"{method}","num_speculative_tokens":{tokens}}}', "as asked")

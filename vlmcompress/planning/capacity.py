@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
+from vlmcompress.checkpoint.draft_folder import Draft
 from vlmcompress.common.text import size
 from vlmcompress.engines import reducer_support
 from vlmcompress.errors import UserError
@@ -37,8 +38,9 @@ FIXED = 1_500_000_000
 class Request:
     """What is asked: one request's `pictures`, `text` and `out` tokens, and the machine.
 
-    `speculative`: method of speculative decoding, and how many tokens are drafted at once. `memory`, `reserve`, `space`:
-    bytes of a device, of the reserve and of the cache, in place of what is worked out.
+    `speculative`: method of speculative decoding, and how many tokens are drafted at once; `draft`: a head in a folder of its
+    own that drafts. `memory`, `reserve`, `space`: bytes of a device, of the reserve and of the cache, in place of what is
+    worked out. `vocabulary`: formats of a recipe's `head` and `embeddings`, of all rows but that in 16 bits.
     """
 
     pictures: Pictures
@@ -50,9 +52,11 @@ class Request:
     kv_cache: str = "auto"
     reduce: ReducerChoice | None = None
     speculative: tuple[str, int] | None = None
+    draft: Draft | None = None
     memory: int | None = None
     reserve: int | None = None
     space: int | None = None
+    vocabulary: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,8 @@ def plan_capacity(
     defaults = cache_pool.defaults(request.target, memory)
     cache_type = kv_cache.width(request.kv_cache)
     speculation = weight_bytes.speculation_of(model, *request.speculative) if request.speculative else None
+    if request.draft:
+        speculation = weight_bytes.speculation_by(model, request.draft)
     drafts = speculation.tokens if speculation else 0
     with_head = speculation.added(model.decoder) if speculation else model.decoder
     layers = with_head.layers(request.tp, cache_type.number, cache_type.scale, drafts)
@@ -190,7 +196,7 @@ def plan_capacity(
     )
     if not rows:
         return capacity
-    formats = formats or weight_bytes.formats(model, request.target_name, request.tp)
+    formats = formats or weight_bytes.formats(model, request.target_name, request.tp, request.vocabulary)
     return replace(capacity, rows=tuple(_row(capacity, counted, weights) for weights in formats))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from vlmcompress import exporters, models, targets
+from vlmcompress.checkpoint import adapter, rotate
 from vlmcompress.common.registry import FAMILIES
 from vlmcompress.planning import statistics_match
 from vlmcompress.planning.shape_checks import shape_problems
@@ -24,6 +25,14 @@ Check = Callable[[Survey], Iterable[str]]
 def rotation(survey: Survey) -> Iterable[str]:
     """Whether the recipe's rotation leaves the model's answers as they are."""
     return rotation_problems(survey.recipe, survey.source)
+
+
+def adapter_fits(survey: Survey) -> Iterator[str]:
+    """Whether the recipe's adapter is of the model and can be merged; the source that has it is looked at no more."""
+    recipe, source = survey.recipe, survey.source
+    merged = any((source.path / name).exists() for name in (adapter.RECORD, rotate.RECORD))
+    if recipe.adapter and not merged and (reason := adapter.problem(recipe.adapter, source)):
+        yield reason
 
 
 def visual_tokens(survey: Survey) -> Iterable[str]:
@@ -131,13 +140,9 @@ def stored_format(survey: Survey) -> Iterator[str]:
     """Whether the format of the files can hold the schemes."""
     exporter, source = survey.recipe.exporter, survey.source
     yield from exporters.problems(exporter, survey.layers)
-    if hasattr(exporter, "source_problems"):
-        yield from exporter.source_problems(source.path, source.spec.family, source.meta_model.config.to_dict())
-    if hasattr(exporter, "write_files") and survey.recipe.reduce:
-        yield (
-            f"reduce {survey.recipe.reduce}: llama.cpp has no place for a method that selects or merges visual tokens; "
-            "make images smaller by --resize, or write compressed-tensors"
-        )
+    config, reducer = source.meta_model.config.to_dict(), survey.recipe.reduce
+    plain = reducer.plain() if reducer else None
+    yield from exporters.files_problems(exporter, source.path, source.spec.family, config, plain)
 
 
 def something_to_write(survey: Survey) -> Iterator[str]:
@@ -147,7 +152,14 @@ def something_to_write(survey: Survey) -> Iterator[str]:
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
     if hasattr(recipe.exporter, "write_files"):  # a format that other engines read is reason enough
         return
-    if not (survey.layers.quantized or recipe.reduce or recipe.resize or recipe.vision_attention or recipe.rotate):
+    if not (
+        survey.layers.quantized
+        or recipe.reduce
+        or recipe.resize
+        or recipe.vision_attention
+        or recipe.rotate
+        or recipe.adapter
+    ):
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 
 
@@ -165,11 +177,30 @@ def statistics(survey: Survey) -> Iterator[str]:
         method = survey.method
         if survey.undecided and survey.budget:  # any of the widths may be chosen
             method = replace(method, others={(-1, name): width for name, width in survey.budget.widths.items()})
-        yield from statistics_match.problems(survey.statistics, survey.recipe, method, survey.blocks)
+        yield from statistics_match.problems(survey.statistics, survey.recipe, method, survey.steps)
+
+
+def matrices_of_the_vocabulary(survey: Survey) -> Iterator[str]:
+    """Whether head and embedding can be quantized as the recipe asks for it."""
+    recipe, source = survey.recipe, survey.source
+    quantized = [key for key in ("head", "embeddings") if getattr(recipe, key) != "bf16"]
+    if quantized and source.spec.head_shares and recipe.engine == "vllm":
+        yield (
+            f"{quantized[0]}: vLLM's class of {source.spec.family} gives the output head the embedding's weights, whatever the "
+            "checkpoint has; leave it in bf16"
+        )
+    elif "embeddings" in quantized and source.spec.embedding_whole and recipe.engine == "vllm":
+        yield f"embeddings: vLLM's class of {source.spec.family} reads no quantized ones; leave them in bf16"
+    elif quantized == ["embeddings"] and models.is_tied(source.meta_model, source.spec):
+        yield "embeddings: the output head shares these weights, and reads no quantized ones; quantize it, too, by --head w4a16"
+    for group in filter(None, [survey.head]):
+        scheme = survey.method.of(group).scheme
+        yield from shape_problems(source, group, scheme, recipe.exporter, recipe.target)
 
 
 CHECKS: tuple[Check, ...] = (
     rotation,
+    adapter_fits,
     visual_tokens,
     tower_attention,
     assigned_schemes,
@@ -178,6 +209,7 @@ CHECKS: tuple[Check, ...] = (
     draft_head,
     skip,
     shapes,
+    matrices_of_the_vocabulary,
     vision_tower,
     stored_format,
     something_to_write,

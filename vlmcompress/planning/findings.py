@@ -27,8 +27,13 @@ from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
 
-ENGINES = ("vllm", "transformers", "sglang", "lmdeploy", "tensorrt-llm")
+ENGINES = ("vllm", "transformers", "sglang", "lmdeploy", "tensorrt-llm", "llamacpp")
 MEMORY_SHARE = 0.92  # share of device memory that vLLM takes by default
+
+
+def engine_of(recipe: Recipe) -> str:
+    """The engine that a recipe is checked for, where none is named: llama.cpp for GGUF, else the recipe's."""
+    return "llamacpp" if recipe.format == "gguf" else recipe.engine
 
 
 def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
@@ -36,9 +41,9 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
 
     Args:
         recipe: a recipe resolved with `refuse=False`, or one that its target does not refuse.
-        engine: one of `ENGINES`; None: the recipe's.
+        engine: one of `ENGINES`; None: see `engine_of`.
     """
-    engine = engine or recipe.engine
+    engine = engine or engine_of(recipe)
     if engine == "transformers":
         recipe = recipe.model_copy(update={"engine": engine})
     if engine not in ENGINES:
@@ -92,12 +97,13 @@ def _output(recipe: Recipe) -> list[Finding]:
 def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]:
     """Whether the engine runs the number formats on the target."""
     report = []
-    parts: list[tuple[str, Any]] = [("decoder", recipe.number_formats)]
-    if recipe.vision != "bf16":
-        parts.append(("vision tower", recipe.vision_formats))
-    for part, scheme in parts:
+    for part, scheme in {"decoder": recipe.number_formats, **recipe.parts}.items():
         key = targets.format_key(scheme)
         name = f"{engine}: {part}"
+        if (recipe.format == "gguf") != (engine == "llamacpp"):
+            files = "GGUF files" if recipe.format == "gguf" else f"files of the format {recipe.format}"
+            report.append(Finding(name, False, f"{engine} does not read {files}; GGUF is llama.cpp's alone"))
+            continue
         if engine == "vllm":
             report.append(_vllm(name, key, target))
             continue
@@ -149,6 +155,7 @@ _OTHERS = {
     "sglang": _sglang,
     "lmdeploy": _lmdeploy,
     "tensorrt-llm": _tensorrt,
+    "llamacpp": lambda key, scheme, target: None,  # the format says itself what it can't hold
 }
 
 

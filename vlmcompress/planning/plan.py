@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from vlmcompress.errors import UserError
-from vlmcompress.models import Group, Source
+from vlmcompress.models import Group, Source, embedding_name
 from vlmcompress.numerics import Scheme, label
 from vlmcompress.planning import checks
 from vlmcompress.planning.survey import Allocation, Survey, survey
@@ -63,13 +63,13 @@ class Plan(Survey):
     @property
     def needs_data(self) -> bool:
         """Whether calibration samples are needed."""
-        return self.statistics is None and any(self.blocks) and _reads_inputs(self)
+        return self.statistics is None and any(self.steps) and _reads_inputs(self)
 
     @property
     def reads_data(self) -> bool:
         """Whether calibration samples that are named are read: something is quantized, or the reducer learns from them."""
         return (
-            any(self.blocks)
+            any(self.steps)
             or bool(self.recipe.vision_attention)
             or (self.recipe.resize is not None and not self.recipe.resize.settled)
             or (self.visual_tokens is not None and self.visual_tokens.learns)
@@ -80,7 +80,7 @@ class Plan(Survey):
         """The blocks behind which a block's input is observed: "float" or "quantized" ones; None: it is not observed."""
         if self.statistics:
             return "float"
-        return "quantized" if self.needs_data or (self.recipe.calibrate.data and any(self.blocks)) else None
+        return "quantized" if self.needs_data or (self.recipe.calibrate.data and any(self.steps)) else None
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON data."""
@@ -129,6 +129,7 @@ def make_plan(
         rows=[
             *_rows(surveyed.source, "decoder", surveyed.groups, schemes),
             *_rows(surveyed.source, "vision", surveyed.vision_groups, surveyed.schemes),
+            *_rows(surveyed.source, "vocabulary", _vocabulary(surveyed), surveyed.schemes),
         ],
         bytes_after=surveyed.bytes_written if undecided_bytes is None else undecided_bytes,
         peak_bytes=peak_bytes(surveyed),
@@ -147,7 +148,7 @@ def peak_bytes(survey: Survey) -> int:
     copies, and float32 copies of the block's weights. A second stream (of the 16-bit model, for cross-Gram matrices) adds
     2 s t h + 4 * 3 sum i^2 and a copy of the block.
     """
-    shapes = [[survey.source.shapes(group) for group in block] for block in survey.blocks]
+    shapes = [[survey.source.shapes(group) for group in block] for block in survey.steps]
     block = max((sum(rows * columns for group in groups for rows, columns in group) for groups in shapes), default=0)
     resident = RUNTIME_BYTES + survey.bytes_before + 12 * block
     statistics = survey.statistics
@@ -175,6 +176,13 @@ def _pixel_bytes(config: Mapping[str, Any]) -> int:
     patch = patch[0] if isinstance(patch, list) else patch
     merge = (vision.get("spatial_merge_size") or 1) ** 2
     return 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
+
+
+def _vocabulary(survey: Survey) -> list[Group]:
+    """The output head and the token embedding, where they are quantized."""
+    embedding = Group(0, "embedding", (embedding_name(survey.source.meta_model),))
+    groups = [*([survey.head] if survey.head else []), embedding]
+    return [group for group in groups if group.linears[0] in survey.schemes]
 
 
 def _rows(source: Source, part: str, groups: Sequence[Group], schemes: Mapping[str, Scheme] | None) -> list[Row]:

@@ -2,11 +2,13 @@
 
     prefill >= 2 * (multiply-adds of the decoder's linear layers / rate of the format
                     + (attention + vision tower) / rate of BF16) / devices
+    multiply-adds of a block for n tokens: n * (entries of its linear layers), and of its attention
+        2 * (width of the queries) * (pairs of a token and one that it attends to)
     a decoding step >= max(bytes of weights and cache that it reads / bandwidth, its arithmetic / rate) / devices
 
-A token meets those experts alone that it is sent to, and a step reads at least as many as one token meets. The figures are
-bounds: launches, communication, and kernels short of the peak come on top of them (Williams, Waterman, Patterson: Roofline,
-doi:10.1145/1498765.1498785).
+A token meets those experts alone that it is sent to, and a step reads at least as many as one token meets. What a short
+convolution takes is left out: it is small beside the linear layers. The figures are bounds: launches, communication, and
+kernels short of the peak come on top of them (Williams, Waterman, Patterson: Roofline, doi:10.1145/1498765.1498785).
 """
 
 from __future__ import annotations
@@ -19,12 +21,24 @@ from typing import Any
 from torch import nn
 
 from vlmcompress import models
-from vlmcompress.hf_hooks.cost import Block
 from vlmcompress.numerics import Scheme
-from vlmcompress.planning.served_model import Attention, Model, State
+from vlmcompress.planning.served_model import Attention, Decoder, Model, State
 
 _TOWER = re.compile(r"(^|\.)(visual|vision\w*|multi_modal_projector|image_newline|connector|embed_vision)(\.|$)")
 _EXPERTS = re.compile(r"\.experts(\.|$)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder block: entries of its linear layers that a token meets, width of its queries, and its window.
+
+    `state`: entries of a recurrent state, each of which is multiplied by something twice for each token.
+    """
+
+    entries: int
+    queries: int
+    window: int | None
+    state: int
 
 
 @dataclass(frozen=True)
@@ -52,21 +66,30 @@ def arithmetic_type(scheme: Scheme | None) -> str:
     return f"int{bits}" if kind == "int" else f"fp{bits}"
 
 
-def blocks(model: Model) -> list[Block]:
-    """The decoder's blocks as `hf_hooks.cost` counts them, where a token meets `active` of the experts."""
+def blocks(meta_model: Any, decoder: Decoder) -> list[Block]:
+    """Describe the blocks of a model's decoder, in which a token meets `active` of the experts."""
     counts = []
-    described = model.decoder
-    layers: Any = model.meta_model.get_decoder()
-    for block, about in zip(layers.layers, described.blocks, strict=True):
+    for block, about in zip(meta_model.get_decoder().layers, decoder.blocks, strict=True):
         entries = 0
         for name, weight in block.named_parameters():
-            if weight.dim() >= 2:
-                routed = described.experts and _EXPERTS.search(f".{name}")
-                entries += weight.numel() * described.active // described.experts if routed else weight.numel()
+            routed = decoder.experts and _EXPERTS.search(f".{name}")
+            if weight.dim() == 2 or routed:
+                entries += weight.numel() * decoder.active // decoder.experts if routed else weight.numel()
         queries = about.heads * about.head_dim if isinstance(about, Attention) else 0
         window = about.window if isinstance(about, Attention) else None
-        counts.append(Block(entries, queries, 0, window))
+        state = sum(size for size, _ in about.parts) if isinstance(about, State) else 0
+        counts.append(Block(entries, queries, window, state))
     return counts
+
+
+def decoder_work(blocks: Sequence[Block], lengths: Sequence[int]) -> tuple[int, int]:
+    """Multiply-adds of the blocks' linear layers and of their attention for one prompt of `lengths` tokens, by block."""
+    linear = attention = 0
+    for block, n in zip(blocks, lengths, strict=True):
+        span = min(n, block.window or n)
+        linear += n * block.entries
+        attention += 2 * block.queries * (span * (span + 1) // 2 + (n - span) * span) + 2 * n * block.state
+    return linear, attention
 
 
 def work(model: Model, visual: Sequence[int], text: int, patches: Sequence[int], full: int) -> Work:
@@ -78,14 +101,7 @@ def work(model: Model, visual: Sequence[int], text: int, patches: Sequence[int],
         patches: patches of each picture that the encoder sees by itself.
         full: visual tokens before any reducer, all of which go through the projector.
     """
-    linear = attention = 0
-    for block, about, count in zip(blocks(model), model.decoder.blocks, visual, strict=True):
-        n = count + text
-        span = min(n, block.window or n)
-        linear += n * block.entries
-        attention += 2 * block.queries * (span * (span + 1) // 2 + (n - span) * span)
-        if isinstance(about, State):
-            attention += 2 * n * sum(entries for entries, _ in about.parts)
+    linear, attention = decoder_work(blocks(model.meta_model, model.decoder), [count + text for count in visual])
     head = model.meta_model.get_output_embeddings()
     linear += head.weight.numel() if head is not None else 0  # of the last token alone
     return Work(linear, attention, tower(model, patches, full))

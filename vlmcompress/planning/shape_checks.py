@@ -8,7 +8,7 @@ from types import ModuleType
 from vlmcompress import targets
 from vlmcompress.checkpoint import partition
 from vlmcompress.errors import UserError
-from vlmcompress.models import Group, Source
+from vlmcompress.models import HEAD, PADDING, Group, Source
 from vlmcompress.numerics import Scheme, label
 
 
@@ -54,6 +54,8 @@ def shape_problems(
     if group.expert is not None and (reason := machine.experts_refusal(scheme)):
         yield f"experts as {label(scheme)}: {reason}"
         return
+    outputs = sum(rows for rows, _ in shapes)
+    outputs += -outputs % PADDING if group.name == HEAD else 0
     limit = machine.limits.get(targets.format_key(scheme).removesuffix("-static"))
-    if limit and (problem := limit.problem(sum(rows for rows, _ in shapes), columns, group_size)):
+    if limit and (problem := limit.problem(outputs, columns, group_size)):
         yield f"{machine.title} does not run {first} as {label(scheme)}: {problem}; skip it or use another scheme"

@@ -12,6 +12,7 @@ from vlmcompress.data import data_hash, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.recipe import Calibrate, Recipe
+from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.reducer import calibrated, same
 from vlmcompress.statistics.inputs import CROSS
 
@@ -32,6 +33,7 @@ def problems(
         *_other_resize(statistics, recipe),
         *_other_reducer(statistics, recipe),
         *_other_rotation(statistics, recipe),
+        *_other_adapter(statistics, recipe),
     ]
 
 
@@ -131,6 +133,15 @@ def _other_rotation(statistics: Statistics, recipe: Recipe) -> list[str]:
     return [
         f"statistics {statistics.folder} are of the model {description}; use {add}, or calibrate again as you quantize"
     ]
+
+
+def _other_adapter(statistics: Statistics, recipe: Recipe) -> list[str]:
+    """Find a difference of the merged adapter, as the decoder has other weights with another one, or none."""
+    was, now = statistics.facts.get("adapter"), adapters.sha256(recipe.adapter)
+    if was == now:
+        return []
+    which = "with another adapter" if was and now else "with an adapter" if was else "without the adapter"
+    return [f"statistics {statistics.folder} are of the model {which}; calibrate again as you quantize"]
 
 
 def verify(statistics: Statistics, recipe: Recipe) -> None:

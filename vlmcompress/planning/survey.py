@@ -15,7 +15,7 @@ from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics
-from vlmcompress.checkpoint import dequantized, rotate
+from vlmcompress.checkpoint import dequantized
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.write import output_specs
 from vlmcompress.common.layer_names import Layers
@@ -24,6 +24,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import scorer_file
 from vlmcompress.models import Group, Source, stream
 from vlmcompress.numerics import Scheme
+from vlmcompress.planning import vocabulary
 from vlmcompress.planning.budget import Budget, budget_of
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.allocation import Key
@@ -55,6 +56,7 @@ class Survey:
         method: method of the decoder; `assigned`: (block, group name) -> method of the groups that the recipe's scheme itself
             gives to another scheme.
         blocks: for each block of the decoder, the groups of layers that are quantized.
+        head: the output head where it is quantized; its method is one of `method.others`.
         vision_method: method of the vision tower; `vision_groups`: the groups of layers that get it.
         schemes: quantized linear layer -> number formats; `layers`: the same for the config block.
         bytes_before, bytes_written: bytes of all weights, of the original and as written.
@@ -68,6 +70,7 @@ class Survey:
     method: QuantMethod
     assigned: Mapping[Key, QuantMethod]
     blocks: list[list[Group]]
+    head: Group | None
     vision_method: QuantMethod | None
     vision_groups: list[Group]
     schemes: Mapping[str, Scheme]
@@ -84,6 +87,11 @@ class Survey:
     def groups(self) -> list[Group]:
         """The decoder's groups that are quantized."""
         return [group for block in self.blocks for group in block]
+
+    @property
+    def steps(self) -> list[list[Group]]:
+        """What a run quantizes one after the other: the decoder's blocks, and behind them the output head."""
+        return [*self.blocks, [self.head]] if self.head else self.blocks
 
     @property
     def undecided(self) -> bool:
@@ -108,6 +116,8 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
     source = _outlined(recipe, source)
     assigned = _assigned(recipe, source)
     others = {**assigned, **(allocation.methods if allocation else {})}
+    head, head_method = models.head_group(source.spec, len(source.blocks)), vocabulary.head_method(recipe, source)
+    others |= {(head.layer, head.name): head_method} if head_method else {}
     method = QuantMethod(recipe.method, recipe.options, others, getattr(recipe.exporter, "SCALES", None))
     blocks = [[group for group in _unskipped(recipe, block) if method.of(group).scheme] for block in source.blocks]
     groups = [group for block in blocks for group in block]
@@ -115,6 +125,9 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
     vision_method = QuantMethod(vision_module, vision_module.Options()) if vision_module else None
     vision_groups = [group for group in vision_candidates(recipe, source) if _divides(source, group)]
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
+    schemes |= _schemes(method, [head]) if head_method else {}
+    if embedding := vocabulary.embedding_scheme(recipe, source):
+        schemes[models.embedding_name(source.meta_model)] = embedding
     layers = layers_of(
         schemes, source.meta_model, source.written, source.spec, stored=source.stored, kv_cache=bool(recipe.kv_cache)
     )
@@ -132,6 +145,7 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
         method=method,
         assigned=assigned,
         blocks=blocks,
+        head=head if head_method else None,
         vision_method=vision_method,
         vision_groups=vision_groups,
         schemes=schemes,
@@ -209,11 +223,9 @@ def _divides(source: Source, group: Group) -> bool:
 
 
 def _outlined(recipe: Recipe, source: Source) -> Source:
-    """The model that is quantized, as far as headers tell: with an output head of its own where it is rotated."""
-    if recipe.rotate is None or rotation_problems(recipe, source):
-        return source
-    stored, names = rotate.rotated_specs(source)
-    return replace(source, stored=stored, names=names)
+    """The model that is written, as far as headers tell: with an output head of its own where it is rotated or quantized."""
+    rotated = recipe.rotate is not None and not rotation_problems(recipe, source)
+    return models.with_head(source) if rotated or recipe.head != "bf16" else source
 
 
 def _assigned(recipe: Recipe, source: Source) -> dict[Key, QuantMethod]:

@@ -23,13 +23,14 @@ from transformers import AutoImageProcessor
 
 from vlmcompress import models
 from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks.cost import LARGEST
 from vlmcompress.hf_hooks.support import chooses_images
 from vlmcompress.hf_hooks.views import tokens_left
 from vlmcompress.models import Layout, ModelSpec
 from vlmcompress.recipe.reducer import ReducerChoice
 
 Size = tuple[int, int]
+LARGEST = 50_000_000
+"""Pixels of an image or a frame; a blank image of that size is given to the processor."""
 MOST_FRAMES = 100_000
 LARGE = ((4096, 4096), (8192, 2048), (2048, 8192), (1536, 1024), (1024, 1536), (1344, 1344))
 """Sizes among which the image with the most tokens is looked for."""
@@ -90,7 +91,7 @@ class Rule:
 
     def count(self, pictures: Pictures) -> Counted:
         """Count the tokens of pictures. UserError for sizes that the processor refuses, or a video where none are counted."""
-        layouts = tuple(self._layout(size, len(pictures.images)) for size in pictures.images)
+        layouts = layouts_of(self.spec, self.processor, pictures.images)
         patches = [
             piece
             for layout, size in zip(layouts, pictures.images, strict=True)
@@ -107,18 +108,6 @@ class Rule:
             return self.spec.layout(self.processor, *size, 1).tokens
         except (ValueError, ZeroDivisionError):
             return 0
-
-    def _layout(self, size: Size, images: int) -> Layout:
-        width, height = size
-        if width * height > LARGEST:
-            raise UserError(f"image {width}x{height} is {width * height / 1e6:.1f} Mpx, more than {LARGEST / 1e6:.0f}")
-        try:
-            return self.spec.layout(self.processor, width, height, images)
-        except (ValueError, ZeroDivisionError) as error:
-            raise UserError(
-                f"image {width}x{height}: the model's processor refuses it ({error}); see the sizes in vision_config, or copy "
-                "the processor's files"
-            ) from error
 
     def _patches(self, layout: Layout, size: Size) -> list[int]:
         """Patches of each piece of an image that the encoder sees by itself."""
@@ -158,6 +147,22 @@ class Rule:
             merge = int(vision.get("spatial_merge_size") or 2) ** 2
             return (math.ceil(frames / 2), rows, columns), rows * columns * merge
         raise UserError(f"videos of {family} are not counted here; give the frames as --images-per-request")
+
+
+def layouts_of(spec: ModelSpec, processor: Any, sizes: Sequence[Size]) -> tuple[Layout, ...]:
+    """The layouts of a prompt's images by their sizes. UserError for a size that is too large or that the processor refuses."""
+    layouts = []
+    for width, height in sizes:
+        if width * height > LARGEST:
+            raise UserError(f"image {width}x{height} is {width * height / 1e6:.1f} Mpx, more than {LARGEST / 1e6:.0f}")
+        try:
+            layouts.append(spec.layout(processor, width, height, len(sizes)))
+        except (ValueError, ZeroDivisionError) as error:
+            raise UserError(
+                f"image {width}x{height}: the model's processor refuses it ({error}); see the sizes in vision_config, or copy "
+                "the processor's files"
+            ) from error
+    return tuple(layouts)
 
 
 def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:

@@ -11,9 +11,10 @@ from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines import reducer_support
 from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import cost, resizing, scorer_file
+from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.hf_hooks.support import chooses_images
 from vlmcompress.models import Source
+from vlmcompress.planning import prompt_cost
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.resize import Resize
@@ -80,7 +81,7 @@ def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) 
     if reducer is None and resize is None:
         return None
     try:
-        counts = cost.plan(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)
+        counts = prompt_cost.plan(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)
     except UserError:  # about the processor, which `check` and calibration look at
         return None
     reduced = list(counts.reduced.values())[-1]  # by everything that is asked for

@@ -22,6 +22,7 @@ from typing import Any
 
 from vlmcompress import models, targets
 from vlmcompress.checkpoint import partition
+from vlmcompress.checkpoint.draft_folder import Draft
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError, did_you_mean
@@ -58,11 +59,14 @@ class Weights:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def formats(model: Model, target: str | None, devices: int = 1) -> list[Weights]:
+def formats(
+    model: Model, target: str | None, devices: int = 1, vocabulary: Mapping[str, str] | None = None
+) -> list[Weights]:
     """A row for each number format that a scheme gives and the target runs, bf16 first; refused ones behind them.
 
     Args:
         devices: that share the model. Where groups of a scheme would be torn, it gets the largest that are not.
+        vocabulary: formats of the recipe's `head` and `embeddings`; the row in 16 bits stays as it is.
 
     Raises:
         UserError: the checkpoint is quantized, and so that it can't be shared out.
@@ -84,9 +88,8 @@ def formats(model: Model, target: str | None, devices: int = 1) -> list[Weights]
         if key in rows_by_label:
             rows_by_label[key] = replace(rows_by_label[key], others=(*rows_by_label[key].others, name))
         else:
-            rows_by_label[key] = _row(
-                source, target, Weights(name, key, targets.format_key(scheme), None, scheme, options=options), devices
-            )
+            row = Weights(name, key, targets.format_key(scheme), None, scheme, options=options)
+            rows_by_label[key] = _row(source, target, row, devices, vocabulary or {})
     rows = sorted(
         rows_by_label.values(), key=lambda row: (row.refused is not None, row.scheme is not None, -(row.stored or 0))
     )
@@ -118,7 +121,7 @@ def _fitting(source: Source, module: Any, devices: int) -> dict[str, int]:
     return {"group_size": size} if size and size > 0 else {}
 
 
-def _row(source: Source, target: str | None, row: Weights, devices: int) -> Weights:
+def _row(source: Source, target: str | None, row: Weights, devices: int, vocabulary: Mapping[str, str]) -> Weights:
     """A row with its bytes, or with the reason why there are none."""
     scheme = row.scheme
     if target and (reason := targets.get(target).refusal(row.key)):
@@ -126,6 +129,7 @@ def _row(source: Source, target: str | None, row: Weights, devices: int) -> Weig
     if scheme is None:
         return replace(row, stored=stored_bytes(source.stored))
     settings: dict[str, Any] = {"model": str(source.path), "scheme": row.name, "options": dict(row.options)}
+    settings |= vocabulary
     recipe = resolve(settings | ({"target": target} if target else {}), refuse=False, weights="headers").recipe
     plan = make_plan(recipe, source=source, refuse=False)
     carried = [problem for problem in plan.problems if not problem.startswith("the model carries the reducer")]
@@ -206,6 +210,16 @@ def speculation_of(model: Model, method: str, tokens: int) -> Speculation:
     if lost := models.draft_lost(model.spec, model.config, model.stored):
         raise UserError(f"--speculative mtp: {lost}")
     return Speculation(method, tokens, draft_bytes(model), (attention,) * count)
+
+
+def speculation_by(model: Model, draft: Draft) -> Speculation:
+    """What a draft head in a folder of its own takes beside a model. UserError: it doesn't fit the model."""
+    if problem := draft.mismatch(model.config):
+        raise UserError(f"--draft {draft.folder}: {problem}; train one for this model with `vlmcompress draft`")
+    block: Any = draft.block
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    blocks = (Attention(*(block[name] for name in heads)),) if draft.method == "eagle3" else ()
+    return Speculation(draft.method, draft.tokens, draft.bytes, blocks)
 
 
 def draft_bytes(model: Model) -> int:

@@ -1,11 +1,12 @@
 """Triton kernels of what the quantizers do column by column, for a GPU, where a start of a kernel takes longer than a column.
 
 Each does in one start what a torch function does in hundreds, with its arguments and its results, up to the order of sums:
-`visit` is `gptq._visit`, `recode` is `_coordinate_descent._recode`, `range_errors` is `_ranges._errors`. Those are the oracles
+`visit` is `_columns._visit`, `descend` is `_local_search.descend`, `range_errors` is `_ranges._errors`. Those are the oracles
 and run everywhere else; a test compares them in Triton's interpreter (`TRITON_INTERPRET=1`), which needs no GPU.
 
-A program has some rows of the weight. It keeps what a block of columns is rounded from in registers and, as soon as a column
-is rounded, adds what its error changes to the columns behind it. Quotients are rounded as torch's.
+A program has some rows of the weight. `visit` keeps what a block of columns is rounded from in registers and, as soon as a
+column is rounded, adds what its error changes to the columns behind it; `descend` keeps the slopes of a block so. Quotients are
+rounded as torch's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from vlmcompress.numerics import Format
 
-_COLUMNS = 128  # most columns of a program
+SEARCHED = 256  # most columns that `descend` searches
+_COLUMNS = 128  # most columns of a program of the others
 _ROWS = 32  # rows of a program
+_FEW = 16  # of one that has all columns of a search in registers
 
 
 @triton.jit
@@ -37,7 +40,7 @@ def _to_codes(x, qmin, qmax, FP4: tl.constexpr):
 
 @triton.jit
 def _visit(
-    targets, rows, matrix, scales, zeros, groups, columns, out, pitch, qmin, qmax,
+    targets, rows, codes, matrix, scales, zeros, groups, columns, out, pitch, qmin, qmax,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, FP4: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -46,7 +49,8 @@ def _visit(
     for i in range(0, columns):
         group = tl.load(groups + i)
         scale = tl.load(scales + group * out + n, mask=n < out, other=1.0)
-        x = tl.div_rn(tl.sum(tl.where((k == i)[:, None], left, 0.0), 0), scale)
+        target = tl.sum(tl.where((k == i)[:, None], left, 0.0), 0)
+        x = tl.div_rn(target, scale)
         if ZEROS:
             zero = tl.load(zeros + group * out + n, mask=n < out, other=0.0)
             code = _to_codes(x + zero, qmin, qmax, FP4)
@@ -56,64 +60,84 @@ def _visit(
             value = code * scale
         place = i * out + n
         error = tl.load(rows + place, mask=n < out, other=0.0) - value
-        tl.store(targets + place, code, mask=n < out)
+        tl.store(targets + place, target, mask=n < out)
+        tl.store(codes + place, code, mask=n < out)
         tl.store(rows + place, error, mask=n < out)
         factors = tl.load(matrix + k * pitch + i, mask=(k > i) & (k < columns), other=0.0)
         left += factors[:, None] * error[None, :]
 
 
 def visit(
-    targets: Tensor, rows: Tensor, matrix: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor, fmt: Format
+    targets: Tensor,
+    rows: Tensor,
+    codes: Tensor,
+    matrix: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    groups: Tensor,
+    fmt: Format,
 ) -> None:
-    """Round a block of columns one after another; see `gptq._visit`. `groups`: int32, on the device."""
+    """Round a block of columns one after another; see `_columns._visit`. `groups`: int32, on the device."""
     width, out = targets.shape
     for a in range(0, width, _COLUMNS):
         b = min(a + _COLUMNS, width)
         if a:
             targets[a:b].addmm_(matrix[a:b, :a], rows[:a])
         _visit[(triton.cdiv(out, _ROWS),)](
-            targets[a:b], rows[a:b], matrix[a:b, a:b], scales, scales if zeros is None else zeros, groups[a:b],
-            b - a, out, matrix.stride(0), fmt.qmin, fmt.qmax,
-            COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, ZEROS=zeros is not None, FP4=fmt.nvfp4,
+            targets[a:b], rows[a:b], codes[a:b], matrix[a:b, a:b], scales, scales if zeros is None else zeros,
+            groups[a:b], b - a, out, matrix.stride(0), fmt.qmin, fmt.qmax,
+            COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, ZEROS=zeros is not None, FP4=fmt.fp4,
         )  # fmt: skip
 
 
 @triton.jit
-def _recode(
-    slopes, codes, changes, scales, inverse, gram, columns, out, width, size, n_groups, first, qmin, qmax,
+def _descend(
+    codes, errors, slopes, curvature, steps, columns, out, strip, turns, tie, qmin, qmax,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, COLUMNS)
-    left = tl.load(
-        slopes + k[:, None] + n[None, :] * width, mask=(k < columns)[:, None] & (n < out)[None, :], other=0.0
-    )
-    for i in range(0, columns):
-        scale = tl.load(scales + n * n_groups + (first + i) // size, mask=n < out, other=1.0)
-        place = n * columns + i
-        code = tl.load(codes + place, mask=n < out, other=0.0)
-        x = tl.sum(tl.where((k == i)[:, None], left, 0.0), 0) * tl.load(inverse + first + i)
-        new = _to_codes(code + tl.div_rn(x, scale), qmin, qmax, FP4)
-        change = (code - new) * scale
-        tl.store(codes + place, new, mask=n < out)
-        tl.store(changes + place, change, mask=n < out)
-        factors = tl.load(gram + k.to(tl.int64) * width + i, mask=(k > i) & (k < columns), other=0.0)
-        left += factors[:, None] * change[None, :]
+    inside, place = (k < columns)[:, None] & (n < out)[None, :], k[:, None] * out + n[None, :]
+    left = tl.load(slopes + place, mask=inside, other=0.0)
+    code = tl.load(codes + place, mask=inside, other=0.0)
+    error = tl.load(errors + place, mask=inside, other=0.0)
+    step = tl.load(steps + place, mask=inside, other=1.0)
+    diagonal = tl.load(curvature + k * columns + k, mask=k < columns, other=1.0)[:, None]
+    rate, half = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), diagonal * step), diagonal * (0.5 + tie * k)[:, None]
+    for turn in range(0, turns):
+        first = (turn * strip) % (tl.cdiv(columns, strip) * strip)
+        change = code - _to_codes(code + left * rate, qmin, qmax, FP4)
+        c = change * step
+        tried = ((k >= first) & (k < first + strip))[:, None] & inside
+        gain = tl.where(tried, (left + c * half) * c, 0.0)
+        best = tl.argmin(gain, 0)
+        made = (k[:, None] == best[None, :]) & (gain < 0)
+        code -= tl.where(made, change, 0.0)
+        c = tl.where(made, c, 0.0)
+        error += c
+        factors = tl.load(curvature + k[:, None] * columns + best[None, :], mask=(k < columns)[:, None], other=0.0)
+        left += factors * tl.sum(c, 0)[None, :]
+    tl.store(codes + place, code, mask=inside)
+    tl.store(errors + place, error, mask=inside)
 
 
-def recode(
-    slopes: Tensor, codes: Tensor, scales: Tensor, inverse: Tensor, gram: Tensor, a: int, b: int, fmt: Format
-) -> Tensor:
-    """Choose the codes of columns `a` to `b`, of which there are at most 128; see `_coordinate_descent._recode`."""
-    (out, width), n_groups = slopes.shape, scales.shape[1]
-    chosen = codes[:, a:b].float().contiguous()
-    changes = torch.empty_like(chosen)
-    _recode[(triton.cdiv(out, _ROWS),)](
-        slopes[:, a:b], chosen, changes, scales, inverse, gram[a:b, a:b], b - a, out, width, width // n_groups, n_groups,
-        a, fmt.qmin, fmt.qmax, COLUMNS=max(16, triton.next_power_of_2(b - a)), ROWS=_ROWS, FP4=fmt.nvfp4,
+def descend(
+    codes: Tensor,
+    errors: Tensor,
+    slopes: Tensor,
+    curvature: Tensor,
+    steps: Tensor,
+    fmt: Format,
+    sweeps: int,
+    width: int,
+    tie: float,
+) -> None:
+    """Change codes of a block of at most `SEARCHED` columns for the better; see `_local_search.descend`."""
+    columns, out = codes.shape
+    _descend[(triton.cdiv(out, _FEW),)](
+        codes, errors, slopes, curvature.contiguous(), steps, columns, out, width, sweeps * triton.cdiv(columns, width), tie,
+        fmt.qmin, fmt.qmax, COLUMNS=max(16, triton.next_power_of_2(columns)), ROWS=_FEW, FP4=fmt.fp4, num_warps=8,
     )  # fmt: skip
-    codes[:, a:b] = chosen.to(codes.dtype)
-    return changes
 
 
 @triton.jit
@@ -150,6 +174,6 @@ def range_errors(w: Tensor, scales: Tensor, zeros: Tensor | None, importance: Te
     _range_errors[(triton.cdiv(out, _ROWS), n_groups)](
         w, scales, scales if zeros is None else zeros, importance.contiguous(), errors, tried, out, width, size, n_groups,
         fmt.qmin, fmt.qmax, COLUMNS=min(_COLUMNS, max(16, triton.next_power_of_2(size))), ROWS=_ROWS,
-        ZEROS=zeros is not None, FP4=fmt.nvfp4,
+        ZEROS=zeros is not None, FP4=fmt.fp4,
     )  # fmt: skip
     return errors

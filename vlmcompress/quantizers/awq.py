@@ -28,7 +28,7 @@ parameter, no error feedback (gptq has that).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,8 +121,12 @@ def finalists(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> list[Tensor]:
     """Of `candidates` the `options.finalists` of least error, each `[in]`; arguments as of `smooth`."""
-    scales, fmt = candidates(weights, stats, options), scheme(options).weights
-    return list(_successive_halving(weights, scales, stats.gram(), fmt, scale_dtype, None, options.finalists)[0][1:])
+    scales, fmt, gram = candidates(weights, stats, options), scheme(options).weights, stats.gram()
+
+    def losses(rows: Tensor, scales: Tensor) -> Tensor:
+        return _losses(rows, scales, gram, fmt, scale_dtype)
+
+    return list(successive_halving(weights, scales, losses, options.finalists)[0][1:])
 
 
 def least_error(
@@ -137,30 +141,34 @@ def least_error(
 
     `max_code`: as of `numerics.find_params`.
     """
-    (_, best), losses = _successive_halving(weights, scales, gram, fmt, scale_dtype, max_code, 1)
-    return best if losses[1] < losses[0] else None
+    return best_scale(weights, scales, lambda rows, tried: _losses(rows, tried, gram, fmt, scale_dtype, max_code))
 
 
-def _successive_halving(
-    weights: list[Tensor],
-    scales: list[Tensor],
-    gram: Tensor,
-    fmt: Format,
-    scale_dtype: torch.dtype,
-    max_code: float | None,
-    count: int,
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""Rows of weights `[rows, in]` and scales `[k, in]` -> what each scale loses on these rows, float64 `[k]`."""
+
+
+def best_scale(weights: list[Tensor], scales: list[Tensor], losses: Losses) -> Tensor | None:
+    """Choose from `scales`, each `[in]`, the one that loses least on the weights `[out_i, in]`; None if 1 loses less."""
+    (_, best), least = successive_halving(weights, scales, losses, 1)
+    return best if least[1] < least[0] else None
+
+
+def successive_halving(
+    weights: list[Tensor], scales: list[Tensor], losses: Losses, count: int
 ) -> tuple[Tensor, Tensor]:
     """The identity and the `count` best scales, by successive halving: `[1 + count, in]` in their order, and their losses."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
     rounds = _ROUNDS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
-    losses = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
+    total = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
     for eighths, best in rounds:
-        losses += _losses(torch.cat([rows[k::8] for k in eighths]), tried, gram, fmt, scale_dtype, max_code)
-        rivals = losses[1:].topk(min(max(best, count), len(losses) - 1), largest=False).indices.sort().values + 1
+        some = torch.cat([rows[k::8] for k in eighths])
+        total += torch.cat([losses(some, scales) for scales in tried.split(max(1, _SAMPLE // len(some)))])
+        rivals = total[1:].topk(min(max(best, count), len(total) - 1), largest=False).indices.sort().values + 1
         ahead = torch.cat([rivals.new_zeros(1), rivals])  # 1 goes on in any case
-        tried, losses = tried[ahead], losses[ahead]
-    return tried, losses
+        tried, total = tried[ahead], total[ahead]
+    return tried, total
 
 
 def sample(weights: list[Tensor]) -> list[Tensor]:
@@ -231,16 +239,23 @@ def _losses(
     w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, max_code: float | None = None
 ) -> Tensor:
     """Losses `tr(D G D^T)`, `D = Q(W s) / s - W`, for each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
-    losses, diagonal = [], gram.diagonal()
-    for some in scales.split(max(1, _SAMPLE // len(w))):  # one product for several candidates of few rows
-        s, importance = some[:, None], diagonal
-        if fmt.symmetric:  # else it only matters which are 0
-            importance = (diagonal / s.square()).expand(-1, len(w), -1).flatten(0, 1)  # of the inputs divided by s
-        scaled = (w * s).flatten(0, 1)
-        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=importance, max_code=max_code)
-        d = residual(scaled, *params, fmt).view(-1, *w.shape).div_(s)
-        losses.append(quadratic(d.flatten(0, 1), gram).view(len(some), -1).sum(1, dtype=torch.float64))
-    return torch.cat(losses)
+    d = errors(w, scales, gram.diagonal(), fmt, scale_dtype, max_code)
+    return quadratic(d.flatten(0, 1), gram).view(len(scales), -1).sum(1, dtype=torch.float64)
+
+
+def errors(
+    w: Tensor, scales: Tensor, importance: Tensor, fmt: Format, scale_dtype: torch.dtype, max_code: float | None = None
+) -> Tensor:
+    """What rounding changes in `w [out, in]` if its columns are multiplied by each of `scales [k, in]`: `[k, out, in]`.
+
+    `importance [in]`: as of `numerics.find_params`, before inputs are divided; `max_code`: likewise.
+    """
+    s = scales[:, None]
+    if fmt.symmetric:  # else it only matters which are 0
+        importance = (importance / s.square()).expand(-1, len(w), -1).flatten(0, 1)
+    scaled = (w * s).flatten(0, 1)
+    params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=importance, max_code=max_code)
+    return residual(scaled, *params, fmt).view(-1, *w.shape).div_(s)
 
 
 def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:

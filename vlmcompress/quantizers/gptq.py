@@ -13,9 +13,9 @@ Cholesky factorization per group instead of two and an inversion, shared by all 
 Scales are found on the original weights: of plain ranges, or with `clip` of those whose squared error, each column
 weighed by `R_ii^2` as the norm above weighs it, is least (`_ranges`). `smooth: awq` scales input channels by AWQ's
 search first; `smooth: feedback` compares AWQ's candidates by that same norm instead, which knows what feedback will do.
-`sweeps` of local search change single codes and scales once all are known (`_coordinate_descent`). `actorder: static` visits
-columns by falling diagonal of H while groups keep their place, so that the engine needs no index; it is at least as
-accurate and costs nothing at serving time.
+Columns are rounded a block at a time (`_columns`), and `sweeps` of local search then change single codes of the block
+(`_local_search`). `actorder: static` visits columns by falling diagonal of H while groups keep their place, so that the engine
+needs no index; it is at least as accurate and costs nothing at serving time.
 
 Cost: `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit
 few calibration tokens (hence the damping). Where there are fewer than inputs, H is singular: inputs that the tokens
@@ -29,47 +29,41 @@ rows multiplied by their weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import Format, QTensor, Scheme, encode, find_params, remainder, residual, weight_only
+from vlmcompress.numerics import Format, QTensor, Scheme, find_params, residual, weight_only
 from vlmcompress.quantizers import awq
 from vlmcompress.quantizers._base import Needs, QuantizerOptions, Search
 from vlmcompress.quantizers._cholesky import factorize, reordered
-from vlmcompress.quantizers._coordinate_descent import descend
-from vlmcompress.quantizers._fused import kernels
+from vlmcompress.quantizers._columns import Feedback, propagated_error, quantize_columns
 from vlmcompress.quantizers._ranges import least_error
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
 PREPARED_BY = ("damp", "actorder", "balance")
-_FAR = 512  # columns corrected at a time for the errors of all before; larger products are faster
-_STRIP = 16  # columns within which errors are fed back one by one
 
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H, with `smooth: feedback` in
-    proportion to the root of each input's own; `block`: columns per update; `actorder`: "static" or null; `smooth`: "off",
-    "awq" for its channel scales first, or "feedback" for those of them that leave GPTQ least; `clip`: search the ranges, in
-    `clip_grid` steps; `sweeps` of local search afterwards, with `refit` of scales before it; `balance`: see
-    `statistics.balance`; `tokens`: "off" or "vlmq"."""
+    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns that are
+    rounded, and searched, together; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales first, or
+    "feedback" for those of them that leave GPTQ least; `clip`: search the ranges, in `clip_grid` steps; `sweeps` of local
+    search; `balance`: see `statistics.balance`; `tokens`: "off" or "vlmq"."""
 
     bits: int = 4
     group_size: int = 128
     symmetric: bool = True
     damp: float = 0.01
-    block: int = 128
+    block: int = 256
     actorder: str | None = "static"
     smooth: Any = "off"  # YAML reads a bare `off` as False
     clip: bool = False
     clip_grid: int = 20
     sweeps: int = 0
-    refit: bool = True
     balance: Any = "off"
     tokens: Any = "off"
 
@@ -95,38 +89,12 @@ def check_steps(options: Any) -> None:
     """Check the options of the steps around feedback, which other schemes have as well. Raises ValueError."""
     if getattr(options, "smooth", "off") not in ("off", "awq", "feedback"):
         raise ValueError(f"smooth must be 'off', 'awq' or 'feedback', got {options.smooth!r}")
-    for name in ("clip", "refit"):
-        if not isinstance(getattr(options, name), bool):
-            raise ValueError(f"{name} must be true or false, got {getattr(options, name)!r}")
+    if not isinstance(options.clip, bool):
+        raise ValueError(f"clip must be true or false, got {options.clip!r}")
     for name, least in (("clip_grid", 3), ("sweeps", 0)):
         value = getattr(options, name)
         if type(value) is not int or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
-@dataclass(frozen=True)
-class Feedback:
-    """Error feedback of a group.
-
-    Attributes:
-        order: `[in]`, the order in which columns are rounded.
-        matrix: `[in, in]` with `R_ji / R_ii` at row i, column j < i; the rest is not read.
-        residues: `[in]`, `R_ii^2`: weight of column i's rounding error after optimal compensation by later columns.
-        pivots: `[in]`, `R_ii` in the order of `order`.
-        warnings: defects of the Gram matrix, with details.
-    """
-
-    order: Tensor
-    matrix: Tensor
-    residues: Tensor
-    pivots: Tensor
-    warnings: tuple[tuple[str, str], ...] = ()
-
-    def rescaled(self, s: Tensor) -> Feedback:
-        """The feedback of inputs divided by `s [in]`, in the same order of visits; takes over the matrix."""
-        visited = s[self.order]
-        matrix = self.matrix.mul_(visited[:, None]).div_(visited)
-        return replace(self, matrix=matrix, residues=self.residues / s.square(), pivots=self.pivots / visited)
 
 
 def needs(options: Options) -> Needs:
@@ -150,13 +118,20 @@ def smooth(
     if options.smooth == "awq":
         return awq.smooth(weights, stats, awq_options, scale_dtype)
     scales = awq.candidates(weights, stats, awq_options)
-    return least_left(weights, scales, residues(stats, options), scheme(options).weights, scale_dtype)
+    left = residues(stats, scales, options)
+    return least_left(weights, scales, left, scheme(options).weights, scale_dtype)
 
 
-def residues(stats: GroupStats, options: Options) -> Tensor:
-    """`Feedback.residues [in]` of inputs that no scale was found for yet; hands their factor on to `prepare`."""
-    feedback = stats.handed_on[_key(options)] = _factorized(stats.unscaled(), options)
-    return feedback.residues if stats.scale is None else feedback.residues / stats.scale.square()
+def residues(stats: GroupStats, scales: list[Tensor], options: Options) -> Tensor:
+    """`Feedback.residues [in]` of inputs that no scale was found for yet; hands their factor on to `prepare`.
+
+    Damping and the order of visits should be those of the inputs that smoothing will leave. The scale is not known, so they are
+    those of inputs divided by the middle one of AWQ's candidates with weights, `scales`.
+    """
+    middle = scales[len(scales) * 3 // 4]
+    feedback = _factorized(stats.rescaled(middle), options)
+    stats.handed_on[_key(options)] = feedback, middle if stats.scale is None else middle * stats.scale
+    return feedback.residues * middle.square()
 
 
 def least_left(
@@ -172,27 +147,23 @@ def least_left(
     order of visits. Squared errors of rounding `W s` to nearest, so weighed, need no product with a matrix: this costs less
     than AWQ's own search, which does not know of feedback. None: 1 leaves least.
     """
-    rows = torch.cat(awq.sample(weights))
-    best, least = None, torch.inf
-    for s in (None, *scales):
-        scaled, counts = (rows, residues) if s is None else (rows * s, residues / s.square())
-        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=counts, max_code=fmt.max_codes[0])
-        left = float((residual(scaled, *params, fmt).square_() @ counts).sum(dtype=torch.float64))
-        if left < least:
-            best, least = s, left
-    return best
+
+    def left(rows: Tensor, tried: Tensor) -> Tensor:
+        d = awq.errors(rows, tried, residues, fmt, scale_dtype, fmt.max_codes[0])
+        return (d.square_() @ residues).sum(1, dtype=torch.float64)
+
+    return awq.best_scale(weights, scales, left)
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedback:
-    """Factorize the Gram matrix of the group's input; damped more while it is not definite.
+    """Factorize the Gram matrix of the group's input, damped more while it is not definite, unless `smooth` did so.
 
-    With `smooth: feedback` that of the inputs before smoothing, which `smooth` has factorized already: with inputs divided by s
-    its factor is `S^-1 R`. Columns are then visited in the order of those inputs.
+    With inputs divided by s the factor is `S^-1 R`.
     """
-    if options.smooth != "feedback":
+    feedback, divided = stats.handed_on.pop(_key(options), (None, None))
+    if feedback is None:
         return _factorized(stats, options)
-    feedback = stats.handed_on.pop(_key(options), None) or _factorized(stats.unscaled(), options)
-    return feedback if stats.scale is None else feedback.rescaled(stats.scale)
+    return feedback.rescaled(1 / divided if stats.scale is None else stats.scale / divided)
 
 
 def _key(options: Options) -> tuple[Any, ...]:
@@ -207,7 +178,7 @@ def _factorized(stats: GroupStats, options: Options) -> Feedback:
         diagonal = h.diagonal().clone()
         dead = diagonal == 0  # inputs that are always zero: with any positive diagonal their weights are just rounded
         diagonal[dead] = 1.0 if dead.all() else diagonal[~dead].mean()
-        diagonal += _damping(diagonal, damp, options)
+        diagonal += damp * diagonal.mean()
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
             order = diagonal.argsort(descending=True, stable=True)
@@ -220,18 +191,6 @@ def _factorized(stats: GroupStats, options: Options) -> Feedback:
             return Feedback(order, h.div_(pivots[:, None]), residues.masked_fill_(dead, 0), pivots, warnings)
         damp *= 10
     raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
-
-
-def _damping(diagonal: Tensor, damp: float, options: Any) -> Tensor:
-    """What is added to the `diagonal [in]` of a Gram matrix: alike for all inputs, as in the paper.
-
-    With `smooth: feedback`, where s is not known yet, in proportion to an input's size: about what damping alike adds to inputs
-    divided by scales of AWQ's family, which go with a power of that size between 0 and 1.
-    """
-    if options.smooth != "feedback":
-        return damp * diagonal.mean()
-    size = diagonal.sqrt()
-    return damp * size.mean() * size
 
 
 def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[tuple[str, str], ...]:
@@ -265,19 +224,7 @@ def quantize_group(
     feedback = prepare(weights, stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
     params = [ranges(w, feedback, stats, fmt, options, scale_dtype=scale_dtype) for w in weights]
-    return searched(weights, quantize_columns(weights, feedback, params, fmt, options.block), stats, options)
-
-
-def searched(weights: list[Tensor], quantized: list[QTensor], stats: GroupStats, options: Any) -> list[QTensor]:
-    """The `quantized` weights `[out_i, in]` after the local search that the options ask for, if any.
-
-    It looks at the Gram matrix as it is damped for feedback, so that what the tokens hardly tell apart stays near the weights.
-    """
-    if not options.sweeps:
-        return quantized
-    gram = stats.gram().clone()
-    gram.diagonal().add_(_damping(gram.diagonal(), options.damp, options))
-    return descend(weights, quantized, gram, options.sweeps, options.refit)
+    return quantize_columns(weights, feedback, params, fmt, options.block, options.sweeps)
 
 
 def ranges(
@@ -290,78 +237,6 @@ def ranges(
     if options.clip:
         return least_error(weight, feedback.residues, fmt, options.clip_grid, **kwargs)
     return find_params(weight, fmt, importance=stats.importance(), **kwargs)
-
-
-def quantize_columns(
-    weights: Sequence[Tensor],
-    feedback: Feedback,
-    params: Sequence[tuple[Tensor, Tensor | None]],
-    fmt: Format,
-    block: int = 128,
-    global_scale: Tensor | None = None,
-) -> list[QTensor]:
-    """Round weights `[out_i, in]` column by column, with `feedback` of their group's input.
-
-    `params`: the scale and zero point of each, as of `numerics.find_params`; `global_scale`: theirs, of NVFP4.
-    """
-    scales = torch.cat([scale for scale, _ in params]).float().T.contiguous()  # [n_groups, out]
-    zeros = (
-        None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None]).float().T.contiguous()
-    )
-    together = weights[0].float() if len(weights) == 1 else torch.cat([w.float() for w in weights])
-    q = _quantize_columns(together, feedback, scales, zeros, fmt, block).split([len(w) for w in weights])
-    return [QTensor.of(codes, scale, zero, fmt, global_scale) for codes, (scale, zero) in zip(q, params, strict=True)]
-
-
-def _quantize_columns(
-    weight: Tensor, feedback: Feedback, scales: Tensor, zeros: Tensor | None, fmt: Format, block: int
-) -> Tensor:
-    """Codes `[out, in]` of `weight [out, in]`; `scales` and `zeros` are `[n_groups, out]`.
-
-    Works on W^T, where columns are contiguous. The sums over earlier errors are products of matrices, large ones for errors
-    far back, then by blocks and by strips; only within a strip (on a GPU a block) they are taken column by column.
-    """
-    # [in, out] in the order in which columns are rounded; each row of it becomes the errors of its column
-    rows = weight.T.contiguous().index_select(0, feedback.order)
-    codes, matrix = torch.empty_like(rows, dtype=fmt.dtype), feedback.matrix
-    groups = (feedback.order // (len(rows) if fmt.group < 0 else fmt.group)).int()
-    fused = kernels(rows.device)
-    visit = fused.visit if fused else _visit
-    for first, end in _spans(0, len(rows), max(_FAR, block)):
-        targets = rows[first:end].addmm(matrix[first:end, :first], rows[:first])
-        for a, b in _spans(first, end, block):
-            block_targets = targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
-            visit(block_targets, rows[a:b], matrix[a:b, a:b], scales, zeros, groups[a:b], fmt)
-        codes[first:end] = targets
-    return codes.index_select(0, feedback.order.argsort()).T.contiguous()
-
-
-def _visit(
-    targets: Tensor, rows: Tensor, matrix: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor, fmt: Format
-) -> None:
-    """Round a block of columns one after another.
-
-    Args:
-        targets: `[columns, out]` what they are rounded from but for each other's errors; becomes their codes.
-        rows: `[columns, out]` their weights; becomes their errors.
-        matrix: `[columns, columns]` of `Feedback.matrix`.
-        scales, zeros: `[n_groups, out]`; `groups`: `[columns]`, int32, which of them a column has.
-    """
-    s = scales.unbind()
-    z = [None] * len(s) if zeros is None else zeros.unbind()
-    places = groups.tolist()
-    for c, d in _spans(0, len(rows), _STRIP):
-        strip, columns = targets[c:d].addmm_(matrix[c:d, :c], rows[:c]), rows[c:d]
-        earlier, errors = matrix[c:d, c:d].tril(-1), columns.T  # 0 for columns whose errors are not known yet
-        for g, target, row, factors in zip(
-            places[c:d], strip.unbind(), columns.unbind(), earlier.unbind(), strict=True
-        ):
-            encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=target)
-            remainder(row, target, s[g], z[g], out=row)
-
-
-def _spans(first: int, end: int, step: int) -> list[tuple[int, int]]:
-    return [(a, min(a + step, end)) for a in range(first, end, step)]
 
 
 def sketch(
@@ -378,11 +253,3 @@ def sketch(
     fmt = scheme(options).weights
     params = ranges(weight, feedback, stats, fmt, options, scale_dtype=scale_dtype)
     return propagated_error(residual(weight, *params, fmt).neg_(), feedback)
-
-
-def propagated_error(residual: Tensor, feedback: Feedback) -> Tensor:
-    """Estimate the error `[out, in]` that is left with `feedback`, from that of rounding to nearest; see `sketch`."""
-    fed = torch.linalg.solve_triangular(feedback.matrix, residual[:, feedback.order].T, upper=False, unitriangular=True)
-    error = torch.empty_like(residual)
-    error[:, feedback.order] = fed.T
-    return error

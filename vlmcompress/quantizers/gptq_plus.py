@@ -2,10 +2,10 @@
 
 The same algorithm, formats and options as `gptq`, whose defaults are the published method; here they are what lost least on a
 real language model. AWQ's candidates scale input channels first, compared by what feedback will leave of their errors (`smooth:
-feedback`); ranges are searched (`clip`); two rounds of coordinate descent change codes once all are known (`sweeps`); and
-codes have zero points, which all of vLLM's kernels for 4-bit weights take.
+feedback`); ranges are searched (`clip`); sweeps of local search change codes of a block of columns before the next one is
+rounded (`sweeps`); and codes have zero points, which all of vLLM's kernels for 4-bit weights take.
 
-Cost: solving takes 2.4 times as long as `gptq` on a CPU (`scripts/measure/bench_solve.py`). Loses: it fits the calibration
+Cost: solving takes 1.4 times as long as `gptq` on a CPU (`scripts/measure/bench_solve.py`). Loses: it fits the calibration
 tokens more closely than either method does, so what is not like those gains less.
 """
 
@@ -24,10 +24,14 @@ quantize, quantize_group, sketch = gptq.quantize, gptq.quantize_group, gptq.sket
 
 @dataclass(frozen=True)
 class Options(gptq.Options):
-    """Those of gptq, with other defaults."""
+    """Those of gptq, with other defaults; `sweeps`: null for 2, and 4 where codes have 2 bits."""
 
     symmetric: bool = False
     smooth: Any = "feedback"
     clip: bool = True
-    sweeps: int = 2
-    refit: bool = False
+    sweeps: Any = None
+
+    def __post_init__(self) -> None:
+        if self.sweeps is None:
+            object.__setattr__(self, "sweeps", 4 if self.bits == 2 else 2)
+        super().__post_init__()

@@ -44,6 +44,7 @@ from torch import Tensor
 from vlmcompress.numerics import QTensor
 from vlmcompress.quantizers import gptq
 from vlmcompress.quantizers._base import Needs
+from vlmcompress.quantizers._columns import Feedback
 from vlmcompress.statistics.inputs import CROSS, GroupStats
 
 
@@ -72,7 +73,7 @@ class Options(gptq.Options):
 class Prepared:
     """`feedback`: of the group's input; `cross [in, in]`: its cross-Gram matrix, None where nothing is corrected."""
 
-    feedback: gptq.Feedback
+    feedback: Feedback
     cross: Tensor | None
 
     @property
@@ -122,7 +123,7 @@ def quantize_group(
     return gptq.quantize_group(weights, stats, options, scale_dtype, ready.feedback)
 
 
-def corrected(weight: Tensor, cross: Tensor, feedback: gptq.Feedback, share: float = 1.0) -> Tensor:
+def corrected(weight: Tensor, cross: Tensor, feedback: Feedback, share: float = 1.0) -> Tensor:
     """The weights `w' [out, in]`, float32, that GPTQ makes Qronos of.
 
     Args:

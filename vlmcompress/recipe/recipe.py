@@ -24,6 +24,7 @@ from vlmcompress.common import hub, yaml_files
 from vlmcompress.common.registry import FORMATS, SCHEMES, TARGETS
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.bits import Bits
 from vlmcompress.recipe.layers import Layer, find, merge
 from vlmcompress.recipe.resize import Resize
@@ -80,12 +81,18 @@ class Recipe(_Frozen):
         goal: purpose that the target's default scheme is chosen for.
         scheme: name of a module in `vlmcompress.quantizers`; `options` holds its `Options`.
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
+        head: format of the output head's weights: `fp8` and `int8` with 8-bit activations, `w8a16` with a scale per row,
+            `w4a16` in groups; one that shares the embedding's weights becomes a matrix of its own. `bf16` leaves it in 16 bits.
+        embeddings: format of the token embedding's weights: `w8a16` with a scale per row, `w4a16` in groups, rounded to
+            nearest; `bf16` leaves them in 16 bits.
         vision_attention: `fp8` writes scales for FP8 attention in the vision tower, which vLLM runs on Blackwell.
         kv_cache: `fp8` stores scales for an FP8 KV cache.
         rotate: the kind of orthogonal matrix (`vlmcompress.numerics.rotation`) by which the decoder's hidden states are rotated
             before anything else is done: weights that are easier to round, and the same answers. Drawn by `seed`; null: none.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the calibration data, or statistics collected before.
+        adapter: folder of a LoRA adapter as PEFT writes it, which is merged into the model before anything else is done; a
+            MODEL that is one stands for the base that it names, and it.
         from_quantized: quantize what a source in FP8 stands for, in 16 bits; false: a quantized source is refused.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
@@ -104,6 +111,8 @@ class Recipe(_Frozen):
     scheme: str
     options: QuantizerOptions = None  # type: ignore[assignment]  # until `resolve` has made them
     vision: Literal["bf16", "fp8", "int8"] = "bf16"
+    head: Literal["bf16", "fp8", "int8", "w8a16", "w4a16"] = "bf16"
+    embeddings: Literal["bf16", "w8a16", "w4a16"] = "bf16"
     vision_attention: Literal["fp8"] | None = None
     kv_cache: Literal["fp8"] | None = None
     rotate: Literal["hadamard", "random"] | None = None
@@ -113,6 +122,7 @@ class Recipe(_Frozen):
     resize: Resize | None = None
     reduce: ReducerChoice | None = None
     engine: Literal["vllm", "transformers"] = "vllm"
+    adapter: Path | None = None
     from_quantized: bool = False
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -161,12 +171,11 @@ class Recipe(_Frozen):
         return self.method.scheme(self.options)
 
     @property
-    def vision_formats(self) -> Scheme | None:
-        """The number formats of the vision tower; None when it stays in 16 bits."""
-        if self.vision == "bf16":
-            return None
-        module = SCHEMES.get(self.vision)
-        return module.scheme(module.Options())
+    def parts(self) -> dict[str, Scheme]:
+        """The number formats of what is quantized besides the decoder: `vision tower`, `output head`; groups as by default."""
+        schemes = {"vision tower": self.vision, "output head": self.head}
+        modules = {part: SCHEMES.get(SCHEMES.name(name)) for part, name in schemes.items() if name != "bf16"}
+        return {part: module.scheme(module.Options()) for part, module in modules.items()}
 
     @property
     def rotation(self) -> dict[str, Any] | None:
@@ -248,10 +257,14 @@ def resolve(
     if recipe.format not in FORMATS.names():
         raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
     if recipe.target and refuse:
-        formats = (recipe.number_formats, recipe.kv_cache, recipe.vision_formats, recipe.vision_attention)
+        formats = (recipe.number_formats, recipe.kv_cache, recipe.parts, recipe.vision_attention)
         targets.refuse(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
-    return Resolved(recipe.model_copy(update={"model": model}), origins)
+    adapter = hub.local(recipe.adapter) if recipe.adapter else None
+    if adapters.is_adapter(model) and adapter is None:
+        adapter = model
+        model = hub.local(adapters.base_of(adapter), weights=weights, code=recipe.trust_remote_code)
+    return Resolved(recipe.model_copy(update={"model": model, "adapter": adapter}), origins)
 
 
 def _reducer(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:

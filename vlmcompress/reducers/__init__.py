@@ -34,8 +34,9 @@ attention and keeps all tokens has, besides a `reduce` that is the identity, a `
 `reduce`, `reduce_all` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower
 index), computes in float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same
 input gives the same bits in every call. One that is SERVED does not wait for its signals' device: no shape and no branch
-depends on a value, but for a count that does (`pixelprune`, and `dymu` before its last layer). An image is kept whole where
-the share `keep` of it rounds to no token (of a video `evs` always keeps the first frame). To add a reducer, add a file.
+depends on a value, once it is given a count. (`pixelprune` takes none: it runs on pixels in main memory.) An image is kept
+whole where the share `keep` of it rounds to no token (of a video `evs` always keeps the first frame). To add a reducer, add a
+file.
 """
 
 from __future__ import annotations

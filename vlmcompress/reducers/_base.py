@@ -184,7 +184,6 @@ class Signals:
     windowed:   `[n]`, saliency in a shallow layer of the encoder (VScan's local scan).
     query:      `[q, d]`, the text's tokens at the same stage; `query_keys`: `[q, dk]`, their keys.
     pixels:     `[n, ...]`, pixels of each token, in units of the method's tolerance.
-    ahead:      the signals of the language model's first layers, run ahead on this image and the question (`surrogate`).
     merged:     the reduction of the grid's tokens by earlier layers; rows are then its outputs.
     finite:     when made: the caller vouches that there is no NaN or Inf, so that nothing waits for a device to look.
     """
@@ -198,7 +197,6 @@ class Signals:
     query: Tensor | None = None
     query_keys: Tensor | None = None
     pixels: Tensor | None = None
-    ahead: Signals | None = None
     merged: Reduction | None = None
     finite: dataclasses.InitVar[bool] = False
 
@@ -262,11 +260,6 @@ class ReducerOptions:
         Empty where it reads no block; one that reads one decides once. ValueError: not with these options and blocks.
         """
         return () if self.layer is None else ((self.layer, self),)
-
-    @property
-    def states(self) -> bool:
-        """Whether a method that needs `Signals.ahead` reads what block `layer` - 1 puts out, not only its attention."""
-        return True
 
     @property
     def shallow(self) -> int | None:

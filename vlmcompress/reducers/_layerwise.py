@@ -8,7 +8,8 @@ An engine calls `bias` before a layer's attention and `merge` between that and t
         states = merger.merge(layer, states, keys, heads)
         states = states + mlp(norm2(states))
 
-Images that have been left with fewer rows than others are padded on the right; nothing attends to the padding.
+Images that have been left with fewer rows than others are padded on the right; nothing attends to the padding. On a device
+whose host must not wait, a method that merges as many rows as their values say (`dymu`) pads them itself.
 
 Where a token is a block of `side` x `side` patches (pixel shuffle or pooling behind the encoder), whole blocks merge, patch
 by patch: a block that stands for several is the mean of their upper left patches, that of their upper right ones, and so on,
@@ -94,8 +95,7 @@ class Merger:
             rows = steps[-1].apply(self._blocks(image, states)).flatten(0, 1)
             parts.append(torch.cat([states[image, : self.aside], rows]))
         self.merged = [reduction.then(step) for reduction, step in zip(self.merged, steps, strict=True)]
-        same = all(len(step.anchor) == len(step.target) for step in steps)
-        return states if same else pad_sequence(parts, batch_first=True)
+        return states if all(map(_keeps_all, steps)) else pad_sequence(parts, batch_first=True)
 
     def signals(self, image: int, keys: Tensor, heads: int) -> Signals:
         """The signals of the rows that are left of an image; arguments as in `merge`."""
@@ -118,7 +118,7 @@ class Merger:
     @property
     def _whole(self) -> bool:
         """Whether nothing has merged so far."""
-        return all(len(reduction.anchor) == len(reduction.target) for reduction in self.merged)
+        return all(map(_keeps_all, self.merged))
 
     def _blocks(self, image: int, rows: Tensor) -> Tensor:
         """The rows `[images, rows, d]` of one image's tokens, block by block: `[tokens left, side * side, d]`."""
@@ -126,6 +126,11 @@ class Merger:
         if self.side > 1 and self._whole:
             image_rows = image_rows[self._orders[self.grids[image]]]
         return image_rows.unflatten(0, (-1, self._square))
+
+
+def _keeps_all(reduction: Reduction) -> bool:
+    """Whether the host knows, without a look at values, that nothing was merged."""
+    return reduction.plain and len(reduction.anchor) == len(reduction.target)
 
 
 def raster(grid: Grid, side: int) -> Tensor:

@@ -73,7 +73,7 @@ def _shapes(image: Signals) -> tuple[object, ...]:
     tensors = tuple(
         (name, value.shape, value.dtype) for name, value in vars(image).items() if isinstance(value, Tensor)
     )
-    return image.grid, image.heads, image.merged, image.ahead, tensors
+    return image.grid, image.heads, image.merged, tensors
 
 
 def _at_once(method: ModuleType, images: Sequence[Signals], options: ReducerOptions) -> list[Reduction]:
@@ -109,7 +109,8 @@ def merge(
 ) -> Reduction:
     """Decide the merges of one layer, by a method that merges layer by layer, on the rows that earlier layers have left.
 
-    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`. `check`: as of `reduce`.
+    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`. `check`: as of `reduce`; results that are
+    padded for a device are looked at behind the last layer only, where there is no padding left.
     """
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} is none of the {layers} that merge")
@@ -118,7 +119,8 @@ def merge(
     _check(method, signals)
     result = method.merge(signals, options, layer, layers, count)
     final = method.budget(signals.grid, options) if count is None else count
-    return _checked(method, result, final if layer == layers - 1 else None, check)
+    last = layer == layers - 1
+    return _checked(method, result, final if last else None, check and (last or signals.device.type == "cpu"))
 
 
 def _check(method: ModuleType, signals: Signals) -> None:

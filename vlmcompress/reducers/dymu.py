@@ -63,7 +63,8 @@ def merge(signals: Signals, options: Options, layer: int, layers: int, count: in
 
     With a `count`, a layer merges no more pairs than leave that many tokens, and at least those that the layers behind,
     each of which at most halves the tokens, cannot make up for. So the last layer merges exactly the tokens that are
-    still too many, best pairs first, whatever its threshold.
+    still too many, best pairs first, whatever its threshold. Unless the tokens are on a CPU, no shape depends on how many
+    pairs a layer merges then, as the host would have to wait for that: see `_padded`.
     """
     assert signals.keys is not None and signals.heads is not None
     if options.thresholds is None or isinstance(options.thresholds, str):
@@ -72,13 +73,35 @@ def merge(signals: Signals, options: Options, layer: int, layers: int, count: in
         raise ValueError(
             f"there are {len(options.thresholds)} thresholds and {layers} layers that merge: another model's"
         )
+    if count is not None and not count <= signals.n <= count << (layers - layer):
+        raise ValueError(f"{signals.n} tokens cannot be merged into {count} in {layers - layer} layers")
+    if count is not None and signals.device.type != "cpu":
+        return _padded(signals, options.thresholds[layer], count, layers - layer - 1)
     scores, partner = match(signals.keys, signals.heads)
     pairs = int((scores > options.thresholds[layer]).sum())
     if count is not None:
-        if not count <= signals.n <= count << (layers - layer):
-            raise ValueError(f"{signals.n} tokens cannot be merged into {count} in {layers - layer} layers")
         pairs = max(min(pairs, signals.n - count), signals.n - (count << (layers - layer - 1)))
     return join(top(scores, min(pairs, signals.n // 2)), partner, signals)
+
+
+def _padded(signals: Signals, threshold: float, count: int, behind: int) -> Reduction:
+    """The merges of a layer with `behind` more to come, as rows of which there are as many as there can be at most.
+
+    Those that no token is in stand behind the others. They have the size 0, so that nothing attends to them, and any anchor.
+    Until few layers are left an encoder therefore computes as many rows as without merging: the price of not waiting.
+    """
+    assert signals.keys is not None and signals.heads is not None
+    n, device = signals.n, signals.device
+    sizes = torch.ones(n, device=device) if signals.merged is None else signals.merged.sizes
+    filled = sizes > 0
+    scores, partner = match(signals.keys, signals.heads, filled)
+    left = filled.sum()
+    pairs = (scores > threshold).sum().minimum(left - count).maximum(left - (count << behind)).minimum(left // 2)
+    order = top(scores, len(scores))
+    rank = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=device))
+    parent = torch.arange(n, device=device)
+    parent[::2] = torch.where(rank < pairs, partner, parent[::2])
+    return Reduction.join(parent.where(filled, -1), sizes, min(n, count << behind))
 
 
 def best(signals: Signals) -> Tensor:

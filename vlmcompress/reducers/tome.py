@@ -12,6 +12,7 @@ aside, so A begins with the first patch.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -68,12 +69,18 @@ def schedule(n: int, count: int, layers: int) -> list[int]:
     return result
 
 
-def match(keys: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Match each even row of `keys [n, dk]` to the most similar odd one: cosines `[a]`, and row numbers `[a]`."""
+def match(keys: Tensor, heads: int, filled: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Match each even row of `keys [n, dk]` to the most similar odd one: cosines `[a]`, and row numbers `[a]`.
+
+    `filled [n]`: which rows there are; of others, and to others, the cosine is -inf. None: all.
+    """
     rows = unit(keys.float().view(len(keys), heads, -1).mean(1))
     if len(rows) < 2:
         return rows.new_full((len(rows),), -torch.inf), torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    best = (rows[::2] @ rows[1::2].T).max(1)
+    cosines = rows[::2] @ rows[1::2].T
+    if filled is not None:
+        cosines = cosines.where(filled[::2, None] & filled[1::2], -torch.inf)
+    best = cosines.max(1)
     return best.values, 2 * best.indices + 1
 
 
@@ -82,4 +89,4 @@ def join(chosen: Tensor, partner: Tensor, signals: Signals) -> Reduction:
     parent = torch.arange(signals.n, device=partner.device)
     parent[2 * chosen] = partner[chosen]
     weight = None if signals.merged is None else signals.merged.sizes
-    return Reduction.join(parent, weight, signals.n - len(chosen))
+    return dataclasses.replace(Reduction.join(parent, weight, signals.n - len(chosen)), plain=not len(chosen))

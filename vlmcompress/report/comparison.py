@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from vlmcompress.common.folders import dump, save
 from vlmcompress.common.text import points, size, times
+from vlmcompress.common.text import table as aligned
 from vlmcompress.errors import UserError
 from vlmcompress.report import files, html, words
 from vlmcompress.report.findings import Findings
@@ -130,6 +131,12 @@ def write(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = F
     )
 
 
+def terminal(folders: Sequence[str | Path]) -> str:
+    """What the candidates of some runs recover, as tables for a terminal; empty without an evaluation."""
+    tables = recovery_tables(summarise(merge([load(folder) for folder in folders])))
+    return "\n\n".join(aligned([["recovery", r.baseline, *r.names], *r.lines]) for r in tables)
+
+
 def summarise(runs: Sequence[Results]) -> list[Row]:
     """A row for each run, in their order; names that occur twice are numbered."""
     rows: list[Row] = []
@@ -227,26 +234,40 @@ def markdown(rows: Sequence[Row]) -> str:
             ]
         )
     parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
-    parts += _recovery(rows, suites)
+    parts += _recovery(rows)
     if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
         parts.append(escape(f"Faster: {'; '.join(measured)}."))
     return "\n\n".join(parts) + "\n"
 
 
-def _recovery(rows: Sequence[Row], suites: Sequence[str]) -> list[str]:
-    """A table for each baseline: benchmarks down, the baseline and all candidates across, with what each recovers."""
-    sections = []
+class Recovery(NamedTuple):
+    """A table for the candidates of one baseline: benchmarks, size and speed down, the baseline and all candidates across."""
+
+    baseline: str
+    names: list[str]
+    lines: list[list[str]]
+
+
+def recovery_tables(rows: Sequence[Row]) -> list[Recovery]:
+    """What each candidate recovers of its baseline's scores, with points and intervals; a table for each baseline."""
+    tables = []
     for baseline in dict.fromkeys(row.baseline for row in rows if row.suites):
         columns = [row for row in rows if row.baseline == baseline and row.suites]
         lines = []
-        for suite in suites:
+        for suite in dict.fromkeys(name for row in columns for name in row.suites):
             measured = [row.suites.get(suite) for row in columns]
             scores = dict.fromkeys(words.percent(c.baseline) for c in measured if c)
             lines.append([suite, " or ".join(scores), *(_recovered(c) for c in measured)])
-        lines = [line for line in lines if line[1]]
         lines.append(["weights, times smaller", "", *(times(row.smaller) if row.smaller else "" for row in columns)])
         lines.append(["times faster", "", *(times(row.faster) if row.faster else "" for row in columns)])
-        sections += ["## Recovery", table(["benchmark", baseline, *(row.name for row in columns)], lines)]
+        tables.append(Recovery(baseline, [row.name for row in columns], [line for line in lines if any(line[1:])]))
+    return tables
+
+
+def _recovery(rows: Sequence[Row]) -> list[str]:
+    sections = []
+    for baseline, names, lines in recovery_tables(rows):
+        sections += ["## Recovery", table(["benchmark", baseline, *names], lines)]
     return sections
 
 
@@ -285,7 +306,9 @@ def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
             },
         }
         sections.append(section)
-    return html.render("comparison.html.j2", rows=rows, suites=sections, headline=headline(rows))
+    return html.render(
+        "comparison.html.j2", rows=rows, suites=sections, headline=headline(rows), recovery=recovery_tables(rows)
+    )
 
 
 def _charts(compared: Sequence[tuple[Row, Comparison]]) -> list[tuple[str, Markup]]:

@@ -211,7 +211,7 @@ def _collected(plan: Plan, resume: bool, progress: Progress) -> Statistics:
     needs = RULES[recipe.bits.by].needs.union({"gram"}, *(method.needs.statistics for method in methods))
     collecting = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
     with torch.inference_mode(False):
-        read = plan.source.path if recipe.rotate else None
+        read = plan.source.path if plan.source.path != recipe.model else None
         calibrate(
             collecting, needs=needs, likes={"gradient"}, read=read, resume=resume, overwrite=True, progress=progress
         )

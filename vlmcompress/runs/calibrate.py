@@ -26,10 +26,11 @@ from vlmcompress.common.block_files import RUN, block_file
 from vlmcompress.common.progress import Progress, phase, phase_seconds, silent, timed_phases
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.models import VLM, Group, decoder_blocks
+from vlmcompress.models import VLM, Group, decoder_blocks, head_group
 from vlmcompress.recipe import Recipe
+from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.allocation import RULES
-from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_rotated, read_inputs, remove_made
+from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_source, read_inputs, remove_made
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import CROSS, NEEDS
 
@@ -123,8 +124,9 @@ def _calibrated(
         raise UserError(NO_ANSWER)
     needs = frozenset(needs).union(likes if origin["tokens"]["answer"] else set(likes) - {"gradient"})
     blocks = decoder_blocks(vlm.model, vlm.spec)
+    steps = [*blocks, [head_group(vlm.spec, len(blocks))]]
     if "gram" in needs:
-        grams = gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values()))
+        grams = gram_bytes(vlm, steps, sum(count > 0 for count in origin["tokens"].values()))
         remedy = "choose another folder or leave out Gram matrices with --needs absmax,absmean"
         folders.check_space(out, grams - folders.bytes_within(folders.beside(out, "resume")), remedy)
     weights = identity.weights_hash(source)
@@ -137,7 +139,7 @@ def _calibrated(
                 kept_gradients(store, vlm, inputs.batches, progress, recipe.calibrate.fisher, recipe.seed)
         collect(
             vlm,
-            blocks,
+            steps,
             inputs.batches,
             store,
             needs,
@@ -147,15 +149,14 @@ def _calibrated(
             release=True,
             progress=progress,
         )
-    described = _description(recipe, whole.vlm, weights, blocks) | {"needs": sorted(needs), RUN: mark}
-    described["calibration"] = origin | {"prefix": "float"}
+    described = _description(recipe, whole.vlm, weights, steps) | {"needs": sorted(needs), RUN: mark}
+    described |= {"calibration": origin | {"prefix": "float"}, "timing": phase_seconds()}
     if "entropy" in needs:
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
     if "gradient" in needs:
         described["gradients"] = store.noted("gradients")
-    described["timing"] = phase_seconds()
     if distributed.is_main():
-        described = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
+        described = _write(store, [layer for layer, groups in enumerate(steps) if groups], described, out)
         store.remove()
         remove_made(out)
     distributed.barrier()
@@ -163,10 +164,10 @@ def _calibrated(
 
 
 def _loaded(recipe: Recipe, read: Path | None, progress: Progress) -> VLM:
-    """The model of a recipe, rotated where that asks for it, or what lies in `read`; its path is the recipe's."""
-    made = make_rotated(recipe, progress).path if recipe.rotate and not read else None
+    """The model that a recipe's run begins with, or what lies in `read`; its path is the recipe's."""
+    made = None if read else make_source(recipe, progress)
     with phase("loading"):
-        vlm = models.load(read or made or recipe.model, trust_remote_code=recipe.trust_remote_code)
+        vlm = models.load(read or (made.path if made else recipe.model), trust_remote_code=recipe.trust_remote_code)
         return replace(vlm, path=recipe.model)
 
 
@@ -241,6 +242,7 @@ def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence
         },
         "kv_cache": bool(recipe.kv_cache),
         **({"rotate": recipe.rotation} if recipe.rotation else {}),
+        **({"adapter": adapters.sha256(recipe.adapter)} if recipe.adapter else {}),
     }
 
 

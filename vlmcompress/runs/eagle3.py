@@ -29,6 +29,8 @@ STEPS = 3
 LATER = 0.8
 """Weight of a step's loss, in that of the step before (the paper's code weighs so)."""
 LAYER = "layers.0"
+VECTOR = "image_vector.weight"
+"""The matrix `[hidden, hidden]` that makes a vector for all rows of the mean of an image's features."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class DraftShape:
         vocabulary: tokens that the draft can guess.
         eps: of its norms.
         theta: base of its rotary positions.
+        vector: whether it adds a vector of the image to each row (`VECTOR`).
     """
 
     hidden: int
@@ -54,11 +57,13 @@ class DraftShape:
     vocabulary: int
     eps: float
     theta: float
+    vector: bool = False
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of all that is trained, by the names on disk."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+        vector = {VECTOR: (self.hidden, self.hidden)} if self.vector else {}
         return {
             "fc.weight": (self.hidden, len(self.taps) * self.hidden),
             f"{LAYER}.input_layernorm.weight": (self.hidden,),
@@ -73,6 +78,7 @@ class DraftShape:
             f"{mlp}.down_proj.weight": (self.hidden, self.intermediate),
             "norm.weight": (self.hidden,),
             "lm_head.weight": (self.vocabulary, self.hidden),
+            **vector,
         }
 
 
@@ -98,6 +104,8 @@ def create(shape: DraftShape, seed: int, norm: Tensor, head: Tensor) -> dict[str
             tensors[name] = torch.randn(size, generator=random) * size[1] ** -0.5
     for name in (f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"):
         tensors[name] *= 0.1  # the block begins near the identity
+    if shape.vector:
+        tensors[VECTOR].zero_()  # it begins as a draft without
     tensors["fc.weight"] *= 0.1
     tensors["fc.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     tensors["norm.weight"], tensors["lm_head.weight"] = norm.float().clone(), head.float().clone()
@@ -106,23 +114,27 @@ def create(shape: DraftShape, seed: int, norm: Tensor, head: Tensor) -> dict[str
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a draft learns from of one sample of T tokens.
+    """What a draft learns from of one sample, whose context has R rows: those of the sample's tokens but the last, or fewer.
 
     Attributes:
-        embeds: `[T, hidden]` embeddings of the sample's tokens, those of placeholders for images included.
-        taps: `[T, taps * hidden]` the target's hidden states.
-        positions: `[T]` rotary positions; of M-RoPE the first axis, as vLLM gives a draft.
-        logits: `[n, vocabulary]` what the target says at its last n answer positions, over the draft's tokens.
-        first: the first of these positions; they follow each other.
+        embeds: `[R, hidden]` what a row has for the next token: its embedding, or what stands for it (`draft_images`).
+        taps: `[R, taps * hidden]` the target's hidden states.
+        positions: `[R]` rotary positions; of M-RoPE the first axis, as vLLM gives a draft.
+        begin: the row whose guess is the first that counts; the last ones follow it, and rows before it are of text.
+        logits: `[n, vocabulary]` what the target says where the rows from `begin` on guess, over the draft's tokens.
         spoken: `[n]` the index of the token that the target says there, among the draft's tokens; -1: not among them.
+        last: `[STEPS + n, hidden]` what the target's output head reads at these n positions and at those before.
+        image: `[hidden]` the mean of the images' features, for a draft that has a vector of it; None: it has none.
     """
 
     embeds: Tensor
     taps: Tensor
     positions: Tensor
+    begin: int
     logits: Tensor
-    first: int
     spoken: Tensor
+    last: Tensor
+    image: Tensor | None = None
 
 
 def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, lesson: Lesson, steps: int = STEPS) -> list[Tensor]:
@@ -132,16 +144,16 @@ def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, lesson: Lesson, st
         For each step s the logits `[n, vocabulary]` of what stands at each answer position, guessed from the target's hidden
         states s + 1 positions before.
     """
-    length, count = len(lesson.embeds), len(lesson.logits)
-    begin = max(0, lesson.first - 1)  # position t guesses what the target says at t + 1
+    begin, count = lesson.begin, len(lesson.logits)
     start = max(0, begin - steps + 1)  # hidden states of the passes before are needed from here on
-    hidden = linear(lesson.taps, tensors["fc.weight"])[: length - 1]
-    embeds, positions = lesson.embeds[1:], lesson.positions[: length - 1]
+    hidden, embeds = linear(lesson.taps, tensors["fc.weight"]), lesson.embeds
+    if lesson.image is not None:
+        embeds = embeds + linear(lesson.image, tensors[VECTOR])
     past: list[tuple[Tensor, Tensor]] = []
     logits = []
     for step in range(steps):
         rows = slice(0, None) if step == 0 else slice(start, None)
-        normed, output = _pass(tensors, shape, embeds[rows], hidden, positions[rows], past, start)
+        normed, output = _pass(tensors, shape, embeds[rows], hidden, lesson.positions[rows], past, start)
         logits.append(linear(normed[begin - start : begin - start + count], tensors["lm_head.weight"]))
         hidden = torch.cat([output[:1], output[:-1]])  # the first row has nothing before it, and nothing reads it
     return logits
@@ -159,7 +171,7 @@ def _pass(
     """One pass of the block; adds its keys and values to `past`.
 
     Args:
-        embeds, hidden, positions: of all T - 1 positions in the first pass, of those from `start` on in later ones.
+        embeds, hidden, positions: of all rows in the first pass, of those from `start` on in later ones.
         past: keys and values `[kv_heads, positions, head_dim]` of the passes before.
 
     Returns:

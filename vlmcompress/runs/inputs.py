@@ -18,7 +18,7 @@ from vlmcompress import models
 from vlmcompress.calibration import tower_attention
 from vlmcompress.calibration.behind_reducer import decoder, reduced
 from vlmcompress.calibration.devices import accelerated, accelerator
-from vlmcompress.checkpoint import dequantized, rotate
+from vlmcompress.checkpoint import adapter, dequantized, rotate
 from vlmcompress.common import distributed, folders, hub, identity
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress, phase, silent
@@ -110,6 +110,8 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
     with phase("loading"):
         vlm = models.load(plan.source.path, trust_remote_code=recipe.trust_remote_code)
         vlm = replace(vlm, path=recipe.model)  # a rotated one is of this folder, too
+    if plan.head:
+        models.untie(vlm.model, vlm.spec)
     if plan.statistics:
         check_balance(recipe, plan.statistics.origin["tokens"], plan.statistics.folder)
         resize, samples = plan.statistics.resize, []
@@ -152,7 +154,7 @@ def fit_reducer(
         return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else fitted
     if not samples:
         return threshold_file.known(vlm, reducer)
-    with _placed(vlm):
+    with placed(vlm):
         return learning.learn(vlm, samples, reducer, progress)
 
 
@@ -167,11 +169,11 @@ def fit_counter(
     """
     if not (reducer and tokens and tokens.counted):
         return None
-    with _placed(vlm):
+    with placed(vlm):
         return learning.counter(vlm, samples, reducer)
 
 
-def _placed(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
+def placed(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
     """The model on the accelerator, if there is one."""
     return accelerated(vlm.model, models.decoder_layers(vlm.model, vlm.spec))
 
@@ -214,20 +216,50 @@ def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learnt:
 def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
     """Hash everything that the results of the blocks depend on; where they are written is not among it."""
     source, settings = recipe.model, {key: value for key, value in recipe.plain().items() if key != "out"}
-    files = identity.unchanged(sorted(source.glob("*.safetensors")))
+    read = [*source.glob("*.safetensors"), *(recipe.adapter.glob("adapter_*") if recipe.adapter else ())]
+    files = identity.unchanged(sorted(read))
     parts: list[Any] = [identity.source_identity(source), files, settings, origin, identity.versions()]
     parts.append(torch.get_num_threads())
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def make_rotated(recipe: Recipe, progress: Progress) -> Source:
-    """Write the rotated model of a recipe that asks for one to a hidden folder beside OUT; one that is there is kept.
+MADE = ("dequantized", "merged", "rotated")
+"""What `make_source` calls the hidden folders beside OUT."""
+
+
+def make_source(recipe: Recipe, progress: Progress) -> Source | None:
+    """Write the 16-bit model that a run begins with to a hidden folder beside OUT, where that is another than the recipe's: in
+    16 bits, with the adapter merged, rotated, in this order. None: it begins with the recipe's own.
 
     Raises:
-        UserError: the model can't be rotated, or there is no room for it beside OUT.
+        UserError: the model can't be rotated, or the adapter not merged, or there is no room for it beside OUT.
     """
+    source = make_dequantized(recipe, progress) if recipe.from_quantized else None
+    if recipe.adapter:
+        source = make_merged(recipe, source or Source.of(recipe.model), progress)
+    return make_rotated(recipe, source or Source.of(recipe.model), progress) if recipe.rotate else source
+
+
+def make_merged(recipe: Recipe, source: Source, progress: Progress) -> Source:
+    """Write `source` with the recipe's adapter in it to a hidden folder beside OUT; one that is there is kept."""
+    assert recipe.out is not None and recipe.adapter is not None
+    folder = folders.beside(recipe.out, "merged")
+    if distributed.is_main():
+        with phase("merging"):
+            adapter.write(
+                source,
+                recipe.adapter,
+                folder,
+                device=accelerator() or "cpu",
+                progress=lambda done, total: progress("merging the adapter", done, total),
+            )
+    distributed.barrier()
+    return Source.of(folder)
+
+
+def make_rotated(recipe: Recipe, source: Source, progress: Progress) -> Source:
+    """Write `source` rotated as the recipe asks for it to a hidden folder beside OUT; one that is there is kept."""
     assert recipe.out is not None and recipe.rotate is not None
-    source = Source.of(recipe.model)
     if problems := rotation_problems(recipe, source):
         raise UserError(problems[0])
     folder = folders.beside(recipe.out, "rotated")
@@ -256,6 +288,6 @@ def make_dequantized(recipe: Recipe, progress: Progress) -> Source:
 
 
 def remove_made(out: Path) -> None:
-    """Remove the rotated or dequantized model of a run that is done."""
-    for kind in ("rotated", "dequantized"):
+    """Remove the models that `make_source` made for a run that is done."""
+    for kind in MADE:
         shutil.rmtree(folders.beside(out, kind), ignore_errors=True)

@@ -25,8 +25,7 @@ from vlmcompress.runs.inputs import (
     Result,
     fingerprint,
     learn,
-    make_dequantized,
-    make_rotated,
+    make_source,
     read_for_plan,
     remove_made,
 )
@@ -53,10 +52,8 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     with timed_phases(), folders.claimed_folder(recipe.model, out, overwrite=overwrite, mark=MANIFEST):
         plan = _check(make_plan(recipe), out)
         with distributed.process_group():
-            if recipe.rotate:
-                plan = make_plan(recipe, source=make_rotated(recipe, progress))
-            elif recipe.from_quantized:
-                plan = make_plan(recipe, source=make_dequantized(recipe, progress))
+            if made := make_source(recipe, progress):
+                plan = make_plan(recipe, source=made)
             if plan.budget:
                 plan = allocate.share_out(plan, resume=resume, progress=progress)
             inputs = read_for_plan(plan, progress)
@@ -108,12 +105,12 @@ def _capture_and_solve(plan: Plan, recipe: Recipe, inputs: Inputs, resume: bool,
         if plan.statistics:
             norm_offset, stats = vlm.spec.norm_offset, plan.statistics
             solve_blocks(
-                vlm.model, plan.blocks, plan.method, store, stats, norm_offset=norm_offset, progress=progress, **options
+                vlm.model, plan.steps, plan.method, store, stats, norm_offset=norm_offset, progress=progress, **options
             )
         else:
             quantize_blocks(
                 vlm,
-                plan.blocks,
+                plan.steps,
                 plan.method,
                 inputs.batches,
                 store,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from vlmcompress import models
 from vlmcompress.calibration.block_store import BlockStore, StoredWeights, stored_bytes
@@ -21,12 +22,13 @@ from vlmcompress.data.provenance import unseen
 from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM, Source
+from vlmcompress.numerics import round_to_nearest
 from vlmcompress.planning import devices
 from vlmcompress.planning.plan import Plan
 from vlmcompress.planning.visual_tokens import visual_tokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import TokenCounter
-from vlmcompress.runs.inputs import reducer_warnings
+from vlmcompress.runs.inputs import MADE, reducer_warnings
 from vlmcompress.statistics import kv_range
 
 
@@ -61,15 +63,17 @@ def write_checkpoint(
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})
     source = plan.source
     assert recipe.out is not None
-    results = [store.load(layer, weights=False) for layer, groups in enumerate(plan.blocks) if groups]
-    language = StoredWeights(store, plan.blocks, plan.method)
-    quantized = ChainMap(_quantize_vision(vlm.model, plan, progress), language)  # type: ignore[arg-type]  # neither is written to
+    results = [store.load(layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
+    language = StoredWeights(store, plan.steps, plan.method)
+    others = _quantize_vision(vlm.model, plan, progress) | _quantize_embedding(vlm.model, plan)
+    quantized = ChainMap(others, language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
     return write(
         source.path,
         recipe.out,
         original=recipe.model,
+        entries=plan.source.entries,
         quantized=quantized,
         names=source.names,
         written=source.written,
@@ -92,13 +96,14 @@ def space_needed(plan: Plan, out: Path) -> int:
     """Bytes that a run needs beside those that an earlier one left: OUT, the finished blocks, a rotated or 16-bit model."""
     stored = (
         stored_bytes(scheme.weights, plan.source.stored[plan.source.names[f"{linear}.weight"]].shape)
-        for groups in plan.blocks
+        for groups in plan.steps
         for group in groups
         if (scheme := plan.method.of(group).scheme)
         for linear in group.linears
     )
-    copied = plan.bytes_before if plan.recipe.rotate or plan.recipe.from_quantized else 0
-    left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", "rotated", "dequantized"))
+    recipe = plan.recipe
+    copied = plan.bytes_before * sum(map(bool, (recipe.rotate, recipe.from_quantized, recipe.adapter)))
+    left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", *MADE))
     return plan.bytes_after + sum(stored) + copied - left
 
 
@@ -158,13 +163,15 @@ def _changed(source: Source) -> list[str]:
 
 
 def _untied(plan: Plan) -> list[str]:
-    """A line about an output head that is untied from the embedding by a rotation."""
-    if not plan.recipe.rotate:
-        return []
-    now = plan.source.stored
-    extra = sum(spec.nbytes for spec in now.values()) - models.stored_bytes(plan.recipe.model)
+    """A line about an output head that is untied from the embedding, as one of both is rotated or quantized."""
+    if plan.recipe.rotate:
+        now = plan.source.stored
+        extra = sum(spec.nbytes for spec in now.values()) - models.stored_bytes(plan.recipe.model)
+    else:
+        extra = sum(plan.source.stored[name].nbytes for name in plan.source.copies)
     what = "the output head shared the embedding's weights and is a matrix of its own now"
-    return [f"rotate: {what}, {size(extra)} more"] if extra > 0 else []
+    why = "rotate" if plan.recipe.rotate else "head"
+    return [f"{why}: {what}, {size(extra)} more in 16 bits"] if extra > 0 else []
 
 
 def _unread(plan: Plan) -> list[str]:
@@ -185,6 +192,14 @@ def _changed_parameters(model: nn.Module, ops: set[str], quantized: Collection[s
         for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False)
         if name.removesuffix(".weight") not in quantized
     }
+
+
+def _quantize_embedding(model: PreTrainedModel, plan: Plan) -> dict[str, tuple]:
+    """Round the token embedding to nearest: each row is looked up by itself, so that nothing can make up for its errors."""
+    name = models.embedding_name(model)
+    scheme = plan.schemes.get(name)
+    weight = model.get_parameter(f"{name}.weight")
+    return {name: (round_to_nearest(weight, scheme.weights, scale_dtype=weight.dtype), scheme, None)} if scheme else {}
 
 
 def _quantize_vision(model: nn.Module, plan: Plan, progress: Progress) -> dict[str, tuple]:

@@ -205,7 +205,8 @@ def _gains(request: Request, setup: Setup) -> Measured | Modelled:
     is_modelled = figures is not None and figures.of(request.goal) is not None
     if request.goal == "memory" or request.speed == "modelled" or (not request.speed and not _here(target)):
         if not is_modelled:
-            raise UserError(f"--speed modelled: how fast {target} is, is not known; use --speed measured there")
+            unknown = f"how fast {target} is, is not known" if target else "no --target names this GPU"
+            raise UserError(f"--speed modelled: {unknown}; use --speed measured there")
         return modelled
     return Measured(modelled if is_modelled else Modelled(setup, request.goal, request.load, STAND_IN), request.data)
 

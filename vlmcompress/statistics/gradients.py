@@ -132,7 +132,11 @@ def fisher_signal(logits: Tensor, signs: Tensor) -> Tensor:
     return noise - p * noise.sum(-1, keepdim=True)  # <r, s> is the sum of r * s
 
 
-def random_signs(tokens: int, width: int, seed: int, sample: int) -> Tensor:
-    """Signs `[tokens, width]`, int8, that depend on nothing but the seed, the sample's number and the shape."""
-    generator = torch.Generator().manual_seed((1_000_003 * seed + sample) % 2**32)  # of more it reads 32 bits on a CPU
+def sign_generator(seed: int, sample: int) -> torch.Generator:
+    """The source of a sample's signs, which depend on nothing but the seed and the sample's number."""
+    return torch.Generator().manual_seed((1_000_003 * seed + sample) % 2**32)  # of more it reads 32 bits on a CPU
+
+
+def random_signs(tokens: int, width: int, generator: torch.Generator) -> Tensor:
+    """The next signs of `generator`, `[tokens, width]`, int8; in how many calls they are drawn changes nothing."""
     return torch.randint(0, 2, (tokens, width), generator=generator, dtype=torch.int8).mul_(2).sub_(1)

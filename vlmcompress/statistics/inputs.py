@@ -78,14 +78,14 @@ class GroupStats:
 
         Raises ValueError if it holds NaN or Inf.
         """
-        total = self._merged if weights is None else None
-        if total is None:
-            (first, weight), *others = self._weighed(weights).items()
-            total = self._gram[first] * weight
-            for name, weight in others:
-                total.add_(self._gram[name], alpha=weight)
-            _finite(_mirror(total))
-        return total if self._scale is None else (total / self._scale).div_(self._scale[:, None])
+        if self._merged is not None and weights is None:
+            return self._merged if self._scale is None else (self._merged / self._scale).div_(self._scale[:, None])
+        (first, weight), *others = self._weighed(weights).items()
+        total = self._gram[first] * weight
+        for name, weight in others:
+            total.add_(self._gram[name], alpha=weight)
+        _finite(_mirror(total))
+        return total if self._scale is None else total.div_(self._scale).div_(self._scale[:, None])
 
     def cross(self, weights: Mapping[str, float] | None = None) -> Tensor:
         """The cross-Gram matrix less the Gram matrix, `sum_m w_m X_m^T (X'_m - X_m)`, float32 `[in, in]`; see the module.

@@ -35,9 +35,13 @@ class Split:
     drawn: dict[str, Drawn]
 
     def to(self, device: torch.device) -> Split:
-        """The same with its indices on `device`."""
-        rows = {name: None if index is None else index.to(device) for name, index in self.rows.items()}
-        drawn = {name: (places.to(device), index.to(device)) for name, (places, index) in self.drawn.items()}
+        """The same with its indices on `device`, for which nothing waits."""
+
+        def sent(index: Tensor) -> Tensor:
+            return index.to(device, non_blocking=True)
+
+        rows = {name: None if index is None else sent(index) for name, index in self.rows.items()}
+        drawn = {name: (sent(places), sent(index)) for name, (places, index) in self.drawn.items()}
         return replace(self, rows=rows, drawn=drawn)
 
 

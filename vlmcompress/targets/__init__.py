@@ -8,6 +8,8 @@ A file here is one machine, its name is the target's name; `TARGET` is all it ho
     w8a8-fp-static                                 with fixed activation scales; the kernel of w8a8-fp unless refused
     w8a8-fp-block                                  with a scale per 128 x 128 weights
     w4a4-fp  w4a16-fp                              NVFP4: 4-bit floats with an FP8 scale per 16 weights
+    w4a4-mx  w4a16-mx  w8a8-mx                     MXFP4 and MXFP8: floats with a power of two per 32 weights
+    w4a8-fp                                        4-bit integer weights, FP8 activations
 
 A format is in one of three places: it runs (`kernels`); it runs and rounds activations for nothing, as vLLM computes in
 16 bits, so that it is refused with the reason (`kernels` and `weight_only`); or it does not run (`refused`). Kernels are
@@ -26,6 +28,7 @@ from vlmcompress.common.registry import TARGETS as REGISTRY
 from vlmcompress.errors import UserError
 
 Goal = Literal["memory", "throughput"]
+_NO_PARTS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -141,11 +144,13 @@ def format_key(scheme: Any) -> str:
     if scheme is None:
         return "bf16"
     weights, activations = scheme.weights, scheme.activations
+    if weights.mx:
+        return f"w{weights.bits}a{activations.bits if activations else 16}-mx"
     if activations is None:
         if weights.kind == "float":
             return f"w{weights.bits}a16-fp"
         return f"w{weights.bits}a16" if weights.bits in (4, 8) else "wNa16"
-    kind = "int" if weights.kind == "int" else "fp" if activations.dynamic else "fp-static"
+    kind = "int" if activations.kind == "int" else "fp" if activations.dynamic else "fp-static"
     kind = "fp-block" if weights.rows > 1 else kind
     return f"w{weights.bits}a{activations.bits}-{kind}"
 
@@ -156,26 +161,33 @@ def default_scheme(name: str, goal: Goal | None) -> str:
 
 
 def refuse(
-    name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None, vision_attention: str | None = None
+    name: str,
+    scheme: Any,
+    kv_cache: str | None = None,
+    parts: Mapping[str, Any] = _NO_PARTS,
+    vision_attention: str | None = None,
 ) -> None:
     """Raise `UserError` with the first of `refusals`."""
-    for reason in refusals(name, scheme, kv_cache, vision, vision_attention):
+    for reason in refusals(name, scheme, kv_cache, parts, vision_attention):
         raise UserError(reason)
 
 
 def refusals(
-    name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None, vision_attention: str | None = None
+    name: str,
+    scheme: Any,
+    kv_cache: str | None = None,
+    parts: Mapping[str, Any] = _NO_PARTS,
+    vision_attention: str | None = None,
 ) -> list[str]:
     """All reasons why the target can't run what is asked for; empty if it can.
 
     Args:
-        scheme, vision: number formats of the decoder's and of the vision tower's linear layers, or None.
+        scheme: number formats of the decoder's linear layers; `parts`: those of other parts of the model, by their names.
         kv_cache, vision_attention: "fp8" for a KV cache and for the tower's attention in FP8, or None.
     """
     target = get(name)
     reasons = [target.refusal(format_key(scheme))]
-    if vision is not None and (reason := target.refusal(format_key(vision))):
-        reasons.append(f"vision tower: {reason}")
+    reasons += [f"{part}: {reason}" for part, other in parts.items() if (reason := target.refusal(format_key(other)))]
     if kv_cache:
         reasons.append(target.kv_fp8_refused)
     if vision_attention and not target.vision_attention_fp8:

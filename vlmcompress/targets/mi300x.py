@@ -26,16 +26,20 @@ TARGET = Target(
         "w8a8-fp-static": "skinny GEMM with one scale per matrix, else torch._scaled_mm",
         "w8a8-fp-block": "Triton",
         "w4a4-fp": "emulation",
+        "w8a8-mx": "emulation",
     },
     weight_only={
         "w4a4-fp": "has no FP4 matrix cores: vLLM undoes NVFP4 before each product; "
-        "use fp8 for throughput or gptq-plus for memory"
+        "use fp8 for throughput or gptq-plus for memory",
+        "w8a8-mx": "has no kernel for MXFP8: vLLM undoes it when it loads the weights; use fp8",
     },
     refused={
         "w8a16": _ONLY_4_BITS,
         "wNa16": _ONLY_4_BITS,
         "w4a8-int": "has no kernel for 4-bit weights with INT8 activations; use 16-bit activations (awq, gptq, mbq)",
         "w4a16-fp": "has no kernel for NVFP4 weights with 16-bit activations; use gptq-plus",
+        **dict.fromkeys(("w4a4-mx", "w4a16-mx"), "has no kernel for MXFP4 without AMD's package quark; use gptq-plus"),
+        "w4a8-fp": "has no kernel for 4-bit weights with FP8 activations; use fp8, or gptq-plus for memory",
     },
     limits={"w4a16": Limit(out_multiple=8, group_multiple=32)},
     bandwidth=5300,

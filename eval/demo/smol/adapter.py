@@ -16,12 +16,12 @@ class Adapted(nn.Module):
     def __init__(self, linear: nn.Linear, rank: int):
         super().__init__()
         out, width = linear.weight.shape
-        self.weight, self.on = linear.weight, True
+        self.weight, self.bias, self.on = linear.weight, linear.bias, True
         self.a = nn.Parameter(torch.randn(rank, width) * width**-0.5)
         self.b = nn.Parameter(torch.zeros(out, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight)
+        out = F.linear(x, self.weight, self.bias)
         return out + F.linear(F.linear(x, self.a), self.b) if self.on else out
 
 

@@ -102,7 +102,7 @@ def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
     width = 128 if tiny else 2048
     x, mask = made.inputs(width, 3 * width, CPU)
     weight, wide = made.weight(width, width, CPU).float(), x.double()
-    signs = gradients.random_signs(64, width, 0, 0)
+    signs = gradients.random_signs(64, width, gradients.sign_generator(0, 0))
     heads = x.view(1, len(x), 4, width // 4).transpose(1, 2)  # [1, heads, tokens, channels]
 
     vision, logits = wide[mask == 2], x[:64].float()
@@ -165,8 +165,7 @@ def moved(image: Any, device: torch.device) -> Any:
     """The signals of an image on a device."""
     values = {field.name: getattr(image, field.name) for field in dataclasses.fields(image)}
     tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-    ahead = None if image.ahead is None else moved(image.ahead, device)
-    return dataclasses.replace(image, **tensors, ahead=ahead)
+    return dataclasses.replace(image, **tensors)
 
 
 def apart(value: Tensor, oracle: Tensor) -> float:

@@ -79,7 +79,7 @@ def reducer(name: str, width: int) -> tuple[Any, Any]:
     return module, module.Options(**{key: value for key, value in chosen.items() if key in fields})
 
 
-def signals(grid: tuple[int, int, int], width: int, device: torch.device, seed: int = 0, ahead: bool = True) -> Any:
+def signals(grid: tuple[int, int, int], width: int, device: torch.device, seed: int = 0) -> Any:
     """Signals of an image that has something for every reducer: tokens `[n, width]` in which neighbours are alike."""
     from vlmcompress.reducers import Signals
 
@@ -102,7 +102,6 @@ def signals(grid: tuple[int, int, int], width: int, device: torch.device, seed: 
         query=rows(12, width),
         query_keys=rows(12, HEADS * head),
         pixels=rows(n, 12).float().view(n, 3, 2, 2)[torch.arange(n, device=device) // 2],  # of two tokens the same
-        ahead=signals(grid, width, device, seed + 1, ahead=False) if ahead else None,
     )
 
 

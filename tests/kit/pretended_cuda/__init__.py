@@ -12,24 +12,30 @@ time, and kept in the user's cache folder or the system's for temporary files.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 SOURCE = Path(__file__).with_name("device.cpp")
+LIBRARY, OPERATORS = "pretended_cuda.so", "operators.json"
+SWITCH = "VLMCOMPRESS_PRETENDED_CUDA"  # set by `plugin`, and read by `tests/kit/forks_parent.py`
 CAPABILITY = (9, 0)
-OTHERS = " (in transformers)"
+OTHERS = " (in a library)"
+WAITS = ("wait", "awaited upload", "awaited download")
 
 # Operators behind which CUDA's kernels read a size or a state on the host.
 WAITING = (
@@ -38,6 +44,8 @@ WAITING = (
     *("linalg_eigh", "_linalg_eigh.eigenvalues", "_linalg_svd", "_linalg_svd.U", "linalg_lstsq.out", "linalg_qr.out"),
     *("geqrf.a", "median", "_histogramdd_from_bin_cts"),
 )
+# Operators whose CUDA kernels add numbers up in whatever order threads run, where one place gets several.
+UNORDERED = ("index_add_", "index_add", "index_add.out", "scatter_add_", "scatter_add", "scatter_add.out")
 _DISPATCHED = {
     *("CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"),
     "CompositeImplicitAutogradNestedTensor",
@@ -50,14 +58,15 @@ def lacking() -> str | None:
 
     if torch.version.cuda:
         return "this torch is built for CUDA"
-    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++")))):
+    if not _compiler():
         return "no C++ compiler"
-    return None if shutil.which("ninja") else "no ninja, which torch builds extensions with"
+    return None if Path(sysconfig.get_path("include"), "Python.h").exists() else "no headers of Python"
 
 
 def built() -> Path:
-    """Folder of the built extension; it is built unless that has been done. Several processes share one build."""
+    """Folder of the built library; it is built unless that has been done. Several processes share one build."""
     import torch
+    from torch.utils import cpp_extension
 
     version = f"{torch.__version__} {sys.version_info[:2]} {SOURCE.read_text()}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / f"vlmcompress-tests-{os.getuid()}"
@@ -65,18 +74,20 @@ def built() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "building", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "operators.json").exists():
-            from torch.utils import cpp_extension
-
-            cpp_extension.load(
-                "pretended_cuda",
-                [str(SOURCE)],
-                build_directory=str(folder),
-                extra_cflags=["-O1", "-w", "-std=c++20"],
-                is_python_module=False,
-            )
-            (folder / "operators.json").write_text(json.dumps(_operators()))
+        if not (folder / OPERATORS).exists():
+            headers = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
+            libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+            command = [_compiler() or "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", *headers, str(SOURCE)]
+            command += [*libraries, "-lc10", "-ltorch_cpu", "-ltorch_python", "-o", str(folder / LIBRARY)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{SOURCE.name} can't be compiled: {done.stderr[:2000]}")
+            (folder / OPERATORS).write_text(json.dumps(_operators()))
     return folder
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++")))), None)
 
 
 def _operators() -> tuple[list[str], list[str]]:
@@ -106,10 +117,8 @@ def _operators() -> tuple[list[str], list[str]]:
     return [f"aten::{name}" for name in checked], [f"aten::{name}" for name in kernelless]
 
 
-def install(memory: int = 80 * 2**30) -> ModuleType:
-    """Give this process the device, with so many bytes of memory; returns the extension."""
-    import importlib.util
-
+def install(memory: int = 80 * 2**30) -> None:
+    """Give this process the device, with so many bytes of memory."""
     import accelerate  # noqa: F401 - these look for the C parts of torch.cuda when they are imported
     import torch
     import torch._inductor.utils
@@ -118,38 +127,38 @@ def install(memory: int = 80 * 2**30) -> ModuleType:
     import transformers.generation
     import transformers.modeling_utils  # noqa: F401
 
+    global _device
     folder = built()
-    spec = importlib.util.spec_from_file_location("pretended_cuda", folder / "pretended_cuda.so")
-    assert spec and spec.loader
-    device = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(device)
-    checked, kernelless = json.loads((folder / "operators.json").read_text())
-    device.operators(set(checked), set(kernelless), {f"aten::{name}" for name in WAITING})
-    _replace(device, memory)
-    return device
+    _device = ctypes.PyDLL(str(folder / LIBRARY))
+    for name in ("memory_used", "most_memory_used", "kernels_launched"):
+        getattr(_device, name).restype = ctypes.c_int64
+    _device.generator.restype = ctypes.py_object
+    counted = ([f"aten::{name}" for name in names] for names in (WAITING, UNORDERED))
+    _device.begin(*(" ".join(names).encode() for names in (*json.loads((folder / OPERATORS).read_text()), *counted)))
+    _replace(memory)
 
 
-def _replace(device: ModuleType, memory: int) -> None:
-    """Put functions that know the device in place of those of `torch.cuda` and `torch.accelerator` that need CUDA's C parts."""
+def _replace(memory: int) -> None:
+    """Put functions that know the device in place of those of torch that need CUDA's C parts."""
     import torch
 
     properties = SimpleNamespace(
         name="pretended CUDA device", total_memory=memory, major=CAPABILITY[0], minor=CAPABILITY[1],
         multi_processor_count=132, warp_size=32, gcnArchName="", is_integrated=False, uuid="0",
     )  # fmt: skip
-    generator = device.default_generator()
+    generator = _device.generator()
 
     def room(*_: Any) -> tuple[int, int]:
-        return memory - device.figures()[0], memory
+        return memory - _device.memory_used(), memory
 
     both: dict[str, Any] = {
-        "is_available": lambda: True,
+        "is_available": lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != "",
         "device_count": lambda: 1,
         "synchronize": lambda *_: _counts.note("wait", "synchronize", 0),
         "empty_cache": lambda: None,
-        "memory_allocated": lambda *_: device.figures()[0],
-        "max_memory_allocated": lambda *_: device.figures()[1],
-        "reset_peak_memory_stats": lambda *_: device.reset_peak(),
+        "memory_allocated": lambda *_: _device.memory_used(),
+        "max_memory_allocated": lambda *_: _device.most_memory_used(),
+        "reset_peak_memory_stats": lambda *_: _device.forget_peak(),
     }
     cuda: dict[str, Any] = {
         "_lazy_init": lambda: None,
@@ -179,6 +188,13 @@ def _replace(device: ModuleType, memory: int) -> None:
     for module, functions in ((torch.cuda, both | cuda), (torch.accelerator, both | accelerator)):
         for name, function in functions.items():
             setattr(module, name, function)
+    torch.UntypedStorage.clone = _cloned  # type: ignore[method-assign] - which `copy.deepcopy` of a tensor calls
+
+
+def _cloned(storage: Any) -> Any:
+    import torch
+
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage().copy_(storage)
 
 
 @dataclass
@@ -187,8 +203,9 @@ class Counts:
 
     Attributes:
         kernels: how many were launched.
-        places: (kind, operator, line of the package) -> times; kinds are "wait", "download" (for which the host waits, too) and
-            "upload". What that line calls of transformers is told apart by `OTHERS`.
+        places: (kind, operator, line of the package) -> times. Kinds are those of `WAITS`; "upload" and "download" for
+            copies with `non_blocking`, which the host does not wait for; "unordered" for sums that no two runs may agree on.
+            `OTHERS` marks what a line calls of a library.
         nbytes: bytes copied, by kind.
         peak: most bytes of the device in use at a time.
     """
@@ -201,18 +218,18 @@ class Counts:
     @property
     def waits(self) -> int:
         """How often the host waited for the device."""
-        return self.of("wait") + self.of("download")
+        return self.of(*WAITS)
 
-    def of(self, kind: str) -> int:
-        """How often a kind of thing happened."""
-        return sum(times for (which, *_), times in self.places.items() if which == kind)
+    def of(self, *kinds: str) -> int:
+        """How often something of these kinds happened."""
+        return sum(times for (kind, *_), times in self.places.items() if kind in kinds)
 
     def note(self, kind: str, what: str, nbytes: int) -> None:
         """Count it, for the innermost line of the package."""
         frame, place, others = sys._getframe(1), "elsewhere", ""
         while frame:
             file = frame.f_code.co_filename
-            if "/site-packages/transformers/models/" in file:
+            if "/site-packages/transformers/models/" in file or "/site-packages/vllm/" in file:
                 others = OTHERS
             if "/vlmcompress/" in file and "/site-packages/" not in file:
                 place = f"{file.rpartition('/vlmcompress/')[2]}:{frame.f_lineno}{others}"
@@ -222,19 +239,41 @@ class Counts:
         self.nbytes[kind] += nbytes
 
 
+_LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
 _counts = Counts()
+_device: Any = None
+
+
+@_LISTENER
+def _heard(kind: bytes, what: bytes, nbytes: int) -> None:
+    _counts.note(kind.decode(), what.decode(), nbytes)
 
 
 @contextmanager
-def counting(device: ModuleType) -> Iterator[Counts]:
+def counting() -> Iterator[Counts]:
     """Count what happens on the device within the context."""
     global _counts
-    before, _counts = device.figures()[2], Counts()
+    before, _counts = _device.kernels_launched(), Counts()
     counts = _counts
-    device.reset_peak()
-    device.listen(counts.note)
+    _device.forget_peak()
+    _device.listen(_heard)
     try:
         yield counts
     finally:
-        device.listen(None)
-        counts.kernels, counts.peak = device.figures()[2] - before, device.figures()[1]
+        _device.listen(None)
+        counts.kernels, counts.peak = _device.kernels_launched() - before, _device.most_memory_used()
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Within the context there seems to be no accelerator, and 16-bit products are computed as on one."""
+    import pytest
+    import torch
+
+    from vlmcompress.calibration import devices
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "emulated", lambda _dtype: False)
+        for module in (torch.accelerator, torch.cuda):
+            patch.setattr(module, "is_available", lambda: False)
+        yield

@@ -1,27 +1,34 @@
 // A pretended CUDA device for a CPU build of torch, in main memory, behind the real CUDA dispatch key.
 //
 // Every operator runs its CPU kernel on aliases of the same memory, once the devices of its arguments were checked as CUDA's
-// wrappers check them. Fresh memory holds NaN. Kernels, copies and what makes the host wait are handed to a callback.
-#include <ATen/ATen.h>
+// wrappers check them. Fresh memory holds NaN. Kernels, copies and what makes the host wait are handed to a callback. Python calls
+// the functions at the end by ctypes. Headers of single operators, and no pybind11, take half of the time to build away.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/ConvUtils.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_local_scalar_dense_ops.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/add_ops.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution_backward_ops.h>
+#include <ATen/ops/convolution_ops.h>
+#include <ATen/ops/matmul_ops.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/Generator.h>
 #include <torch/library.h>
 
 #include <atomic>
 #include <cstdlib>
+#include <sstream>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -35,10 +42,11 @@ using Names = std::unordered_set<std::string>;
 const Device kDevice(DeviceType::CUDA, 0);
 const c10::DispatchKeySet kCuda(c10::DispatchKey::CUDA);
 std::atomic<int64_t> used{0}, peak{0}, kernels{0};
-py::object* callback = nullptr;
+void (*callback)(const char* kind, const char* what, int64_t bytes) = nullptr;
 Names checked;    // operators that accept no CPU scalar beside CUDA tensors
 Names kernelless; // operators without a CUDA kernel
 Names waiting;    // operators after which the host waits for the device
+Names unordered;  // operators that add numbers up in whatever order threads run
 
 // ---- memory, guard, generator, hooks
 
@@ -162,10 +170,8 @@ std::string described(const Tensor& tensor) {
   return text + "] ";
 }
 
-void report(const char* kind, const std::string& what, int64_t bytes = 0) {
-  if (!callback) return;
-  py::gil_scoped_acquire lock;
-  (*callback)(kind, what, bytes);
+void report(const std::string& kind, const std::string& what, int64_t bytes = 0) {
+  if (callback) callback(kind.c_str(), what.c_str(), bytes);
 }
 
 Tensor shaped(c10::Storage storage, c10::DispatchKey key, const Tensor& as) {
@@ -231,7 +237,9 @@ class Call {
     kIndexing.count(name_) ? check_indices() : check_devices();
     check_types();
     kernels++;
-    if (waiting.count(name_)) report("wait", name_ + " " + text_);
+    if (waiting.count(name_) && !size_given()) report("wait", name_ + " " + text_);
+    if (unordered.count(name_) && at::isFloatingType(arguments_[0].original.scalar_type()))
+      report("unordered", name_ + " " + text_);
     if (kWideProducts.count(name_)) return wide_product();
     {
       at::AutoDispatchBelowADInplaceOrView guard;
@@ -295,9 +303,9 @@ class Call {
       TORCH_CHECK(tensor.device() == self.device() || (tensor.device().is_cpu() && (index || tensor.dim() == 0)),
                   "indices should be either on cpu or on the same device as the indexed tensor (", name_, ") ", text_);
       if (!on_device(self) || !index) continue;
-      if (tensor.device().is_cpu()) report("upload", name_ + " " + text_, tensor.nbytes());
-      if (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte)
-        report("wait", name_ + " (mask) " + text_);
+      const bool mask = tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
+      if (tensor.device().is_cpu()) report("awaited upload", name_ + " " + text_, tensor.nbytes());
+      else if (mask && name_ != "aten::index.Tensor_out") report("wait", name_ + " (mask) " + text_);  // that called nonzero
     }
   }
 
@@ -313,15 +321,19 @@ class Call {
                   "linalg: Low precision dtypes not supported. Got ", c10::toString(type), " (", name_, ")");
   }
 
+  bool size_given() {  // of repeat_interleave, which then reads none
+    return name_ == "aten::repeat_interleave.Tensor" && stack_[begin_ + 1].isInt();
+  }
+
   void wide_product() {  // only CUDA has these, for 16-bit factors
     const auto narrow = arguments_.back().original.scalar_type();
     TORCH_CHECK(narrow == at::kHalf || narrow == at::kBFloat16, "out_dtype is for 16-bit inputs (", name_, ")");
     at::AutoDispatchBelowADInplaceOrView guard;
     std::vector<Tensor> wide;
     for (const auto& argument : arguments_) wide.push_back(argument.alias.to(at::kFloat));
-    auto product = at::matmul(wide[wide.size() - 2], wide.back());
+    auto product = at::_ops::matmul::call(wide[wide.size() - 2], wide.back());
     stack_.resize(begin_);
-    stack_.push_back(device(wide.size() == 2 ? product : product + wide[0]));
+    stack_.push_back(device(wide.size() == 2 ? product : at::_ops::add_Tensor::call(product, wide[0], 1)));
   }
 
   void write_outs() {
@@ -376,11 +388,12 @@ Tensor empty_strided(Sizes sizes, Sizes strides, std::optional<at::ScalarType> t
   return at::detail::empty_strided_generic(sizes, strides, &allocator, kCuda, c10::dtype_or_default(type));
 }
 
-Tensor& copy_(Tensor& self, const Tensor& source, bool) {
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_same(source)) return self;
   const auto text = "copy_ " + described(self) + "<- " + described(source);
+  const auto kind = on_device(self) ? "upload" : "download";
   if (on_device(self) && on_device(source)) kernels++;
-  else report(on_device(self) ? "upload" : "download", text, source.nbytes());
+  else report(non_blocking ? kind : std::string("awaited ") + kind, text, source.nbytes());
   at::AutoDispatchBelowADInplaceOrView guard;
   Aliases aliases;
   auto to = on_device(self) ? aliases.cpu(self) : self;
@@ -391,7 +404,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool) {
 at::Scalar item(const Tensor& self) {
   report("wait", "item " + described(self));
   at::AutoDispatchBelowADInplaceOrView guard;
-  return at::_local_scalar_dense(cpu(self));
+  return at::_ops::_local_scalar_dense::call(cpu(self));
 }
 
 Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, Sizes sizes, Sizes strides) {
@@ -416,29 +429,26 @@ int64_t attention(const Tensor& query, const Tensor&, const Tensor&, const std::
   return 0;  // by products and softmax
 }
 
-using Ints = c10::SymIntArrayRef;
-std::vector<int64_t> ints(Ints values) {
-  std::vector<int64_t> plain;
-  for (const auto& value : values) plain.push_back(value.expect_int());
-  return plain;
-}
+using SymSizes = c10::SymIntArrayRef;
+const c10::SymInt kNoPadding[] = {0, 0};
 
-Tensor depthwise(const Tensor& x, const Tensor& weight, Ints, const std::optional<Tensor>& bias, Ints stride, Ints padding,
-                 Ints dilation) {
+Tensor depthwise(const Tensor& x, const Tensor& weight, SymSizes, const std::optional<Tensor>& bias, SymSizes stride,
+                 SymSizes padding, SymSizes dilation) {
   kernels++;
   at::AutoDispatchBelowADInplaceOrView guard;
   const auto b = bias && bias->defined() ? std::optional<Tensor>(cpu(*bias)) : std::nullopt;
   return device(
-      at::convolution(cpu(x), cpu(weight), b, ints(stride), ints(padding), ints(dilation), false, {0, 0}, x.size(1)));
+      at::_ops::convolution::call(cpu(x), cpu(weight), b, stride, padding, dilation, false, kNoPadding, x.size(1)));
 }
 
-std::tuple<Tensor, Tensor> depthwise_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, at::IntArrayRef,
-                                              at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                                              std::array<bool, 2> which) {
+std::tuple<Tensor, Tensor> depthwise_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, Sizes, Sizes stride,
+                                              Sizes padding, Sizes dilation, std::array<bool, 2> which) {
   kernels++;
   at::AutoDispatchBelowADInplaceOrView guard;
-  const auto result = at::convolution_backward(cpu(grad), cpu(x), cpu(weight), std::nullopt, stride, padding, dilation, false,
-                                               {0, 0}, weight.size(0), {which[0], which[1], false});
+  const auto symbols = [](Sizes sizes) { return c10::fromIntArrayRefSlow(sizes); };
+  const auto result = at::_ops::convolution_backward::call(cpu(grad), cpu(x), cpu(weight), std::nullopt, symbols(stride),
+                                                           symbols(padding), symbols(dilation), false, kNoPadding,
+                                                           weight.size(0), {which[0], which[1], false});
   return {device(std::get<0>(result)), device(std::get<1>(result))};
 }
 
@@ -460,9 +470,16 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("resize_", TORCH_FN(at::native::resize_));
   library.impl("_conv_depthwise2d", TORCH_FN(depthwise));
 }
+
+Names split(const char* words) {
+  std::istringstream text(words);
+  return {std::istream_iterator<std::string>(text), {}};
+}
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+extern "C" {
+void begin(const char* all_on_device, const char* without_kernel, const char* that_wait, const char* that_race) {
+  checked = split(all_on_device), kernelless = split(without_kernel), waiting = split(that_wait), unordered = split(that_race);
   c10::SetAllocator(DeviceType::CUDA, &allocator, 1);
   // torch keeps the hooks that it got while it was imported, a stub; the stub's functions become ours.
   auto& hooks = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
@@ -470,14 +487,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (!hooks.hasCUDA()) *reinterpret_cast<void**>(&hooks) = *reinterpret_cast<void**>(ours);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention);
   at::native::conv_depthwise2d_backward_stub.set_cuda_dispatch_ptr(&depthwise_backward);
-  m.def("operators", [](Names all_on_device, Names without_kernel, Names that_wait) {
-    checked = std::move(all_on_device), kernelless = std::move(without_kernel), waiting = std::move(that_wait);
-  });
-  m.def("listen", [](py::object function) {
-    delete callback;
-    callback = function.is_none() ? nullptr : new py::object(std::move(function));
-  });
-  m.def("figures", [] { return std::make_tuple(used.load(), peak.load(), kernels.load()); });
-  m.def("reset_peak", [] { peak = used.load(); });
-  m.def("default_generator", [] { return default_generator(); });
+}
+void listen(void (*function)(const char*, const char*, int64_t)) { callback = function; }
+int64_t memory_used() { return used; }
+int64_t most_memory_used() { return peak; }
+int64_t kernels_launched() { return kernels; }
+void forget_peak() { peak = used.load(); }
+PyObject* generator() { return THPGenerator_Wrap(default_generator()); }
 }

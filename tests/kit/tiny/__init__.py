@@ -22,26 +22,30 @@ from safetensors.torch import load_file, save_file
 from vlmcompress.models import quiet
 
 
-def build(family: str, folder: str | Path, *, seed: int = 0, hub_names: bool = True) -> Path:
+def build(
+    family: str, folder: str | Path, *, seed: int = 0, hub_names: bool = True, **text: int | tuple[int, ...]
+) -> Path:
     """Write the tiny checkpoint of `family` (`qwen2-5-vl` or `qwen2_5_vl`) into `folder` and return that.
 
     Args:
         hub_names: tensors as on the hub; False: as transformers 5 saves them, so without those that it drops.
+        text: values of the decoder's configuration, for families whose `model` takes some.
     """
-    made, state = _made(family.replace("-", "_"), seed, hub_names)
+    made, state = _made(family.replace("-", "_"), seed, hub_names, tuple(text.items()))
     shutil.copytree(made, folder, dirs_exist_ok=True)
     torch.set_rng_state(state)
     return Path(folder)
 
 
 @cache
-def _made(family: str, seed: int, hub_names: bool) -> tuple[Path, torch.Tensor]:
+def _made(family: str, seed: int, hub_names: bool, text: tuple) -> tuple[Path, torch.Tensor]:
     """A checkpoint of this process, to be copied, and the state of torch's random numbers behind it."""
     module, folder = importlib.import_module(f"tests.kit.tiny.{family}"), Path(tempfile.mkdtemp(prefix="tiny-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(seed)
     with quiet():
-        model = module.model().to(torch.bfloat16).eval()
+        changes = {key: list(value) if isinstance(value, tuple) else value for key, value in text}
+        model = module.model(**changes).to(torch.bfloat16).eval()
         model.save_pretrained(folder)
         module.processor().save_pretrained(folder)
     if hub_names:

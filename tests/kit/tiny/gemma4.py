@@ -22,7 +22,7 @@ NAMED = {
 PATCHES = {"patch_size": 4, "pooling_kernel_size": 3}
 
 
-def model() -> T.PreTrainedModel:
+def model(**mixture: object) -> T.PreTrainedModel:
     model = T.Gemma4ForConditionalGeneration(
         T.Gemma4Config(
             vision_config=T.Gemma4VisionConfig(
@@ -49,6 +49,7 @@ def model() -> T.PreTrainedModel:
                 layer_types=["sliding_attention", "full_attention", "full_attention"],
                 hidden_size_per_layer_input=128,
                 vocab_size_per_layer_input=384,
+                **mixture,
             ),
             image_token_id=259,
             boi_token_id=260,

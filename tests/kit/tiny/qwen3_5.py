@@ -37,8 +37,9 @@ VISION = {
 }
 
 
-def model() -> T.PreTrainedModel:
-    text = {**GQA, **LINEAR, **_mtp.CONFIG, "head_dim": 32, "rope_parameters": ROPE, "tie_word_embeddings": True}
+def model(**changes: int) -> T.PreTrainedModel:
+    text = {**GQA, **LINEAR, **changes, **_mtp.CONFIG}
+    text |= {"head_dim": 32, "rope_parameters": ROPE, "tie_word_embeddings": True}
     return T.Qwen3_5ForConditionalGeneration(
         T.Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True, **TOKEN_IDS)
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def interpreter() -> str:
     if path is None:
         raise UserError(f"{PYTHON_VARIABLE}={python} is not an executable; point it to the Python that has vLLM")
     return path
+
+
+def available() -> bool:
+    """Whether the engine's Python has vLLM; it is not imported."""
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return subprocess.run([interpreter(), "-c", probe], stderr=subprocess.DEVNULL).returncode == 0
 
 
 def environment(**defaults: str) -> dict[str, str]:

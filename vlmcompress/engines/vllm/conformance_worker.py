@@ -146,7 +146,7 @@ class Watched:
 
         model.embed_multimodal = counted
         layers = (module for name, module in model.named_modules() if re.search(r"model\.layers\.\d+$", name))
-        *_, last = layers  # the first ones may run ahead, too
+        *_, last = layers
         last.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, module, args, kwargs) -> None:

@@ -75,6 +75,8 @@ def _counted(llm, job: dict) -> dict[str, float]:
         return {}
     counters: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if "spec_decode" in metric.name and hasattr(metric, "value"):
-            counters[metric.name] = counters.get(metric.name, 0) + metric.value
+        values = {"": metric.value} if hasattr(metric, "value") else dict(enumerate(getattr(metric, "values", ())))
+        for place, value in values.items() if "spec_decode" in metric.name else ():
+            name = metric.name if place == "" else f"{metric.name}/{place}"
+            counters[name] = counters.get(name, 0) + value
     return counters

@@ -73,8 +73,8 @@ def serve(
             that the checkpoint or the engine can't do.
     """
     model = Path(model)
-    if (model / "model.gguf").is_file():
-        raise UserError(f"{model} is GGUF, which vLLM does not serve; start llama.cpp: sh {model}/serve/llamacpp.sh")
+    if (model / "openvino_language_model.xml").is_file():
+        raise UserError(f"{model} is OpenVINO, which vLLM does not serve; ask it: python {model}/serve/ask_openvino.py")
     python = interpreter()
     limits: dict[str, Any] = {"images": images, "videos": videos, "max_model_len": max_model_len}
     arguments = arguments_of(model, host=host, port=port, **limits, speculative=speculative, extra=extra)
@@ -122,7 +122,7 @@ def server(
     Raises:
         UserError: no such checkpoint, no engine, the port is taken, or the server does not come up.
     """
-    model, port = Path(model), port or _free_port()
+    model, port = Path(model), port or free_port()
     check_port(HOST, port)
     limits: dict[str, Any] = {"images": images, "max_model_len": max_model_len}
     arguments = arguments_of(model, host=HOST, port=port, **limits, speculative=speculative, extra=flags)
@@ -132,21 +132,22 @@ def server(
         log = Path(log or Path(folder, "log"))
         running = start_process(command, environment(), log, piped=False)
         try:
-            _wait(running, model, url, timeout, log)
+            wait(running, model, url, timeout, log, "vLLM's server")
             yield Server(url, name(model), log, running.pid, round(time.monotonic() - began, 2))
         finally:
             stop_process(running, grace=20.0)
             keep_log(log)
 
 
-def _wait(running: subprocess.Popen, model: Path, url: str, timeout: float, log: Path) -> None:
+def wait(running: subprocess.Popen, model: Path, url: str, timeout: float, log: Path, title: str) -> None:
+    """Wait until a server answers at `/health`. Raises UserError where it ends before, or takes `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not _healthy(url):
         if (code := running.poll()) is not None:
             end = how_it_ended(code)
-            raise UserError(f"vLLM's server could not start ({end}) with {model}{last_words(log)}")
+            raise UserError(f"{title} could not start ({end}) with {model}{last_words(log)}")
         if time.monotonic() > deadline:
-            raise UserError(f"vLLM's server was not up after {timeout:g} s with {model}{last_words(log)}")
+            raise UserError(f"{title} was not up after {timeout:g} s with {model}{last_words(log)}")
         time.sleep(0.25)
 
 
@@ -158,7 +159,8 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
@@ -206,7 +208,7 @@ def arguments_of(
     if (last := speculation.last_setting(extra)) is not None:
         speculation.checked(model, last)
     elif speculative is not None:
-        arguments += [speculation.FLAG, json.dumps(speculation.checked(model, speculative))]
+        arguments += speculation.flags(model, speculative)
     return [*arguments, *extra]
 
 

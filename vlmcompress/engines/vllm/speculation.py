@@ -22,6 +22,7 @@ FLAG = "--speculative-config"
 _FLAGS = (FLAG, "-sc")
 _ALONE = ("ngram", "ngram_gpu", "suffix", "mtp")
 _DRAFTED = ("draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark")
+LEAST_BLOCK = 32  # of the CPU build
 _SUFFIX = "arctic_inference"
 # Run by the engine's Python: says whether it has the package, and whether its vLLM is a CPU build.
 _PROBE = f"""
@@ -71,6 +72,22 @@ def checked(model: Path, text: str) -> dict[str, Any]:
         )
     _check_model(model, method, cpu)
     return config
+
+
+def flags(model: Path, text: str) -> list[str]:
+    """The flags of `vllm serve` for the JSON of `--speculative-config`, checked.
+
+    vLLM's CPU build has blocks of 128 tokens unless told otherwise, and most images have none that a draft could leave out.
+    """
+    from vlmcompress.checkpoint import draft_folder  # which brings torch along
+
+    config = checked(model, text)
+    folder = Path(config.get("model") or "")
+    if config.get("method") == "eagle3" and (folder / draft_folder.FACTS).is_file() and _engine()[1]:
+        images = draft_folder.Draft.of(folder).images
+        if not images.plain:
+            return [FLAG, json.dumps(config), "--block-size", str(max(images.block, LEAST_BLOCK))]
+    return [FLAG, json.dumps(config)]
 
 
 def _folder(method: str, model: Any) -> str:

@@ -22,7 +22,12 @@ and, under the registered name, vLLM's class of that family with the reducer in 
 from __future__ import annotations
 
 from vlmcompress.engines.reducer_support import FAMILIES, PREFIX
-from vlmcompress.engines.vllm.plugin._cpu import emulate_experts, emulate_nvfp4, unpack_on_load
+from vlmcompress.engines.vllm.plugin._cpu import (
+    emulate_experts,
+    emulate_floats,
+    look_up_packed,
+    unpack_on_load,
+)
 
 __all__ = ["FAMILIES", "register"]
 
@@ -36,6 +41,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+    from vlmcompress.engines.vllm.plugin import _draft
     from vlmcompress.engines.vllm.plugin._loading import Loading, supported
 
     right = supported(vllm.__version__)
@@ -46,6 +52,8 @@ def register() -> None:
         ModelRegistry.register_model(name, f"{__name__}.{module}")
         MODELS_CONFIG_MAP[name] = Loading(MODELS_CONFIG_MAP.get(original))  # type: ignore[assignment]
     if right:
-        emulate_nvfp4()
+        _draft.register()
+        emulate_floats()
         emulate_experts()
         unpack_on_load()
+        look_up_packed()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.hf_hooks.units import no_words
 from vlmcompress.models import spec_for
 
@@ -84,7 +85,7 @@ class AskingModel:
             return {}
         language_model = self.get_language_model()  # type: ignore[attr-defined]
         device = next(language_model.parameters()).device
-        return {"query": embedded(language_model, self._questions[image].flatten().to(device))}
+        return {"query": embedded(language_model, sent(self._questions[image].flatten(), device))}
 
 
 def embedded(language_model: Any, ids: Tensor) -> Tensor:

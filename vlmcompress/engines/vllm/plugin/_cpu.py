@@ -1,4 +1,5 @@
-"""What vLLM's CPU build has no kernels for: experts with 4-bit weights, 4-bit weights without AVX-512, and NVFP4.
+"""What vLLM's CPU build has no kernels for: experts with 4-bit weights, 4-bit weights without AVX-512, quantized
+embeddings, floats in blocks.
 
 **Experts with 4-bit weights** where the processor has no AMX: slow, and only when the environment asks for it. vLLM 0.32 has
 kernels for quantized experts on x86 for processors with AMX only. For GPUs it has an emulation that dequantizes them when
@@ -11,10 +12,14 @@ for each kind of x86 processor, and that for AVX2 alone lacks the kernel of 4-bi
 checkpoint loads, and the first question fails. Here vLLM's own class reads and packs the weights; they are then unpacked into
 a plain matrix. Memory is that of 16-bit weights, answers are those of the checkpoint.
 
+**Quantized embeddings**: vLLM 0.32 loads them, and looks their rows up by a Triton kernel, which CPUs lack. Here a few lines of
+torch do that, for whoever has a CPU build without Triton.
+
 **NVFP4**, to measure accuracy where there is no Blackwell: slow, and only when the environment asks for it. vLLM 0.32 has no
 kernel for NVFP4 on CPUs, but an emulation that computes what the kernels do (weights and inputs rounded to 4-bit floats,
 products in 16 bits: `model_executor/kernels/linear/nvfp4/emulation.py`). Here it is registered for CPUs, by vLLM's own
-`register_linear_kernel`. It serves W4A4; for 16-bit activations vLLM takes Marlin without asking, and refuses.
+`register_linear_kernel`. It serves W4A4; for 16-bit activations vLLM takes Marlin without asking, and refuses. So are kernels
+for **MXFP4** and **MXFP8**, which vLLM asks for in the same way whatever a checkpoint says of its inputs.
 """
 
 from __future__ import annotations
@@ -159,17 +164,82 @@ def unpacked(packed: Any, scales: Any, zeros: Any, weight_type: Any) -> Any:
     return values.reshape(rows, -1)
 
 
-NVFP4_VARIABLE = "VLMCOMPRESS_EMULATE_NVFP4"
-_nvfp4_registered: list[bool] = []
+def look_up_packed() -> None:
+    """Let vLLM's CPU build look up rows of a quantized embedding, which it does in Triton alone. May be called again."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if not current_platform.is_cpu() or HAS_TRITON:
+        return
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_embedding
+
+    module: Any = compressed_tensors_embedding
+    module._dequant_gather_triton = looked_up
 
 
-def emulate_nvfp4() -> None:
-    """Register vLLM's emulation of NVFP4 for CPUs where the environment asks for it (`VLMCOMPRESS_EMULATE_NVFP4=1`), once."""
-    if os.environ.get(NVFP4_VARIABLE) != "1" or _nvfp4_registered:
+def looked_up(ids: Any, packed: Any, scale: Any, width: int, bits: int) -> Any:
+    """Rows `[tokens, width]` of an embedding of symmetric codes, in the type of its scales.
+
+    Args:
+        ids: `[tokens]`; `packed`: int32 `[vocabulary, words]`; `scale`: `[vocabulary, groups]`.
+    """
+    import torch
+
+    shifts = torch.arange(0, 32, bits, device=packed.device)
+    codes = ((packed[ids][..., None] >> shifts) & (2**bits - 1)).flatten(1)[:, :width] - 2 ** (bits - 1)
+    scales = scale[ids].float().repeat_interleave(width // scale.shape[1], 1)
+    return (codes * scales).to(scale.dtype)
+
+
+NVFP4_VARIABLE, MX_VARIABLE = "VLMCOMPRESS_EMULATE_NVFP4", "VLMCOMPRESS_EMULATE_MX"
+_registered: set[str] = set()
+
+
+def emulate_floats() -> None:
+    """Register kernels for CPUs that undo floats in blocks before each product, where the environment asks for them, once.
+
+    For NVFP4 (`VLMCOMPRESS_EMULATE_NVFP4=1`) and MXFP8 (`VLMCOMPRESS_EMULATE_MX=1`) vLLM's own, of which that for MXFP8 leaves
+    inputs in 16 bits; for MXFP4, where vLLM's needs a package of AMD's, `_mxfp4_kernel`.
+    """
+    chosen = {variable for variable in (NVFP4_VARIABLE, MX_VARIABLE) if os.environ.get(variable) == "1"} - _registered
+    _registered.update(chosen)
+    if not chosen:
         return
     from vllm.model_executor.kernels.linear import register_linear_kernel
-    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
     from vllm.platforms import PlatformEnum
 
-    register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
-    _nvfp4_registered.append(True)
+    if NVFP4_VARIABLE in chosen:
+        from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
+
+        register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+    if MX_VARIABLE in chosen:
+        from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
+
+        register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
+        register_linear_kernel(_mxfp4_kernel(), PlatformEnum.CPU, "mxfp4")
+
+
+def _mxfp4_kernel() -> type:
+    """A kernel of vLLM's for MXFP4 with MXFP4 inputs: both are undone, and multiplied in 16 bits."""
+    import torch
+    from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
+
+    from vlmcompress.numerics import MXFP4, ActFormat, QTensor, round_activations, unpack_fp4
+
+    class MxFp4InPlainTorch(MxFp4LinearKernel):
+        is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            return config.activation_quant_key == kMxfp4Dynamic, "MXFP4 inputs only"
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            weight = QTensor(unpack_fp4(layer.weight.data), layer.weight_scale.data, None, MXFP4).dequantize()
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            rounded = round_activations(x, ActFormat("float", 4, dynamic=True, mx=True)).to(x.dtype)
+            return torch.nn.functional.linear(rounded, layer.weight.to(x.dtype), bias)
+
+    return MxFp4InPlainTorch

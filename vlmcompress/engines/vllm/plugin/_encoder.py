@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.hf_hooks.pixels import signals
 from vlmcompress.hf_hooks.support import strategy
@@ -186,32 +187,40 @@ def encode(tower: Any, pixel_values: Tensor, grids: Sequence[Sequence[int]], kep
         grids: frames, rows and columns of patches, of each image.
         kept: `[tokens]` bool on the CPU, at least one of each frame.
     """
-    kept = kept.cpu()
     patches = kept.repeat_interleave(tower.spatial_merge_size**2)
+    rows = _places(patches, pixel_values.device)
     full = tower.prepare_encoder_metadata(grids)
     frames = np.cumsum([0, *(h * w for t, h, w in grids for _ in range(t))], dtype=np.int32)
     if "window_index" in full:
         metadata = _windows(tower, full, grids, kept) | _lengths(tower, _left(frames, patches), "_full")
     else:
         names = ("rotary_pos_emb_cos", "rotary_pos_emb_sin", "pos_embeds")
-        metadata = {name: full[name][patches.to(full[name].device)] for name in names if name in full}
+        metadata = {name: full[name][rows] for name in names if name in full}
         metadata |= _lengths(tower, _left(frames, patches))
-    return tower(pixel_values[patches.to(pixel_values.device)], None, encoder_metadata=metadata)
+    return tower(pixel_values[rows], None, encoder_metadata=metadata)
+
+
+def _places(mask: Tensor, device: torch.device) -> Tensor:
+    """The places, on `device`, where a mask on the CPU is true; as an index a mask makes the host wait for their number."""
+    return sent(mask.nonzero().squeeze(1), device)
 
 
 def _windows(tower: Any, full: dict[str, Tensor], grids: Sequence[Sequence[int]], kept: Tensor) -> dict[str, Any]:
     """Arguments of Qwen2.5-VL's tower, which brings tokens into the order of their windows first."""
-    order = full["window_index"].cpu()
+    orders, ends, start, square = [], [np.zeros(1, dtype=np.int32)], 0, tower.spatial_merge_size**2
+    for t, h, w in grids:
+        _, _, order, windows, _ = tower.get_rope_by_thw(t, h, w)  # the last three are on the CPU
+        orders.append(order + start // square)
+        ends.append(windows.numpy() + start)
+        start += t * h * w
+    order = torch.cat(orders)
     inside = kept[order]
     index = (kept.cumsum(0) - 1)[order[inside]]
-    patches = inside.repeat_interleave(tower.spatial_merge_size**2)
-    ends, start = [np.zeros(1, dtype=np.int32)], 0
-    for t, h, w in grids:
-        ends.append(tower.get_rope_by_thw(t, h, w)[3].numpy() + start)
-        start += t * h * w
-    device = full["rotary_pos_emb_cos"].device
-    metadata = {name: full[name][patches.to(device)] for name in ("rotary_pos_emb_cos", "rotary_pos_emb_sin")}
-    metadata |= {"window_index": index.to(device), "reverse_indices": index.argsort().to(device)}
+    patches, device = inside.repeat_interleave(square), full["rotary_pos_emb_cos"].device
+    rows = _places(patches, device)
+    metadata = {name: full[name][rows] for name in ("rotary_pos_emb_cos", "rotary_pos_emb_sin")}
+    metadata["window_index"] = sent(index, device)
+    metadata["reverse_indices"] = sent(index.argsort(), device)
     windows = _lengths(tower, _left(np.concatenate(ends), patches), "_window")
     return metadata | {name.replace("cu_seqlens", "cu_window_seqlens"): value for name, value in windows.items()}
 
@@ -229,7 +238,10 @@ def _lengths(tower: Any, ends: np.ndarray, suffix: str = "") -> dict[str, Any]:
     backend, device = tower.attn_backend, tower.device
     if hasattr(tower, "compute_attn_mask_seqlen") and not hasattr(tower, "fp8_padded_hidden_size"):  # Qwen2-VL
         cumulative = torch.from_numpy(ends)
-        return {"cu_seqlens": cumulative.to(device), "max_seqlen": tower.compute_attn_mask_seqlen(cumulative)}
+        return {
+            "cu_seqlens": sent(cumulative, device),
+            "max_seqlen": tower.compute_attn_mask_seqlen(cumulative),
+        }
     padded = {"fp8_padded_hidden_size": tower.fp8_padded_hidden_size}
     return {
         "cu_seqlens": Attention.maybe_recompute_cu_seqlens(

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, PlainRope, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
@@ -65,7 +64,6 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         from vllm.transformers_utils.processor import cached_processor_from_config
 
-        self._ahead = Ahead(self.get_language_model(), self.reducer.chosen, rotated=False)  # type: ignore[attr-defined]
         self._processor = cached_processor_from_config(vllm_config.model_config)
         self._spec = _spec(vllm_config.model_config.hf_config.model_type)
 
@@ -114,10 +112,8 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         for rows, grids, signals in images:
             units.append([])
             for grid, index in grids:
-                columns = torch.tensor(index).to(rows.device, non_blocking=True)
-                features = rows[columns]
-                ahead = self._ahead.signals(grid, features, signals.get("query"))
-                tiles.append({"grid": grid, "features": features, **signals, **ahead})
+                columns = sent(index, rows.device)
+                tiles.append({"grid": grid, "features": rows[columns], **signals})
                 units[-1].append(Unit(0, columns, grid, 0, (0, len(rows))))
         results = iter(self.reducer.reduce_all(tiles))
         return [

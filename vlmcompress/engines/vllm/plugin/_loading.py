@@ -67,6 +67,16 @@ class Loading:
             self.original.verify_and_update_config(vllm_config)
 
 
+def sent(data: Any, device: torch.device) -> Tensor:
+    """A tensor of main memory, or numbers for one, on a device, by way of pinned memory: the host goes on meanwhile."""
+    from vllm.utils.platform_utils import is_pin_memory_available
+
+    tensor = torch.as_tensor(data)
+    if device.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if is_pin_memory_available() else tensor).to(device, non_blocking=True)
+
+
 PIXELS = "pixel_"  # how the names of fields begin that the encoder computes with
 
 
@@ -87,7 +97,8 @@ class ResumableModel:
         parent: Any = super()
         device = next(self.parameters()).device  # type: ignore[attr-defined]
         pixels = {name: value for name, value in kwargs.items() if name.startswith(PIXELS)}
-        return parent.embed_multimodal(**kwargs | tree_map_only(torch.Tensor, lambda part: part.to(device), pixels))
+        moved = tree_map_only(torch.Tensor, lambda part: sent(part, device), pixels)
+        return parent.embed_multimodal(**kwargs | moved)
 
 
 def _on_cpu(config: Any) -> Any:

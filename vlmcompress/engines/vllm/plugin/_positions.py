@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-from vlmcompress.engines.vllm.plugin._loading import ResumableModel
+from vlmcompress.engines.vllm.plugin._loading import ResumableModel, sent
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
 DIMS = 3
@@ -52,8 +52,8 @@ def pack(rows: Tensor, places: Tensor, most: int | None = None) -> Tensor:
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Split the result of `pack` into rows and places."""
-    digits = packed[:, -CHANNELS:].long().unflatten(1, (DIMS, DIGITS))
-    return packed[:, :-CHANNELS], (digits * digits.new_tensor([BASE**power for power in range(DIGITS)])).sum(-1)
+    digits = packed[:, -CHANNELS:].long().unflatten(1, (DIMS, DIGITS)).unbind(-1)
+    return packed[:, :-CHANNELS], sum(digit * BASE**power for power, digit in enumerate(digits))
 
 
 class OriginalPositions(ResumableModel):
@@ -110,7 +110,7 @@ class OriginalPositions(ResumableModel):
         embeds = super().embed_input_ids(input_ids, rows, is_multimodal=is_multimodal)  # type: ignore[misc]
         if pairs:
             assert is_multimodal is not None
-            columns = is_multimodal.nonzero().squeeze(1).to(self._places.device)
+            columns = sent(is_multimodal.cpu().nonzero().squeeze(1), self._places.device)
             self._places[:, columns] = torch.cat([places for _, places in pairs]).T
         return embeds
 
@@ -153,10 +153,6 @@ def _check(config: Any, reducer: ServedReducer) -> None:
         (
             config.model_config.multimodal_config.mm_encoder_tp_mode == "data" and reducer.merges,
             "--mm-encoder-tp-mode data where tokens merge within the encoder; leave it out",
-        ),
-        (
-            config.lora_config is not None and "ahead" in reducer.chosen.module.NEEDS,
-            "LoRA adapters where the language model's own layers choose the tokens; leave out --enable-lora",
         ),
     ):
         if wrong:

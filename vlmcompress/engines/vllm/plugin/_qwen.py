@@ -13,9 +13,9 @@ from PIL import Image
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalFieldConfig
 
-from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._encoder import choose, encode
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, make_room, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
@@ -150,7 +150,6 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         make_room(self.get_language_model(), vllm_config.model_config)  # type: ignore[attr-defined]
         self._choice: Tensor | None = None
-        self._ahead = Ahead(self.get_language_model(), self.reducer.chosen, rotated=True)  # type: ignore[attr-defined]
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Encode as the model does; the choice made by pixels is taken out of its arguments first."""
@@ -183,7 +182,8 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         rows = encode(self.visual, image_input["pixel_values"], patches, kept)  # type: ignore[attr-defined]
         where = torch.cat([torch.from_numpy(places(grid_of(sides, self.config), 1.0)) for sides in patches])
         parts = kept.split([math.prod(grid_of(sides, self.config)) for sides in patches])
-        return pack(rows, where[kept]).split([int(part.sum()) for part in parts])
+        anchors = sent(where[kept], rows.device)
+        return pack(rows, anchors, int(where.max())).split([int(part.sum()) for part in parts])
 
     def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
         videos, patches = super()._process_video_input(video_input), video_input["video_grid_thw"].tolist()  # type: ignore[misc]
@@ -196,15 +196,14 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
 
     def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0, **signals: Tensor) -> Tensor:
         """Reduce the tokens `rows [n, d]` of one image or video; returns those left with their places."""
-        features, *levels = rows.split(self.config.get_text_config().hidden_size, 1)
-        ahead = self._ahead.signals(grid, features, signals.get("query"), levels)
-        result = self.reducer.reduce(grid, features, **signals, **ahead)
+        features = rows[:, : self.config.get_text_config().hidden_size]  # behind them those of deepstack
+        result = self.reducer.reduce(grid, features, **signals)
         if len(result.anchor) != (count := self.reducer.count(grid)):
             raise ValueError(
                 f"{self.reducer.chosen} kept {len(result.anchor)} of {math.prod(grid)} tokens, not {count}"
             )
         where = torch.from_numpy(places(grid, pace))
-        anchors = where.to(rows.device, non_blocking=True)[result.anchor]
+        anchors = sent(where, rows.device)[result.anchor]
         return pack(result.apply(rows), anchors, int(where.max()))
 
     def get_encoder_cudagraph_config(self) -> Any:

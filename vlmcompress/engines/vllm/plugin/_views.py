@@ -167,9 +167,9 @@ class ViewsModel:
         model: Any = self
         language_model = model.get_language_model()
         device = next(language_model.parameters()).device
-        row = embedded(language_model, torch.tensor([self._stand_in], device=device))
+        row = embedded(language_model, torch.full((1,), self._stand_in, device=device))
         row = torch.nn.functional.pad(row, (0, getattr(model, "multiscale_dim", 0)))
-        return pack(row, torch.zeros(1, DIMS, dtype=torch.int64, device=device))
+        return pack(row, torch.zeros(1, DIMS, dtype=torch.int64, device=device), 0)
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Numbers of tokens in encoder and projector, which never get an image that is left out."""

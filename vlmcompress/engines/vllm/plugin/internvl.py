@@ -24,6 +24,7 @@ from vllm.model_executor.models.interns1 import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vlmcompress.engines.vllm.plugin._asking import embedded
+from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
@@ -120,11 +121,13 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
 
     def _with_text(self, rows: Tensor, grid: Grid) -> Tensor:
         """Reduce a video's tokens `rows [n, d]`; returns those left, with the text around its frames, and their places."""
-        ids = torch.tensor(script(self._processor, grid[0], math.prod(self.grid)), device=rows.device)
+        ids = torch.tensor(script(self._processor, grid[0], math.prod(self.grid)))
         visual: Any = ids == self.video_context_token_id
+        columns, text, words = (
+            sent(x, rows.device) for x in (visual.nonzero()[:, 0], (~visual).nonzero()[:, 0], ids[~visual])
+        )
         every = rows.new_zeros(len(ids), rows.shape[1])
-        every[visual] = rows
-        every[~visual] = embedded(self.get_language_model(), ids[~visual]).to(rows)
-        columns = visual.nonzero().squeeze(1).cpu()
-        result = whole([Reduced(0, columns, grid, 0, (0, len(ids)), self._reduction(grid, rows))])
-        return pack(result.apply(every), result.anchor.to(rows.device)[:, None].expand(-1, DIMS))
+        every[columns] = rows
+        every[text] = embedded(self.get_language_model(), words).to(rows)
+        result = whole([Reduced(0, columns, grid, 0, (0, len(ids)), self._reduction(grid, rows))], rows.device)
+        return pack(result.apply(every), result.anchor[:, None].expand(-1, DIMS), len(ids) - 1)

@@ -24,7 +24,7 @@ from vlmcompress.models import spec_for
 from vlmcompress.reducers import Reduction
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads", "views")
+SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads", "views")
 COUNTED = ("encoder", "projected")
 
 

@@ -15,7 +15,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 
 ARCHITECTURE = "LlavaNextForConditionalGeneration"
-SIGNALS = ("features", "query", "ahead")
+SIGNALS = ("features", "query")
 
 
 class Info(LlavaInfo, LlavaNextProcessingInfo):

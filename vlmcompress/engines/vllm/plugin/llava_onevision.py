@@ -24,7 +24,7 @@ from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt
 from vlmcompress.reducers import Grid
 
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
-SIGNALS = ("features", "query", "ahead")
+SIGNALS = ("features", "query")
 VIDEOS = True
 
 

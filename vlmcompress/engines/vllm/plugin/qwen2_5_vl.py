@@ -14,7 +14,7 @@ from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenPro
 from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
-SIGNALS = ("features", "query", "ahead", "pixels", "views")
+SIGNALS = ("features", "query", "pixels", "views")
 VIDEOS = True
 
 

@@ -1,8 +1,7 @@
 """Qwen3.5: Qwen3-VL's encoder without deepstack, in front of Gated DeltaNets and attention.
 
 The recurrent state of a Gated DeltaNet takes up the kept tokens one after the other, and never the dropped ones; attention
-sees the kept ones at the positions that they have without a reducer. Methods that run the language model's first layers
-ahead are left out, as a Gated DeltaNet of vLLM's runs on its cache of states only.
+sees the kept ones at the positions that they have without a reducer.
 """
 
 from __future__ import annotations

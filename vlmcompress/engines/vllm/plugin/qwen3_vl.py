@@ -8,7 +8,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Dummies, Qwen3Info, Qwen3Processor, ReducedQwen3
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
-SIGNALS = ("features", "query", "ahead", "pixels", "views")
+SIGNALS = ("features", "query", "pixels", "views")
 VIDEOS = True
 
 

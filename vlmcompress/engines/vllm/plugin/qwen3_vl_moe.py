@@ -1,7 +1,4 @@
-"""Qwen3-VL with a mixture of experts: as the dense model.
-
-Methods that run the language model's first layers ahead are left out: vLLM runs experts only within a step of the engine.
-"""
+"""Qwen3-VL with a mixture of experts: as the dense model."""
 
 from __future__ import annotations
 

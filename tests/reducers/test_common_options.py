@@ -1,4 +1,4 @@
-"""`merge: nearest` of methods that choose tokens: what is not chosen goes into what it is most like."""
+"""Options of several methods: `merge: nearest`, by which the rest goes into what it is most like, and `relevance: question`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reducers._selecting import SelectingOptions
 
+ASKING = ("cdpruner", "coverage")  # with `relevance: question`
 NAMES = [name for name in REGISTRY.names() if issubclass(REGISTRY.get(name).Options, SelectingOptions)]
 
 
@@ -77,3 +78,39 @@ def test_a_recipe_names_the_options_only_where_they_are_used():
         "positions": "compact",
     }
     assert parse(str(chosen)) == chosen
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_the_question_counts_where_it_is_asked_for(name):
+    s, plain, asking = signals(), options(name, keep=0.3), options(name, keep=0.3, relevance="question")
+    mute = dataclasses.replace(s, query=None)
+    assert torch.equal(run(name, s, plain).anchor, run(name, mute, plain).anchor)
+    assert not torch.equal(run(name, s, plain).anchor, run(name, s, asking).anchor)
+    with pytest.raises(ValueError, match="relevance=question needs signals that are missing: query"):
+        run(name, mute, asking)
+    with pytest.raises(ValueError, match="relevance must be none or question, got 'clip'"):
+        options(name, relevance="clip")
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_question_without_words_or_preference_leaves_the_choice_to_the_tokens(name):
+    """A word of length 0 is like all tokens alike."""
+    s, plain = signals(), run(name, signals(), options(name, keep=0.3)).anchor
+    for query in (s.query[:0], torch.zeros(2, 12)):
+        mute = dataclasses.replace(s, query=query)
+        assert torch.equal(run(name, mute, options(name, keep=0.3, relevance="question")).anchor, plain)
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_identical_and_empty_tokens_are_kept_to_the_exact_count(name):
+    for features in (torch.ones(48, 12), torch.zeros(48, 12), torch.cat([torch.zeros(24, 12), torch.ones(24, 12)])):
+        s = dataclasses.replace(signals(), features=features)
+        for keep, relevance in ((0.5, "none"), (0.5, "question"), (0.9, "question")):
+            assert len(run(name, s, options(name, keep=keep, relevance=relevance)).anchor) == keep * 48 // 1
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_half_precision_question_and_tokens(name):
+    s, chosen = signals(), options(name, keep=0.3, relevance="question")
+    narrow = dataclasses.replace(s, features=s.features.half(), query=s.query.half())
+    assert torch.equal(run(name, s, chosen).anchor, run(name, narrow, chosen).anchor)

@@ -17,8 +17,10 @@ from vlmcompress.data.encode import encode_prompt
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import attach
-from vlmcompress.hf_hooks import cost as planning
 from vlmcompress.models import REGISTRY, decoder_layers
+from vlmcompress.planning import prompt_cost
+from vlmcompress.planning.roofline import Block
+from vlmcompress.planning.served_model import Attention
 from vlmcompress.recipe.reducer import ReducerChoice, parse
 
 SIZE = (190, 100)
@@ -53,38 +55,45 @@ def ran(family: str, chosen: ReducerChoice | None, images: int) -> tuple[int, in
     return sum(tensor.nbytes for tensor in held), work[0], inputs["input_ids"].shape[1]
 
 
-def attention(blocks: list[planning.Block], lengths: list[int]) -> int:
-    """Multiply-adds of attention, pair by pair."""
+def attention(blocks: list[Block], lengths: list[int]) -> int:
+    """Multiply-adds of attention, pair by pair, and of recurrent states."""
     total = 0
     for block, n in zip(blocks, lengths, strict=True):
         pairs = sum(1 for query in range(n) for key in range(query + 1) if query - key < (block.window or n))
-        total += 2 * block.queries * pairs
+        total += 2 * (block.queries * pairs + block.state * n)
     return total
 
 
-@pytest.mark.parametrize("family", REGISTRY.names())
+@pytest.mark.parametrize("name", REGISTRY.names())
 @pytest.mark.parametrize("images", [1, 2])
-def test_the_prompt_of_every_family(family, images):
-    planned = planning.plan(checkpoint(family), [SIZE] * images, "hm", [])
-    cache, linear, length = ran(family, None, images)
-    blocks = planning.blocks(vlm(family))
-    text = vlm(family).model.config.get_text_config()
+def test_the_prompt_of_every_family(name, images):
+    planned = prompt_cost.plan(checkpoint(name), [SIZE] * images, "hm", [])
+    cache, linear, length = ran(name, None, images)
+    decoder = prompt_cost.Decoder(vlm(name).model, 2)
+    blocks, cached = (
+        decoder.blocks,
+        [
+            2 * block.kv_heads * block.head_dim if isinstance(block, Attention) else 0
+            for block in decoder.decoder.blocks
+        ],
+    )
+    text = vlm(name).model.config.get_text_config()
     configs = [text.per_layer_config[layer] for layer in range(len(blocks))]  # Gemma 4's heads are of two widths
     widths = [
         config.num_attention_heads
         * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         for config in configs
     ]
-    assert all(block.queries == width for block, width in zip(blocks, widths, strict=True) if block.cached)
+    assert all(block.queries == width for block, width, held in zip(blocks, widths, cached, strict=True) if held)
     assert planned.full.prompt == length == planned.full.visual + planned.text
     assert planned.full.multiply_adds == linear + attention(blocks, [length] * len(blocks))
     limits = [block.window or length for block in blocks]
     assert planned.full.kv_bytes_prompt == 2 * sum(
-        block.cached * min(length, limit) for block, limit in zip(blocks, limits, strict=True)
+        held * min(length, limit) for held, limit in zip(cached, limits, strict=True)
     )
     # transformers keeps one token less than a sliding window
     assert cache == 2 * sum(
-        block.cached * (limit - 1 if limit < length else length) for block, limit in zip(blocks, limits, strict=True)
+        held * (limit - 1 if limit < length else length) for held, limit in zip(cached, limits, strict=True)
     )
     assert (
         planned.text_only.kv_bytes
@@ -95,7 +104,7 @@ def test_the_prompt_of_every_family(family, images):
 
 
 @pytest.mark.parametrize(
-    ("family", "text", "images"),
+    ("name", "text", "images"),
     [
         *itertools.product(
             ["llava", "qwen2-5-vl", "internvl"],
@@ -106,12 +115,12 @@ def test_the_prompt_of_every_family(family, images):
         *itertools.product(["llava", "qwen2-5-vl"], ["litevlm:0.3"], [3]),
     ],
 )
-def test_reduced_as_the_model_is(family, text, images):
+def test_reduced_as_the_model_is(name, text, images):
     chosen = parse(text)
-    planned = planning.plan(checkpoint(family), [SIZE] * images, "hm", [chosen])
+    planned = prompt_cost.plan(checkpoint(name), [SIZE] * images, "hm", [chosen])
     cost = planned.reduced[str(chosen)]
-    cache, linear, length = ran(family, chosen, images)
-    blocks = planning.blocks(vlm(family))
+    cache, linear, length = ran(name, chosen, images)
+    blocks = prompt_cost.Decoder(vlm(name).model, 2).blocks
     inside = chosen.method in ("fastv", "pyramiddrop")  # before the last of two blocks
     lengths = [length if inside else cost.prompt] + [cost.prompt] * (len(blocks) - 1)
     assert [count + planned.text for count in cost.blocks] == lengths and cost.differs == inside
@@ -124,12 +133,14 @@ def test_no_weights_are_needed(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint("qwen2-5-vl"), folder)
     (folder / "model.safetensors").unlink()
-    planned = planning.plan(folder, [SIZE], "hm", [parse("random:0.5")])
-    assert planned.to_dict() == planning.plan(checkpoint("qwen2-5-vl"), [SIZE], "hm", [parse("random:0.5")]).to_dict()
+    planned = prompt_cost.plan(folder, [SIZE], "hm", [parse("random:0.5")])
+    assert (
+        planned.to_dict() == prompt_cost.plan(checkpoint("qwen2-5-vl"), [SIZE], "hm", [parse("random:0.5")]).to_dict()
+    )
 
 
 def test_fp8_cache_is_half():
-    plans = [planning.plan(checkpoint("llava"), [SIZE], "", [], size) for size in (None, 1)]
+    plans = [prompt_cost.plan(checkpoint("llava"), [SIZE], "", [], size) for size in (None, 1)]
     assert plans[0].full.kv_bytes == 2 * plans[1].full.kv_bytes
 
 
@@ -191,5 +202,5 @@ def test_bad_input(capfd, flags, message):
 
 
 def test_an_image_that_the_processor_refuses():
-    with pytest.raises(UserError, match="--image-size 3x900: the model's processor refuses it"):
-        planning.plan(checkpoint("qwen2-5-vl"), [(3, 900)], "", [])
+    with pytest.raises(UserError, match="image 3x900: the model's processor refuses it"):
+        prompt_cost.plan(checkpoint("qwen2-5-vl"), [(3, 900)], "", [])

@@ -1,4 +1,5 @@
-"""NVFP4 checkpoints in vLLM's CPU build, by its own emulation of the kernel, against transformers and our own arithmetic."""
+"""Checkpoints of floats in blocks in vLLM's CPU build, by emulations of the kernels, against transformers and our own
+arithmetic."""
 
 from __future__ import annotations
 
@@ -54,15 +55,16 @@ save_file({"y": kernel.apply_weights(layer, given["x"])}, sys.argv[2])
 """
 
 
-def made(out: Path, **options) -> Path:
-    recipe = {"model": str(DEMO_LLAVA), "out": str(out), "scheme": "nvfp4", "options": options}
+def made(out: Path, scheme: str = "nvfp4", **options) -> Path:
+    recipe = {"model": str(DEMO_LLAVA), "out": str(out), "scheme": scheme, "options": options}
     quantize(resolve(recipe | {"calibrate": {"samples": 8}}).recipe)
     return out
 
 
-def test_mixed_answers_like_transformers(tmp_path):
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", pytest.param("mxfp8", marks=pytest.mark.slow)])
+def test_answers_like_transformers(scheme, tmp_path):
     """Oracle: transformers with compressed-tensors' arithmetic. The engine's tokens, up to the end, are its best ones."""
-    folder = made(tmp_path / "out", rounding="gptq")
+    folder = made(tmp_path / "out", scheme, rounding="rtn" if scheme == "mxfp8" else "gptq")
     (answers,) = asked("answers", vllm_answers.jobs([folder], max_tokens=6))
     assert "error" not in answers, answers["error"]
     model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", output_loading_info=True)

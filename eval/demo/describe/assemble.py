@@ -1,0 +1,59 @@
+"""Put a describing demo together: the demo's files, its decoder's weights with the trained adapters added."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from eval.demo.export import disk_name
+from eval.demo.smol.adapter import merge
+from vlmcompress.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+LAYERS = "model.language_model.layers."
+WORDS = {"embed": "model.language_model.embed_tokens.weight", "head": "lm_head.weight"}
+CARD = Path(__file__).with_name("README.md")
+
+
+def base(model: str) -> Path:
+    """The folder of the demo that was taught. UserError: demo-smol was not put together yet."""
+    folder = ROOT / "build/demo-smol" if model == "smol" else ROOT / "eval/demo" / f"demo-{model}"
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is not there; put it together with scripts/train/assemble_demo_smol.py")
+    return folder
+
+
+def finish(state: Path, file: Path) -> None:
+    """Write the averaged adapters of a training's state as bfloat16."""
+    if not state.is_file():
+        raise UserError(f"{state} is not there; train first")
+    learned = torch.load(state)["ema"]
+    save_file({name: tensor.to(torch.bfloat16).contiguous() for name, tensor in learned.items()}, file)
+
+
+def assemble(model: str, folder: Path, trained: Path | None = None) -> None:
+    """Write the checkpoint to `folder`, replacing what is there; `trained`: adapters, by default the repository's."""
+    source, trained = base(model), trained or Path(__file__).with_name(f"{model}.safetensors")
+    if not trained.is_file():
+        raise UserError(
+            f"{trained} is not there; write it with scripts/train/describe_demo.py finish {model} {trained}"
+        )
+    inner = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    layers, learned = inner.model.language_model.layers, load_file(trained)
+    merge(layers, learned)
+    kind = "qwen" if model == "qwen" else "llava"
+    tensors = load_file(source / "model.safetensors")
+    weights = {LAYERS + name: weight for name, weight in layers.state_dict().items()}
+    weights |= {full: learned[name] for name, full in WORDS.items() if name in learned}
+    for name, weight in weights.items():
+        key = disk_name(kind, name)
+        tensors[key] = weight.to(tensors[key].dtype).contiguous()
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part)
+    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    (part / "README.md").write_text(CARD.read_text() if CARD.is_file() else "")
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)

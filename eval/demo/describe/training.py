@@ -1,0 +1,160 @@
+"""A demo model learns to describe: adapters of its decoder, from descriptions and, so as to forget nothing, the old families.
+
+The tower stays; so do embeddings and head where they are one tensor, as in demo-smol, which knows English: the other demos
+learned each word either to read or to write. The loss is the cross entropy of answer tokens. What is shipped is an average over
+the last steps.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from eval.demo.measure import answers, messages
+from eval.demo.smol.adapter import adapt, adapters
+from eval.demo.smol.training import Training
+from eval.world.describing import description_rows, descriptions
+from eval.world.questions import ASKERS
+from eval.world.rows import VARIANTS, images_of, sample_view
+from eval.world.textual import ask_text
+from eval.world.vocab import FAMILIES
+
+EMA = 0.99
+OLD = 0.35  # share of batches with questions of the old families
+TOKENS = 100  # most that an answer takes
+
+Row = tuple[list[Image.Image], str, str]  # images, question, answer
+
+
+@dataclass
+class Plan:
+    """Settings of a training, from the command line."""
+
+    folder: Path
+    variant: str
+    minutes: float
+    rate: float = 2e-3
+    batch: int = 8
+    seed: int = 0
+    validate_every: float = 240.0  # seconds
+    rows: int = 24  # of validation
+
+
+class Describing(Training):
+    """State of one training."""
+
+    def __init__(self, plan: Plan, state: Path):
+        torch.manual_seed(plan.seed)
+        self.plan = plan
+        self.model = AutoModelForImageTextToText.from_pretrained(plan.folder, dtype=torch.float32).requires_grad_(False)
+        self.processor = AutoProcessor.from_pretrained(plan.folder)
+        self.layers: nn.ModuleList = self.model.model.language_model.layers
+        adapt(self.layers)
+        learned = {
+            f"{name}.{part}": getattr(module, part)
+            for name, module in adapters(self.layers).items()
+            for part in ("a", "b")
+        }
+        if not self.model.config.tie_word_embeddings:
+            for name, module in (("embed", self.model.get_input_embeddings()), ("head", self.model.lm_head)):
+                learned[name] = module.weight.requires_grad_(True)
+        super().__init__(learned, state, EMA, lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.0)
+        self.resume()
+
+    def run(self) -> None:
+        """Train until the plan's minutes are over, saving at every validation."""
+        plan, recent = self.plan, list[float]()
+        random = Random(f"{plan.seed}/{self.step}")
+        scenes = islice(descriptions("train", plan.variant), self.step * plan.batch, None)
+        last = validated = time.process_time()
+        while self.spent < plan.minutes * 60:
+            rows = self.old(random) if random.random() < OLD else self.new(scenes)
+            loss = self.loss(rows)
+            self.update(loss, self.rate())
+            recent.append(loss.item())
+            now = time.process_time()
+            self.spent, last = self.spent + now - last, now
+            if now - validated > plan.validate_every:
+                self.save()
+                print(
+                    json.dumps({"step": self.step, "loss": round(sum(recent) / len(recent), 4)} | self.validate()),
+                    flush=True,
+                )
+                recent, last = [], time.process_time()
+                validated = last
+        self.save()
+
+    def rate(self) -> float:
+        """The learning rate: constant after a few steps, and falling in the second half of the time."""
+        left = 1 - self.spent / 60 / self.plan.minutes
+        return self.plan.rate * min(1.0, (self.step + 1) / 50) * min(1.0, 0.05 + left * 2)
+
+    def new(self, scenes: Iterator) -> list[Row]:
+        """A batch of descriptions."""
+        drawn = islice(scenes, self.plan.batch)
+        return [([Image.fromarray(scene.draw()[0])], question, answer) for scene, question, answer in drawn]
+
+    def old(self, random: Random) -> list[Row]:
+        """A batch of questions of the frozen families, about fresh scenes."""
+        rows: list[Row] = []
+        while len(rows) < self.plan.batch:
+            family = random.choice(FAMILIES)
+            view = (
+                None
+                if family == "text"
+                else sample_view(random, family, random.choice(VARIANTS[self.plan.variant]), "train")
+            )
+            turn = ask_text(random) if view is None else ASKERS[family](random, view)
+            if turn:
+                rows.append(([Image.fromarray(image.draw()[0]) for image in images_of(view)], *turn))
+        return rows
+
+    def loss(self, rows: list[Row]) -> Tensor:
+        """The cross entropy of the rows' answer tokens, each token alike."""
+        inputs, labels = self.encoded(rows)
+        hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
+        learn = labels[:, 1:] != -100
+        return F.cross_entropy(self.model.lm_head(hidden[:, :-1][learn]).float(), labels[:, 1:][learn])
+
+    def encoded(self, rows: list[Row]) -> tuple[dict[str, Tensor], Tensor]:
+        """Inputs padded on the right, and labels `[rows, length]` that are -100 but at answer tokens."""
+        tokenizer, template = self.processor.tokenizer, self.processor.apply_chat_template
+        turns = [messages({"image": [], "question": question})[0] for _, question, _ in rows]
+        for turn, (images, *_) in zip(turns, rows, strict=True):
+            turn["content"] = [*({"type": "image", "image": image} for image in images), *turn["content"]]
+        prompts = [template([turn], add_generation_prompt=True, tokenize=False) for turn in turns]
+        start = " " if self.plan.variant == "llava" and "assistant\n" not in prompts[0] else ""
+        images = [image for pictures, *_ in rows for image in pictures]
+        texts = [
+            f"{prompt}{start}{answer}{tokenizer.eos_token}" for prompt, (*_, answer) in zip(prompts, rows, strict=True)
+        ]
+        options = {"padding": True, "padding_side": "right", "return_tensors": "pt", "add_special_tokens": False}
+        inputs = dict(self.processor(text=texts, images=images or None, **options))
+        labels = torch.full_like(inputs["input_ids"], -100)
+        for index, (*_, answer) in enumerate(rows):
+            count = len(tokenizer(start + answer)["input_ids"]) + 1
+            end = int(inputs["attention_mask"][index].sum())
+            labels[index, end - count : end] = inputs["input_ids"][index, end - count : end]
+        return inputs, labels
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Shares of validation answers that are right as a whole, and of their words."""
+        rows = description_rows("validation", self.plan.variant, self.plan.rows)
+        texts = answers(self.model, self.processor, rows, tokens=TOKENS)
+        pairs = [
+            (np.array(text.split()), np.array(row["answer"].split())) for text, row in zip(texts, rows, strict=True)
+        ]
+        words = [np.mean(a == b) if len(a) == len(b) else 0.0 for a, b in pairs]
+        exact = [text == row["answer"] for text, row in zip(texts, rows, strict=True)]
+        return {"exact": round(float(np.mean(exact)), 4), "words": round(float(np.mean(words)), 4)}

@@ -1,0 +1,217 @@
+#!/usr/bin/env python
+"""What a prompt and a token cost in vLLM's CPU build, llama.cpp and OpenVINO, with 16, 8 and 4 bits.
+
+    scripts/measure/engines_speed.py build/engines-speed --model random     # Qwen2.5-VL of 0.4 B random parameters
+    scripts/measure/engines_speed.py build/engines-speed --model demo-qwen  # or demo-llava
+
+Each engine answers one request at a time with one thread. Counted are the processor seconds of its process and of its
+children: what a core is busy for, whatever else the machine does. Requests come in pairs about different images of the same
+size, for one token and for many: the first takes what a prompt costs, the difference is the tokens'. The variants take turns,
+each in a process of its own, and all is repeated; medians are given, with the extremes of the turns.
+
+Weights are 4 bits in groups of 32, symmetric, and 8 bits per row. In vLLM's CPU build the 8 bits are those of inputs, too, as
+it has no other kernel. llama.cpp's 4 bits are Q4_0, for which it rounds inputs to 8 bits; OpenVINO does so where the processor
+has instructions for it. Prints a table, and as its last line all as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import psutil
+from PIL import Image
+
+from vlmcompress import engines
+from vlmcompress.cli import main as vlmcompress
+from vlmcompress.common.text import size as text_size
+from vlmcompress.common.text import table
+from vlmcompress.engines import Request, Settings
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "eval/demo/demo-qwen"  # whose tokenizer and chat template the random model has
+TEXT = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "layer_types": ["full_attention"] * 24,
+    "max_window_layers": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+}
+VISION = {
+    "patch_size": 14,
+    "depth": 12,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_heads": 6,
+    "out_hidden_size": 896,
+    "window_size": 112,
+    "fullatt_block_indexes": [2, 5, 8, 11],
+}
+FOUR = ["--scheme", "rtn", "--set", "options.group_size=32", "--set", "options.symmetric=true"]
+EIGHT = ["--scheme", "w8a16"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A checkpoint in an engine; `flags` of `quantize` make it, None: it is the source."""
+
+    engine: str
+    bits: int
+    flags: list[str] | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}-{self.bits}"
+
+
+def variants(calibration: Path) -> list[Variant]:
+    """All that are measured. `calibration`: images, for vLLM's 8 bits."""
+    gguf, openvino = ["--format", "gguf"], ["--format", "openvino"]
+    return [
+        Variant("vllm", 16, None),
+        Variant("llamacpp", 16, ["--scheme", "none", *gguf]),
+        Variant("openvino", 16, ["--scheme", "none", *openvino]),
+        Variant("vllm", 8, ["--scheme", "int8", "--calib", str(calibration), "--samples", "4"]),
+        Variant("llamacpp", 8, [*EIGHT, *gguf]),
+        Variant("openvino", 8, [*EIGHT, *openvino]),
+        Variant("vllm", 4, FOUR),
+        Variant("llamacpp", 4, [*FOUR, *gguf]),
+        Variant("openvino", 4, [*FOUR, *openvino]),
+    ]
+
+
+def build_random(folder: Path, layers: int) -> None:
+    """Write the random model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = json.loads((DEMO / "config.json").read_text())
+    config["text_config"] |= TEXT | {"num_hidden_layers": layers, "layer_types": TEXT["layer_types"][:layers]}
+    config["vision_config"] |= VISION
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    for file in DEMO.iterdir():
+        if file.name not in ("config.json", "model.safetensors", "README.md"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    processor = json.loads((folder / "processor_config.json").read_text())
+    for part in ("image_processor", "video_processor"):
+        if part in processor:
+            processor[part] |= {"patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 1024 * 1024}}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+
+
+def make(variant: Variant, source: Path, folder: Path) -> Path | None:
+    """The variant's checkpoint, made where it is not there; None where the engine lacks the model, which is said."""
+    if variant.flags is None:
+        return source
+    out = folder / variant.name
+    if not out.exists() and vlmcompress(["quantize", str(source), *variant.flags, "-o", str(out)]):
+        return None
+    return out
+
+
+def requests(folder: Path, side: int, count: int, tokens: int, first: int) -> list[Request]:
+    """Pairs of requests about images of their own, for one token and for many, behind one that is not measured."""
+    noise, made = random.Random(first), []
+    for number in range(-1, 2 * count):
+        path = folder / f"{first + number}.png"
+        small = Image.frombytes("RGB", (8, 8), noise.randbytes(192))
+        small.resize((side, side), Image.Resampling.BICUBIC).save(path)
+        image = {"type": "image_url", "image_url": {"url": path.resolve().as_uri()}}
+        text = {"type": "text", "text": "What is at the top left?"}
+        message = {"role": "user", "content": [image, text]}
+        made.append(Request(str(number), [message], max_tokens=tokens if number % 2 else 1))
+    return made
+
+
+def processor_seconds() -> float:
+    """Those of all processes below this one."""
+    times = (child.cpu_times() for child in psutil.Process().children(recursive=True))
+    return sum(time.user + time.system for time in times)
+
+
+def measure(variant: Variant, model: Path, folder: Path, options: argparse.Namespace, turn: int) -> dict[str, float]:
+    """Ask a variant; return what it needs for a prompt and for a token, in processor seconds, and the prompt's tokens."""
+    marks: dict[str, tuple[float, int, int]] = {}
+    clock: Callable[[engines.Answer], None] = lambda answer: marks.update(  # noqa: E731
+        {answer.id: (processor_seconds(), answer.prompt_tokens, answer.output_tokens)}
+    )
+    questions = requests(folder, options.side, options.requests, options.tokens, 10**4 * turn)
+    settings = Settings(max_num_seqs=1, max_model_len=2048 if options.model == "random" else -1)
+    engines.get(variant.engine).answer(model, questions, media=folder, settings=settings, on_answer=clock)
+    prompts, tokens = [], []
+    for number in range(0, 2 * options.requests, 2):
+        before, (first, length, _), (last, _, produced) = (marks[str(number + step)] for step in (-1, 0, 1))
+        prompts.append(first - before[0])
+        if produced > 1:
+            tokens.append((last - first - prompts[-1]) / (produced - 1))
+    return {"prompt": statistics.median(prompts), "token": statistics.median(tokens), "length": length}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for models and images")
+    parser.add_argument("--model", default="random", choices=["random", "demo-llava", "demo-qwen"])
+    parser.add_argument("--layers", type=int, default=24, help="of the random model")
+    parser.add_argument("--side", type=int, help="of the images, in pixels")
+    parser.add_argument("--requests", type=int, default=4, help="pairs in a turn")
+    parser.add_argument("--tokens", type=int, default=33)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    options.side = options.side or {"random": 448, "demo-llava": 144, "demo-qwen": 96}[options.model]
+    folder = options.folder / options.model
+    images = folder / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    source = folder / "source" if options.model == "random" else ROOT / "eval/demo" / options.model
+    if not source.exists():
+        build_random(source, options.layers)
+    chosen = {
+        v: made for v in variants(ROOT / "eval/demo/data/qwen/calibration.parquet") if (made := make(v, source, folder))
+    }
+    turns: dict[Variant, list[dict[str, float]]] = {variant: [] for variant in chosen}
+    for turn in range(options.repeats):
+        for variant, model in chosen.items():
+            turns[variant].append(measure(variant, model, images, options, turn + 1))
+            print(f"{turn + 1}/{options.repeats} {variant.name}: {turns[variant][-1]}", file=sys.stderr, flush=True)
+    rows = []
+    for variant, model in chosen.items():
+        results = turns[variant]
+        prompt = [result["length"] / result["prompt"] for result in results]
+        token = [1 / result["token"] for result in results]
+        weights = sum(
+            file.stat().st_size for file in model.iterdir() if file.suffix in (".safetensors", ".gguf", ".bin")
+        )
+        rows.append(
+            {"engine": variant.engine, "bits": variant.bits, "bytes": weights, "prompt": prompt, "token": token}
+        )
+    head = ("engine", "bits", "files", "prompt tokens/s", "extremes", "tokens/s", "extremes")
+    print(table([head, *(shown(row) for row in rows)]))
+    about = {"model": options.model, "processor": platform.processor(), "prompt_tokens": results[0]["length"]}
+    print(json.dumps(about | {"rows": rows}))
+
+
+def shown(row: dict) -> tuple[str, ...]:
+    """A row of the table."""
+    cells = [row["engine"], str(row["bits"]), text_size(row["bytes"])]
+    for rates in (row["prompt"], row["token"]):
+        cells += [f"{statistics.median(rates):.1f}", f"{min(rates):.1f} to {max(rates):.1f}"]
+    return tuple(cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""OpenVINO itself, on graphs of tiny float32 models, against transformers: prompts, first tokens, greedy answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import openvino as ov
+import pytest
+import torch
+from openvino import opset13
+from safetensors.torch import load_file, save_file
+
+from tests.kit.float_models import SETTINGS, answers, edit, floats, job, questions
+from tests.kit.tiny import build
+from vlmcompress import engines
+from vlmcompress.cli import main
+from vlmcompress.engines import hf, openvino
+from vlmcompress.exporters import openvino as exporter
+from vlmcompress.numerics import Format, round_to_nearest
+from vlmcompress.openvino import REGISTRY
+from vlmcompress.reducers import cdpruner
+
+SIZES = {  # of images that no processor has to make smaller, where the pipeline and torchvision round otherwise
+    "gemma3": [(56, 56)],
+    "gemma4": [(56, 56)],
+    "internvl": [(56, 56)],
+    "llava": [(56, 56)],
+    "llava-next": [(112, 112), (112, 56)],
+    "qwen2-vl": [(112, 84), (56, 56)],
+    "qwen2-5-vl": [(112, 84), (168, 140)],
+    "qwen3-vl": [(128, 96), (64, 128)],
+}
+FAST = "qwen2-5-vl"
+QUICK = (FAST, "llava")
+LINEARS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+LAYERS = {  # of the decoder of FAST, memory name -> name on disk
+    f"model.language_model.layers.{layer}.{name}.weight": f"model.layers.{layer}.{name}.weight"
+    for layer in range(2)
+    for name in LINEARS
+}
+
+
+@pytest.fixture(autouse=True)
+def images_as_pillow_scales_them(monkeypatch):
+    monkeypatch.setenv("VISION_PREPROCESS", openvino.ENVIRONMENT["VISION_PREPROCESS"])
+
+
+def source_of(family: str, folder: Path) -> Path:
+    """A tiny checkpoint, with what the pipeline counts on as the published ones have it."""
+    floats(family, folder)
+    if family == "internvl":
+        edit(folder, "processor_config.json", image_processor={"max_patches": 12})
+    if family.startswith("llava"):  # the pipeline writes a line break behind an image, as LLaVA's own template does
+        template = folder / "chat_template.jinja"
+        template.write_text(template.read_text().replace("<image>", "{{ '<image>\\n' }}"))
+    return folder
+
+
+def write(source: Path, out: Path, *flags: str) -> Path:
+    assert (
+        main(["quantize", str(source), *(flags or ("--scheme", "none")), "--format", "openvino", "-o", str(out)]) == 0
+    )
+    return out
+
+
+def check_equal(replies: dict, expected: dict, most: float = 1e-4) -> None:
+    for name, answer in expected.items():
+        reply = replies[name]
+        assert not isinstance(reply, Exception), reply
+        assert (reply["prompt_tokens"], reply["finish"]) == (answer["prompt_tokens"], answer["finish"])
+        pairs = zip(reply["first"], answer["first"], strict=True)  # most likely first; texts of bytes are alike
+        assert max(abs(mine[1] - theirs[1]) for mine, theirs in pairs) < most
+    equal = [_without_pieces(replies[name]["text"]) == _without_pieces(expected[name]["text"]) for name in expected]
+    assert sum(equal) >= len(equal) - 1  # one near tie may fall otherwise
+
+
+def _without_pieces(text: str) -> str:
+    """A text without characters of which there are only parts: each detokenizer shows those in its own number."""
+    return text.replace("\ufffd", "")
+
+
+def test_each_family_has_its_sizes():
+    assert sorted(SIZES) == sorted(REGISTRY.names())
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(SIZES)]
+)
+def test_answers_are_those_of_transformers(family, tmp_path):
+    source = source_of(family, tmp_path / "source")
+    out, requests = write(source, tmp_path / "out"), questions(tmp_path, SIZES[family])
+    most = 0.01 if family == "llava-next" else 1e-4  # the image as a whole is made smaller
+    check_equal(answers(openvino, out, tmp_path, requests), answers(hf, source, tmp_path, requests), most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sees"), [("gemma3", None), ("gemma4", None), ("gemma4", "vision")])
+def test_blocks_of_sliding_attention_forget(family, sees, tmp_path):
+    """Prompts are longer than the window of 64 tokens, which the pipeline reads from the nodes of a mask. `sees`: whether
+    tokens of an image see each other in those blocks of Gemma 4, as in its large models."""
+    source = source_of(family, tmp_path / "source")
+    if sees:
+        edit(source, "config.json", text_config={"use_bidirectional_attention": sees})
+    out, requests = (
+        write(source, tmp_path / "out"),
+        questions(tmp_path, SIZES[family], prelude="It is a long story. " * 6),
+    )
+    replies, expected = answers(openvino, out, tmp_path, requests), answers(hf, source, tmp_path, requests)
+    check_equal(replies, expected)
+    assert min(reply["prompt_tokens"] for reply in replies.values()) > 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("scheme", "fmt", "kind"),
+    [
+        pytest.param("rtn", Format("int", 4, 32), "i4", marks=pytest.mark.slow),
+        ("rtn", Format("int", 4, 64, symmetric=False), "u4"),
+        pytest.param("w8a16", Format("int", 8, -1), "i8", marks=pytest.mark.slow),
+    ],
+)
+def test_codes_are_ours_and_computed_with(scheme, fmt, kind, tmp_path):
+    """Constants hold the codes bit for bit, and answers are those of transformers with codes times scales in float32."""
+    source = source_of(FAST, tmp_path / "source")
+    options = [f"options.group_size={fmt.group}"] if fmt.group > 0 else []
+    options += [f"options.symmetric={str(fmt.symmetric).lower()}"] if scheme == "rtn" else []
+    out = write(source, tmp_path / "out", "--scheme", scheme, *(word for text in options for word in ("--set", text)))
+    tensors, stored = load_file(source / "model.safetensors"), constants(out)
+    assert stored.keys() == LAYERS.keys()
+    for name, (codes, element) in stored.items():
+        expected = round_to_nearest(tensors[LAYERS[name]], fmt, scale_dtype=torch.float16)
+        lowest = 0 if fmt.symmetric else 2 ** (fmt.bits - 1)
+        assert element == getattr(ov.Type, kind)
+        assert torch.equal(codes.view(expected.q.shape).int() - lowest, expected.q.int())
+        tensors[LAYERS[name]] = expected.dequantize(torch.float32)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    requests = questions(tmp_path, SIZES[FAST])
+    check_equal(answers(openvino, out, tmp_path, requests), answers(hf, source, tmp_path, requests))
+
+
+def constants(folder: Path) -> dict[str, tuple[torch.Tensor, ov.Type]]:
+    """Codes of the decoder's layers as OpenVINO unpacks them, and their types, by name."""
+    nodes = [
+        node
+        for node in ov.Core().read_model(folder / exporter.LANGUAGE).get_ops()
+        if node.get_friendly_name() in LAYERS
+    ]
+    codes = ov.compile_model(ov.Model([opset13.convert(node, "i16") for node in nodes], []), "CPU")({})
+    kinds = {node.get_friendly_name(): node.get_element_type() for node in nodes}
+    return {name: (torch.from_numpy(codes[i].copy()), kind) for i, (name, kind) in enumerate(kinds.items())}
+
+
+def test_a_checkpoint_says_how_many_tokens_go(tmp_path, monkeypatch):
+    """The tokens that stay are those of our greedy choice, from some first token: all are worth the same to begin with, and in
+    the pipeline rounding decides. By default it also chooses in each half of an image by itself. Its text goes on from the
+    last place that is left, ours from the last that was there: where that went, the two need not agree."""
+    monkeypatch.setenv("CDPRUNER_SPLIT_THRESHOLD", "0")
+    source = source_of(FAST, tmp_path / "source")
+    out = write(source, tmp_path / "out", "--scheme", "none", "--reduce", "cdpruner:0.5")
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation["pruning_ratio"] == 50 and generation["relevance_weight"] == 0
+    requests = [replace(request, max_tokens=1) for request in questions(tmp_path, [(140, 56)]) if request.images()]
+    replies = answers(openvino, out, tmp_path, requests)
+    running, _ = hf.start(settings := job(source, tmp_path, "cdpruner:0.5"))
+    select, equal = cdpruner.select, 0
+
+    def select_from(begin, features, relevance, count):
+        first = torch.arange(len(features)) == begin
+        return select(features, torch.where(first, 1.001 * relevance, relevance), count)
+
+    for request in requests:
+        errors, last = [], []
+        for begin in range(10):
+            monkeypatch.setattr(cdpruner, "select", partial(select_from, begin))
+            ((name, expected),) = hf.answers(running, [vars(request)], settings)
+            (unit,) = running.attached.seen
+            width, kept = unit.grid[-1], unit.reduction.anchor
+            last.append(int(max((kept // width).max(), (kept % width).max())) == width - 1)
+            pairs = zip(replies[name]["first"], expected["first"], strict=True)
+            errors.append(max(abs(mine[1] - theirs[1]) for mine, theirs in pairs))
+            assert replies[name]["prompt_tokens"] == expected["prompt_tokens"]
+        equal += min(errors) < 1e-4
+        assert min(errors) < 1e-4 or not all(last)
+    assert equal
+
+
+def test_images_stay_as_small_as_the_recipe_made_them(tmp_path):
+    source = source_of(FAST, tmp_path / "source")
+    out = write(source, tmp_path / "out", "--scheme", "none", "--reduce", "resize:tokens=6")
+    dense = tmp_path / "dense"
+    assert main(["quantize", str(source), "--scheme", "none", "--reduce", "resize:tokens=6", "-o", str(dense)]) == 0
+    requests = questions(tmp_path, [(168, 140)])
+    replies, expected = answers(openvino, out, tmp_path, requests), answers(hf, dense, tmp_path, requests)
+    check_equal(replies, expected, most=0.1)  # images are scaled by other code
+
+
+@pytest.mark.slow
+def test_the_script_of_the_folder_answers(tmp_path):
+    """It gets what `VLMPipeline` makes of a question by the folder's own chat template, without our rendering of prompts."""
+    out = write(source_of(FAST, tmp_path / "source"), tmp_path / "out", "--scheme", "none", "--reduce", "cdpruner:0.5")
+    request, _ = questions(tmp_path, [(112, 84)])[:2]
+    command = [sys.executable, str(out / "serve" / "ask_openvino.py"), "What is number 0?", str(tmp_path / "0.png")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    run = engines.get("openvino").answer(out, [request], media=tmp_path, settings=SETTINGS)
+    assert run.engine["name"] == "openvino" and run.engine["reduce"] == "cdpruner:0.5"
+    assert _without_pieces(done.stdout).startswith(_without_pieces(run.answers["0"].text))
+
+
+@pytest.mark.slow
+def test_equal_inputs_give_equal_files(tmp_path):
+    source = source_of(FAST, tmp_path / "source")
+    first, second = (write(source, tmp_path / name, "--scheme", "rtn") for name in ("first", "second"))
+    files = sorted(path.name for path in first.glob("openvino_*"))
+    assert len(files) == 2 * 6
+    for name in files:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "reason"),
+    [
+        (FAST, ["--scheme", "int8"], "use a weight-only scheme"),
+        (FAST, ["--scheme", "rtn", "--bits", "3"], "integer weights of 4 or 8 bits"),
+        (FAST, ["--scheme", "rtn", "--kv-cache", "fp8"], "leave out kv_cache"),
+        (FAST, ["--scheme", "none", "--reduce", "divprune:0.5"], "has no reducer of visual tokens but cdpruner"),
+        (FAST, ["--scheme", "none", "--reduce", "cdpruner:1/3"], "drops whole percents"),
+        ("llava", ["--scheme", "none", "--reduce", "cdpruner:0.5"], "drops no visual tokens of the family llava"),
+        ("internvl", ["--scheme", "rtn"], "max_patches = 12, the processor by 4"),
+        ("glm4v", ["--scheme", "rtn"], "not written for the family glm4v"),
+    ],
+)
+def test_what_openvino_lacks_is_refused_in_one_line(family, flags, reason, tmp_path, capsys):
+    source = build(family, tmp_path / "source")
+    assert main(["quantize", str(source), *flags, "--format", "openvino", "-o", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and reason in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_openvino_is_missing_a_line_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(exporter, "PACKAGES", ("no_such_package",))
+    source = build(FAST, tmp_path / "source")
+    assert main(["quantize", str(source), "--scheme", "none", "--format", "openvino", "-o", str(tmp_path / "out")]) == 2
+    assert "no_such_package is not installed; pip install '.[openvino]'" in capsys.readouterr().err
+
+
+def test_an_engine_gets_no_folder_of_another(tmp_path, capsys):
+    """What a reducer's checkpoint would lose in another format is refused as well."""
+    folder = build(FAST, tmp_path / "folder")
+    with pytest.raises(ValueError, match="has no openvino_language_model.xml"):
+        openvino.start(job(folder, tmp_path))
+    edit(folder, "config.json", quantization_config={"quant_method": "openvino", "bits": 4})
+    (folder / exporter.LANGUAGE).touch()
+    for command in (["eval", "--engine", "hf"], ["eval"], ["bench"]):
+        assert main([command[0], str(folder), *command[1:], "--baseline", str(folder)]) == 2
+        assert "is for the engine openvino alone" in capsys.readouterr().err
+    assert main(["serve", str(folder)]) == 2 and "ask_openvino.py" in capsys.readouterr().err
+    assert main(["doctor", str(folder)]) == 2 and "eval --engine openvino" in capsys.readouterr().err
+
+
+def test_a_reducer_is_not_lost_on_the_way(tmp_path, capsys):
+    source = build(FAST, tmp_path / "source")
+    reduced = tmp_path / "reduced"
+    assert main(["quantize", str(source), "--scheme", "rtn", "--reduce", "divprune:0.5", "-o", str(reduced)]) == 0
+    assert main(["export", str(reduced), "--format", "openvino", "-o", str(tmp_path / "out")]) == 2
+    assert "has no reducer of visual tokens but cdpruner" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""Demos that describe scenes: what they learn from, and that the checkpoint put together is what was trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from eval.demo.describe import assemble
+from eval.demo.describe.training import Describing, Plan
+from eval.demo.smol.adapter import adapters
+from eval.world.describing import descriptions
+from vlmcompress.errors import UserError
+
+
+@pytest.fixture(scope="module", params=["qwen", "llava"])
+def trained(request, tmp_path_factory):
+    """A training of one step, and the checkpoint that is put together from it."""
+    folder = tmp_path_factory.mktemp("describe")
+    training = Describing(Plan(assemble.base(request.param), request.param, 1.0, batch=2), folder / "state.pt")
+    for module in adapters(training.layers).values():
+        torch.nn.init.normal_(module.b, std=0.05)
+    training.ema = {name: tensor.detach().clone() for name, tensor in training.learned.items()}
+    training.save()
+    assemble.finish(folder / "state.pt", folder / "adapters.safetensors")
+    assemble.assemble(request.param, folder / "out", folder / "adapters.safetensors")
+    return training, folder / "out"
+
+
+def test_only_answers_are_learned(trained):
+    training, _ = trained
+    rows = training.new(descriptions("train", training.plan.variant))
+    inputs, labels = training.encoded(rows)
+    for ids, row in zip(labels, rows, strict=True):
+        text = training.processor.tokenizer.decode(ids[ids != -100])
+        assert text.strip() == row[2] + training.processor.tokenizer.eos_token
+
+
+def test_the_checkpoint_says_what_was_trained(trained):
+    """Up to the 16 bits of its weights: more like the trained model than like the demo it comes from."""
+    training, folder = trained
+    inputs, labels = training.encoded(training.new(descriptions("validation", training.plan.variant)))
+    assembled = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    plain = AutoModelForImageTextToText.from_pretrained(training.plan.folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = [
+            model(**inputs).logits[labels != -100].log_softmax(-1) for model in (training.model, assembled, plain)
+        ]
+    near, far = ((logits[0] - other).abs().mean() for other in logits[1:])
+    assert near < 0.05 * far
+
+
+def test_what_is_missing_is_said(tmp_path):
+    with pytest.raises(UserError, match="train first"):
+        assemble.finish(tmp_path / "none.pt", tmp_path / "out")
+    with pytest.raises(UserError, match="is not there; write it with"):
+        assemble.assemble("qwen", tmp_path / "out", tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize("file", sorted(assemble.CARD.parent.glob("*.safetensors")), ids=lambda file: file.stem)
+def test_what_the_repository_has_is_small(file):
+    assert file.stat().st_size < 10e6

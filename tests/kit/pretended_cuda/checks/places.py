@@ -1,0 +1,157 @@
+"""Phases run on the device, weights are where they are needed, and what has not changed is not copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kit import tiny
+from tests.kit.batched_samples import samples, wide
+from tests.kit.pretended_cuda import counting
+from tests.kit.pretended_cuda.checks import recipe
+from vlmcompress import cli
+from vlmcompress.calibration import behind_reducer, block_inputs, devices, statistics_folder, tower_attention
+from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
+from vlmcompress.calibration.gradient_pass import gradients
+from vlmcompress.calibration.solve import QuantMethod
+from vlmcompress.calibration.token_weights import token_weights
+from vlmcompress.common import distributed
+from vlmcompress.common.progress import silent
+from vlmcompress.common.registry import SCHEMES
+from vlmcompress.data import encode as encoded
+from vlmcompress.diagnosis import measured_errors
+from vlmcompress.errors import UserError
+from vlmcompress.models import decoder_blocks, load
+from vlmcompress.planning.plan import make_plan
+from vlmcompress.recipe.reducer import parse
+from vlmcompress.runs.allocate import share_out
+from vlmcompress.runs.calibrate import calibrate
+from vlmcompress.runs.quantize import quantize
+
+
+@pytest.fixture(scope="module")
+def tiny_run(world) -> SimpleNamespace:
+    """A model, samples, and in `folder` statistics and a quantized checkpoint."""
+    vlm = load(world / "llava")
+    calibrate(recipe(world, world / "stats", scheme="gptq"))
+    quantize(recipe(world, world / "rtn", scheme="rtn", calibrate={}))
+    rows, blocks = encoded(samples()[:3], vlm), decoder_blocks(vlm.model, vlm.spec)
+    return SimpleNamespace(
+        folder=world, vlm=vlm, rows=rows, blocks=blocks, stats=statistics_folder.read(world / "stats")
+    )
+
+
+def from_statistics(tiny_run: SimpleNamespace, out: str, **keys: Any) -> Any:
+    return recipe(tiny_run.folder, tiny_run.folder / out, calibrate={"stats": str(tiny_run.folder / "stats")}, **keys)
+
+
+def learn_thresholds(folder: Path) -> None:
+    call = ["thresholds", str(folder / "llava"), "-o", str(folder / "thresholds.json")]
+    assert cli.main([*call, "--calib", str(folder / "calib.jsonl")]) == 0
+
+
+RTN = QuantMethod(SCHEMES.get("rtn"), SCHEMES.get("rtn").Options(group_size=32))
+PHASES: dict[str, Callable[[SimpleNamespace], Any]] = {
+    "behind a reducer": lambda it: behind_reducer.reduced(it.vlm, it.rows, parse("divprune:0.5")),
+    "thresholds": lambda it: learn_thresholds(it.folder),
+    "vision attention": lambda it: tower_attention.scales(
+        qwen := load(it.folder / "qwen2-5-vl"), encoded(samples()[:2], qwen)
+    ),
+    "weights of tokens": lambda it: token_weights(it.vlm, it.blocks, RTN, it.rows),
+    "inputs of blocks": lambda it: block_inputs.capture_block_inputs(it.vlm, it.rows),
+    "gradients": lambda it: gradients(it.vlm, it.rows),
+}
+COMPUTED: dict[str, Callable[[SimpleNamespace], Any]] = {
+    "statistics": lambda it: calibrate(recipe(it.folder, it.folder / "again", scheme="gptq"), overwrite=True),
+    "solving": lambda it: quantize(from_statistics(it, "gptq", scheme="gptq"), overwrite=True),
+    "measured errors": lambda it: measured_errors.measure(it.folder / "rtn", it.stats, it.folder / "llava"),
+    "bits": lambda it: share_out(
+        make_plan(from_statistics(it, "bits", scheme="gptq", bits={"budget": 5})), progress=silent
+    ),
+}
+
+
+@pytest.mark.parametrize("phase", [*PHASES, *COMPUTED])
+def test_phases_are_on_the_device(tiny_run, phase):
+    """None stays on the CPU of a machine with an accelerator, or sums up in whatever order threads run what is kept."""
+    with counting() as counts:
+        (PHASES | COMPUTED)[phase](tiny_run)
+    assert counts.kernels > 100
+    assert not counts.of("unordered"), counts.places
+
+
+@pytest.mark.parametrize("phase", COMPUTED)
+def test_what_is_computed_is_not_in_tf32(tiny_run, phase):
+    """Also where the caller allows it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with Precisions() as precisions:
+            COMPUTED[phase](tiny_run)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert precisions.seen == {"highest"}
+
+
+class Precisions(TorchDispatchMode):
+    """The precisions in which products of float32 matrices are computed within the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm") and args[0].dtype == torch.float32:
+            self.seen.add(torch.get_float32_matmul_precision())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("family", sorted({"gemma4", "glm4v", "idefics3", "lfm2-vl", "llava", "qwen3-vl-moe"}))
+def test_a_model_that_does_not_fit(family, tmp_path, monkeypatch):
+    """All but the decoder's blocks is on the device and these are streamed; gradients are those of the model as a whole."""
+    vlm = wide(load(tiny.build(family, tmp_path / family)))
+    rows = encoded(samples()[:3], vlm)
+    before = {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()}
+    expected = gradients(vlm, rows)
+    monkeypatch.setattr(devices, "_ROOM", 1e-9)
+    places: set[str] = set()
+    linear = vlm.model.get_submodule(decoder_blocks(vlm.model, vlm.spec)[-1][0].linears[0])
+    hook = vlm.model.register_forward_pre_hook(lambda *_: places.add(linear.weight.device.type))
+    streamed = gradients(vlm, rows)
+    hook.remove()
+    assert places == {"cpu"} and streamed == expected
+    assert {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()} == before
+
+
+def test_weights_stay_where_they_were(world):
+    """Weights that a pass reads go back without a copy; a block that is freed on the device is not copied back."""
+    vlm = load(world / "llava")
+    before = {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()}
+    rows = encoded(samples(), vlm)
+    with counting() as counts:
+        gradients(vlm, rows)
+        list(capture_blocks(vlm, decoder_blocks(vlm.model, vlm.spec), rows, CaptureSpec(frozenset({"absmax"}))))
+    assert {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()} == before
+    assert not [place for place in counts.places if place[0] == "awaited download" and "devices.py" in place[2]]
+
+
+def test_quantized_blocks_are_not_copied_back(world, tmp_path):
+    with counting() as counts:
+        quantize(
+            recipe(world, tmp_path / "out", scheme="rtn", calibrate={"data": str(world / "calib.jsonl"), "samples": 2})
+        )
+    assert not [place for place in counts.places if place[0] == "awaited download" and "devices.py" in place[2]]
+
+
+def test_more_workers_than_accelerators_are_refused(monkeypatch):
+    """NCCL has no two workers on one GPU, and would say something else."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="there are 2 workers here and 1 accelerators"), distributed.process_group():
+        pass

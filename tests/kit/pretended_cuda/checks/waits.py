@@ -1,0 +1,108 @@
+"""How often the host waits for the device: never for a sample or a token, and for a block no more than the docs say."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kit import reducer_data
+from tests.kit.batched_samples import samples
+from tests.kit.places import ROOT
+from tests.kit.pretended_cuda import OTHERS, WAITS, counting
+from tests.kit.pretended_cuda.checks import CUDA
+from vlmcompress.calibration import block_inputs
+from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
+from vlmcompress.calibration.solve import QuantMethod, solve_block
+from vlmcompress.common.registry import SCHEMES
+from vlmcompress.data import encode as encoded
+from vlmcompress.models import decoder_blocks, load
+from vlmcompress.reducers import Signals
+from vlmcompress.statistics.balance import Sensitivity
+from vlmcompress.statistics.inputs import CROSS, NEEDS
+
+
+def moved(image: Signals) -> Signals:
+    fields = {field.name: getattr(image, field.name) for field in dataclasses.fields(image)}
+    tensors = {name: value.to(CUDA) for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    return Signals(**fields | tensors, finite=True)
+
+
+@pytest.mark.parametrize(("method", "options"), reducer_data.SERVED)
+def test_served_reducers_do_not_wait(method, options):
+    """They leave the CPU's rows. That no value is looked at, `tests/reducers/test_waits.py` shows; here uploads count, too."""
+    image = reducer_data.signals((3, 4, 5) if method == "evs" else (1, 6, 8))
+    expected, there = reducer_data.served(method, image, **options), moved(image)
+    reducer_data.served(method, there, **options)  # tables are sent once
+    with counting() as counts:
+        rows = reducer_data.served(method, there, **options)
+    torch.testing.assert_close(rows.cpu(), expected, rtol=1e-6, atol=1e-6)
+    assert counts.waits == 0, counts.places
+
+
+def documented() -> dict[str, int]:
+    """Waits of a block's solving by scheme, as the docs have them."""
+    text = (ROOT / "docs" / "quantization.md").read_text()
+    (table,) = re.findall(r"<!-- waits -->\n(.*?)<!-- /waits -->", text, re.DOTALL)
+    rows = (row.strip("| ").split(" | ") for row in table.splitlines()[2:])
+    return {name.strip("`"): int(waits) for names, waits in rows for name in names.split(", ")}
+
+
+def captured(vlm, rows, needs=frozenset({"gram", "absmax"})) -> list[Any]:
+    return list(capture_blocks(vlm, decoder_blocks(vlm.model, vlm.spec), rows, CaptureSpec(needs)))
+
+
+def test_waits_of_capture(world, monkeypatch):
+    """Twice the batches, or twice the tokens, cost no wait more, from the blocks' inputs to the statistics of their layers."""
+    vlm = load(world / "llava")
+
+    def waits(rows) -> int:
+        with counting() as counts:
+            assert all(block for _, block in captured(vlm, rows))
+        return sum(times for (kind, _, place), times in counts.places.items() if kind in WAITS and OTHERS not in place)
+
+    rows = encoded(samples(), vlm)
+    few = waits(rows)
+    assert few <= 1 + sum(map(len, decoder_blocks(vlm.model, vlm.spec)))  # is all of it finite: once for each group
+    monkeypatch.setattr(block_inputs, "bucket_by_length", lambda rows: [[index] for index in range(len(rows))])
+    assert waits(rows) == waits(rows + rows) <= few
+
+
+@pytest.fixture(scope="module")
+def observed(world) -> Callable[[int, frozenset[str]], tuple[Any, ...]]:
+    """Number of samples and names of statistics -> groups, weights, norms and statistics of a block."""
+    vlm = load(world / "llava")
+    groups = decoder_blocks(vlm.model, vlm.spec)[0]
+    smoothed = {group.smooth for group in groups if group.smooth_kind == "norm"}
+    weights, norms = (
+        {name: vlm.model.get_parameter(f"{name}.weight").detach().to(CUDA) for name in names}
+        for names in ([name for group in groups for name in group.linears], smoothed)
+    )
+
+    @functools.cache
+    def statistics_of(count: int, needs: frozenset[str]) -> Any:
+        (_, block), *_ = captured(vlm, encoded(samples()[:count], vlm), needs)
+        for stats in block.stats.values():
+            stats.sensitivity = Sensitivity({"text": 1.0, "vision": 0.5, "answer": 2.0}, rho=0.5)
+        return block.stats
+
+    return lambda count, needs: (groups, weights, norms, copy.deepcopy(statistics_of(count, needs)))
+
+
+@pytest.mark.parametrize(("scheme", "count"), [*((name, 2) for name in SCHEMES.names() if name != "none"), ("gptq", 7)])
+def test_waits_of_solving(observed, scheme, count):
+    """Those of one block, of seven layers in four groups, are no more than the docs say, of more samples as well."""
+    module = SCHEMES.get(scheme)
+    method = QuantMethod(module, module.Options())
+    needs = (method.needs.statistics | {"gram"}) & {*NEEDS, CROSS}
+    groups, weights, norms, stats = observed(count, frozenset(needs))
+    with counting() as counts:
+        solve_block(groups, dict(weights), stats, method, torch.bfloat16, {}, norms, 0.0)
+    print(f"| `{scheme}` | {counts.waits} |")
+    assert counts.waits <= documented()[scheme], counts.places.most_common(9)

@@ -1,0 +1,51 @@
+"""Tiny GLM-4.6V: a dense block and one with a mixture of four experts, two of which a token takes, and one for all tokens."""
+
+from __future__ import annotations
+
+import torch
+import transformers as T
+
+from tests.kit.tiny._text import GQA
+from tests.kit.tiny.glm4v import TOKEN_IDS
+from tests.kit.tiny.glm4v import processor as processor
+
+ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
+def model() -> T.PreTrainedModel:
+    model = T.Glm4vMoeForConditionalGeneration(
+        T.Glm4vMoeConfig(
+            text_config={
+                **GQA,
+                "rope_parameters": ROPE,
+                "head_dim": 32,
+                "n_routed_experts": 4,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 128,
+                "first_k_dense_replace": 1,
+                "routed_scaling_factor": 1.5,
+                "n_group": 1,
+                "topk_group": 1,
+                "use_qk_norm": False,
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_heads": 4,
+                "out_hidden_size": 128,
+                "image_size": 56,
+                "patch_size": 14,
+            },
+            tie_word_embeddings=False,
+            **TOKEN_IDS,
+        )
+    )
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # so that a router without it would choose others
+            buffer.copy_(torch.linspace(-0.05, 0.05, 4))
+    for name, weight in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):  # else images, whose tokens are much alike, would all go to two experts
+            torch.nn.init.normal_(weight, std=0.3)
+    return model

@@ -1,0 +1,258 @@
+"""Merge a LoRA adapter that PEFT wrote into its base, tensor by tensor, so that a large base is never held in memory.
+
+`W' = W + s B A` with `s = alpha / r` (LoRA, arXiv 2106.09685), or `alpha / sqrt(r)` (rsLoRA, arXiv 2312.03732); with DoRA
+(arXiv 2402.09353) the rows of W' are then given the lengths of its magnitude vector. An adapter of an embedding is `(B A)^T`.
+Parameters that were trained whole (`modules_to_save`, biases) take the place of the base's. All this is refused by name: other
+methods of PEFT, convolutions, what changes the base's own weights (PiSSA, OLoRA, CorDA), and a head that shares its weight.
+
+Names of layers are those of the transformers in which the adapter was trained, and are translated as names on disk are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.checkpoint import changed
+from vlmcompress.checkpoint.changed import Change
+from vlmcompress.checkpoint.write import OutputTensor
+from vlmcompress.common import tensor_files
+from vlmcompress.common.identity import unchanged
+from vlmcompress.common.tensor_files import Entry
+from vlmcompress.errors import UserError
+from vlmcompress.models import Source
+from vlmcompress.recipe.adapter import CONFIG, WEIGHTS, read_config
+
+RECORD = ".adapter.json"
+_PREFIX, _WRAPPED = "base_model.model.", ".base_layer."  # the latter of parameters of a layer that has an adapter
+_PARTS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+# What an adapter may have that changes more than W + s B A says. Setting -> the values under which it does not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    **dict.fromkeys(("arrow_config", "kasa_config", "lora_ga_config", "monteclora_config", "velora_config"), (None,)),
+}
+_NESTED = r"\)[*+{]"
+_OF_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+@dataclass(frozen=True)
+class Low:
+    """What an adapter has of one layer: `a [r, in]`, `b [out, r]`, of DoRA `magnitude [out]`; its scale; whether it is an
+    embedding's, whose weight is the transpose."""
+
+    a: Entry
+    b: Entry
+    scale: float
+    magnitude: Entry | None = None
+    embedding: bool = False
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight `[out, in]` with the adapter in it, in its own type."""
+        a, b = (tensor_files.read_tensor(entry).to(weight) for entry in (self.a, self.b))
+        change = self.scale * (b @ a)
+        merged = weight + (change.T if self.embedding else change)
+        if self.magnitude is None:
+            return merged
+        lengths = tensor_files.read_tensor(self.magnitude).to(weight).flatten()
+        return merged * (lengths / merged.norm(dim=1))[:, None]
+
+
+def problem(folder: Path, source: Source) -> str | None:
+    """Why an adapter can't be merged into a model, from the headers of both; None where it can."""
+    try:
+        _changes(folder, source)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def write(
+    source: Source,
+    folder: Path,
+    out: Path,
+    *,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write `source` with the adapter in `folder` merged into the folder `out`, unless it is there.
+
+    Args:
+        device: where matrices are multiplied.
+        progress: called with bytes written and bytes in all.
+
+    Raises:
+        UserError: the adapter is damaged, not of this model, or of a kind that is not merged.
+    """
+    files = sorted({entry.file for entry in source.entries.values()}) + [folder / CONFIG, folder / WEIGHTS]
+    mark = json.dumps([source.config, unchanged(files)], sort_keys=True)
+    if changed.has(out, RECORD, mark):
+        return
+    made, disk = _changes(folder, source), {name: memory for memory, name in source.names.items()}
+    _check_finite(folder)
+    tensors = []
+    for entry in source.entries.values():
+        change = made.get(disk.get(entry.name, ""))
+        origin = entry if change is None else changed.lazily(entry, change, torch.device(device))
+        tensors.append(OutputTensor(entry.name, entry.spec, origin))
+    changed.write(source.path, out, tensors, source.config, (RECORD, mark), progress=progress)
+
+
+def _changes(folder: Path, source: Source) -> dict[str, Change]:
+    """What becomes of each parameter that an adapter changes, by memory name."""
+    config = read_config(folder)
+    _check_kind(folder, config)
+    entries = _entries(folder)
+    layers: dict[str, dict[str, Entry]] = {}
+    whole: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        part = next((part for part in _PARTS if name.endswith(f".{part}")), None)
+        if part is not None:
+            layers.setdefault(name.removesuffix(f".{part}"), {})[part] = entry
+        elif "lora_" in name or "trainable_tokens" in name:
+            raise UserError(f"{folder / WEIGHTS}: '{name}' is of a kind that is not merged; merge it with PEFT")
+        else:
+            whole[name] = entry
+    memory = models.memory_names(source.meta_model, [*(f"{name}.weight" for name in layers), *whole])
+    made: dict[str, Change] = {}
+    for name, entry in whole.items():
+        shape = _stored_shape(folder, name, memory[name], source)
+        if entry.spec.shape != shape:
+            raise UserError(f"{folder / WEIGHTS}: '{name}' is {list(entry.spec.shape)}, the base's is {list(shape)}")
+        made[memory[name]] = _value(entry)
+    for name, parts in layers.items():
+        parameter = memory[f"{name}.weight"]
+        low = _low(folder, config, name, parts, source, parameter)
+        made[parameter] = _both(made[parameter], low.merged) if parameter in made else low.merged
+    if not made:
+        raise UserError(f"{folder / WEIGHTS} has no adapter of any layer; give the folder that PEFT wrote")
+    return made
+
+
+def _value(entry: Entry) -> Change:
+    return lambda weight: tensor_files.read_tensor(entry).to(weight)
+
+
+def _both(first: Change, then: Change) -> Change:
+    return lambda weight: then(first(weight))
+
+
+def _low(
+    folder: Path, config: Mapping[str, Any], name: str, parts: Mapping[str, Entry], source: Source, parameter: str
+) -> Low:
+    """The adapter of one layer, whose shapes fit. `name`: of the layer in the adapter; `parts`: by the ends of their names."""
+    file, entries = folder / WEIGHTS, {_PARTS[part]: entry for part, entry in parts.items()}
+    if not {"a", "b"} <= entries.keys():
+        raise UserError(f"{file}: '{name}' lacks {'lora_A' if 'b' in entries else 'lora_B'}; copy the file again")
+    shape = _stored_shape(folder, name, parameter, source)
+    module = source.meta_model.get_submodule(parameter.rpartition(".")[0])
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise UserError(f"{file}: '{name}' is a {type(module).__name__}, which is not merged; merge it with PEFT")
+    a, b, magnitude = entries["a"], entries["b"], entries.get("magnitude")
+    embedding, sides = isinstance(module, nn.Embedding), (b.spec.shape[:1], a.spec.shape[1:])
+    rank, expected = a.spec.shape[0], sides[::-1] if embedding else sides
+    if len(a.spec.shape) != 2 or not rank or b.spec.shape[1:] != (rank,) or expected[0] + expected[1] != shape:
+        shapes = f"{list(a.spec.shape)} and {list(b.spec.shape)}"
+        raise UserError(f"{file}: '{name}' has A and B of {shapes}, and the base's weight is {list(shape)}")
+    if bool(config.get("use_dora")) != (magnitude is not None) or (magnitude and magnitude.spec.shape != shape[:1]):
+        raise UserError(f"{file}: '{name}' and use_dora of the config do not belong together; copy both again")
+    if magnitude and embedding:
+        raise UserError(f"{file}: DoRA of an embedding, '{name}', is not merged; merge it with PEFT")
+    alpha = _setting(folder, config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise UserError(f"{folder / CONFIG}: lora_alpha of '{name}' is {alpha!r}, and should be a number")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Low(a, b, scale, magnitude, embedding)
+
+
+def _setting(folder: Path, pattern: Any, name: str, default: Any) -> Any:
+    """The value that a pattern of PEFT (end of a name, or a regular expression for it -> value) has for a layer."""
+    for key, value in (pattern or {}).items() if isinstance(pattern, Mapping) else ():
+        try:
+            if re.search(_NESTED, key):  # which may take forever
+                raise re.error("a group that is repeated")
+            if re.match(rf"(.*\.)?({key})$", name):
+                return value
+        except re.error as error:
+            raise UserError(
+                f"{folder / CONFIG}: alpha_pattern '{key[:60]}' is not read ({error}); name layers"
+            ) from error
+    return default
+
+
+def _stored_shape(folder: Path, name: str, parameter: str, source: Source) -> tuple[int, ...]:
+    """The shape of the base's tensor that a tensor or layer of the adapter belongs to."""
+    if parameter in source.names:
+        return source.stored[source.names[parameter]].shape
+    if parameter in models.tied_names(source.meta_model):
+        why = "shares the embedding's weights in the base, so that a change of one would be a change of both"
+        raise UserError(f"{folder / WEIGHTS}: '{name}' {why}; merge it with PEFT")
+    raise UserError(
+        f"{folder / WEIGHTS}: '{name}' has no place in {type(source.meta_model).__name__} (looked for '{parameter}'); "
+        "name the base that the adapter was trained on: MODEL --adapter FOLDER"
+    )
+
+
+def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for an adapter that is more than low-rank changes of weights."""
+    for key, plain in _PLAIN.items():
+        value = config.get(key, plain[0])
+        if value not in plain and value:
+            raise UserError(f"{folder / CONFIG}: {key} {value!r} is not merged here; merge the adapter with PEFT")
+    start = str(config.get("init_lora_weights", "")).lower()
+    if start.startswith(_OF_BASE):
+        raise UserError(
+            f"{folder / CONFIG}: init_lora_weights '{start}' changes the base's weights as well, which an adapter does not "
+            "hold; convert it with PEFT (path_initial_model_for_weight_conversion), or merge it there"
+        )
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """The adapter's tensors by their names without PEFT's prefix."""
+    if not (folder / WEIGHTS).is_file():
+        pickled = (
+            "only pickled weights, which can run code when read" if (folder / "adapter_model.bin").is_file() else "none"
+        )
+        raise UserError(f"{folder} has {pickled} in the place of {WEIGHTS}; save it with safe_serialization=True")
+    names = [
+        (entry.name.removeprefix(_PREFIX).replace(_WRAPPED, "."), entry)
+        for entry in tensor_files.read_entries(folder / WEIGHTS)
+    ]
+    entries = dict(names)
+    if len(entries) < len(names):
+        raise UserError(f"{folder / WEIGHTS} has two tensors of one name; save the adapter again")
+    for name, entry in entries.items():
+        if entry.spec.dtype not in tensor_files.FLOATS:
+            raise UserError(f"{folder / WEIGHTS}: '{name}' is {entry.spec.dtype}; adapters are floats of 16 or 32 bits")
+    return entries
+
+
+def _check_finite(folder: Path) -> None:
+    for name, entry in _entries(folder).items():
+        if not tensor_files.read_tensor(entry).isfinite().all():
+            raise UserError(
+                f"{folder / WEIGHTS}: '{name}' holds NaN or infinity; train it again, or take an earlier one"
+            )

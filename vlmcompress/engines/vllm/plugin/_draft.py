@@ -1,0 +1,82 @@
+"""Draft heads in vLLM's first model runner (its CPU build's): two faults are mended, and a draft gets what it should of images.
+
+**Slots.** From its second token on vLLM 0.32 writes a drafted token's keys to the slot of its rotary position. A model with
+M-RoPE counts an image's positions once a row and column, not once a token, so these slots are those of earlier tokens, and
+what attention reads as the last keys was never written (vllm #54498). Here the slot is the one behind the sequence.
+
+**Prompts in pieces.** Where a step ends within a prompt, its last row has the embedding of the token that follows. vLLM 0.32
+takes the prompt's last token (`prepare_next_token_ids_padded`), whatever follows.
+
+**Images** (`checkpoint.draft_images`). The draft's keys lie in the blocks that the target's lie in, so leaving tokens out takes
+other lists of blocks, not other blocks. Of an image in tokens `[start, end)` with n rows of which m blocks' worth are to go,
+
+    blocks of the cache       |  text   im|age     |  gone      |  gone      |age    text|
+    rows of the draft         |  text   k0|k1 .. k9|                         |k10    text|
+
+the blocks that go lie within the image, so all others hold what the prompt up to their ends decides, as the prefix cache
+requires; text stays where it is. The rows that stay are written when the target has seen the whole image. The list of blocks
+without those that go is what attention reads, and a sequence is shorter by their tokens. Where the beginning of an image was
+found in the prefix cache and its end was not, the rows in its blocks are there already, and those behind them have no hidden
+states of its tokens: zeros. Where the step that completes an image has no room for all its rows beside the text, which has the
+room of a step's budget, the first ones are not written. The draft then guesses less well, and answers are what they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+from vlmcompress.checkpoint import draft_images
+
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+
+def register() -> None:
+    """Make vLLM know the drafts that need this plugin, and have its model runner take our proposer once it is imported."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.transformers_utils.configs.speculators import algos
+
+    algos.SUPPORTED_SPECULATORS_TYPES.setdefault(draft_images.SPECULATOR, _update)
+    ModelRegistry.register_model(draft_images.ARCHITECTURE, f"{__package__}._draft_model:{draft_images.ARCHITECTURE}")
+    if module := sys.modules.get(RUNNER):
+        _replace(module)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _update(config_dict: dict[str, Any], pre_trained_config: dict[str, Any]) -> None:
+    """vLLM's hook on the config of such a draft: EAGLE-3's, our architecture, and the model runner that has our proposer."""
+    from vllm.transformers_utils.configs.speculators.algos import update_eagle3
+
+    update_eagle3(config_dict, pre_trained_config)
+    pre_trained_config["architectures"] = [draft_images.ARCHITECTURE]
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
+class _Finder(MetaPathFinder):
+    """Replaces the proposer when the runner's module is imported, which takes seconds and is needed in workers alone."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """The module's own spec, with a loader that does so."""
+        if fullname != RUNNER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _replace(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _replace(module: Any) -> None:
+    from vlmcompress.engines.vllm.plugin._draft_proposer import Proposer
+
+    module.EagleProposer = Proposer

@@ -1,0 +1,341 @@
+"""vLLM's proposer of EAGLE drafts, with mended slots and prompts, and with a draft's own rows for images (`_draft`)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.eagle import EagleProposer
+
+from vlmcompress.checkpoint import draft_images
+
+KEPT = 4096
+"""Images whose vectors are kept, for requests that find them in the prefix cache."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image of a request: its tokens `[start, end)` of the sequence, and its name in the cache of encoded images."""
+
+    start: int
+    end: int
+    name: str
+
+
+def shown(features: Sequence[Any]) -> list[Shown]:
+    """A request's images and videos whose tokens stand in one run, in order."""
+    places = [(feature.mm_position, feature.identifier) for feature in features if feature.modality != "audio"]
+    images = [Shown(p.offset, p.offset + p.length, name) for p, name in places if p.is_embed is None]
+    return sorted(images, key=lambda image: image.start)
+
+
+@dataclass
+class Rows:
+    """Rows of an image: embeddings and hidden states `[k, d]`, positions, and in which token of the sequence each is kept."""
+
+    embeds: Tensor
+    hidden: Tensor
+    positions: Tensor
+    places: Tensor
+
+    def last(self, count: int) -> Rows:
+        """The last `count` rows: the keys of those before stay what they are in the cache."""
+        cut = len(self.embeds) - count
+        return Rows(*(value[cut:] for value in (self.embeds, self.hidden, self.positions, self.places)))
+
+
+@dataclass
+class Part:
+    """What a request has in a step.
+
+    Attributes:
+        pieces: in order, ranges of the target's rows in this step, and rows of images.
+        short: how many tokens shorter the sequence is for the draft.
+        gone: blocks of the cache that are left out, as first and number.
+    """
+
+    pieces: list[range | Rows] = field(default_factory=list)
+    short: int = 0
+    gone: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Unfinished:
+    """What the target gave of an image of n tokens so far: hidden states `[n, d]` and positions `[n]`, zero until it does.
+
+    `first` is the first of its tokens that was computed: those before it lie in blocks of the prefix cache.
+    """
+
+    states: Tensor
+    positions: Tensor
+    first: int
+
+
+class Proposer(EagleProposer):
+    """The proposer; see `_draft`."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner=runner)
+        self.runner = runner
+        self.model: Any
+        config = self.draft_model_config.hf_config
+        ours = draft_images.ARCHITECTURE in (getattr(config, "architectures", None) or ())
+        self.images = draft_images.read(vars(config) if ours else {})
+        self._unfinished: dict[tuple[str, int], Unfinished] = {}  # by a request's name and an image's first token
+        self._vectors: OrderedDict[str, tuple[Tensor, int]] = OrderedDict()  # an image's name -> its vector, its tokens
+        self._lists: tuple[Any, Tensor] = None, torch.empty(0)
+        self._images_rows: list[tuple[int, Rows]] = []  # of this step, and the row at which each begins
+        self._owners: Tensor = torch.empty(0)  # of each row of this step the request's number
+
+    def set_inputs_first_pass(
+        self,
+        target_token_ids: Tensor,
+        next_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        token_indices_to_sample: Tensor | None,
+        cad: CommonAttentionMetadata,
+        num_rejected_tokens_gpu: Tensor | None,
+    ) -> tuple[int, Tensor, CommonAttentionMetadata]:
+        """Fill the buffers as vLLM does, then let images have the rows that the draft gives them."""
+        count, sampled, cad = super().set_inputs_first_pass(
+            target_token_ids=target_token_ids,
+            next_token_ids=next_token_ids,
+            target_positions=target_positions,
+            target_hidden_states=target_hidden_states,
+            token_indices_to_sample=token_indices_to_sample,
+            cad=cad,
+            num_rejected_tokens_gpu=num_rejected_tokens_gpu,
+        )
+        starts: list[int] = cad.query_start_loc_cpu.tolist()
+        names = self.runner.input_batch.req_ids[: len(starts) - 1]
+        self._continue_prompts(names, starts)
+        if self.images.plain:
+            return count, sampled, cad
+        parts = [self._part(name, starts[n], starts[n + 1], cad, n) for n, name in enumerate(names)]
+        self._images_rows = []
+        if any(part.short or len(part.pieces) != 1 or isinstance(part.pieces[0], Rows) for part in parts):
+            count, sampled, cad = self._laid_out(parts, starts, sampled, cad)
+        if self.images.vector:
+            lengths = cad.query_start_loc_cpu.diff()
+            self._owners = torch.repeat_interleave(torch.arange(len(names)), lengths).to(self.device)
+            self._set_image(torch.stack([self._vector(name) for name in names]))
+        return count, sampled, cad
+
+    def _continue_prompts(self, names: Sequence[str], starts: Sequence[int]) -> None:
+        """Give the last row of a prompt that this step leaves unfinished the token that follows there."""
+        for name, first, behind in zip(names, starts[:-1], starts[1:], strict=True):
+            request = self.runner.requests[name]
+            end = request.num_computed_tokens + behind - first
+            if end < request.num_prompt_tokens:
+                self.input_ids[behind - 1] = request.get_token_id(end)
+
+    def _part(self, name: str, first: int, behind: int, cad: CommonAttentionMetadata, number: int) -> Part:
+        """What request `number` has in this step, whose rows of the target are `[first, behind)`."""
+        request = self.runner.requests[name]
+        begin = at = request.num_computed_tokens
+        end, part = begin + behind - first, Part()
+        for image in shown(request.mm_features):
+            if image.start >= end:
+                break
+            gone = self.images.gone(image.start, image.end, self.block_size)
+            if image.end <= begin:
+                part.short += gone * self.block_size
+                part.gone += [(image.end // self.block_size - gone, gone)] if gone else []
+                continue
+            inside = range(max(image.start, begin), min(image.end, end))
+            if self.images.vector:
+                self._note_vector(image)  # all of it is encoded, though this step may end within it
+            if self.images.rows == "hidden":
+                continue
+            if image.start > at:
+                part.pieces.append(range(first + at - begin, first + image.start - begin))
+            rows = range(first + inside.start - begin, first + inside.stop - begin)
+            if not gone:
+                part.pieces.append(self._whole(image, inside, rows))
+            elif image.end <= end:
+                part.pieces.append(self._reduced(name, image, inside, rows, gone))
+                part.short += gone * self.block_size
+                part.gone.append((image.end // self.block_size - gone, gone))
+            else:
+                self._note(name, image, inside, rows)
+                part.short += end - image.start
+            at = inside.stop
+        if at < end:
+            part.pieces.append(range(first + at - begin, behind))
+        if not part.pieces:  # the step ends within an image: a row that nothing is read from
+            part.pieces.append(range(behind - 1, behind))
+            part.short -= 1
+        return part
+
+    def _whole(self, image: Shown, inside: range, rows: range) -> Rows:
+        """All rows of an image that this step has, where they are."""
+        features = self._features(image)[inside.start - image.start : inside.stop - image.start]
+        window = slice(rows.start, rows.stop)
+        places = torch.arange(inside.start, inside.stop)
+        return Rows(
+            features, self.hidden_states[window].clone(), self._get_positions(rows.stop)[..., window].clone(), places
+        )
+
+    def _note(self, name: str, image: Shown, inside: range, rows: range) -> Unfinished:
+        """Note what this step has of an image whose rows are written when all of it is there; returns what there is."""
+        key, count = (name, image.start), image.end - image.start
+        if key not in self._unfinished:
+            alive = self.runner.requests
+            self._unfinished = {other: value for other, value in self._unfinished.items() if other[0] in alive}
+            states, positions = self.hidden_states.new_zeros(count, self.hidden_size), self.positions.new_zeros(count)
+            self._unfinished[key] = Unfinished(states, positions, inside.start)
+        noted = self._unfinished[key]
+        window, part = slice(rows.start, rows.stop), slice(inside.start - image.start, inside.stop - image.start)
+        noted.states[part], noted.positions[part] = self.hidden_states[window], self.positions[window]
+        noted.first = min(noted.first, inside.start)
+        return noted
+
+    def _reduced(self, name: str, image: Shown, inside: range, rows: range, gone: int) -> Rows:
+        """The rows that are left of an image, which this step completes; without those that lie in the prefix cache."""
+        noted = self._note(name, image, inside, rows)
+        del self._unfinished[name, image.start]
+        features, block = self._features(image), self.block_size
+        left = len(features) - gone * block
+        if not left:
+            return Rows(features[:0], noted.states[:0], noted.positions[:0], torch.arange(0))
+        reduction = self.images.reduction(features, left)
+        places = torch.arange(image.start, image.start + left)
+        places[places >= (image.end // block - gone) * block] += gone * block
+        positions = noted.positions[reduction.anchor]
+        every = Rows(reduction.apply(features), reduction.apply(noted.states), positions, places)
+        return every.last(int((places >= noted.first).sum()))
+
+    def _features(self, image: Shown) -> Tensor:
+        """The rows `[n, hidden]` that the target's decoder got; further channels of the encoder are not for a draft."""
+        encoded = self.runner.encoder_cache.get(image.name)
+        if encoded is None:  # never seen; a draft may guess badly, and nothing else
+            return self.hidden_states.new_zeros(image.end - image.start, self.hidden_size)
+        return encoded[:, : self.hidden_size].to(self.dtype)
+
+    def _laid_out(
+        self, parts: Sequence[Part], starts: Sequence[int], sampled: Tensor, cad: CommonAttentionMetadata
+    ) -> tuple[int, Tensor, CommonAttentionMetadata]:
+        """Put the rows of all parts into the buffers; returns their number, those to sample from, and the metadata."""
+        spare = self.max_num_tokens - sum(len(p) for part in parts for p in part.pieces if isinstance(p, range))
+        source, target, ends, slots, total = list[int](), list[int](), [0], list[tuple[int, Tensor]](), 0
+        for number, part in enumerate(parts):
+            for piece in part.pieces:
+                if isinstance(piece, range):
+                    source += piece
+                    target += range(total, total + len(piece))
+                    total += len(piece)
+                    continue
+                piece = piece.last(min(len(piece.embeds), spare))  # what has no room in this step is not written
+                spare -= len(piece.embeds)
+                self._images_rows.append((total, piece))
+                slots.append((total, self._slots(cad.block_table_tensor[number], piece.places)))
+                total += len(piece.embeds)
+            ends.append(total)
+        taken, put = torch.tensor(source).to(self.device), torch.tensor(target).to(self.device)
+        slot_mapping = cad.slot_mapping.new_empty(total)
+        slot_mapping[put] = cad.slot_mapping[taken]
+        ids, positions, hidden = self.input_ids[taken], self.positions[taken], self.hidden_states[taken]
+        self.input_ids[:total] = 0
+        self.input_ids[put], self.positions[put], self.hidden_states[put] = ids, positions, hidden
+        for (begin, rows), (_, own_slots) in zip(self._images_rows, slots, strict=True):
+            window = slice(begin, begin + len(rows.embeds))
+            self.positions[window], self.hidden_states[window] = rows.positions, rows.hidden
+            slot_mapping[window] = own_slots
+        loc = torch.tensor(ends, dtype=cad.query_start_loc_cpu.dtype)
+        moved = torch.tensor([after - before for after, before in zip(ends[1:], starts[1:], strict=True)])
+        short = torch.tensor([part.short for part in parts], dtype=torch.int32)
+        upper = cad.seq_lens_cpu_upper_bound
+        changed = cad.replace(
+            query_start_loc=loc.to(self.device),
+            query_start_loc_cpu=loc,
+            seq_lens=cad.seq_lens - short.to(self.device),
+            seq_lens_cpu_upper_bound=None if upper is None else upper - short,
+            num_actual_tokens=total,
+            max_query_len=int(loc.diff().max()),
+            block_table_tensor=self._listed(parts, cad.block_table_tensor),
+            slot_mapping=slot_mapping,
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
+        )
+        return total, sampled + moved.to(sampled), changed
+
+    def _slots(self, blocks: Tensor, places: Tensor) -> Tensor:
+        """Slots of tokens of a sequence, whose blocks are `blocks`."""
+        places = places.to(self.device)
+        return blocks[places // self.block_size] * self.block_size + places % self.block_size
+
+    def _listed(self, parts: Sequence[Part], blocks: Tensor) -> Tensor:
+        """The lists of blocks `[requests, n]` without those that are left out."""
+        key = blocks.shape, tuple(tuple(part.gone) for part in parts)
+        if self._lists[0] != key:
+            columns = np.tile(np.arange(blocks.shape[1]), (len(parts), 1))
+            for row, part in zip(columns, parts, strict=True):
+                kept = np.delete(row, [first + n for first, count in part.gone for n in range(count)])
+                row[: len(kept)] = kept
+            self._lists = key, torch.from_numpy(columns).to(self.device)
+        return blocks.gather(1, self._lists[1])
+
+    def build_model_inputs_first_pass(
+        self, num_tokens: int, num_input_tokens: int, mm_embed_inputs: Any
+    ) -> tuple[dict[str, Any], int]:
+        """The inputs as vLLM makes them, with the images' rows and vectors in them."""
+        if self.images.plain:
+            return super().build_model_inputs_first_pass(num_tokens, num_input_tokens, mm_embed_inputs)
+        image = self._set_image(None)
+        inputs, size = super().build_model_inputs_first_pass(num_tokens, num_input_tokens, None)
+        for begin, rows in self._images_rows:
+            self.inputs_embeds[begin : begin + len(rows.embeds)] = rows.embeds
+        if image is not None:
+            self.inputs_embeds[:num_tokens] += image[self._owners]
+            self._set_image(image)
+        return inputs, size
+
+    def _set_image(self, image: Tensor | None) -> Tensor | None:
+        """Set what the model adds to the embeddings of its requests, and return what it added until now."""
+        before, self.model.image = self.model.image, image
+        return before
+
+    def _note_vector(self, image: Shown) -> None:
+        """Keep the vector of an image that is encoded."""
+        features = self._features(image)
+        mean = draft_images.mean_feature(features).to(self.dtype)
+        self._vectors[image.name] = self.model.model.image_vector(mean), len(features)
+        self._vectors.move_to_end(image.name)
+        if len(self._vectors) > KEPT:
+            self._vectors.popitem(last=False)
+
+    def _vector(self, name: str) -> Tensor:
+        """The vector `[hidden]` of a request's images so far; zero where none is known."""
+        images = shown(self.runner.requests[name].mm_features)
+        vectors = [self._vectors[image.name] for image in images if image.name in self._vectors]
+        if not vectors:
+            return self.hidden_states.new_zeros(self.hidden_size)
+        total = sum(count for _, count in vectors)
+        return torch.stack([vector * (count / total) for vector, count in vectors]).sum(0)
+
+    def _update_positions_dependent_metadata(
+        self,
+        positions: Tensor,
+        common_attn_metadata: CommonAttentionMetadata,
+        batch_size: int,
+        input_batch_size: int,
+        block_size: int,
+    ) -> Tensor:
+        """Positions and slots of the next drafted token: the slot behind the sequence, whatever its position is."""
+        update = super()._update_positions_dependent_metadata
+        if self.images.plain and not self.vllm_config.model_config.uses_mrope:
+            return update(positions, common_attn_metadata, batch_size, input_batch_size, block_size)
+        following = (positions + 1).clamp(max=self.max_model_len - 1)
+        last = (common_attn_metadata.seq_lens[:batch_size] - 1).to(positions.dtype)
+        rows = last.expand(positions.shape) if self.uses_mrope else last
+        update(rows, common_attn_metadata, batch_size, input_batch_size, block_size)
+        buffer = self._get_positions(batch_size)
+        buffer.copy_(following)
+        return buffer
