@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import ProcessorMixin
 
 from .architectures import build_processor
 
@@ -30,8 +31,10 @@ def disk_name(kind: str, name: str) -> str:
     return name
 
 
-def export(kind: str, model: nn.Module, tokenizer, folder: Path, card: str) -> None:
-    """Write the checkpoint to a temporary sibling in BF16, then put it in place."""
+def export(
+    kind: str, model: nn.Module, tokenizer, folder: Path, card: str, processor: ProcessorMixin | None = None
+) -> None:
+    """Write the checkpoint to a temporary sibling in BF16, then put it in place. `processor`: by default the world's."""
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -47,7 +50,7 @@ def export(kind: str, model: nn.Module, tokenizer, folder: Path, card: str) -> N
         part.pop("_name_or_path", None)
     (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     model.generation_config.save_pretrained(temporary)
-    build_processor(kind, tokenizer).save_pretrained(temporary)
+    (processor or build_processor(kind, tokenizer)).save_pretrained(temporary)
     (temporary / "README.md").write_text(card)
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)

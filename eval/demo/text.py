@@ -4,6 +4,7 @@ One byte-level BPE recipe, trained on the world's own texts so that its words ar
 tokenizes, byte by byte if need be); the special tokens and the chat template are those of the model's family.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -17,7 +18,7 @@ from eval.world.rows import sample_view
 from eval.world.textual import ask_text
 from eval.world.vocab import FAMILIES
 
-VOCABULARY = 768
+VOCABULARY = 768  # at most; of the world's tokenizers
 
 QWEN_SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -109,17 +110,19 @@ def _corpus() -> tuple[str, ...]:
     return tuple(lines)
 
 
-def build_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Train the tokenizer of one model; deterministic."""
+def build_tokenizer(
+    kind: str, lines: Iterable[str] | None = None, vocabulary: int = VOCABULARY
+) -> PreTrainedTokenizerFast:
+    """Train the tokenizer of one model, on the world's texts or on `lines`; deterministic."""
     form = FORMATS[kind]
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=list(form.special), show_progress=False,
+        vocab_size=vocabulary, special_tokens=list(form.special), show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    inner.train_from_iterator(_corpus(), trainer)
+    inner.train_from_iterator(_corpus() if lines is None else lines, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token=form.stop, pad_token=form.pad, model_max_length=2048,
         additional_special_tokens=[t for t in form.special if t not in (form.stop, form.pad)],

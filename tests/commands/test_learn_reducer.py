@@ -105,6 +105,23 @@ def test_what_it_says(models, data, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"], "what a run keeps to go on is gone"
 
 
+@pytest.mark.slow
+def test_for_all_shares_it_is_judged_at_both_ends_and_the_middle(models, data, tmp_path, capsys):
+    """Against runs for these shares alone: what reducers that need no training lose is the mean of the three."""
+
+    def outcome(*flags):
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+        code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, "--json", *flags)
+        assert code == 0, err
+        return json.loads(text)["held_out_kl"], scorer_file.read(out).facts
+
+    together, facts = outcome("--keep", 0.1875, "--to", 0.75, *FEW)
+    alone = [outcome("--keep", share, *FEW)[0] for share in (0.1875, 0.375, 0.75)]
+    assert (facts["keep"], facts["to"]) == (0.1875, 0.75)
+    for name in ("uniform", "coverage", "untrained"):
+        assert together[name] == pytest.approx(sum(kl[name] for kl in alone) / 3, rel=1e-4)
+
+
 def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, capsys, monkeypatch):
     arguments = ("learn-reducer", models["llava"], "--calib", data, *FEW)
     assert run(capsys, *arguments, "-o", tmp_path / "whole.safetensors")[0] == 0
@@ -152,6 +169,7 @@ def test_a_run_that_diverges_is_stopped_and_keeps_the_best(models, data, tmp_pat
         (("--keep", "0.25,cover=1"), "keep is '0.25,cover=1', should be a number"),
         (("--keep", "half"), "--keep half: 'learned': keep is 'half', should be a number"),
         (("--keep", "auto"), "--keep auto: training needs a share"),
+        (("--keep", "0.5", "--to", "0.5"), "--to is 0.5; it should be above --keep, 0.5, and below 1"),
         (("--lr", "nan"), "--lr is nan; it should be above 0 and below 1"),
         (("--samples", 10), "training needs at least 16"),
         (("--set", "kv_cache=fp8"), "--set kv_cache: no such key of learn-reducer"),

@@ -22,6 +22,7 @@ import reduced_answers
 import reducers_plot
 import reducers_speed
 import reducers_table
+import shared_answers
 
 MODELS = ("demo-llava", "demo-qwen")
 PER_FAMILY = 2
@@ -81,6 +82,31 @@ def test_exact_match_is_that_of_generation(
     assert answers.held.tolist() == [held for *_, held in one_by_one]
     assert answers.exact.sum() > 0 and (reduce is None or answers.exact.sum() < len(samples))
     assert reduce is None or 0 < float(answers.after.sum() / answers.before.sum()) < 0.9
+
+
+SHARED = [
+    None,
+    "coverage:0.25,merge=nearest",
+    "divprune:0.25,positions=compact",
+    "tome:0.25",
+    "visionzip:0.5",
+    "fastv:0.25,layer=1",
+]
+
+
+@pytest.mark.parametrize("reduce", SHARED)
+def test_sharing_an_image_among_its_questions_changes_no_answer(
+    asker_and_samples: tuple[reduced_answers.Asker, list[Sample]], reduce: str | None
+) -> None:
+    """Rows, positions, merged tokens and what the encoder leaves: of one run for all questions about an image."""
+    asker, samples = asker_and_samples
+    if asker.vlm.spec.family != "llava":
+        pytest.skip("an image's positions are those of a grid")
+    single = reduced_answers.prepare(asker.vlm, [sample for sample in samples if len(sample.images) == 1])
+    chosen = parse(reduce) if reduce else None
+    each, shared = (kind(asker.vlm, single).ask(chosen) for kind in (reduced_answers.Asker, shared_answers.SharedAsker))
+    assert torch.equal(each.exact, shared.exact) and torch.equal(each.after, shared.after)
+    assert each.exact.sum() > 0 and len(single.images) < len(single.questions)
 
 
 QUESTIONS = [Sample(str(number), [], "q", "a", family) for number, family in enumerate(["read", "locate"] * 10)]

@@ -32,6 +32,9 @@ def options(parser: Parser) -> None:
         default="0.25",
         help="of an image's tokens, around which it is trained; default: 0.25",
     )
+    parser.add_argument(
+        "--to", type=float, metavar="SHARE", help="train for all shares from --keep to this one, and judge at both ends"
+    )
     _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
     _flags.training(parser, DEFAULTS, lr="1e-3")
     parser.add_argument(
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> Outcome:
     _flags.refuse_foreign(values, "learn-reducer", _flags.TRAINING, trained_on)
     from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
 
-    training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"})  # type: ignore[arg-type]
+    training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"}, to=args.to)  # type: ignore[arg-type]
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
     assert recipe.out is not None
@@ -99,8 +102,9 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     written = samples["answers_of_the_teacher"]
     answers = f", {written} answers by the model itself" if written else ""
     steps = f"{done['steps']} of at most {done['training']['steps']}, step {done['best_step']} is kept"
+    share = f"a share of {done['keep']:g}" if done["to"] is None else f"shares from {done['keep']:g} to {done['to']:g}"
     rows = [
-        ("held-out KL", f"{kl['learned']:.4f} nats an answer token at a share of {done['keep']:g}; {beside}"),
+        ("held-out KL", f"{kl['learned']:.4f} nats an answer token at {share}; {beside}"),
         ("steps", steps + (f"; {done['ended']}" if done["ended"] else "")),
         ("data", f"{samples['trained_on']} samples of '{samples['source']}', {samples['held_out']} held out{answers}"),
     ]

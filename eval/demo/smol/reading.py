@@ -9,7 +9,6 @@ SGD, arXiv 1805.09767); the first one measures and saves.
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -50,8 +49,9 @@ class Reading(Training):
 
     def __init__(self, plan: Plan, language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path):
         self.plan, self.learner, self.tokenizer = plan, Learner(language), tokenizer
-        adamw = {"lr": plan.rate, "betas": (0.9, 0.98), "weight_decay": 0.0}
-        super().__init__(self.learner.learned(), folder / "reading.pt", EMA, **adamw)
+        learned = self.learner.learned()
+        optimizer = torch.optim.AdamW(learned.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+        super().__init__(learned, folder / "reading.pt", EMA, optimizer)
         self.writer = Writer(tokenizer)
         state = self.resume()
         self.weights = state.get("weights", dict.fromkeys(FAMILIES, 0.5))
@@ -73,30 +73,19 @@ class Reading(Training):
                 drift = self.learner.drift(self.prose(random))
                 drifts.append(drift.item())
                 loss = loss + PROSE_WEIGHT * drift
-            self.update(loss, self.rate())
+            loss.backward()
+            self.update(self.rate())
             losses.append(loss.item())
             now = time.monotonic()
             self.spent, last = self.spent + (now - last) * (rank == 0), now
             if dist.is_initialized() and self.step % TOGETHER == 0:
-                self.meet()
+                self.spent, *shares = self.meet([self.spent, *self.weights.values()])
+                self.weights = dict(zip(self.weights, shares, strict=True))
             if rank == 0 and self.spent - validated > self.plan.validate_every:
                 self.validate(_mean(losses), _mean(drifts))
                 last, validated, losses, drifts = time.monotonic(), self.spent, [], []
         if rank == 0:
             self.save(weights=self.weights, questions=self.questions)
-
-    @torch.no_grad()
-    def meet(self) -> None:
-        """Take the mean of the processes' weights, and the first one's clock and shares of the families."""
-        flat = torch.cat([p.flatten() for p in self.learned.values()])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for p, part in zip(self.learned.values(), flat.split([p.numel() for p in self.learned.values()]), strict=True):
-            p.copy_(part.view_as(p))
-        totals = torch.tensor([self.spent, *self.weights.values()], dtype=torch.float64)
-        dist.broadcast(totals, 0)
-        self.spent, *shares = totals.tolist()
-        self.weights = dict(zip(self.weights, shares, strict=True))
 
     def answer_loss(self, random: Random) -> Tensor:
         batch = training_batch(self.writer, random, self.weights)
@@ -122,23 +111,14 @@ class Reading(Training):
         return self.plan.rate * min(1.0, (self.step + 1) / 40) * min(1.0, 0.05 + (1 - done) * 4.75)
 
     def validate(self, loss: float, drift: float) -> None:
-        right = self.averaged(lambda: accuracy(self.learner, self.validation))
+        current = self.put(self.ema)
+        right = accuracy(self.learner, self.validation)
+        self.put(current)
         self.weights = {family: min(1.0, 0.08 + 1 - right[family]) for family in FAMILIES}
         overall = sum(right.values()) / len(right)
         families = {family: round(right[family], 2) for family in FAMILIES}
         self.log(loss=round(loss, 4), drift=round(drift, 4), overall=round(overall, 3), **families)
         self.save(weights=self.weights, questions=self.questions)
-
-    @torch.no_grad()
-    def averaged(self, ask: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """What `ask` returns with the averaged weights in place."""
-        current = {name: p.detach().clone() for name, p in self.learned.items()}
-        for name, parameter in self.learned.items():
-            parameter.copy_(self.ema[name])
-        score = ask()
-        for name, parameter in self.learned.items():
-            parameter.copy_(current[name])
-        return score
 
 
 def _mean(values: list[float]) -> float:

@@ -54,7 +54,8 @@ class Writing(Training):
         self.plan = plan
         self.tower, self.projector = model.model.vision_tower.requires_grad_(False), model.model.multi_modal_projector
         learned = {name: p.requires_grad_(True) for name, p in written_by(model).items()}
-        super().__init__(learned, folder / "writing.pt", EMA, lr=plan.rate, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(learned.values(), weight_decay=0.01, fused=True)
+        super().__init__(learned, folder / "writing.pt", EMA, optimizer)
         self.resume()
         self.numbers = {word: number for number, word in enumerate(WORDS)}
         table = model.get_input_embeddings().weight.detach()
@@ -72,7 +73,8 @@ class Writing(Training):
             features, targets = self.read([sample_view(random, kind, (3, 3), "train") for kind in kinds])
             distance = F.mse_loss(features, self.words[targets]) / self.words.var()
             loss = distance + F.cross_entropy(self.scores(features), targets)
-            self.update(loss, self.rate())
+            loss.backward()
+            self.update(self.rate())
             now = time.monotonic()
             self.spent, last = self.spent + now - last, now
             if self.spent - validated > self.plan.validate_every:

@@ -1,0 +1,217 @@
+#!/usr/bin/env python
+"""Accuracy of demo-photo behind every visual-token reducer, by share of the tokens and by share of background.
+
+    scripts/measure/bench_photo.py --images 20                  try it
+    scripts/measure/bench_photo.py                              goes on from ROWS
+    scripts/measure/bench_photo.py --model build/demo-photo-robust
+    scripts/measure/bench_photo.py --summarise                  figures of what there is so far
+
+The model is assembled first by `scripts/train/assemble_demo_photo.py`, of weights that the repository does not have.
+All questions about the first IMAGES images of a split are asked greedily in transformers, by `shared_answers.py`: what
+a reducer leaves of an image runs once for all of them. `random` has three seeds. `compact` numbers kept tokens without
+gaps. Images of LLaVA-1.5 have one size, so `resize` is refused there, and `pool` stands for it. Differences to the
+model with all tokens are in percent of the questions, with an interval of 95%, clustered by image; the bands are
+shares of the image's patches on which nothing stands. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pyarrow.parquet as pq
+import reduced_answers
+import torch
+from methods_table import BEYOND, about, difference, numbered, rows
+from shared_answers import SharedAsker
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.commands._process import quiet_libraries
+from vlmcompress.data import Sample, bundled, encode, load_samples
+from vlmcompress.hf_hooks import refusal
+from vlmcompress.hf_hooks.learning import learn
+from vlmcompress.recipe.reducer import ReducerChoice, choose
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARES = (0.5, 0.25, 1 / 9, 0.75, 1 / 3)  # the most asked for first
+SEEDS = 3
+METHODS: dict[str, list[dict[str, Any]]] = {
+    "uniform": [{}],
+    "random": [{"seed": seed} for seed in range(SEEDS)],
+    "coverage": [{}, {"merge": "nearest"}, {"positions": "compact"}],
+    "divprune": [{}, {"merge": "nearest"}, {"positions": "compact"}],
+    "cdpruner": [{}],
+    "scope": [{}],
+    "dart": [{"pivots": 4}],
+    "visionzip": [{}],
+    "vscan": [{"shallow": 3, "window": 4}],
+    "tome": [{}],
+    "dymu": [{}],
+    "learned": [{}],
+}
+POOLED = ("1x2", "2x2", "3x3")
+BANDS = ((0.0, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1.01))
+CALIBRATION = 64  # samples that DyMU's thresholds are learnt from
+
+
+def settings() -> list[tuple[str, ReducerChoice | None]]:
+    """Names of rows and reducers, the first two shares first."""
+    out: list[tuple[str, ReducerChoice | None]] = [("full", None)]
+    for share in SHARES:
+        for method, variants in METHODS.items():
+            for options in variants:
+                shown = {k: v for k, v in options.items() if k in ("merge", "positions")}
+                name = " ".join([method, *(f"{k}={v}" for k, v in shown.items())])
+                out.append((name, choose(method, {"keep": share} | options, "setting")))
+        if share == SHARES[1]:
+            out += [("pool", choose("pool", {"window": window}, "setting")) for window in POOLED]
+    return out
+
+
+def chosen_samples(model: Path, split: str, images: int | None) -> tuple[list[Sample], list[float]]:
+    """The questions about the first `images` images, and the share of background of each question's image."""
+    path = bundled(model, split)
+    shares = dict(zip(*pq.read_table(path, columns=["id", "background"]).to_pydict().values(), strict=True))
+    samples, names = [], dict[str, None]()
+    for sample in load_samples(path, samples=None, seed=0, check_images=False):
+        name = about(sample)
+        if name in names or images is None or len(names) < images:
+            names[name] = None
+            samples.append(sample)
+    return samples, [shares[sample.id] for sample in samples]
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Append a row for every setting that ROWS lacks."""
+    args.rows.parent.mkdir(parents=True, exist_ok=True)
+    done = {row["reduce"] for row in kept_rows(args)}
+    vlm = models.load(args.model)
+    samples, _ = chosen_samples(args.model, args.split, args.images)
+    asker = SharedAsker(vlm, reduced_answers.prepare(vlm, samples))
+    for group, chosen in settings():
+        key = str(chosen or "full")
+        if key in done or (args.groups and group not in (*args.groups, "full")):
+            continue
+        if chosen and (refusal(vlm.spec, chosen.method) or (chosen.options.scorer is not None and not args.scorer)):
+            continue
+        start = time.process_time()
+        answers = asker.ask(_ready(vlm, chosen, args))
+        row = {
+            "model": args.model.name, "split": args.split, "images": args.images, "reduce": key, "group": group,
+            "keep": getattr(chosen.options, "keep", None) if chosen else 1.0,
+            "left": round(int(answers.after.sum()) / int(answers.before.sum()), 4),
+            "exact": "".join(map(str, answers.exact.int().tolist())),
+            "seconds": round(time.process_time() - start, 1),
+        }  # fmt: skip
+        with args.rows.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = f"{100 * answers.exact.double().mean():.1f}% of {row['left']:.3f}"
+        print(f"{time.strftime('%H:%M:%S')} {key}: {shown}, {row['seconds']} s", file=sys.stderr, flush=True)
+
+
+def _ready(vlm: models.VLM, chosen: ReducerChoice | None, args: argparse.Namespace) -> ReducerChoice | None:
+    """The reducer with what it has to learn first, or its scorer."""
+    if chosen and chosen.options.scorer is not None:
+        return ReducerChoice(chosen.method, replace(chosen.options, scorer=str(args.scorer)))  # type: ignore[call-arg]
+    if chosen and chosen.options.unlearnt:
+        learning = load_samples(bundled(args.model, "calibration"), samples=CALIBRATION, seed=0)
+        return learn(vlm, encode([sample for sample in learning if sample.images], vlm), chosen)
+    return chosen
+
+
+def kept_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows measured so far on these questions."""
+    wanted_rows = (args.model.name, args.split, args.images)
+    return [row for row in rows(args.rows) if (row["model"], row["split"], row["images"]) == wanted_rows]
+
+
+def summarise(args: argparse.Namespace) -> dict[str, Any]:
+    """Accuracy with all tokens, and for each row and share the difference to it, overall, by band and by family."""
+    samples, backgrounds = chosen_samples(args.model, args.split, args.images)
+    clusters = numbered([about(sample) for sample in samples])
+    share, families = torch.tensor(backgrounds), [sample.family or "" for sample in samples]
+    parts = {"all": torch.ones(len(samples), dtype=torch.bool)}
+    parts |= {f"{low:.0%}-{min(high, 1):.0%}": (share >= low) & (share < high) for low, high in BANDS}
+    parts |= {name: torch.tensor([family == name for family in families]) for name in sorted(set(families))}
+    grouped: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for row in kept_rows(args):
+        grouped.setdefault((row["group"], row["keep"] or row["left"]), []).append(row)
+    full = _exact(grouped.pop(("full", 1.0)))
+    figures = [
+        {"group": group, "keep": keep, "left": found_rows[0]["left"]}
+        | {name: _change(_exact(found_rows), full, mask, clusters) for name, mask in parts.items() if mask.any()}
+        for (group, keep), found_rows in grouped.items()
+    ]
+    accuracy = {name: round(100 * float(full[:, mask].mean()), 1) for name, mask in parts.items() if mask.any()}
+    counts = {name: int(mask.sum()) for name, mask in parts.items()}
+    images = int(clusters.max()) + 1
+    return {
+        "model": args.model.name,
+        "split": args.split,
+        "images": images,
+        "counts": counts,
+        "full": accuracy,
+        "figures": figures,
+    }
+
+
+def _exact(found_rows: list[dict[str, Any]]) -> Tensor:
+    """[seeds, questions]: 1 where the answer is right."""
+    return torch.tensor([[int(letter) for letter in row["exact"]] for row in found_rows]).double()
+
+
+def _change(exact: Tensor, full: Tensor, mask: Tensor, clusters: Tensor) -> list[float]:
+    """The difference to all tokens in percent of the questions, and half its interval."""
+    change = difference((exact - full)[:, mask], clusters[mask])
+    return [round(100 * change["difference"], 1), round(100 * BEYOND * change["error"], 1)]
+
+
+def render(summary: dict[str, Any]) -> str:
+    """A table in Markdown: a line a row, differences at each share, overall and where background covers half."""
+    groups = dict.fromkeys(figure["group"] for figure in summary["figures"])
+    shares = sorted({round(figure["keep"], 3) for figure in summary["figures"]}, reverse=True)
+    lines = []
+    for band in ("all", *(f"{low:.0%}-{min(high, 1):.0%}" for low, high in BANDS)):
+        lines += [f"\n{band}: {summary['full'].get(band)}% of {summary['counts'].get(band)} with all tokens", ""]
+        lines += [
+            "| reducer | " + " | ".join(f"{share:.0%}" for share in shares) + " |",
+            "|---" * (len(shares) + 1) + "|",
+        ]
+        for group in groups:
+            cells = {round(f["keep"], 3): f[band] for f in summary["figures"] if f["group"] == group and band in f}
+            shown = (f"{cells[share][0]:+.1f} ± {cells[share][1]:.1f}" if share in cells else "" for share in shares)
+            lines.append(f"| {group} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "build/demo-photo", help="folder of the assembled model")
+    parser.add_argument("--rows", type=Path, default=ROOT / "build/photo-rows.jsonl", help="where answers are kept")
+    parser.add_argument("--split", choices=("validation", "test"), default="test")
+    parser.add_argument("--images", type=int, help="ask about the first so many images; default: all")
+    parser.add_argument("--groups", nargs="+", metavar="ROW", help="rows of the table to measure; default: all")
+    parser.add_argument("--scorer", type=Path, help="file of `vlmcompress learn-reducer`, for the row of `learned`")
+    parser.add_argument("--summarise", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    quiet_libraries()
+    torch.set_num_threads(1)
+    if not args.summarise:
+        measure(args)
+    summary = summarise(args)
+    print(render(summary))
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
