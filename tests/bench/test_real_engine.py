@@ -37,6 +37,7 @@ def make_plan(**changes) -> serving.Plan:
     return serving.Plan(**settings | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch) -> None:
     """Unique images are no hits even with caches on, repeated ones are; the check of cold runs tells the two apart; and the

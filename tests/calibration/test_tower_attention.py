@@ -135,6 +135,7 @@ def test_with_statistics_the_images_are_read_all_the_same(source, data, tmp_path
     assert written == tower_attention.scales(vlm, samples(vlm, data))
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_vllm_reads_the_file(source, data, tmp_path):
     quantize(resolve(given(source, data, tmp_path / "out", scheme="none")).recipe)

@@ -191,6 +191,7 @@ def test_every_kind_in_vllm(family, flags, data, tmp_path):
     Trained(out, target, image).compare(TEXTS[0], drafted["proposals"][0], drafted["answers"][0])
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_bytes(plain, data, tmp_path, capsys, monkeypatch):
     """With a vocabulary of 50 tokens, by vLLM's tables; and a draft of this one for another checkpoint begins with it."""
     arguments = ("draft", plain, "--calib", data, *FEW, *FEWER, "--vocabulary", 50)

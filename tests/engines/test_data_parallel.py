@@ -137,6 +137,7 @@ def test_a_server_is_not_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ray starts engines on the nodes of a cluster, and openai:http://localhost:9/v1 runs already" in error
 
 
+@pytest.mark.slow
 def test_two_nodes_answer_as_one_process_does(
     tmp_path: Path, quick_engines: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

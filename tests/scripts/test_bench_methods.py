@@ -58,6 +58,7 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_exact_match_is_that_of_generation(lossy: Path, tmp_path: Path, quick_engines) -> None:
     """Greedy answers of the engine, in BF16 as they are given to users, against teacher forcing in float32."""
     samples, requests = several("demo-llava", 20), []

@@ -194,6 +194,7 @@ def test_the_share_of_the_caches(
     assert kept == pytest.approx(0.5 if chosen.method == "pyramiddrop" else 0.25, abs=0.01)
 
 
+@pytest.mark.slow
 def test_prefill_leaves_the_cache_that_the_share_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(reducers_speed.VISION["llava"], "num_hidden_layers", 2)
     vlm = reducers_speed.build(DEMO_LLAVA, layers=3)

@@ -127,6 +127,7 @@ def test_every_loser_has_a_reason(finished):
     )
 
 
+@pytest.mark.slow
 def test_another_floor_takes_up_what_is_known(finished, call, capsys):
     """No trial is done anew for a floor that nothing meets, and the nearest is named."""
     _, _, folder = finished
@@ -222,6 +223,7 @@ def test_no_answer_of_edited_files_is_taken_up(finished, call, changed):
     assert done.returncode == 2 and f"has a search with another {changed};" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_the_same_data_elsewhere_are_the_same(finished, call, tmp_path, capsys):
     """No trial is done anew for questions that were moved."""
     before = (call[1] / "search.jsonl").read_text().count('"key": "trial')

@@ -68,7 +68,8 @@ class Describing(Training):
         if not self.model.config.tie_word_embeddings:
             for name, module in (("embed", self.model.get_input_embeddings()), ("head", self.model.lm_head)):
                 learned[name] = module.weight.requires_grad_(True)
-        super().__init__(learned, state, EMA, lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(learned.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+        super().__init__(learned, state, EMA, optimizer)
         self.resume()
 
     def run(self) -> None:
@@ -80,7 +81,8 @@ class Describing(Training):
         while self.spent < plan.minutes * 60:
             rows = self.old(random) if random.random() < OLD else self.new(scenes)
             loss = self.loss(rows)
-            self.update(loss, self.rate())
+            loss.backward()
+            self.update(self.rate())
             recent.append(loss.item())
             now = time.process_time()
             self.spent, last = self.spent + now - last, now
