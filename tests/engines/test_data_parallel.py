@@ -73,6 +73,7 @@ def media(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_in_turn_is_the_engine_itself(media: Path, quick_engines: None) -> None:
     """In two parts, of other lengths and other paths of images."""
     pictures = sorted(media.iterdir())

@@ -124,6 +124,7 @@ def test_the_first_filter_counts(folder: Path) -> None:
     assert [sample.score for sample in answers.samples] == [1.0, 0.0] and answers.metrics == {"t": {"exact_match": 0.5}}
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_killed_run_of_the_real_engine_continues(tmp_path: Path, quick_engines) -> None:
     """`kill -9` in the middle of a run, then the same again: what was answered is not asked again."""
