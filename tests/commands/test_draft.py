@@ -91,10 +91,10 @@ class Trained:
         vlm, draft = load_target(recipe), Draft.of(folder)
         vlm.model.float()
         self.image, self.token = Image.open(image), vlm.model.config.image_token_id
-        self.vocabulary = _guessed(draft, len(vlm.model.get_output_embeddings().weight))
+        stored = safetensors.torch.load_file(folder / "model.safetensors")
+        self.vocabulary = _guessed(stored, len(vlm.model.get_output_embeddings().weight))
         data = teacher_cache.Data("none", [], 0, 0)
         self.lessons = Lessons(vlm, data, recipe, draft.method, draft.images, self.vocabulary)
-        stored = safetensors.torch.load_file(folder / "model.safetensors")
         tables = ("d2t", "t2d", "token_map")
         self.tensors = {name: tensor.float() for name, tensor in stored.items() if name not in tables}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import __version__, models
-from vlmcompress.checkpoint import draft_images, manifest
+from vlmcompress.checkpoint import draft_images, draft_tensors, manifest
 from vlmcompress.checkpoint.draft_images import DraftImages
 from vlmcompress.common import folders, tensor_files
 from vlmcompress.errors import UserError
@@ -73,7 +73,7 @@ class Draft:
             stored = set(draft.stored())
         except (KeyError, IndexError, TypeError, AssertionError) as error:
             raise UserError(f"{folder}: config.json or {FACTS} is damaged; train the draft again") from error
-        if lacking := {"lm_head.weight"} - stored:
+        if lacking := {draft_tensors.HEAD} - stored:
             raise UserError(f"{folder / WEIGHTS} lacks {', '.join(lacking)}; train the draft again")
         return draft
 
@@ -112,28 +112,21 @@ class Draft:
         """Name -> shape of the tensors that its config stands for, by their names on disk."""
         block, settings = self.block, self.settings
         hidden, words = block["hidden_size"], settings.get("draft_vocab_size", settings.get("truncated_vocab_size"))
-        head = {"lm_head.weight": (words, hidden)}
+        fewer = words < block["vocab_size"]
         if self.method == "medusa":
-            tables = {"token_map": (words,)} if words < block["vocab_size"] else {}
-            return head | tables | {f"blocks.{k}.layers.0.weight": (hidden, hidden) for k in range(self.tokens)}
+            tables = {"token_map": (words,)} if fewer else {}
+            return tables | draft_tensors.medusa(hidden=hidden, vocabulary=words, heads=self.tokens)
         queries, keys = (block[name] * block["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-        inner, taps = block["intermediate_size"], len(settings["eagle_aux_hidden_state_layer_ids"])
-        layer, attention, mlp = "layers.0", "layers.0.self_attn", "layers.0.mlp"
-        norms = (f"{layer}.input_layernorm", f"{layer}.hidden_norm", f"{layer}.post_attention_layernorm", "norm")
-        matrices = {
-            "fc": (hidden, taps * settings["target_hidden_size"]),
-            f"{attention}.q_proj": (queries, 2 * hidden),
-            f"{attention}.k_proj": (keys, 2 * hidden),
-            f"{attention}.v_proj": (keys, 2 * hidden),
-            f"{attention}.o_proj": (hidden, queries),
-            f"{mlp}.gate_proj": (inner, hidden),
-            f"{mlp}.up_proj": (inner, hidden),
-            f"{mlp}.down_proj": (hidden, inner),
-            **({"image_vector": (hidden, hidden)} if self.images.vector else {}),
-        }
-        sizes = dict.fromkeys(norms, (hidden,)) | matrices
-        tables = {"d2t": (words,), "t2d": (block["vocab_size"],)} if words < block["vocab_size"] else {}
-        return head | tables | {f"{name}.weight": shape for name, shape in sizes.items()}
+        tables = {"d2t": (words,), "t2d": (block["vocab_size"],)} if fewer else {}
+        return tables | draft_tensors.eagle3(
+            hidden=hidden,
+            joined=len(settings["eagle_aux_hidden_state_layer_ids"]) * settings["target_hidden_size"],
+            intermediate=block["intermediate_size"],
+            queries=queries,
+            keys=keys,
+            vocabulary=words,
+            vector=self.images.vector,
+        )
 
     @property
     def bytes(self) -> int:

@@ -121,10 +121,11 @@ def draft(
             target, data = _answered(recipe, samples, source, engine, files, training.answer_tokens, progress)
             with phase("training"), torch.inference_mode(False):
                 kind, total = base.method if base else training.kind, len(target.model.get_output_embeddings().weight)
-                vocabulary = _guessed(base, total) if base else training.vocabulary
+                stored = load_file(base.folder / draft_folder.WEIGHTS) if base else None
+                vocabulary = training.vocabulary if stored is None else _guessed(stored, total)
                 lessons = Lessons(target, data, recipe, kind, images, vocabulary)
                 _check_answers(lessons, source)
-                tensors = _first_values(lessons, recipe.seed, base)
+                tensors = _first_values(lessons, recipe.seed, stored, base)
                 before = acceptance(lessons, tensors) if base else None
                 log, best = _train(lessons, tensors, training, recipe.seed, files, progress)
                 best = {name: tensor.to(target.model.dtype) for name, tensor in best.items()}  # as it is written
@@ -186,19 +187,19 @@ def _check_answers(lessons: Lessons, source: str | Path) -> None:
             )
 
 
-def _guessed(base: Draft, total: int) -> Tensor:
-    """The ids of the tokens that a draft can guess, of `total`."""
-    tensors = load_file(base.folder / draft_folder.WEIGHTS)
+def _guessed(tensors: Mapping[str, Tensor], total: int) -> Tensor:
+    """The ids of the tokens that a draft with these tensors can guess, of `total`."""
     if "token_map" in tensors:
         return tensors["token_map"]
     return tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else torch.arange(total)
 
 
-def _first_values(lessons: Lessons, seed: int, base: Draft | None) -> dict[str, Tensor]:
-    """The tensors to train, as they are created or as a draft has them. UserError: that has others."""
+def _first_values(
+    lessons: Lessons, seed: int, stored: Mapping[str, Tensor] | None, base: Draft | None
+) -> dict[str, Tensor]:
+    """The tensors to train, as they are created or as `base` has them `stored`. UserError: that has others."""
     tensors = lessons.create(seed)
-    if base:
-        stored = load_file(base.folder / draft_folder.WEIGHTS)
+    if base and stored is not None:
         for name, tensor in tensors.items():
             if name not in stored or stored[name].shape != tensor.shape:
                 raise UserError(f"--from {base.folder}: its {name} is missing or of another shape; train one anew")

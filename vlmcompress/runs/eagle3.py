@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
+from vlmcompress.checkpoint import draft_tensors
+from vlmcompress.checkpoint.draft_tensors import LAYER, VECTOR
+
 STEPS = 3
 """Tokens that are guessed in a row, in training as in serving."""
 LATER = 0.8
 """Weight of a step's loss, in that of the step before (the paper's code weighs so)."""
-LAYER = "layers.0"
-VECTOR = "image_vector.weight"
-"""The matrix `[hidden, hidden]` that makes a vector for all rows of the mean of an image's features."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,15 @@ class DraftShape:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of all that is trained, by the names on disk."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
-        vector = {VECTOR: (self.hidden, self.hidden)} if self.vector else {}
-        return {
-            "fc.weight": (self.hidden, len(self.taps) * self.hidden),
-            f"{LAYER}.input_layernorm.weight": (self.hidden,),
-            f"{LAYER}.hidden_norm.weight": (self.hidden,),
-            f"{attention}.q_proj.weight": (queries, 2 * self.hidden),
-            f"{attention}.k_proj.weight": (keys, 2 * self.hidden),
-            f"{attention}.v_proj.weight": (keys, 2 * self.hidden),
-            f"{attention}.o_proj.weight": (self.hidden, queries),
-            f"{LAYER}.post_attention_layernorm.weight": (self.hidden,),
-            f"{mlp}.gate_proj.weight": (self.intermediate, self.hidden),
-            f"{mlp}.up_proj.weight": (self.intermediate, self.hidden),
-            f"{mlp}.down_proj.weight": (self.hidden, self.intermediate),
-            "norm.weight": (self.hidden,),
-            "lm_head.weight": (self.vocabulary, self.hidden),
-            **vector,
-        }
+        return draft_tensors.eagle3(
+            hidden=self.hidden,
+            joined=len(self.taps) * self.hidden,
+            intermediate=self.intermediate,
+            queries=self.heads * self.head_dim,
+            keys=self.kv_heads * self.head_dim,
+            vocabulary=self.vocabulary,
+            vector=self.vector,
+        )
 
 
 def default_taps(blocks: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from vlmcompress.checkpoint import draft_tensors
 from vlmcompress.runs.eagle3 import STEPS, Lesson
 
 
@@ -32,8 +33,7 @@ class MedusaShape:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of all that is trained, by the names on disk."""
-        heads = {f"blocks.{step}.layers.0.weight": (self.hidden, self.hidden) for step in range(STEPS)}
-        return {**heads, "lm_head.weight": (self.vocabulary, self.hidden)}
+        return draft_tensors.medusa(hidden=self.hidden, vocabulary=self.vocabulary, heads=STEPS)
 
 
 def create(shape: MedusaShape, head: Tensor) -> dict[str, Tensor]:
