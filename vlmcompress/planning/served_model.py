@@ -25,6 +25,7 @@ _COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attenti
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "sliding_window")
 _VISION = ("patch_size", "image_size", "spatial_merge_size", "hidden_size", "intermediate_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ACTIVE = ("num_experts_per_tok", "top_k_experts")
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -133,8 +134,9 @@ def describe(model: PreTrainedModel) -> Decoder:
     whole = "sliding_attention" if sliding and getattr(config, "use_sliding_window", True) else "full_attention"
     kinds = getattr(config, "layer_types", None) or [whole] * len(blocks)
     itemsize = min(_ITEMSIZE.get(str(model.dtype).removeprefix("torch."), 2), 2)
-    experts = next((value for key in _EXPERTS if (value := getattr(config, key, None))), 0)
-    active = getattr(config, "num_experts_per_tok", 0) or getattr(config, "top_k_experts", 0)  # the second is Gemma 4's
+    experts, active = (
+        next((value for key in keys if (value := getattr(config, key, None))), 0) for keys in (_EXPERTS, _ACTIVE)
+    )
     return Decoder(
         blocks=tuple(_block(block, kind, config, sliding, itemsize) for block, kind in zip(blocks, kinds, strict=True)),
         hidden=config.hidden_size,
