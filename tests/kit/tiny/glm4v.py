@@ -19,6 +19,15 @@ TOKEN_IDS = {
     "video_token_id": 264,
 }
 ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+VISION = {
+    "depth": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_heads": 4,
+    "out_hidden_size": 128,
+    "image_size": 56,
+    "patch_size": 14,
+}
 SIZE = {"shortest_edge": 28 * 28 * 4 * 2, "longest_edge": 28 * 28 * 36 * 2}  # of two frames each
 
 
@@ -26,15 +35,7 @@ def model() -> T.PreTrainedModel:
     return T.Glm4vForConditionalGeneration(
         T.Glm4vConfig(
             text_config={**GQA, "rope_parameters": ROPE},
-            vision_config={
-                "depth": 2,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_heads": 4,
-                "out_hidden_size": 128,
-                "image_size": 56,
-                "patch_size": 14,
-            },
+            vision_config=VISION,
             tie_word_embeddings=False,
             **TOKEN_IDS,
         )

@@ -6,10 +6,8 @@ import torch
 import transformers as T
 
 from tests.kit.tiny._text import GQA
-from tests.kit.tiny.glm4v import TOKEN_IDS
+from tests.kit.tiny.glm4v import ROPE, TOKEN_IDS, VISION
 from tests.kit.tiny.glm4v import processor as processor
-
-ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 
 def model() -> T.PreTrainedModel:
@@ -29,15 +27,7 @@ def model() -> T.PreTrainedModel:
                 "topk_group": 1,
                 "use_qk_norm": False,
             },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_heads": 4,
-                "out_hidden_size": 128,
-                "image_size": 56,
-                "patch_size": 14,
-            },
+            vision_config=VISION,
             tie_word_embeddings=False,
             **TOKEN_IDS,
         )
