@@ -6,13 +6,14 @@
 The model is the demo that describes scenes in 30 to 60 words (`scripts/train/describe_demo.py assemble`); targets are it, and
 what `quantize` makes of it in INT8 and in 4 bits, each with all and with half the visual tokens (`-half`). Drafts are trained
 for the first target, on answers to descriptions of the calibration split and, one in six, short questions. Other targets are
-asked with these drafts as they are, and with ones that `draft --from` aligned in a tenth of the steps. All that is made is kept
-in FOLDER (default: build/draft-speed), and not made again.
+asked with these drafts as they are, and with ones that `draft --from` aligned in a tenth of the steps. All that is made and the
+figures of a target are kept in FOLDER (default: build/draft-speed), and not made again.
 
 Questions are of the validation split. For a target all engines are up at once, on one thread each, and are asked one question
 after the other in turn, batch 1, greedily, in the target's own type; a second round asks them in float32, where rounding
 decides nothing, and there all answers have to be those without a draft. Seconds are of the processor, of the engine's own
-process. The last line is one JSON object.
+process; `step_ms` is a mean step behind the prompt's, of which `draft_ms` is drafting and the rest, but for `none`, verifying.
+The last line is one JSON object.
 """
 
 import argparse
@@ -172,14 +173,32 @@ def engine(pipe: Any, model: Path, setting: dict[str, Any] | None, dtype: str) -
         pipe.send(f"{type(error).__name__}: {error}"[:300])
         return
     pipe.send(None)
+    drafter = getattr(llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
+    steps, proposals = timed(llm.llm_engine, "step"), timed(drafter, "propose") if drafter else []
     sampling = SamplingParams(max_tokens=ANSWER, temperature=0)
     while (prompt := pipe.recv()) is not None:
+        steps.clear(), proposals.clear()
         before, wall, seconds = counted(llm), time.perf_counter(), time.process_time()
         (output,) = llm.chat([prompt], sampling, use_tqdm=False)
         spent = time.process_time() - seconds, time.perf_counter() - wall
         after = counted(llm)
         counts = [now - then for now, then in zip(after, before or [0] * len(after), strict=True)]
-        pipe.send((list(output.outputs[0].token_ids), *spent, counts))
+        behind = [len(steps) - 1, sum(steps[1:]), sum(proposals[1:])]  # the first step has the prompt
+        pipe.send((list(output.outputs[0].token_ids), *spent, counts, behind))
+
+
+def timed(part: Any, name: str) -> list[float]:
+    """A list to which the processor time of each call of a method is added from now on."""
+    method, seconds = getattr(part, name), list[float]()
+
+    def timing(*args: Any, **kwargs: Any) -> Any:
+        began = time.process_time()
+        result = method(*args, **kwargs)
+        seconds.append(time.process_time() - began)
+        return result
+
+    setattr(part, name, timing)
+    return seconds
 
 
 def counted(llm: Any) -> list[int]:
@@ -220,11 +239,16 @@ def asked(model: Path, settings: dict[str, Any], prompts: list[Any], dtype: str)
     expected = [answer[0] for answer in answers["none"]]
     for name, (_, *rest) in answers.items():
         tokens = sum(len(answer[0]) for answer in rest)
+        steps, step_seconds, draft_seconds = (
+            sum(column) for column in zip(*(answer[4] for answer in rest), strict=True)
+        )
         drafts, *places = [sum(column) for column in zip(*(answer[3] for answer in rest), strict=True)] or [0]
         figures[name] = {
             "tokens": tokens,
             "per_second": round(tokens / sum(answer[1] for answer in rest), 2),
             "per_second_wall": round(tokens / sum(answer[2] for answer in rest), 2),
+            "step_ms": round(1000 * step_seconds / steps, 2),
+            "draft_ms": round(1000 * draft_seconds / steps, 2),
             "same": sum(answer[0] == other for answer, other in zip(rest, expected[1:], strict=True)),
             **({"by_position": [round(place / drafts, 4) for place in places]} if drafts else {}),
             **(
@@ -246,6 +270,17 @@ def prompts_of(file: Path) -> list[Any]:
     return prompts
 
 
+def measured(name: str, folder: Path, settings: dict[str, Any], prompts: list[Any], exact: int) -> list[dict[str, Any]]:
+    """The figures of a target, a row a draft; `exact`: how many prompts are asked in float32, too."""
+    figures = asked(folder, settings, prompts, "auto")
+    precise = asked(folder, settings, prompts[:exact], "float32") if exact else {}
+    rows = []
+    for kind, figure in figures.items():
+        rows.append({"target": name, "draft": kind, **figure, "same_float32": precise.get(kind, {}).get("same")})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=("qwen", "llava", "smol"))
@@ -253,6 +288,7 @@ def main() -> None:
     parser.add_argument("--source", type=Path, help="the checkpoint; default: build/demo-MODEL-describe")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
+    parser.add_argument("--align", nargs="*", choices=DRAFTS, help="drafts to align to the other targets; default: all")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--samples", type=int, default=600, help="questions to train on; a tenth is held out")
@@ -267,28 +303,26 @@ def main() -> None:
     data, validation = (
         questions(work, variant, *part) for part in (("calibration", args.samples), ("validation", args.prompts))
     )
-    folders = {name: target_of(work, source, name, data) for name in args.targets}
-    settings: dict[str, dict[str, Any]] = {name: dict(ALONE) for name in args.targets}
-    for name in args.drafts:
-        first = trained(work / f"draft-{name}", source, data, args, DRAFTS[name], None)
-        for target, folder in folders.items():
-            settings[target][name] = Draft.of(first).speculative_config()
-            if target != "bf16":
+    about = {"prompts": args.prompts, "exact": args.exact, "steps": args.steps, "drafts": args.drafts}
+    rows = []
+    for target in args.targets:
+        folder, settings = target_of(work, source, target, data), dict(ALONE)
+        for name in args.drafts:
+            first = trained(work / f"draft-{name}", source, data, args, DRAFTS[name], None)
+            settings[name] = Draft.of(first).speculative_config()
+            if target != "bf16" and name in (args.drafts if args.align is None else args.align):
                 aligned = trained(work / f"draft-{name}-{target}", folder, data, args, {}, first)
-                settings[target][f"{name}, aligned"] = Draft.of(aligned).speculative_config()
-    if args.train:
-        return
-    import vllm.entrypoints.llm  # noqa: F401, once, for all that are forked
+                settings[f"{name}, aligned"] = Draft.of(aligned).speculative_config()
+        if args.train:
+            continue
+        import vllm.entrypoints.llm  # noqa: F401, once, for all that are forked
 
-    prompts, rows = prompts_of(validation), []
-    for name, folder in folders.items():
-        figures = asked(folder, settings[name], prompts, "auto")
-        exact = asked(folder, settings[name], prompts[: args.exact], "float32") if args.exact else {}
-        for kind, figure in figures.items():
-            rows.append({"target": name, "draft": kind, **figure, "same_float32": exact.get(kind, {}).get("same")})
-            print(json.dumps(rows[-1]), flush=True)
-    about = {"model": args.model, "prompts": args.prompts, "exact": args.exact, "steps": args.steps}
-    print(json.dumps({**about, "rows": rows}))
+        file = work / f"figures-{target}.json"
+        if not file.is_file() or json.loads(file.read_text())["about"] != about:
+            figures = measured(target, folder, settings, prompts_of(validation), args.exact)
+            file.write_text(json.dumps({"about": about, "rows": figures}))
+        rows += json.loads(file.read_text())["rows"]
+    print(json.dumps({"model": args.model, **about, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def test_the_engine_is_asked_what_it_has():
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", [pytest.param("quantized", marks=pytest.mark.slow), "reduced"])
 def test_greedy_answers_stay_the_same(plain, kind, tmp_path):
-    """Token by token in float32, with drafts of which some are accepted and some are not."""
+    """Token by token in float32, with drafts of which some are accepted and some are not, and on as many threads."""
     recipe = {"quantized": {"scheme": "fp8"}, "reduced": {"scheme": "none", "reduce": "uniform:0.5"}}[kind]
     quantize(resolve({"model": str(plain), "out": str(tmp_path / "out"), **recipe}).recipe)
     job = {"folder": str(tmp_path / "out"), "dtype": "float32", "max_tokens": 24}
@@ -100,7 +100,8 @@ def test_greedy_answers_stay_the_same(plain, kind, tmp_path):
     expected, *speculated = asked("speculation", [job | {"speculative": setting} for setting in (None, *methods)])
     assert expected["counted"] == {} and len({len(answer) for answer in expected["answers"]}) == 1
     for setting in speculated:
-        assert setting["prompts"] == expected["prompts"] and setting["answers"] == expected["answers"]
+        for name in ("prompts", "answers", "threads"):
+            assert setting[name] == expected[name]
         counted = {name.rpartition("spec_decode_num_")[2]: value for name, value in setting["counted"].items()}
         assert 0 < counted["accepted_tokens"] < counted["draft_tokens"]
         assert counted["drafts"] <= counted["draft_tokens"] <= 4 * counted["drafts"]

@@ -36,6 +36,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
     """What `run` returns, in this process."""
+    import torch
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -76,6 +77,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         "prompts": [len(output.prompt_token_ids) for output in outputs],
         "answers": [list(output.outputs[0].token_ids) for output in outputs],
         "proposals": proposals,
+        "threads": torch.get_num_threads(),
         "counted": {name: value for name, value in counted.items() if "spec_decode" in name and value is not None},
     }
 

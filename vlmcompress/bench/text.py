@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from vlmcompress.common.text import size, table
-from vlmcompress.results import Bench, Memory, Ratio
+from vlmcompress.results import Bench, LoadRun, Memory, Ratio
 
 SHOWN = {
     "request_throughput": "requests per second",
@@ -47,8 +48,12 @@ def _row(title: str, ratio: Ratio) -> tuple[str, ...]:
 
 
 def _drafted(bench: Bench) -> list[tuple[str, ...]]:
-    """Rows of what was drafted and accepted, by side, mode and state; a step gives one token more than it accepts."""
+    """Rows of what was drafted and accepted, by side, mode and state; a step gives one token more than it accepts.
+
+    The candidate's steps are compared with the baseline's: drafting wins where they give more tokens than they cost.
+    """
     rows: list[tuple[str, ...]] = []
+    plain = not any(run.drafts for run in bench.runs if run.side == "baseline")
     for side, mode, state in dict.fromkeys((run.side, run.mode, run.state) for run in bench.runs):
         runs = [run for run in bench.runs if (run.side, run.mode, run.state) == (side, mode, state)]
         drafts, drafted, accepted = (
@@ -64,9 +69,18 @@ def _drafted(bench: Bench) -> list[tuple[str, ...]]:
                     f"{100 * sum(at) / drafts:.0f}%" for at in zip(*(run.accepted_at for run in runs), strict=True)
                 ),
                 f"{1 + accepted / drafts:.2f}",
+                _cost(runs, bench.summary[mode][state].get("tpot_p50_ms")) if plain else "",
             )
             rows.append((f"{side}, {mode}, {caches}", *counts))
-    return [("", "drafted", "accepted", "rate", "by place", "tokens of a step with a draft"), *rows] if rows else []
+    head = ("", "drafted", "accepted", "rate", "by place", "tokens of a step with a draft", "time of a step")
+    return [head, *rows] if rows else []
+
+
+def _cost(runs: Sequence[LoadRun], per_token: Ratio | None) -> str:
+    """How long a step behind the prompt's takes, of a token of a baseline that drafts nothing; "": not measured."""
+    tokens = sum(run.output_tokens - run.completed for run in runs)
+    steps = tokens - sum(run.accepted for run in runs)
+    return f"{per_token.ratio * tokens / steps:.2f} of the baseline's" if per_token and steps > 0 else ""
 
 
 def _memory(sides: dict[str, Memory]) -> list[tuple[str, ...]]:

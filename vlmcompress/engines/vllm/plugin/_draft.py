@@ -1,4 +1,4 @@
-"""Draft heads in vLLM's first model runner (its CPU build's): two faults are mended, and a draft gets what it should of images.
+"""Drafts in vLLM's first model runner (its CPU build's): three faults are mended, and a head gets what it should of images.
 
 **Slots.** From its second token on vLLM 0.32 writes a drafted token's keys to the slot of its rotary position. A model with
 M-RoPE counts an image's positions once a row and column, not once a token, so these slots are those of earlier tokens, and
@@ -6,6 +6,9 @@ what attention reads as the last keys was never written (vllm #54498). Here the 
 
 **Prompts in pieces.** Where a step ends within a prompt, its last row has the embedding of the token that follows. vLLM 0.32
 takes the prompt's last token (`prepare_next_token_ids_padded`), whatever follows.
+
+**n-grams.** numba searches them, and its pool of threads, when it starts, sets OpenMP's number of threads to that of the
+machine's cores, whatever `OMP_NUM_THREADS` says. Where one of these is busy, all small products of a CPU wait for it.
 
 **Images** (`checkpoint.draft_images`). The draft's keys lie in the blocks that the target's lie in, so leaving tokens out takes
 other lists of blocks, not other blocks. Of an image in tokens `[start, end)` with n rows of which m blocks' worth are to go,
@@ -26,25 +29,28 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from typing import Any
 
 from vlmcompress.checkpoint import draft_images
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
+NGRAMS = "vllm.v1.spec_decode.ngram_proposer"
 
 
 def register() -> None:
-    """Make vLLM know the drafts that need this plugin, and have its model runner take our proposer once it is imported."""
+    """Make vLLM know the drafts that need this plugin, and mend its model runner and its n-grams once they are imported."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.transformers_utils.configs.speculators import algos
 
     algos.SUPPORTED_SPECULATORS_TYPES.setdefault(draft_images.SPECULATOR, _update)
     ModelRegistry.register_model(draft_images.ARCHITECTURE, f"{__package__}._draft_model:{draft_images.ARCHITECTURE}")
-    if module := sys.modules.get(RUNNER):
-        _replace(module)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    for name, mend in ((RUNNER, _replace), (NGRAMS, _keep_threads)):
+        if module := sys.modules.get(name):
+            mend(module)
+        elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder(name, mend))
 
 
 def _update(config_dict: dict[str, Any], pre_trained_config: dict[str, Any]) -> None:
@@ -57,11 +63,14 @@ def _update(config_dict: dict[str, Any], pre_trained_config: dict[str, Any]) -> 
 
 
 class _Finder(MetaPathFinder):
-    """Replaces the proposer when the runner's module is imported, which takes seconds and is needed in workers alone."""
+    """Mends a module when it is imported, which takes seconds and is needed in workers alone."""
+
+    def __init__(self, name: str, mend: Callable[[Any], None]):
+        self.name, self.mend = name, mend
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         """The module's own spec, with a loader that does so."""
-        if fullname != RUNNER:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -70,7 +79,7 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            _replace(module)
+            self.mend(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -80,3 +89,12 @@ def _replace(module: Any) -> None:
     from vlmcompress.engines.vllm.plugin._draft_proposer import Proposer
 
     module.EagleProposer = Proposer
+
+
+def _keep_threads(module: Any) -> None:
+    """Start numba's pool now, and set the number of threads back to what it was."""
+    import torch
+
+    threads = torch.get_num_threads()
+    module.get_num_threads()  # numba's, which starts its pool
+    torch.set_num_threads(threads)
