@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """What a draft head guesses right by what it gets of images: no visual token, one, few, all, and a vector of the image.
 
-    scripts/measure/draft_images.py MODEL DATA [--images hidden none divprune:0.25 all ...] [--samples 700] [--steps 400]
+    scripts/measure/draft_images.py MODEL DATA ANSWERS [--images none hidden divprune:0.25 all ...] [--steps 400] [--seeds 2]
 
-DATA has answers that MODEL wrote (`scripts/measure/draft_speed.py` keeps some in its folder). A draft is trained for each value
-of `--images` (as `vlmcompress draft` has it; `+vector` behind one adds the vector), from the same first values and on the same
-samples in the same order, and judged on the samples that are held out. What depends on the target alone is computed once.
-Blocks of the cache have one token here, so a share is exact. `accepted` is how many of three guesses in a row are right, with
-its 95% interval and that of its difference from the first kind, by resampling the held-out answers; `rows` are the rows of
-the draft's context, `seconds` the processor time of training. The last line is one JSON object.
+ANSWERS is a JSON object of MODEL's answers to the questions of DATA (`scripts/measure/draft_speed.py` keeps both in its folder:
+answers-*.json and calibration-*.parquet). A draft is trained for each value of `--images` (as `vlmcompress draft` has it;
+`+vector` behind one adds the vector), from the same first values and on the same samples in the same order, and judged on the
+samples that are held out. What depends on the target alone is computed once. Blocks of the cache have one token here, so a share
+is exact. `accepted` is how many of three guesses in a row are right, with its 95% interval and that of its difference from the
+first kind, by resampling the held-out answers; `by_seed` is it for each training, whose own chance these intervals leave out.
+`rows` are the rows of the draft's context, `seconds` the processor time of training. The last line is one JSON object.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from vlmcompress.runs import eagle3, teacher_cache
 from vlmcompress.runs.draft_lessons import Lessons, load_target
 from vlmcompress.runs.train_loop import order, rate
 
-KINDS = ("hidden", "none", "all", "divprune:0.0124", "divprune:0.0625", "divprune:0.25", "hidden+vector", "none+vector")
+KINDS = ("none", "hidden", "all", "divprune:0.0124", "divprune:0.0625", "divprune:0.25", "hidden+vector", "none+vector")
 BATCH, DRAWS = 8, 1000
 
 
@@ -100,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path)
+    parser.add_argument("answers", type=Path)
     parser.add_argument("--images", nargs="+", default=list(KINDS))
     parser.add_argument("--samples", type=int, default=700)
     parser.add_argument("--steps", type=int, default=400)
@@ -107,7 +109,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind")
     args = parser.parse_args()
     recipe = resolve({"model": str(args.model), "out": "none", "scheme": "none"}).recipe
+    answers = {name: text for name, text in json.loads(args.answers.read_text()).items() if text.strip()}
     samples = load_samples(args.data, samples=args.samples, seed=0)
+    samples = [replace(sample, answer=answers[sample.id].strip()) for sample in samples if sample.id in answers]
     data = teacher_cache.Data(args.data, *teacher_cache.apart(samples), 0)
     base = Lessons(load_target(recipe), data, recipe, "eagle3", draft_images.DraftImages(), 32000)
     targets = seen(base)
@@ -118,11 +122,14 @@ def main() -> None:
         lessons.images = draft_images.parse(name, name != kind, block=1)
         lessons.shape = replace(base.shape, vector=lessons.images.vector)
         parts = [[lesson_of(lessons, s) for s in part if s] for part in (targets[: base.first], targets[base.first :])]
-        counts = torch.zeros(len(parts[1]), 1 + eagle3.STEPS, dtype=torch.float64)
+        trainings = []
         for seed in range(args.seeds):
             tensors = trained(lessons, parts[0], args.steps, args.lr, seed)
             with torch.no_grad():
-                counts += torch.stack([eagle3.accepted(lessons.guesses(tensors, each), each) for each in parts[1]])
+                trainings.append(
+                    torch.stack([eagle3.accepted(lessons.guesses(tensors, each), each) for each in parts[1]])
+                )
+        counts = torch.stack(trainings).sum(0)
         total = counts.sum(0)
         random = torch.Generator().manual_seed(0)
         drawn = counts[torch.randint(len(counts), (DRAWS, len(counts)), generator=random)].sum(1)
@@ -132,6 +139,7 @@ def main() -> None:
             "images": kind,
             "by_position": [round(float(x), 4) for x in total[1:] / total[0]],
             "accepted": round(float(total[1:].sum() / total[0]), 4),
+            "by_seed": [round(float(each[:, 1:].sum() / each[:, 0].sum()), 3) for each in trainings],
             "interval": interval(accepted),
             "difference": interval(accepted - first),
             "rows": round(sum(len(each.embeds) for each in parts[1]) / len(parts[1]), 1),
