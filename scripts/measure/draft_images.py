@@ -6,10 +6,10 @@
 ANSWERS is a JSON object of MODEL's answers to the questions of DATA (`scripts/measure/draft_speed.py` keeps both in its folder:
 answers-*.json and calibration-*.parquet). A draft is trained for each value of `--images` (as `vlmcompress draft` has it;
 `+vector` behind one adds the vector), from the same first values and on the same samples in the same order, and judged on the
-samples that are held out. What depends on the target alone is computed once. Blocks of the cache have one token here, so a share
-is exact. `accepted` is how many of three guesses in a row are right, with its 95% interval and that of its difference from the
-first kind, by resampling the held-out answers; `by_seed` is it for each training, whose own chance these intervals leave out.
-`rows` are the rows of the draft's context, `seconds` the processor time of training. The last line is one JSON object.
+samples that are held out. What depends on the target alone is computed once. Blocks of the cache have one token here, so a
+share is exact. `accepted` is how many of three guesses in a row are right, with its 95% interval and that of its difference
+from the first kind, by resampling the held-out answers; `by_seed` is it for each training, whose own chance these intervals
+leave out. `rows` are the rows of the draft's context, `seconds` the processor time of training. The last line is one JSON object.
 """
 
 import argparse
