@@ -97,4 +97,4 @@ def _keep_threads(module: Any) -> None:
 
     threads = torch.get_num_threads()
     module.get_num_threads()  # numba's, which starts its pool
-    torch.set_num_threads(threads)
+    torch._C.set_num_threads(threads)  # in the place of torch.set_num_threads vLLM has put a warning
