@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -113,6 +114,7 @@ class Video:
                 f"{self.name}: decoding a video needs OpenCV; pip install opencv-python-headless, or give its frames "
                 "as a list of images"
             )
+        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong with a file is said below
         chosen: list[np.ndarray] = []
 
         def indices(metadata: Any, **_: Any) -> np.ndarray:
