@@ -10,6 +10,7 @@ Files are decoded by OpenCV, vLLM's default as well, through `transformers.video
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -86,15 +87,14 @@ class Video:
         if isinstance(self.source, bytes):
             return hashlib.sha256(self.source).digest()
         if isinstance(self.source, Path):
-            with self.source.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").digest()
+            return _file_digest(self.source, self.source.stat().st_mtime_ns)
         digest = hashlib.sha256()
         for image in self.source:
             digest.update(f"{image.width}x{image.height}:".encode() + image.tobytes())
         return digest.digest()
 
     def save(self, folder: Path) -> Path:
-        """A file of the video in `folder`, for engines, named by its content."""
+        """A file of the video in `folder`, for engines, named by its content; a link to the original where that can be."""
         if not isinstance(self.source, bytes | Path):
             raise UserError(f"{self.name} is a list of frames, and engines are given files; give a video file")
         suffix = self.source.suffix if isinstance(self.source, Path) else ".mp4"  # OpenCV looks at the content
@@ -103,7 +103,10 @@ class Video:
             if isinstance(self.source, bytes):
                 file.write_bytes(self.source)
             else:
-                shutil.copyfile(self.source, file)
+                try:
+                    os.link(self.source.resolve(), file)
+                except OSError:  # another file system
+                    shutil.copyfile(self.source, file)
         return file
 
     def _decoded(self, path: Path, video_processor: Any) -> tuple[np.ndarray, Any]:
@@ -138,6 +141,12 @@ class Video:
             raise UserError(
                 f"{self.name} cannot be decoded ({reason(error)}); write it again, or drop the row"
             ) from error
+
+
+@functools.lru_cache
+def _file_digest(path: Path, changed: int) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _chosen(metadata: Any, video_processor: Any) -> np.ndarray:
