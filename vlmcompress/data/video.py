@@ -114,8 +114,8 @@ class Video:
 
         if importlib.util.find_spec("cv2") is None:
             raise UserError(
-                f"{self.name}: decoding a video needs OpenCV; pip install opencv-python-headless, or give its frames "
-                "as a list of images"
+                f"{self.name}: decoding a video needs OpenCV; pip install '.[video]' in the checkout of vlmcompress, or "
+                "give its frames as a list of images"
             )
         os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong with a file is said below
         chosen: list[np.ndarray] = []
