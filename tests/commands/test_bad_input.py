@@ -168,6 +168,12 @@ def video_for_a_family_without(folder: Path) -> list[str]:
     return []
 
 
+@case("calib.jsonl line 1 shows a video, and reducers learn and are calibrated from images; drop the row")
+def video_for_a_reducer(folder: Path) -> list[str]:
+    video_for_a_family_without(folder)
+    return ["--reduce", "uniform:0.5"]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name, original, tmp_path, capfd):
     spoil, message = CASES[name]

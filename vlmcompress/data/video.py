@@ -16,7 +16,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,15 @@ def check(processor: Any, name: str, images: bool) -> None:
         raise UserError(
             f"{name} shows images and a video, of which {kind} would keep the video alone; give one of the two"
         )
+
+
+def refuse(samples: Iterable[Any]) -> None:
+    """Raise `UserError` if one of the samples, which a reducer is to see, shows a video."""
+    for sample in samples:
+        if sample.videos:
+            raise UserError(
+                f"{sample.name} shows a video, and reducers learn and are calibrated from images; drop the row"
+            )
 
 
 @dataclass(frozen=True)

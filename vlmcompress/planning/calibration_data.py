@@ -55,6 +55,8 @@ def looked_at(work: Plan) -> Preview | None:
     else:
         look = _mixed(source, settings.text, settings.samples // 2, seed)
     if look and (filmed := next((sample for sample in look.samples if sample.videos), None)):
+        if work.recipe.reduce:
+            video.refuse([filmed])
         video.check(models.load_processor(work.source.path), filmed.name, bool(filmed.images))
     if look and look.whole and not work.statistics:
         shown = {

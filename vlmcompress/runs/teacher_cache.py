@@ -26,7 +26,7 @@ from vlmcompress.calibration.devices import accelerator
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress, phase
-from vlmcompress.data import Sample, load_samples, provenance
+from vlmcompress.data import Sample, load_samples, provenance, video
 from vlmcompress.data.encode import Encoded, encode_prompt
 from vlmcompress.data.provenance import notes
 from vlmcompress.errors import UserError
@@ -100,7 +100,7 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
 
     for number, sample in enumerate(samples):
         digests = [hashlib.sha256(image.tobytes()).digest() for image in sample.images]
-        for digest in digests + [video.digest() for video in sample.videos]:
+        for digest in digests + [shown.digest() for shown in sample.videos]:
             earlier = first.setdefault(digest, number)
             leader[root(number)] = root(earlier)
     groups: dict[int, list[int]] = {}
@@ -109,12 +109,14 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
     return sorted(groups.values(), key=lambda group: group[-1])
 
 
-def read(source: str | Path, recipe: Recipe) -> list[Sample]:
-    """Read the samples that a recipe asks for. UserError: too few of them have images.
+def read(source: str | Path, recipe: Recipe, *, reduced: bool) -> list[Sample]:
+    """Read the samples that a recipe asks for. UserError: too few of them have images; with `reduced`, some show videos.
 
     Those without stay: nothing is reduced in them, and they hold the model to its answers to text.
     """
     samples = load_samples(hub.local(source, "dataset"), samples=recipe.calibrate.samples, seed=recipe.seed)
+    if reduced:
+        video.refuse(samples)
     _enough(samples, source)
     return samples
 
