@@ -96,7 +96,10 @@ class Video:
         if isinstance(self.source, bytes):
             return hashlib.sha256(self.source).digest()
         if isinstance(self.source, Path):
-            return _file_digest(self.source, self.source.stat().st_mtime_ns)
+            try:
+                return _file_digest(self.source, self.source.stat().st_mtime_ns)
+            except OSError as error:
+                raise UserError(f"{self.name} cannot be read ({error.strerror}); give a video file") from error
         digest = hashlib.sha256()
         for image in self.source:
             digest.update(f"{image.width}x{image.height}:".encode() + image.tobytes())

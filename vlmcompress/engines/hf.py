@@ -111,8 +111,9 @@ class Engine:
         positions, limit = model.config.get_text_config().max_position_embeddings, settings["max_model_len"]
         self.longest = positions if limit < 0 else min(positions, limit)
         self.media = Path(job["media"])
-        names = (f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index"))
-        self.visual = torch.tensor([getattr(model.config, name) for name in names if hasattr(model.config, name)])
+        names = [f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index")]
+        ids = [getattr(model.config, name, None) for name in names]
+        self.visual = torch.tensor([token for token in ids if token is not None])
         self.attached = self._attach(job.get("reduce"))
         self.reduce = None if self.attached is None else str(self.attached.chosen)
 
