@@ -424,7 +424,7 @@ def test_all_benchmarks_in_the_real_engine(data: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen2-5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("family", ["qwen2-5-vl", "qwen3-vl", "llava-onevision"])
 def test_videos_in_both_engines(data: Path, family: str) -> None:
     """Each gives the model the whole video: prompts of the processor's length, which differ as the videos do."""
     from vlmcompress import engines

@@ -95,9 +95,8 @@ def test_videos_calibrate(world, tmp_path):
         manifest = quantize(recipe(world, out, "gptq", "qwen", calibrate=calibrate)).manifest
         facts = manifest["calibration"]
         assert (facts["samples"], facts["images"], facts["videos"]) == (2, 0, 1)
-        assert (
-            facts["tokens"]["vision"] == 2 * (32 // 2) * 4 * 6 // 4
-        )  # frames in pairs, of 4 x 6 patches, by squares of 4
+        pairs = 10 // 2  # 2 a second, of 5 s
+        assert facts["tokens"]["vision"] == 2 * pairs * 4 * 6 // 4  # samples of 4 x 6 patches, by squares of 4
         assert all(error["vision"] > 0 for error in manifest["errors"].values())
         assert "no sample" not in " ".join(manifest["warnings"])
 

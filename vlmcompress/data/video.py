@@ -1,9 +1,10 @@
 """Videos of samples, whose frames are decoded when a processor has said which of them the model gets.
 
-A processor that has a rate or a number of frames (Qwen3-VL: 2 a second) chooses them by its own `sample_frames`. Of one
-that has neither (Qwen2.5-VL, LLaVA-OneVision, InternVL) the model gets what vLLM gives it: 32 frames at equal distances
-(`--media-io-kwargs`), all of a shorter video. A list of images is a video that somebody has sampled already: all of it
-is shown. Sizes are the processor's affair.
+A processor that has a rate or a number of frames (Qwen3-VL: 2 a second) chooses them by its own `sample_frames`. One that has
+neither is used as vLLM 0.32 does (`multimodal/video.py`): where it has bounds for their number, as in Qwen2-VL and Qwen2.5-VL,
+by its rule at 2 a second, which is Qwen's own rate; else (LLaVA-OneVision, InternVL) it gets 32 at equal distances, or all of
+a shorter video. A list of images is a video that somebody has sampled already, and all of it is shown. Sizes are the
+processor's affair.
 
 Files are decoded by OpenCV, vLLM's default as well, through `transformers.video_utils.load_video`.
 """
@@ -27,8 +28,8 @@ from PIL import Image
 from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
 
-FRAMES = 32
-"""Frames of a video where the model's processor has no rule: vLLM's default."""
+RATE, FRAMES = 2.0, 32
+"""Frames of a second, or of a whole video, where the model's processor names neither: as in vLLM."""
 MOST = 4 << 30
 """The most bytes that a video's chosen frames may take."""
 
@@ -168,10 +169,13 @@ def _chosen(metadata: Any, video_processor: Any) -> np.ndarray:
     total = metadata.total_num_frames
     settings = {name: getattr(video_processor, name, None) for name in video_processor.valid_kwargs.__annotations__}
     if settings.get("fps") is None and settings.get("num_frames") is None:
-        return np.linspace(0, total - 1, min(FRAMES, total), dtype=int)
+        if settings.get("max_frames") is None:
+            return np.linspace(0, total - 1, min(FRAMES, total), dtype=int)
+        settings["fps"] = RATE
     if settings.get("num_frames") is not None:  # transformers refuses a video that has fewer
         settings["num_frames"] = min(settings["num_frames"], total)
-    return np.asarray(video_processor.sample_frames(metadata=metadata, **settings), dtype=int)
+    indices = np.asarray(video_processor.sample_frames(metadata=metadata, **settings), dtype=int)
+    return indices.clip(max=total - 1)  # its steps of 32 bits may end behind the last frame
 
 
 def arguments(decoded: Sequence[tuple[np.ndarray, Any]]) -> dict[str, Any]:
