@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from tests.kit.batched_samples import samples, wide
+from tests.kit.pictures import picture
 from vlmcompress.calibration import devices, gradient_pass
 from vlmcompress.calibration.behind_reducer import decoder, reduced
 from vlmcompress.calibration.block_inputs import bucket_by_length, collate
-from vlmcompress.data import encode
+from vlmcompress.data import Sample, encode
+from vlmcompress.data.video import Video
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import parse
 
@@ -42,6 +44,16 @@ def test_gradients_are_those_of_single_samples(family, loaded, monkeypatch):
     """Padding is in no statistic and moves no token's position, among images of several counts and sizes."""
     vlm = wide(loaded(family))
     same_together_and_alone(vlm, encode(samples(), vlm), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl", "llava_onevision", "internvl"])
+def test_videos_run_together(model, loaded, monkeypatch):
+    """Videos of several lengths, whose patches stand one behind the other or whose frames don't, among images and text."""
+    vlm = wide(loaded(model))
+    films = [Video([picture(84, 56, seed) for seed in range(count)], "x") for count in (4, 2, 2, 2)]
+    filmed = [Sample(f"v{n}", (), "what" + n * "?", "red", videos=(film,)) for n, film in enumerate(films)]
+    same_together_and_alone(vlm, encode([*samples(), *filmed], vlm), monkeypatch)
 
 
 @pytest.mark.parametrize("model", ["llava", "qwen2_5_vl", "qwen3_vl"])

@@ -160,6 +160,20 @@ def output_not_writable(folder: Path) -> list[str]:
     return ["-o", str(folder / "calib.jsonl" / "out")]
 
 
+@case("calib.jsonl line 1 shows a video, which LlavaProcessor does not take; give images in its place")
+def video_for_a_family_without(folder: Path) -> list[str]:
+    (folder / "film.mp4").write_bytes(b"never opened")
+    row = {"video": "film.mp4", "question": "what happens", "answer": "nothing"}
+    (folder / "calib.jsonl").write_text(json.dumps(row) + "\n")
+    return []
+
+
+@case("calib.jsonl line 1 shows a video, and reducers learn and are calibrated from images; drop the row")
+def video_for_a_reducer(folder: Path) -> list[str]:
+    video_for_a_family_without(folder)
+    return ["--reduce", "uniform:0.5"]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name, original, tmp_path, capfd):
     spoil, message = CASES[name]

@@ -18,7 +18,7 @@ from tests.kit.hub_server import Hub, serving
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
 from vlmcompress.common import _hub_fetch, hub, tensor_files
-from vlmcompress.engines.vllm import speculation
+from vlmcompress.engines.vllm import serve, speculation
 from vlmcompress.errors import UserError
 
 NEVER = ("pytorch_model.bin", "training_args.pt", "modeling.py", "original/consolidated.safetensors", "model.fp16.bin")
@@ -62,14 +62,26 @@ def run(server: Hub, home: Path, *arguments: object, **environment: str) -> subp
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
-def test_a_draft_model_by_its_id(online, source):
-    """It is fetched for the server, which gets the folder; the model that it drafts for is in a folder."""
-    online.add("org/draft", source)
-    setting = {"model": "org/draft", "num_speculative_tokens": 2}
-    checked = speculation.checked(source, json.dumps(setting))
-    assert (Path(checked["model"]) / "config.json").read_bytes() == (source / "config.json").read_bytes()
+def test_a_draft_model_by_its_id(online, source, monkeypatch):
+    """It is fetched once for the server, which gets the folder; offline it has to be there, at its revision if there is one."""
+    commit = online.add("org/draft", source)
+
+    def drafting(model: str) -> Path:
+        text = json.dumps({"model": model, "num_speculative_tokens": 2})
+        arguments = serve.arguments_of(source, speculative=text)
+        assert arguments == serve.arguments_of(source, extra=[speculation.FLAG, text])
+        return Path(json.loads(arguments[arguments.index(speculation.FLAG) + 1])["model"])
+
     with pytest.raises(UserError, match="org/none"):
-        speculation.checked(source, json.dumps(setting | {"model": "org/none"}))
+        drafting("org/none")
+    folder = drafting("org/draft")
+    assert (folder / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert "model.safetensors" in online.files() and not set(NEVER) & set(online.files())
+    online.served.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert drafting("org/draft") == drafting(f"org/draft@{commit}") == folder and not online.served
+    with pytest.raises(UserError, match="org/other"):
+        drafting("org/other")
 
 
 def test_quantize_from_ids_then_offline(server, source, tmp_path, monkeypatch, capfd):

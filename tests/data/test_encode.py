@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.video_utils import VideoMetadata
 
-from tests.kit.pictures import picture, refused
+from tests.kit.families import FAMILIES
+from tests.kit.pictures import film, picture, refused
 from vlmcompress.data.encode import ANSWER, TEXT, VISION, encode, encode_prompt, render
 from vlmcompress.data.provenance import provenance
 from vlmcompress.data.samples import Sample
+from vlmcompress.data.video import Video
 from vlmcompress.models import VLM
 
 pytestmark = pytest.mark.representatives
@@ -101,6 +107,85 @@ def test_masks(family, loaded):
         assert not answers[0] and ((mask[0] == ANSWER) == answers.roll(-1)).all(), sample.id  # each is read one before
         assert answers.any() == (sample.answer is not None)
         assert ((mask == TEXT) | (mask == VISION) | (mask == ANSWER)).all()
+
+
+FRAMES = 12  # at 8 a second; no processor's rule takes them all
+TOLD = dict.fromkeys(("qwen2-5-vl", "qwen2-vl"), {"fps": 2}) | dict.fromkeys(
+    ("llava-onevision", "internvl", "gemma4", "gemma4-moe"), {"num_frames": FRAMES}
+)  # what a processor has to be told; Gemma 4's would ask for more frames than there are
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=() if name in ("llava", "qwen2-5-vl") else pytest.mark.slow) for name in FAMILIES]
+)
+def test_videos(kind, loaded, tmp_path):
+    """Oracles: the processor itself, given all frames to choose from, and told vLLM's rate or number where it has none. And
+    what the decoder is fed: the mask covers videos, in files or as frames, beside images or without."""
+    vlm, file = loaded(kind), film(tmp_path / "film.mp4", FRAMES)
+    videos = [Video(file, "x"), Video(file.read_bytes(), "x"), Video([picture(84, 56, seed) for seed in range(4)], "x")]
+    samples = [Sample("a", (), "what?", "cat", videos=(video,)) for video in videos]
+    mixed = Sample("b", PAIR[:1], "what?", "cat", videos=tuple(videos[:1]))
+    if getattr(vlm.processor, "video_processor", None) is None:
+        return refused(lambda: encode(samples, vlm), f"sample 'a' shows a video, which {type(vlm.processor).__name__}")
+    if kind == "smolvlm" or kind.startswith("glm4v"):
+        refused(lambda: encode([mixed], vlm), "shows images and a video", "give one of the two")
+    else:
+        samples.append(mixed)
+    encoded = encode(samples, vlm)
+    assert all((encoded[0][name] == value).all() for name, value in encoded[1].items())
+    content = [{"type": "video", "video": np.stack(read(file))}, {"type": "text", "text": "what?"}]
+    turns = [turn("user"), turn("assistant", "cat")]
+    turns[0]["content"] = content
+    metadata = VideoMetadata(FRAMES, fps=8.0, width=84, height=56, duration=FRAMES / 8)
+    expected = vlm.processor.apply_chat_template(
+        turns,
+        chat_template=vlm.processor.chat_template,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"do_sample_frames": True, "video_metadata": [metadata], **TOLD.get(kind, {})},
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(encoded[0][name], value, msg=name)
+    for sample, batch in zip(samples, encoded, strict=True):
+        mask = batch.pop("modality")[0]
+        assert ((mask == VISION) == visual_positions(vlm, batch)).all() and (mask == VISION).any(), sample.id
+        assert (mask == ANSWER).any()
+
+
+def read(file: Path) -> list[np.ndarray]:
+    """All frames of a video, in RGB."""
+    video = cv2.VideoCapture(str(file))
+    frames = [cv2.cvtColor(video.read()[1], cv2.COLOR_BGR2RGB) for _ in range(FRAMES)]
+    assert not video.read()[0]
+    return frames
+
+
+def test_long_videos_are_thinned_as_vllm_does(loaded, tmp_path):
+    """Of a processor without a rule. Oracle: the brightness of the frames, which says where in the video they are."""
+    frames, metadata = Video(film(tmp_path / "film.mp4", 100), "x").frames(loaded("llava-onevision").processor)
+    assert len(frames) == 32 and metadata.frames_indices == np.linspace(0, 99, 32, dtype=int).tolist()
+    assert [round((pixels[0, -1].mean() - 20) / 2) for pixels in frames] == pytest.approx(
+        metadata.frames_indices, abs=2
+    )
+
+
+def test_videos_that_cannot_be_shown(loaded, tmp_path, monkeypatch):
+    vlm, damaged = loaded("qwen3-vl"), tmp_path / "damaged.mp4"
+    damaged.write_bytes(film(tmp_path / "film.mp4", 9).read_bytes()[:400])
+
+    def say(source, *says):
+        refused(
+            lambda: encode([Sample("a", (), "what?", videos=(Video(source, "row 3"),))], vlm), "row 3: video", *says
+        )
+
+    say(damaged, "damaged.mp4' cannot be decoded")
+    say([picture(84, 56), picture(56, 84)], "2 frames, not of one size")
+    monkeypatch.setattr("vlmcompress.data.video.MOST", 1000)
+    say(tmp_path / "film.mp4", "frames of 84x56 take", "make the video smaller")
+    silent = with_template(vlm, vlm.processor.chat_template.replace("<|video_pad|>", ""))
+    sample = Sample("a", (), "what?", videos=(Video([picture(84, 56)] * 2, "x"),))
+    refused(lambda: encode([sample], silent), "shows 0 of 1 videos")
 
 
 def test_prompt_for_generation(family, loaded):

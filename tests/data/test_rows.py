@@ -101,6 +101,33 @@ def test_messages_in_the_style_of_openai():
         assert (sample.question, sample.answer, len(sample.prompt())) == ("and now?", "b", 4)
 
 
+def test_videos(tmp_path):
+    """As files, frames and bytes; in parts and in columns, by marks or without; beside images; refused like images."""
+    (tmp_path / "a.mp4").write_bytes(b"film")
+    here, text_part = tmp_path / "a.mp4", {"type": "text", "text": "what?"}
+
+    def content(*parts: dict, **columns) -> tuple:
+        sample = read({"messages": [{"role": "user", "content": [*parts, text_part]}], **columns}, tmp_path)
+        kinds = [part["type"] for part in sample.prompt()[0]["content"]]
+        return kinds, [video.source for video in sample.videos], len(sample.images)
+
+    only = (["video", "text"], [here], 0)
+    assert content({"type": "video", "video": "a.mp4"}) == only
+    assert content({"type": "video", "video": here.as_uri(), "text": None}) == only
+    assert content({"type": "video_url", "video_url": {"url": "a.mp4"}}) == only
+    assert content({"type": "video"}, video="a.mp4") == content(video="a.mp4") == content(videos=["a.mp4"]) == only
+    both = content({"type": "image", "image": uri(5)}, {"type": "video", "video": {"bytes": b"x", "path": None}})
+    assert both == (["image", "video", "text"], [b"x"], 1)
+    _, [frames], count = content({"type": "video", "video": [FILES[5], uri(6)]})
+    assert [frame.width for frame in frames] == [5, 6] and count == 0
+    turns = [{"from": "human", "value": "<image> and <video>\nwhich?"}, {"from": "gpt", "value": "b"}]
+    marked = read({"image": FILES[5], "video": "a.mp4", "conversations": turns}, tmp_path)
+    assert [p["type"] for p in marked.prompt()[0]["content"]] == ["image", "text", "video", "text"] and marked.videos
+    refused(lambda: content({"type": "video"}), "show 1 videos without a source, the video column has 0")
+    refused(lambda: content({"type": "video", "video": "b.mp4"}), "video 'b.mp4' not found")
+    refused(lambda: content({"type": "video", "video": 3}), "a video is a int; give a path")
+
+
 def test_conversations_of_llava_and_sharegpt():
     """The mark says where the image is; the last answer is the answer; text alone and JSON text are read, too."""
     turns = [
@@ -166,7 +193,7 @@ def test_messages_take_images_of_the_column():
         ({"messages": [{"role": "tool", "content": "x"}]}, "'role'"),
         ({"messages": [{"role": "user", "content": None}]}, "no content"),
         ({"messages": [{"role": "system", "content": "x"}]}, "no user turn"),
-        ({"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]}, "type 'video'"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a"}]}]}, "type 'audio'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 images without a source"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}]},

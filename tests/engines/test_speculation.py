@@ -75,6 +75,7 @@ def test_what_goes_on_to_vllm(plain, cpu):
     assert json.loads(serve.arguments_of(plain, speculative=json.dumps(draft))[-1])["model"] == str(plain.resolve())
     both = serve.arguments_of(plain, speculative=json.dumps(NGRAM), extra=["--speculative-config", json.dumps(draft)])
     assert both.count("--speculative-config") == 1  # flags behind -- win
+    assert json.loads(both[-1])["model"] == str(plain.resolve())
 
 
 def test_a_state_that_a_cpu_can_not_speculate_with(hybrid, cpu, monkeypatch):

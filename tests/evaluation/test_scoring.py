@@ -91,6 +91,25 @@ def test_vqa_text_processing(text: str, as_compared: str) -> None:
     assert scoring.vqa_normalise(text) == as_compared
 
 
+@pytest.mark.parametrize(
+    ("text", "as_compared"),
+    [
+        ("red,white", "red white"),
+        ("red, white", "red white"),
+        ("1,000-2,000 m", "10002000 m"),
+        ("What?", "what"),
+        ("yes/no", "yes no"),
+        ("the dog's", "dog's"),
+        ("Two t-shirts.", "2 t shirts"),
+        ("dont", "don't"),
+        ("3.5", "3.5"),
+    ],
+)
+def test_vqa_text_processing_of_vqav2(text: str, as_compared: str) -> None:
+    """By the rules of `vqaEval.py`, worked out by hand: commas are marks like others."""
+    assert scoring.vqa_normalise(text, cut=False) == as_compared
+
+
 OPTIONS = {"A": "red car", "B": "4.5", "C": "the moon", "D": "7"}
 WORDS = st.sampled_from(
     [

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from tests.kit.echo import checkpoint, picture, write_rows
+from tests.kit.echo import Echo, checkpoint, picture, write_rows
 from tests.kit.places import DEMO_LLAVA
+from vlmcompress.engines import Request
 from vlmcompress.errors import UserError
+from vlmcompress.evaluation.ask import ask_suite
 from vlmcompress.evaluation.catalogue import names
 from vlmcompress.evaluation.tasks import LoadedSuite, load_suite
 
@@ -70,6 +72,28 @@ def test_plain_data(tmp_path: Path) -> None:
         assert suite.max_tokens == 40 and not suite.derived_ids
         assert [place.family for place in suite.places] == ["f", "f", "f", "other"]
         assert len(suite.pictures("1")) == 1 and suite.pictures("talk") == []
+
+
+def test_plain_data_with_videos(tmp_path: Path) -> None:
+    """A video of a question stands where its part does, behind or before images, as a file that the engine may read."""
+    picture(tmp_path, "a.png"), (tmp_path / "a.mp4").write_bytes(b"film"), (tmp_path / "b.mp4").write_bytes(b"other")
+    parts = [{"type": "video", "video": "a.mp4"}, {"type": "image", "image": "a.png"}, {"type": "text", "text": "q"}]
+    rows = [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]}]
+    rows += [{"video": name, "question": "<video> q", "answer": "x"} for name in ("a.mp4", "b.mp4")]
+    suite = load(write_rows(tmp_path / "d.jsonl", *rows))
+    shown = []
+
+    def say(request: Request) -> str:
+        shown.append([part["type"] for part in request.messages[-1]["content"]])
+        files = [
+            Path(part["video_url"]["url"].removeprefix("file://")) for part in request.media() if "video_url" in part
+        ]
+        assert [file.read_bytes() for file in files] == [b"other" if len(shown) == 3 else b"film"]
+        return "x"
+
+    samples = ask_suite("model", suite, Echo(say)).samples
+    assert shown == [["video_url", "image_url", "text"], ["video_url", "text"], ["video_url", "text"]]
+    assert samples[0].image.split("+")[0] == samples[1].image != samples[2].image and len(set(ids(suite))) == 3
 
 
 def test_ids_are_made_from_content(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,19 @@ def file_of(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def film(file: Path, frames: int, fps: float = 8.0) -> Path:
+    """Write a video of 84x56 pixels whose frames become brighter, as MPEG-4."""
+    import cv2
+
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"mp4v"), fps, (84, 56))
+    for number in range(frames):
+        pixels = np.full((56, 84, 3), 20 + 200 * number // frames, np.uint8)
+        pixels[:, : 1 + number % 80] //= 2
+        writer.write(pixels)
+    writer.release()
+    return file
 
 
 def refused(call: Callable, *says: str) -> None:

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset, Features, Value
+from datasets import Video as VideoFeature
 from safetensors.torch import load_file, save_file
 
 from tests.kit import calibration_rows, forks, tiny
+from tests.kit.pictures import film
 from vlmcompress import cli, models
 from vlmcompress.common import folders, locks
 from vlmcompress.diagnosis import files as doctor
@@ -68,6 +71,34 @@ def test_every_scheme_is_whole_and_loads(world, tmp_path, model, scheme):
     assert errors and all({"text", "vision", "answer"} <= set(error) for error in errors.values())
     assert result.manifest["calibration"]["samples"] == 6
     assert not list(tmp_path.glob(".out*")), "something was left beside OUT"
+
+
+@pytest.mark.slow
+def test_videos_calibrate(world, tmp_path):
+    """In each kind of table; counted in the manifest, and their tokens are vision: as many as the processor's grid has."""
+    film(tmp_path / "film.mp4", 40)
+    part = {"type": "video", "video": "film.mp4"}
+    turns = [
+        {"role": "user", "content": [part, {"type": "text", "text": "what?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "x"}]},
+    ]
+    rows = [{"messages": turns}, {"video": "film.mp4", "question": "<video> why?", "answer": "so"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Dataset.from_list([{"messages": turns}] * 2).to_parquet(tmp_path / "a.parquet")
+    content = {"bytes": (tmp_path / "film.mp4").read_bytes(), "path": None}
+    features = Features(video=VideoFeature(decode=False), question=Value("string"), answer=Value("string"))
+    saved = Dataset.from_list([{"video": content, "question": "what?", "answer": "x"}] * 2, features=features)
+    saved.save_to_disk(tmp_path / "saved")
+    for name in ("a.jsonl", "a.parquet", "saved"):
+        out = tmp_path / f"out of {name}"
+        calibrate = {"data": str(tmp_path / name), "samples": 2}
+        manifest = quantize(recipe(world, out, "gptq", "qwen", calibrate=calibrate)).manifest
+        facts = manifest["calibration"]
+        assert (facts["samples"], facts["images"], facts["videos"]) == (2, 0, 1)
+        pairs = 10 // 2  # 2 a second, of 5 s
+        assert facts["tokens"]["vision"] == 2 * pairs * 4 * 6 // 4  # samples of 4 x 6 patches, by squares of 4
+        assert all(error["vision"] > 0 for error in manifest["errors"].values())
+        assert "no sample" not in " ".join(manifest["warnings"])
 
 
 def test_vision_and_kv_cache(world, tmp_path):

@@ -72,7 +72,7 @@ class Prompts:
 def open_prompts(
     data: str | Path | None, sizes: Sequence[tuple[int, int]], candidate: Path, baseline: Path, seed: int
 ) -> Prompts:
-    """Open the prompts of a data set or folder of images, without rows that have no image.
+    """Open the prompts of a data set or folder of images, without rows that have no image, or a video.
 
     Where `data` is None they are those bundled with a demo model, or generated images if there are none or sizes are given.
 
@@ -87,7 +87,7 @@ def open_prompts(
     if source is None:
         return Prompts("generated images (dead leaves)", (), sizes or (DEFAULT_SIZE,), seed)
     samples = load_samples(source, samples=None, seed=seed, check_images=False)
-    with_images = [sample for sample in samples if sample.images]
+    with_images = [sample for sample in samples if sample.images and not sample.videos]
     if not with_images:
         raise UserError(f"{source}: no row has an image; give --data with some, or --sizes for generated ones")
     random.Random(seed).shuffle(with_images)

@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader
 from vlmcompress import models
 from vlmcompress.calibration.devices import replaced_forward
 from vlmcompress.calibration.solve import QuantMethod
+from vlmcompress.data.encode import PIXELS
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM, Group
@@ -224,10 +225,14 @@ def _exactly(name: str) -> str:
 def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Give every batch the same keys, as the pipeline traces the model once, with the first batch.
 
-    A sample without an image gets the shortest sample with one appended, as tokens to ignore: attention is causal, so the
-    text before them is computed as if they weren't there, and statistics leave them out.
+    A sample without an image or video gets the shortest sample with one appended, as tokens to ignore: attention is causal,
+    so the text before them is computed as if they weren't there, and statistics leave them out.
     """
-    donors = [batch for batch in batches if "pixel_values" in batch]
+    donors = [batch for batch in batches if PIXELS & batch.keys()]
+    if len({frozenset(donor) for donor in donors}) > 1:
+        raise UserError(
+            "this search runs all samples alike, but some show images and some videos; give it one of the two"
+        )
     if len(donors) in (0, len(batches)):
         return batches
     donor = min(donors, key=lambda batch: batch["input_ids"].shape[1])
@@ -240,7 +245,7 @@ def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         }
         return tail | appended
 
-    return [batch if "pixel_values" in batch else extend(batch) for batch in batches]
+    return [batch if PIXELS & batch.keys() else extend(batch) for batch in batches]
 
 
 def loader(batches: list[dict[str, Tensor]]) -> DataLoader:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vlmcompress.calibration.behind_reducer import prompt_length
 from vlmcompress.calibration.devices import float_products
-from vlmcompress.data.encode import ANSWER, Inputs
+from vlmcompress.data.encode import ANSWER, PIXELS, Inputs
 from vlmcompress.models import VLM
 
 
@@ -63,7 +63,7 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
         if vlm.spec.positions == "mrope":
             base: Any = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
             ahead = (
-                base.rope_deltas if "pixel_values" in inputs else 0
+                base.rope_deltas if PIXELS & inputs.keys() else 0
             )  # without images the model leaves an older one there
             kwargs["position_ids"] = (torch.arange(cut, end, device=ids.device)[None] + ahead)[None].expand(3, -1, -1)
         rest = vlm.model(input_ids=ids[:, cut:end], past_key_values=first.past_key_values, use_cache=True, **kwargs)

@@ -1,7 +1,7 @@
 """Facts about calibration data for the manifest: enough to tell whether two runs saw the same data.
 
-The hash covers what the model sees, decoded pixels and texts in order, and nothing about where they were stored: moving the
-folder, or converting PNG to lossless WebP, leaves it as it is.
+The hash covers what the model sees, decoded pixels and texts in order (of a video the file), and nothing about where they were
+stored: moving the folder, or converting PNG to lossless WebP, leaves it as it is.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def provenance(
         text: the mixed-in samples of text alone, and where they came from; `sha256` does not cover them.
         requested: how many samples the recipe asks for; recorded where there are fewer.
 
-    In the result `images` counts different images, whatever the number of samples that show each; `prompts` counts the
-    samples whose question is one of ours, as the data had none.
+    In the result `images` counts different images (and `videos`, where there are some, videos), whatever the number of samples
+    that show each; `prompts` counts the samples whose question is one of ours, as the data had none.
     """
     sha256, images = _hashed(samples)
     facts: dict[str, Any] = {
@@ -53,6 +53,8 @@ def provenance(
         "images": images,
         **token_counts(batches),
     }
+    if videos := {video.digest() for sample in samples for video in sample.videos}:
+        facts["videos"] = len(videos)
     if text is not None:
         facts["text"] = {**_source(text[1]), "sha256": data_hash(text[0]), "samples": len(text[0])}
     if requested is not None and len(batches) < requested:
@@ -80,8 +82,8 @@ def notes(facts: dict[str, Any]) -> list[str]:
 
 
 def unseen(facts: Mapping[str, Any]) -> list[str]:
-    """The note about data without any image; empty for data with one."""
-    if facts["images"]:
+    """The note about data without any image or video; empty for data with one."""
+    if facts["images"] or facts.get("videos"):
         return []
     return [f"no sample of {facts['source']} shows an image, so the model is calibrated on text alone; name images"]
 
@@ -115,4 +117,6 @@ def _hashed(samples: Sequence[Sample]) -> tuple[str, int]:
             content = f"{image.width}x{image.height}:".encode() + image.tobytes()
             digest.update(content)
             images.add(hashlib.sha256(content).digest())
+        for video in sample.videos:
+            digest.update(b"video:" + video.digest())
     return digest.hexdigest(), len(images)

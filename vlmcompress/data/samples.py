@@ -1,12 +1,13 @@
 """Read one row of a data set, in any of several dialects, as one `Sample`, whose images are opened as 8-bit RGB.
 
 Columns: `image` (or `images`): nothing, a path, bytes, `{"bytes": ..., "path": ...}` as the `datasets` library stores
-an image, or a list of those. `question` and, if known, `answer`; or `messages` in OpenAI's style; or `conversations` as
-LLaVA and ShareGPT have them, turns `{"from": "human", "value": ...}`. Optional `id`, `family`.
+an image, or a list of those. `video` (or `videos`, a list): the same of a video's file, or a list of images, its frames.
+`question` and, if known, `answer`; or `messages` in OpenAI's style; or `conversations` as LLaVA and ShareGPT have them,
+turns `{"from": "human", "value": ...}`. Optional `id`, `family`.
 
-Which image goes where: a content part that brings its image shows that one; a part without takes the next of the image
-column. Where no part does so, the column's images take the places of the `<image>` marks in the texts, as LLaVA's data
-has them, if there is one mark per image; otherwise they come first.
+Which image or video goes where: a content part that brings it shows that one; a part without takes the column's next. Where no
+part does so, the column's images take the places of the `<image>` marks in the texts (videos: `<video>`), as LLaVA's data has
+them, if there is one mark for each; otherwise they come first.
 
 Files are not trusted. The model gets what a viewer would show: EXIF rotation is applied, transparency is laid on white;
 palettes, CMYK, grayscale and 16 bits per channel are converted (Pillow clips 16-bit gray to white where it should scale).
@@ -33,12 +34,13 @@ from PIL import Image, ImageOps
 from vlmcompress.common import json_files
 from vlmcompress.common.hub import IMAGES
 from vlmcompress.common.messages import reason
+from vlmcompress.data.video import Video
 from vlmcompress.errors import UserError
 
 MARK = "<image>"
 ROLES = ("system", "developer", "user", "assistant")
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}  # others as in ROLES
-Part = dict[str, Any]  # {"type": "text", "text": ...} or {"type": "image"}; while reading, the latter has a "source"
+Part = dict[str, Any]  # {"type": "text", "text": ...}, {"type": "image"} or "video", with a "source" while reading
 MAX_PIXELS = 178_956_970  # the number at which Pillow, by default, refuses
 MAX_BYTES = 1 << 30
 """The most bytes in an image's file: what the pixels of the largest image take with 16 bits per channel."""
@@ -104,22 +106,22 @@ def open_image(source: bytes | Path, origin: str, max_pixels: int = MAX_PIXELS) 
         raise UserError(f"{what} cannot be decoded ({reason(error)}); replace the file or drop the row") from error
 
 
-def from_reference(text: str, folder: Path, origin: str) -> bytes | Path:
+def from_reference(text: str, folder: Path, origin: str, kind: str = "image") -> bytes | Path:
     """Resolve a value of an image column or `image_url`: a path (relative to `folder`, or absolute), `data:` or `file:` URI."""
     scheme = text.partition(":")[0].lower() if ":" in text[:8] else ""
     if scheme in ("http", "https"):
-        raise UserError(f"{origin}: image is a web address ({text[:80]}), and nothing is downloaded; save it to a file")
+        raise UserError(f"{origin}: {kind} is a web address ({text[:80]}), and nothing is downloaded; save its file")
     if scheme == "data":
-        return _data_uri(text, origin)
+        return _data_uri(text, origin, kind)
     if scheme == "file":
         text = unquote(urlparse(text).path)
     path = folder / text
     if "\0" in text or not path.exists():
-        raise UserError(f"{origin}: image '{text[:200]}' not found; relative paths start at {folder}")
+        raise UserError(f"{origin}: {kind} '{text[:200]}' not found; relative paths start at {folder}")
     return path
 
 
-def _data_uri(uri: str, origin: str) -> bytes:
+def _data_uri(uri: str, origin: str, kind: str) -> bytes:
     """Decode the bytes of a URI such as `data:image/png;base64,....`"""
     header, comma, body = uri.partition(",")
     try:
@@ -127,7 +129,7 @@ def _data_uri(uri: str, origin: str) -> bytes:
             raise ValueError("no comma")
         return base64.b64decode(unquote(body), validate=True) if "base64" in header else unquote_to_bytes(body)
     except (ValueError, binascii.Error) as error:
-        raise UserError(f"{origin}: image has a malformed data: URI ({error}); encode the file with base64") from error
+        raise UserError(f"{origin}: {kind} has a malformed data: URI ({error}); encode the file with base64") from error
 
 
 def _read(path: Path, what: str) -> bytes:
@@ -176,7 +178,7 @@ def _to_8_bit(values: np.ndarray, full: float | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation about some images.
+    """One conversation about some images and videos.
 
     Attributes:
         id: unique within its source.
@@ -185,9 +187,10 @@ class Sample:
         answer: the reference answer, or None.
         family: the kind of question, for reports.
         messages: all turns before the answer, for transformers' chat templates: each `content` is a list of
-            `{"type": "image"}` and `{"type": "text", "text": ...}`. None: the images, then the question.
+            `{"type": "image"}`, `{"type": "video"}` and `{"type": "text", "text": ...}`. None: the images, then the question.
         origin: where it was read, e.g. `data.jsonl line 3`, for messages to the user.
         prompted: whether the question is one of ours, as the data have none.
+        videos: in the order in which the conversation shows them.
     """
 
     id: str
@@ -198,6 +201,12 @@ class Sample:
     messages: list[dict[str, Any]] | None = None
     origin: str = ""
     prompted: bool = False
+    videos: Sequence[Video] = ()
+
+    @property
+    def visual(self) -> bool:
+        """Whether there is something to be seen."""
+        return bool(self.images or self.videos)
 
     @property
     def name(self) -> str:
@@ -207,7 +216,8 @@ class Sample:
     def prompt(self) -> list[dict[str, Any]]:
         """All turns before the answer, in the form of `messages`; a copy that the caller may change."""
         if self.messages is None:
-            return [{"role": "user", "content": [*({"type": "image"} for _ in self.images), _text(self.question)]}]
+            kinds = ["image"] * len(self.images) + ["video"] * len(self.videos)
+            return [{"role": "user", "content": [*({"type": kind} for kind in kinds), _text(self.question)]}]
         return [{"role": turn["role"], "content": [dict(part) for part in turn["content"]]} for turn in self.messages]
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -228,25 +238,28 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) 
     """
     value = row.get("images") if row.get("images") is not None else row.get("image")
     values = value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
-    column = [_source(value, folder, origin) for value in values]
+    videos = row["videos"] if row.get("videos") is not None else [row["video"]] if row.get("video") else []
     messages = row.get("messages")
     if messages is None and row.get("conversations") is not None:
         messages = _messages(row["conversations"], origin)
     turns = _question(row, origin) if messages is None else _turns(messages, folder, origin)
-    _bind(turns, column, origin)
-    sources = [part.pop("source") for turn in turns for part in turn["content"] if part["type"] == "image"]
+    _bind(turns, [_source(value, folder, origin) for value in values], origin)
+    _bind(turns, [_video(value, folder, origin) for value in videos], origin, "video")
+    shown = [part for turn in turns for part in turn["content"] if part["type"] != "text"]
+    sources = {kind: [part.pop("source") for part in shown if part["type"] == kind] for kind in ("image", "video")}
     last = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
     questions = [_joined(turn["content"]) for turn in turns if turn["role"] == "user"]
     if not questions:
         raise UserError(f"{origin}: messages has no user turn; start with one")
     return Sample(
         id=identity,
-        images=LazyImages(sources, origin),
+        images=LazyImages(sources["image"], origin),
         question=questions[-1],
         answer=None if last is None else _joined(last),
         family=None if row.get("family") is None else str(row["family"]),
         messages=turns,
         origin=origin,
+        videos=tuple(sources["video"]),
     )
 
 
@@ -324,40 +337,51 @@ def _part(part: Any, folder: Path, origin: str) -> Part:
         keys = ("image_url", "image", "bytes", "path", "url")
         value = next((part[key] for key in keys if part.get(key) is not None), None)
         return {"type": "image", "source": None if value is None else _source(value, folder, origin)}
-    raise UserError(f"{origin}: messages has a part of type '{kind}'; only text, image and image_url are read")
+    if kind in ("video", "video_url", "input_video"):
+        value = next((part[key] for key in (kind, "video", "path", "url") if part.get(key) is not None), None)
+        return {"type": "video", "source": None if value is None else _video(value, folder, origin)}
+    raise UserError(f"{origin}: messages has a part of type '{kind}'; only text, image, video and such are read")
 
 
-def _source(value: Any, folder: Path, origin: str) -> bytes | Path:
-    """Read one image's value, in any of the accepted forms, as bytes or path."""
+def _video(value: Any, folder: Path, origin: str) -> Video:
+    """Read one video's value: a file in any of the accepted forms, or a list of images."""
+    if isinstance(value, list | tuple):
+        return Video(LazyImages([_source(frame, folder, origin) for frame in value], f"{origin}: video frames"), origin)
+    return Video(_source(value, folder, origin, "video"), origin)
+
+
+def _source(value: Any, folder: Path, origin: str, kind: str = "image") -> bytes | Path:
+    """Read one file's value, in any of the accepted forms, as bytes or path."""
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str) and value:
-        return from_reference(value, folder, origin)
+        return from_reference(value, folder, origin, kind)
     what = "empty" if value is None or value == "" else f"a {type(value).__name__}"
-    raise UserError(f"{origin}: an image is {what}; give a path, bytes or a data: URI")
+    raise UserError(f"{origin}: {'an' if kind == 'image' else 'a'} {kind} is {what}; give a path, bytes or a data: URI")
 
 
-def _bind(turns: list[dict[str, Any]], column: list[bytes | Path], origin: str) -> None:
-    """Assign the images of the row's column to the image parts without a source; add such parts if there are none."""
-    waiting = [p for turn in turns for p in turn["content"] if p["type"] == "image" and p["source"] is None]
+def _bind(turns: list[dict[str, Any]], column: Sequence[Any], origin: str, kind: str = "image") -> None:
+    """Assign the images or videos of a row's column to the parts without a source; add such parts if there are none."""
+    waiting = [p for turn in turns for p in turn["content"] if p["type"] == kind and p["source"] is None]
     if column and not waiting:
-        waiting = _make_places(turns, len(column))
+        waiting = _make_places(turns, len(column), kind)
     if len(waiting) != len(column):
         raise UserError(
-            f"{origin}: messages show {len(waiting)} images without a source, the image column has {len(column)}"
+            f"{origin}: messages show {len(waiting)} {kind}s without a source, the {kind} column has {len(column)}"
         )
     for part, source in zip(waiting, column, strict=True):
         part["source"] = source
 
 
-def _make_places(turns: list[dict[str, Any]], images: int) -> list[Part]:
-    """Add `images` image parts: at the `<image>` marks if there are that many, else first in the first user turn."""
+def _make_places(turns: list[dict[str, Any]], count: int, kind: str) -> list[Part]:
+    """Add `count` parts of a kind: at its marks (`<image>`) if there are that many, else first in the first user turn."""
+    mark = MARK.replace("image", kind)
     prompts = [turn for turn in turns if turn["role"] != "assistant"]
-    marks = sum(part["text"].count(MARK) for turn in prompts for part in turn["content"] if part["type"] == "text")
-    places: list[Part] = [{"type": "image", "source": None} for _ in range(images)]
-    if marks != images:
+    marks = sum(part["text"].count(mark) for turn in prompts for part in turn["content"] if part["type"] == "text")
+    places: list[Part] = [{"type": kind, "source": None} for _ in range(count)]
+    if marks != count:
         first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
         first["content"] = places + first["content"]
         return places
@@ -365,7 +389,7 @@ def _make_places(turns: list[dict[str, Any]], images: int) -> list[Part]:
     for turn in prompts:
         parts: list[Part] = []
         for part in turn["content"]:
-            pieces = [part] if part["type"] == "image" else part["text"].split(MARK)
+            pieces = part["text"].split(mark) if part["type"] == "text" else [part]
             for index, piece in enumerate(pieces):
                 parts += [next(rest)] if index else []
                 if isinstance(piece, dict):

@@ -36,7 +36,7 @@ PROMPTS = (
     "What would somebody ask about this image? Ask and answer.",
     "Is this a photo, a drawing, a chart or a document? Explain how you can tell.",
 )
-READ = ("image", "images", "question", "answer", "messages", "conversations", "family", "text")
+READ = ("image", "images", "video", "videos", "question", "answer", "messages", "conversations", "family", "text")
 COLUMNS = "needs a column question (beside image, if there are images), or messages, or conversations"
 TEXT_COLUMNS = "needs a column messages, conversations, question or text"
 _LARGE = 256 << 20  # bytes of JSON that take some seconds to read
@@ -150,7 +150,7 @@ def _samples(table: _Table, chosen: list[int], text: bool) -> list[Sample]:
     ]
     if table.prompted:
         loaded = [replace(sample, prompted=True) for sample in loaded]
-    if shown := [sample for sample in loaded if text and sample.images]:
+    if shown := [sample for sample in loaded if text and sample.visual]:
         raise UserError(f"{shown[0].name} shows an image; give a file of text alone, images belong into the data")
     return loaded
 
@@ -193,7 +193,7 @@ def _open(path: Path, text: bool = False) -> _Table:
     if not text and not have & {"messages", "conversations", "question"} and table.ids:
         raise UserError(f"{path} {COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
     unread = sorted(name for name in have if _LIKE_IMAGE.match(name))
-    if unread and not text and not have & {"image", "images", "messages", "conversations"}:
+    if unread and not text and not have & {"image", "images", "video", "videos", "messages", "conversations"}:
         raise UserError(f"{path} has no column image, and '{unread[0]}' is not read; rename it to image, or drop it")
     return table
 
@@ -338,7 +338,7 @@ def _saved_dataset(path: Path) -> _Table:
     if isinstance(data, datasets.DatasetDict):
         raise UserError(f"{path} has the splits {', '.join(sorted(data))}; name one, e.g. {path / sorted(data)[0]}")
     for name, feature in data.features.items():
-        if name in ("image", "images"):
+        if name in ("image", "images", "video", "videos"):
             data = data.cast_column(name, _undecoded(feature, datasets))
     ids = list(data["id"]) if "id" in data.column_names else [None] * len(data)
 
@@ -349,9 +349,9 @@ def _saved_dataset(path: Path) -> _Table:
 
 
 def _undecoded(feature: Any, datasets: Any) -> Any:
-    """A `datasets` feature that gives an image's file instead of its pixels, as `open_image` decodes it."""
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
+    """A `datasets` feature that gives the file of an image or video instead of its pixels, which are decoded later."""
+    if isinstance(feature, datasets.Image | datasets.Video):
+        return type(feature)(decode=False)
     if isinstance(feature, datasets.List):
         return datasets.List(_undecoded(feature.feature, datasets))
     return feature

@@ -17,11 +17,14 @@ from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError, did_you_mean
 
 NAMES = ("vllm", "hf", "llamacpp", "openvino", "openai:URL")
+MEDIA = ("image_url", "video_url")
+"""Types of content parts that show a file, whose address is `part[type]["url"]`."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One conversation in OpenAI's format; images are `{"type": "image_url", "image_url": {"url": "file:///..."}}`.
+    """One conversation in OpenAI's format; images are `{"type": "image_url", "image_url": {"url": "file:///..."}}`, and videos
+    `video_url`, as vLLM has them.
 
     `max_tokens` is the most tokens of the answer; None: `Settings.max_tokens`.
     """
@@ -30,9 +33,16 @@ class Request:
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
 
-    def images(self) -> int:
+    def media(self) -> list[dict[str, Any]]:
+        """The parts that show a file, in their order; they are the request's own."""
         contents = [message["content"] for message in self.messages if isinstance(message["content"], list)]
-        return sum(part["type"] == "image_url" for content in contents for part in content)
+        return [part for content in contents for part in content if part["type"] in MEDIA]
+
+    def images(self) -> int:
+        return sum(part["type"] == "image_url" for part in self.media())
+
+    def videos(self) -> int:
+        return sum(part["type"] == "video_url" for part in self.media())
 
 
 @dataclass(frozen=True)

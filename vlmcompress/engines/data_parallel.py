@@ -16,7 +16,7 @@ import dataclasses
 import json
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ class Part:
         model: the model's folder where the run was started.
         hub: its id and commit, if it came from the Hub.
         content: hash of its files.
-        images: the contents of image files; addresses of `requests` are numbers in this list.
+        images: the contents of files of images and videos; addresses of `requests` are numbers in this list.
     """
 
     engine: Engine
@@ -138,12 +138,13 @@ class _Jobs(Sequence[Part]):
 def divide(requests: Sequence[Request], batch: int, count: int) -> list[list[Request]]:
     """Divide requests into at most `count` parts of about the same size, and never within a unit.
 
-    A unit is a batch of `batch` requests with equally many images in their order; if `batch` is 0, all requests about the
-    same images.
+    A unit is a batch of `batch` requests with equally many images and videos in their order; if `batch` is 0, all requests
+    about the same ones.
     """
     groups: dict[Any, list[Request]] = {}
     for request in requests:
-        groups.setdefault(request.images() if batch else _addresses(request) or request.id, []).append(request)
+        shown = (request.images(), request.videos()) if batch else _addresses(request)
+        groups.setdefault(shown or request.id, []).append(request)
     cuts = ((group, batch or len(group)) for group in groups.values())
     units = [group[at : at + size] for group, size in cuts for at in range(0, len(group), size)]
     parts: list[list[Request]] = []
@@ -211,28 +212,23 @@ def _described(runs: dict[int, Run], workers: int) -> dict[str, Any]:
     return abouts[0] | {name: text for name, text in mixed.items() if text} | {"restarts": restarts, "workers": workers}
 
 
-def _image_parts(request: Request) -> Iterator[dict[str, Any]]:
-    contents = [message["content"] for message in request.messages if isinstance(message["content"], list)]
-    return (part for content in contents for part in content if part["type"] == "image_url")
-
-
 def _addresses(request: Request) -> tuple[str, ...]:
-    return tuple(part["image_url"]["url"] for part in _image_parts(request))
+    return tuple(part[part["type"]]["url"] for part in request.media())
 
 
 def _readdressed(request: Request, new: Callable[[str], str]) -> Request:
-    """A copy of a request with other addresses of its images."""
+    """A copy of a request with other addresses of its images and videos."""
     copy = dataclasses.replace(request, messages=json.loads(json.dumps(request.messages)))
-    for part in _image_parts(copy):
+    for part in copy.media():
         try:
-            part["image_url"]["url"] = new(part["image_url"]["url"])
+            part[part["type"]]["url"] = new(part[part["type"]]["url"])
         except UserError as error:
             raise UserError(f"sample '{request.id}': {error}") from error
     return copy
 
 
 def _read(address: str, media: Path) -> tuple[str, bytes]:
-    """The end of the name of an image's file, and its content."""
+    """The end of the name of an image's or a video's file, and its content."""
     path = Path(unquote(urlparse(address).path)).resolve()
     if not address.startswith("file://") or not path.is_relative_to(media):
         raise UserError(f"{address[:80]} is not a file in {media}")

@@ -25,6 +25,7 @@ ENGINE = Local(
     environment=lambda: {**ENVIRONMENT, **os.environ},
     advice="pip install vlmcompress there again",
     batch=IN_FLIGHT,
+    videos=True,
 )
 
 
@@ -50,12 +51,12 @@ def start(job: dict):
 
 
 def answers(engine, requests, job: dict):
-    """Answer batch by batch; requests of a batch have equally many images, as some processors need that."""
-    size = job["settings"]["max_num_seqs"] or IN_FLIGHT
-    groups: dict[int, list[dict]] = {}
+    """Answer batch by batch: requests with equally many images, as some processors need that; with videos one by one."""
+    groups: dict[tuple[int, int], list[dict]] = {}
     for request in requests:
-        groups.setdefault(images(request), []).append(request)
-    for group in groups.values():
+        groups.setdefault((count(request, "image_url"), count(request, "video_url")), []).append(request)
+    for (_, videos), group in groups.items():
+        size = 1 if videos else job["settings"]["max_num_seqs"] or IN_FLIGHT
         for at in range(0, len(group), size):
             batch = group[at : at + size]
             try:
@@ -66,9 +67,10 @@ def answers(engine, requests, job: dict):
             yield from engine.generate(batch, inputs, job["settings"])
 
 
-def images(request: dict) -> int:
+def count(request: dict, kind: str) -> int:
+    """The number of a request's parts of a type."""
     contents = [message["content"] for message in request["messages"] if isinstance(message["content"], list)]
-    return sum(part["type"] == "image_url" for content in contents for part in content)
+    return sum(part["type"] == kind for content in contents for part in content)
 
 
 def refused(engine, batch: list[dict], error: Exception):
@@ -109,8 +111,9 @@ class Engine:
         positions, limit = model.config.get_text_config().max_position_embeddings, settings["max_model_len"]
         self.longest = positions if limit < 0 else min(positions, limit)
         self.media = Path(job["media"])
-        names = ("image_token_id", "image_token_index")
-        self.image_token = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), -1)
+        names = [f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index")]
+        ids = [getattr(model.config, name, None) for name in names]
+        self.visual = torch.tensor([token for token in ids if token is not None])
         self.attached = self._attach(job.get("reduce"))
         self.reduce = None if self.attached is None else str(self.attached.chosen)
 
@@ -123,8 +126,11 @@ class Engine:
 
     def encode(self, batch: list[dict]):
         """Encode a batch as inputs of the model: tokens [batch, longest prompt] and pixels."""
+        from vlmcompress.data import video
+
+        decoded: list = []
         conversations = [
-            [message | {"content": self._parts(message["content"])} for message in request["messages"]]
+            [message | {"content": self._parts(message["content"], decoded)} for message in request["messages"]]
             for request in batch
         ]
         inputs = self.processor.apply_chat_template(
@@ -133,29 +139,38 @@ class Engine:
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            processor_kwargs={"padding": True},
+            processor_kwargs={"padding": True, **video.arguments(decoded)},
         )
         if (length := inputs["input_ids"].shape[1]) >= self.longest:
             raise ValueError(f"the prompt has {length} tokens and the maximum context length is {self.longest}")
         return inputs.to(self.device, dtype=self.model.dtype)
 
-    def _parts(self, content) -> list[dict]:
-        """Convert a message's content for processors: always in parts, images as Pillow images."""
-        if isinstance(content, str):
-            return [{"type": "text", "text": content}]
-        return [
-            {"type": "image", "image": self._open(part["image_url"]["url"])} if part["type"] == "image_url" else part
-            for part in content
-        ]
-
-    def _open(self, address: str):
+    def _parts(self, content, decoded: list) -> list[dict]:
+        """Convert a message's content for processors: in parts, images as Pillow images, videos as the frames of `decoded`."""
         from PIL import Image
 
+        from vlmcompress.data import video
+
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        parts = []
+        for part in content:
+            if part["type"] == "image_url":
+                with Image.open(self._path(part["image_url"]["url"])) as image:
+                    part = {"type": "image", "image": image.convert("RGB")}
+            elif part["type"] == "video_url":
+                images = any(other["type"] == "image_url" for other in content)
+                video.check(self.processor, "the request", images)
+                decoded.append(video.Video(self._path(part["video_url"]["url"]), "the request").frames(self.processor))
+                part = {"type": "video", "video": decoded[-1][0]}
+            parts.append(part)
+        return parts
+
+    def _path(self, address: str) -> Path:
         path = Path(unquote(urlparse(address).path)).resolve()
         if not address.startswith("file://") or not path.is_relative_to(self.media):
             raise ValueError(f"{address[:80]} is not a file in {self.media}")
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        return path
 
     def generate(self, batch: list[dict], inputs, settings: dict):
         """Generate the answers to a batch, each cut at its first end token or its own limit."""
@@ -163,7 +178,7 @@ class Engine:
 
         padded = inputs["input_ids"].shape[1]
         prompts = inputs["attention_mask"].sum(1).tolist()
-        visual = (inputs["input_ids"] == self.image_token).sum(1).tolist()
+        visual = torch.isin(inputs["input_ids"], self.visual.to(self.device)).sum(1).tolist()
         limits = [request["max_tokens"] or settings["max_tokens"] for request in batch]
         first = FirstToken(settings["logprobs"])
         with torch.inference_mode():
@@ -178,7 +193,7 @@ class Engine:
                 pad_token_id=min(self.ends, default=0),
                 logits_processor=[first],
             )[:, padded:]
-        dropped = self._dropped(len(batch)) if images(batch[0]) else [0] * len(batch)
+        dropped = self._dropped(len(batch)) if count(batch[0], "image_url") else [0] * len(batch)
         for row, (request, limit) in enumerate(zip(batch, limits, strict=True)):
             answer = tokens[row, :limit].tolist()
             end = next((at for at, token in enumerate(answer) if token in self.ends), None)

@@ -60,6 +60,7 @@ class Local:
         reduce: a visual-token reducer (as `--reduce` has it) for every model, whatever its checkpoint carries.
         speculative: JSON of vLLM's `--speculative-config`, already checked.
         batch: requests that it computes together, in their order, unless the settings say; 0: as they come.
+        videos: whether it takes videos.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Local:
     reduce: str | None = None
     speculative: str | None = None
     batch: int = 0
+    videos: bool = False
 
     def answer(
         self,
@@ -85,6 +87,10 @@ class Local:
         on_answer: Callable[[Answer], None] | None = None,
     ) -> Run:
         """Answer all requests greedily; see `Engine`."""
+        if not self.videos and (filmed := next((request for request in requests if request.videos()), None)):
+            raise UserError(
+                f"sample '{filmed.id}' shows a video, and {self.title} is given none; take --engine vllm or hf"
+            )
         settings, progress, model = settings or Settings(), progress or (lambda *_: None), Path(model)
         on_answer = on_answer or (lambda _: None)
         engine: dict[str, Any] = {}
@@ -120,6 +126,7 @@ class Local:
             "model": str(model.resolve()),
             "media": str(media.resolve()),
             "images_per_prompt": max((request.images() for request in requests), default=0),
+            "videos_per_prompt": max((request.videos() for request in requests), default=0),
             "settings": asdict(settings),
             "reduce": self.reduce,
             "speculative": json.loads(self.speculative) if self.speculative else None,

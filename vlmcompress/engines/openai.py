@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from vlmcompress.common.progress import Progress
-from vlmcompress.engines import Answer, Request, Run, Settings, first_tokens
+from vlmcompress.engines import MEDIA, Answer, Request, Run, Settings, first_tokens
 from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ CONNECT_TIMEOUT = 10.0  # seconds
 
 @dataclass(frozen=True)
 class OpenAI:
-    """The server at `url`, which ends in a version such as /v1. It takes `image_url` parts as data: addresses."""
+    """The server at `url`, which ends in a version such as /v1. It takes images and videos as data: addresses."""
 
     url: str
     local: bool = False
@@ -166,12 +166,12 @@ class _Session:
             raise UserError(f"{self.url} gave no chat completion for {sample} but: {body or 'nothing'}") from error
 
     def _content(self, sample: str, content: Any) -> Any:
-        """Convert a message's content to have images as data: addresses."""
+        """Convert a message's content to have images and videos as data: addresses."""
         if isinstance(content, str):
             return content
         return [
-            {"type": "image_url", "image_url": {"url": self._data(sample, part["image_url"]["url"])}}
-            if part["type"] == "image_url"
+            {"type": part["type"], part["type"]: {"url": self._data(sample, part[part["type"]]["url"])}}
+            if part["type"] in MEDIA
             else part
             for part in content
         ]

@@ -26,7 +26,7 @@ class Sample:
         expected: the reference answer, or several joined by ` | `.
         text: the answer, cut at the task's stop strings.
         score: in 0 to 1; 0 where no answer could be parsed from the text (`parsed` is False).
-        image: name of the image or images that the question is about, equal for equal images.
+        image: name of the images or videos that the question is about, equal for equal images.
     """
 
     id: str
@@ -169,7 +169,7 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
     target = row["target"]
     targets = list(dict.fromkeys(map(str, target))) if isinstance(target, list) else [str(target)]
     last = next(turn for turn in reversed(request.messages) if turn["role"] == "user")
-    files = [part["image_url"]["url"] for turn in request.messages for part in turn["content"] if "image_url" in part]
+    files = [Path(part[part["type"]]["url"]).stem for part in request.media()]
     return Sample(
         id=place.id,
         family=place.family,
@@ -178,7 +178,7 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
         text=answer.text.strip(),
         score=_score(place, row, name),
         parsed=bool(row.get("parsed", True)),
-        image="+".join(url.rpartition("/")[2].removesuffix(".png") for url in files) or f"text:{place.id}",
+        image="+".join(files) or f"text:{place.id}",
         answer=answer,
     )
 

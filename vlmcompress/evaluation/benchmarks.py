@@ -43,7 +43,7 @@ def textvqa(row: Row, answers: list[str]) -> Scores:
 
 def vqav2(row: Row, answers: list[str]) -> Scores:
     people = [person["answer"] for person in row["answers"]]
-    return score("vqa_accuracy", answers[0], scoring.vqa_accuracy(answers[0], people))
+    return score("vqa_accuracy", answers[0], scoring.vqa_accuracy(answers[0], people, cut=False))
 
 
 def ocrbench(row: Row, answers: list[str]) -> Scores:

@@ -22,6 +22,7 @@ from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
 from vlmcompress.data.samples import MARK, Sample
+from vlmcompress.data.video import Video
 from vlmcompress.engines import Answer, Request
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import benchmarks, local_data
@@ -84,35 +85,44 @@ class EngineLM(LM):
         """The task's stop strings, and lm-eval's request as one for the engine."""
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(f"sample '{identity}': its task samples; set do_sample: false and temperature: 0.0")
-        files = [write_image(image, self._media) for image in (media or {}).get("visual") or ()]
+        shown = list((media or {}).get("visual") or ())
+        videos = [video.save(self._media) for video in shown if isinstance(video, Video)]
+        images = [write_image(image, self._media) for image in shown if not isinstance(image, Video)]
         stops = options.get("until") or []
         return (
             [stops] if isinstance(stops, str) else list(stops),
-            Request(identity, place(json.loads(prompt), files, identity), int(options.get("max_gen_toks", MAX_TOKENS))),
+            Request(
+                identity,
+                place(json.loads(prompt), images, identity, videos),
+                int(options.get("max_gen_toks", MAX_TOKENS)),
+            ),
         )
 
 
-def place(turns: list[dict[str, Any]], files: Sequence[Path], name: str) -> list[dict[str, Any]]:
-    """OpenAI-style messages with an image at each `<image>` of a text and at each part of type `image`.
+def place(
+    turns: list[dict[str, Any]], images: Sequence[Path], name: str, videos: Sequence[Path] = ()
+) -> list[dict[str, Any]]:
+    """OpenAI-style messages with an image at each `<image>` of a text and at each part of type `image`; videos likewise.
 
-    Without any such place the images come first in the last user turn.
+    Without any such place they come first in the last user turn, videos behind images.
 
     Raises:
-        UserError: there are places, but not as many as images.
+        UserError: there are places, but not as many as images or videos.
     """
     turns = [turn | {"content": _parts(turn["content"])} for turn in turns]
-    places = sum(part["type"] == "image" for turn in turns for part in turn["content"])
-    if files and not places:
-        last = [turn for turn in turns if turn["role"] == "user"][-1]
-        last["content"] = [{"type": "image"} for _ in files] + last["content"]
-    elif places != len(files):
-        raise UserError(f"sample '{name}': {places} places for images in the prompt, {len(files)} images")
-    rest = iter(files)
-    for turn in turns:
-        turn["content"] = [
-            {"type": "image_url", "image_url": {"url": next(rest).as_uri()}} if part["type"] == "image" else part
-            for part in turn["content"]
-        ]
+    for kind, files in (("video", videos), ("image", images)):
+        places = sum(part["type"] == kind for turn in turns for part in turn["content"])
+        if files and not places:
+            last = [turn for turn in turns if turn["role"] == "user"][-1]
+            last["content"] = [{"type": kind} for _ in files] + last["content"]
+        elif places != len(files):
+            raise UserError(f"sample '{name}': {places} places for {kind}s in the prompt, {len(files)} {kind}s")
+        rest, address = iter(files), f"{kind}_url"
+        for turn in turns:
+            turn["content"] = [
+                {"type": address, address: {"url": next(rest).as_uri()}} if part["type"] == kind else part
+                for part in turn["content"]
+            ]
     return turns
 
 
@@ -177,6 +187,7 @@ class Conversations(ConfigurableTask):
                 "question": sample.question,
                 "answer": sample.answer,
                 "images": sample.images,
+                "videos": sample.videos,
                 "turns": sample.prompt(),
             }
             for sample, identity in zip(samples, ids, strict=True)
@@ -189,7 +200,7 @@ class Conversations(ConfigurableTask):
                 "test_split": "test",
                 "doc_to_text": "question",
                 "doc_to_target": "answer",
-                "doc_to_image": local_data.images,
+                "doc_to_image": local_data.shown,
                 "process_results": benchmarks.exact,
                 "generation_kwargs": {
                     "until": [],

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from PIL import Image
 from vlmcompress.common import hub, json_files
 from vlmcompress.data.samples import LazyImages
 from vlmcompress.data.sources import bundled
+from vlmcompress.data.video import Video
 from vlmcompress.errors import UserError
 
 VARIABLE = "VLMCOMPRESS_DATA"
+VIDEOS = (".mp4", ".mkv", ".webm", ".mov", ".avi")
 IMAGES = ("image", "images", "decoded_image", *(f"image_{number}" for number in range(1, 8)))
 
 
@@ -37,6 +39,7 @@ def load(
     id: str = "",
     family: str = "",
     where: Mapping[str, Any] | None = None,
+    video: str = "",
     data: str | None = None,
     pretrained: str | None = None,
     **_: Any,
@@ -49,6 +52,8 @@ def load(
         split: name of the split: of several files only those whose name begins with it are read, if there are any.
         id, family: Jinja templates over a row's columns; they make the columns `id` and `family`.
         where: keep the rows whose columns have these values.
+        video: Jinja template of the name of a row's video file, without its suffix; makes the column `video`, the file's path
+            anywhere in the copy, or empty.
         data: path of the copy; see the module.
         pretrained: folder of the model that is evaluated.
 
@@ -64,9 +69,14 @@ def load(
         dataset = dataset.select([row for row, cell in enumerate(dataset[column]) if cell == value])
     if not len(dataset):
         raise UserError(f"{path} has no samples with {dict(where or {})}; give data that has some")
-    for column, template in (("id", id), ("family", family)):
+    for column, template in (("id", id), ("family", family), ("video", video)):
         if template:
             dataset = _with_column(dataset, column, template, path)
+    if video:
+        folder = path if path.is_dir() else path.parent
+        files = {file.stem: str(file) for file in folder.rglob("*") if file.suffix.lower() in VIDEOS}
+        paths = [files.get(name, "") for name in dataset["video"]]
+        dataset = dataset.remove_columns(["video"]).add_column("video", paths)
     return {"test": dataset}
 
 
@@ -77,6 +87,18 @@ def images(doc: Mapping[str, Any]) -> LazyImages:
         return value
     values = value if isinstance(value, list) else [] if value is None else [value]
     return LazyImages([encoded(item) for item in values], f"sample '{doc.get('id', '?')}'")
+
+
+def shown(doc: Mapping[str, Any]) -> Sequence[Image.Image | Video]:
+    """The images of a row, then its videos, of which nothing is decoded."""
+    return [*images(doc), *doc["videos"]] if doc["videos"] else images(doc)
+
+
+def video(doc: Mapping[str, Any]) -> list[Video]:
+    """The video whose file `load` has put into the column `video`."""
+    if not doc["video"]:
+        raise UserError(f"sample '{doc['id']}': its video is not there; unpack the data set's videos beside its table")
+    return [Video(Path(doc["video"]), f"sample '{doc['id']}'")]
 
 
 def encoded(value: Mapping[str, Any]) -> bytes | Path:

@@ -1,4 +1,4 @@
-"""Functions that the task files of MathVista, MMMU-Pro, MMLU-Pro and GPQA name, as those in `benchmarks`."""
+"""Functions that the task files of MathVista, MMMU-Pro, Video-MME, MMLU-Pro and GPQA name, as those in `benchmarks`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from vlmcompress.evaluation import local_data, scoring
 from vlmcompress.evaluation.benchmarks import Row, Scores, score
 
 DIRECT = "Answer with the option letter from the given choices directly."
+WATCH = (
+    "Select the best answer to the following multiple-choice question based on the video. "
+    "Respond with only the letter (A, B, C, or D) of the correct option."
+)
 STEPS = 'Think step by step and then finish your answer with "the answer is (X)" where X is the correct letter choice.'
 
 
@@ -59,6 +63,16 @@ def _mmmu_pro_options(row: Row) -> dict[str, str]:
 
 def mmmu_pro(row: Row, answers: list[str]) -> Scores:
     chosen = scoring.mmmu_pro_choice(answers[0], _mmmu_pro_options(row))
+    return score("accuracy", answers[0], None if chosen is None else chosen == row["answer"])
+
+
+def video_mme_text(row: Row) -> str:
+    """The benchmark's own prompt without subtitles; the options bring their letters."""
+    return "\n".join([WATCH, row["question"], *row["options"], "The best answer is:"])
+
+
+def video_mme(row: Row, answers: list[str]) -> Scores:
+    chosen = scoring.video_mme_choice(answers[0])
     return score("accuracy", answers[0], None if chosen is None else chosen == row["answer"])
 
 

@@ -225,28 +225,32 @@ ARTICLES = {"a", "an", "the"}
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 
 
-def vqa_accuracy(answer: str, people: Sequence[str]) -> float:
+def vqa_accuracy(answer: str, people: Sequence[str], cut: bool = True) -> float:
     """VQA accuracy: the mean, over leaving out each of ten people, of min(1, number of others who gave this answer / 3).
 
-    Antol et al. 2015 (arXiv 1505.00468).
+    Antol et al. 2015 (arXiv 1505.00468). `cut`: see `vqa_normalise`.
     """
-    text, others = vqa_normalise(answer), [vqa_normalise(person) for person in people]
+    text, others = vqa_normalise(answer, cut), [vqa_normalise(person, cut) for person in people]
     same = others.count(text)
     return sum(min(1.0, (same - (other == text)) / 3) for other in others) / len(others)
 
 
-def vqa_normalise(text: str) -> str:
+def vqa_normalise(text: str, cut: bool = True) -> str:
     """Normalize an answer for comparison: lower case, without punctuation and articles, numbers as digits.
 
-    As the official evaluation (GT-Vision-Lab/VQA, `vqaEval.py`) in the form of TextVQA's evaluator (Singh et al. 2019, arXiv
-    1904.08920; pythia's `EvalAIAnswerProcessor`).
+    As VQA's evaluation does (GT-Vision-Lab/VQA, `vqaEval.py`): a mark beside a space goes, in a text with a comma in a number
+    every mark does, and others become spaces. `cut`: in the form of TextVQA's evaluator (Singh et al. 2019, arXiv 1904.08920;
+    pythia's `EvalAIAnswerProcessor`), which takes away commas and question marks first and separates 's.
     """
-    text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's")
+    text = text.lower()
+    if cut:
+        text = text.replace(",", "").replace("?", "").replace("'s", " 's")
+    number = re.search(r"\d,\d", text)
     text = text.replace("\n", " ").replace("\t", " ").strip()
     stripped = text
     for mark in PUNCTUATION:
         beside_space = f"{mark} " in text or f" {mark}" in text
-        stripped = stripped.replace(mark, "" if beside_space else " ")
+        stripped = stripped.replace(mark, "" if beside_space or number else " ")
     words = [NUMBERS.get(word, word) for word in re.sub(r"\.(?!\d)", "", stripped).split()]
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 
@@ -262,6 +266,16 @@ def contains(answer: str, expected: Sequence[str], formulas: bool = False) -> bo
         return text.replace(" ", "") if formulas else text.lower()
 
     return any(form(text) in form(answer) for text in expected)
+
+
+def video_mme_choice(answer: str) -> str | None:
+    """The first A, B, C or D, wherever it stands, behind what answers begin with, such as "The best answer is".
+
+    Video-MME (Fu et al. 2024, arXiv 2405.21075; `eval_your_results.py`).
+    """
+    begun = r"(?:The )?(?:[Bb]est |[Cc]orrect )?(?:[Aa]nswer|[Oo]ption)(?: is|:)|The answer"
+    letter = re.search("[ABCD]", re.sub(begun, "", answer))
+    return letter and letter[0]
 
 
 def final_letter(answer: str, options: int) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any
 from vlmcompress.common import hub
 from vlmcompress.data import sources
 from vlmcompress.data.samples import Sample
+from vlmcompress.data.video import Video
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.evaluation import catalogue, local_data
 from vlmcompress.evaluation.compare import WITHOUT_FAMILY
@@ -80,10 +81,11 @@ class LoadedSuite:
         return digest.hexdigest()
 
     def pictures(self, identity: str) -> list[bytes]:
-        """Encode the images of a sample as PNG."""
+        """Encode the images of a sample as PNG; of videos there are none."""
         place = next(place for place in self.places if place.id == identity)
         task = self.tasks[place.task]
-        return [local_data.png(image) for image in task.doc_to_image(task.eval_docs[place.index]) or ()]
+        shown = task.doc_to_image(task.eval_docs[place.index]) or ()
+        return [local_data.png(image) for image in shown if not isinstance(image, Video)]
 
 
 def load_suite(
@@ -286,10 +288,13 @@ def _rows(name: str, task: Any) -> Iterator[tuple[str, str, bool]]:
 
 
 def _content_id(task: Any, document: Mapping[str, Any]) -> str:
-    """A hash of question, images and expected answer."""
+    """A hash of question, images, videos and expected answer."""
     digest = hashlib.sha256(json.dumps([task.doc_to_text(document), str(task.doc_to_target(document))]).encode())
     for image in task.doc_to_image(document) or ():
-        digest.update(repr((image.mode, image.size)).encode() + image.tobytes())
+        if isinstance(image, Video):
+            digest.update(image.digest())
+        else:
+            digest.update(repr((image.mode, image.size)).encode() + image.tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from vlmcompress import models
 from vlmcompress.common import hub
-from vlmcompress.data import Preview, bundled, preview, refuse_missing
+from vlmcompress.data import Preview, bundled, preview, refuse_missing, video
 from vlmcompress.errors import UserError
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
@@ -53,9 +54,13 @@ def looked_at(work: Plan) -> Preview | None:
         raise UserError(f"calibrate.samples is {settings.samples}; with calibrate.text take at least 2")
     else:
         look = _mixed(source, settings.text, settings.samples // 2, seed)
+    if look and (filmed := next((sample for sample in look.samples if sample.videos), None)):
+        if work.recipe.reduce:
+            video.refuse([filmed])
+        video.check(models.load_processor(work.source.path), filmed.name, bool(filmed.images))
     if look and look.whole and not work.statistics:
         shown = {
-            "vision": sum(len(sample.images) for sample in look.samples),
+            "vision": sum(sample.visual for sample in look.samples),
             "text": 1,  # there is no question without words
             "answer": sum(bool(sample.answer) for sample in look.samples),
         }

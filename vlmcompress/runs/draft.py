@@ -113,7 +113,7 @@ def draft(
         source = data_source(recipe, recipe.model, "draft")
         assert source is not None
         with phase("loading"):
-            samples = [replace(sample, answer=None) for sample in teacher_cache.read(source, recipe)]
+            samples = [replace(sample, answer=None) for sample in teacher_cache.read(source, recipe, reduced=False)]
             settings = run_settings(recipe, training, _particulars(recipe, samples, base, engine))
         with distributed.process_group():
             with phase("loading"), distributed.shared_errors():

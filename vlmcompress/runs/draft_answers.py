@@ -42,8 +42,8 @@ def write_answers(
 
 
 def _messages(sample: Sample, folder: Path) -> Iterator[dict[str, Any]]:
-    """The sample's turns in OpenAI's format, with its images as files in `folder`."""
-    images = iter(sample.images)
+    """The sample's turns in OpenAI's format, with its images and videos as files in `folder`."""
+    images, videos = iter(sample.images), iter(sample.videos)
     for turn in sample.prompt():
         parts = []
         for part in turn["content"]:
@@ -53,5 +53,7 @@ def _messages(sample: Sample, folder: Path) -> Iterator[dict[str, Any]]:
                 if not file.exists():
                     image.save(file)
                 part = {"type": "image_url", "image_url": {"url": file.as_uri()}}
+            elif part["type"] == "video":
+                part = {"type": "video_url", "video_url": {"url": next(videos).save(folder).as_uri()}}
             parts.append(part)
         yield {"role": turn["role"], "content": parts}

@@ -22,7 +22,7 @@ from vlmcompress.checkpoint import adapter, dequantized, rotate
 from vlmcompress.common import distributed, folders, hub, identity
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress, phase, silent
-from vlmcompress.data import encode, load_mixed, provenance
+from vlmcompress.data import encode, load_mixed, provenance, video
 from vlmcompress.data.provenance import notes, token_counts
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
@@ -90,6 +90,8 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
     mixed = hub.local(settings.text, "dataset") if settings.text else None
     with phase("encoding"):
         samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed)
+        if recipe.reduce:
+            video.refuse(samples)
         resize = fit_resize(recipe.resize, vlm, samples)
         vlm = resizing.resized(vlm, resize) if resize else vlm
         batches = encode([*samples, *texts], vlm, max_length=settings.max_length, progress=progress)

@@ -114,7 +114,7 @@ def learn_reducer(
         source = data_source(recipe, recipe.model, "learn-reducer")
         assert source is not None
         with phase("loading"):
-            samples = teacher_cache.read(source, recipe)
+            samples = teacher_cache.read(source, recipe, reduced=True)
             settings = _settings(recipe, training, samples)
         with distributed.process_group():
             taught = teacher_cache.cache_teacher(

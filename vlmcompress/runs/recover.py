@@ -74,7 +74,7 @@ def _recovered(
     source = data_source(recipe, recipe.model, "recover")
     assert source is not None
     with phase("loading"):
-        samples = teacher_cache.read(source, recipe)
+        samples = teacher_cache.read(source, recipe, reduced=recipe.reduce is not None)
         settings = _settings(recipe, training, samples)
     with distributed.process_group():
         taught = teacher_cache.cache_teacher(

@@ -79,7 +79,7 @@ def _recovered(
     with phase("loading"):
         stored = _opened(recipe.model)
         _check_alike(stored, teacher)
-        samples = teacher_cache.read(source, recipe)
+        samples = teacher_cache.read(source, recipe, reduced=False)
         settings = _settings(recipe, training, teacher) | {"samples with the hash": data_hash(samples)}
     with distributed.process_group():
         taught = teacher_cache.cache_teacher(

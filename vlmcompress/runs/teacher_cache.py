@@ -26,7 +26,7 @@ from vlmcompress.calibration.devices import accelerator
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress, phase
-from vlmcompress.data import Sample, load_samples, provenance
+from vlmcompress.data import Sample, load_samples, provenance, video
 from vlmcompress.data.encode import Encoded, encode_prompt
 from vlmcompress.data.provenance import notes
 from vlmcompress.errors import UserError
@@ -91,7 +91,7 @@ def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
 
 def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
     """Numbers of samples in groups that share no image, in the order of each group's last sample (union-find)."""
-    leader, first = list(range(len(samples))), dict[str, int]()
+    leader, first = list(range(len(samples))), dict[bytes, int]()
 
     def root(number: int) -> int:
         while leader[number] != number:
@@ -99,8 +99,9 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
         return number
 
     for number, sample in enumerate(samples):
-        for image in sample.images:
-            earlier = first.setdefault(hashlib.sha256(image.tobytes()).hexdigest(), number)
+        digests = [hashlib.sha256(image.tobytes()).digest() for image in sample.images]
+        for digest in digests + [shown.digest() for shown in sample.videos]:
+            earlier = first.setdefault(digest, number)
             leader[root(number)] = root(earlier)
     groups: dict[int, list[int]] = {}
     for number in range(len(samples)):
@@ -108,12 +109,14 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
     return sorted(groups.values(), key=lambda group: group[-1])
 
 
-def read(source: str | Path, recipe: Recipe) -> list[Sample]:
-    """Read the samples that a recipe asks for. UserError: too few of them have images.
+def read(source: str | Path, recipe: Recipe, *, reduced: bool) -> list[Sample]:
+    """Read the samples that a recipe asks for. UserError: too few of them have images; with `reduced`, some show videos.
 
     Those without stay: nothing is reduced in them, and they hold the model to its answers to text.
     """
     samples = load_samples(hub.local(source, "dataset"), samples=recipe.calibrate.samples, seed=recipe.seed)
+    if reduced:
+        video.refuse(samples)
     _enough(samples, source)
     return samples
 
@@ -210,7 +213,7 @@ def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress)
 
 
 def _enough(samples: Sequence[Sample], source: str | Path) -> None:
-    shown = sum(bool(sample.images) for sample in samples)
+    shown = sum(sample.visual for sample in samples)
     if not shown:
         raise UserError(f"{source} has no images; training needs questions about images")
     if shown < FEWEST:
@@ -224,7 +227,7 @@ def _shown(data: Data) -> None:
     """Raise UserError where all samples with images are on one side: trained on, or held out."""
     cut = len(data.samples) - data.held_out
     for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
-        if not any(sample.images for sample in samples):
+        if not any(sample.visual for sample in samples):
             raise UserError(
                 f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
                 "or another --seed, which decides who is held out"

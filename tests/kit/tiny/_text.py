@@ -52,12 +52,16 @@ def ids(tok: PreTrainedTokenizerFast, *tokens: str) -> list[int]:
     return [tok.convert_tokens_to_ids(token) for token in tokens]
 
 
-def chat_template(image: str) -> str:
-    """A ChatML template that takes a string or OpenAI-style content parts; an image part becomes `image`."""
+def chat_template(image: str, video: str = "") -> str:
+    """A ChatML template that takes a string or OpenAI-style content parts; an image part becomes `image`, a video `video`."""
     return (
         "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-        "{% if part['type'] in ('image', 'image_url') %}" + image + "{% elif part['type'] == 'text' %}"
+        "{% if part['type'] in ('image', 'image_url') %}"
+        + image
+        + "{% elif part['type'] == 'video' %}"
+        + video
+        + "{% elif part['type'] == 'text' %}"
         "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )

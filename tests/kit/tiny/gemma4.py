@@ -78,5 +78,5 @@ def processor() -> T.ProcessorMixin:
         tokenizer=tokenizer(*NAMED.values(), "<|video|>", **NAMED),
         video_processor=T.Gemma4VideoProcessor(max_soft_tokens=70, **PATCHES),
         image_seq_length=70,
-        chat_template=chat_template("<|image|>"),
+        chat_template=chat_template("<|image|>", "<|video|>"),
     )

@@ -47,5 +47,7 @@ def processor() -> T.ProcessorMixin:
         image_processor=T.Glm4vImageProcessor(size=SIZE),
         tokenizer=tokenizer(*SPECIALS),
         video_processor=T.Glm4vVideoProcessor(size=SIZE),
-        chat_template=chat_template("<|begin_of_image|><|image|><|end_of_image|>"),
+        chat_template=chat_template(
+            "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_video|><|video|><|end_of_video|>"
+        ),
     )

@@ -45,5 +45,5 @@ def processor() -> T.ProcessorMixin:
         ),
         video_processor=T.InternVLVideoProcessor(size=size),
         image_seq_length=4,
-        chat_template=chat_template("<IMG_CONTEXT>\n"),
+        chat_template=chat_template("<IMG_CONTEXT>\n", "<video>\n"),
     )

@@ -40,5 +40,5 @@ def processor() -> T.ProcessorMixin:
         video_processor=T.LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=16,
         vision_feature_select_strategy="full",
-        chat_template=chat_template("<image>"),
+        chat_template=chat_template("<image>", "<video>"),
     )

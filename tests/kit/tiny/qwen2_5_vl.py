@@ -15,6 +15,7 @@ TOKEN_IDS = {
 }
 ROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}  # sums to half of the head size
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
 def model() -> T.PreTrainedModel:
@@ -42,5 +43,5 @@ def processor() -> T.ProcessorMixin:
         image_processor=T.Qwen2VLImageProcessor(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 36),
         tokenizer=tokenizer(*SPECIALS),
         video_processor=T.Qwen2VLVideoProcessor(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 36),
-        chat_template=chat_template(IMAGE),
+        chat_template=chat_template(IMAGE, VIDEO),
     )

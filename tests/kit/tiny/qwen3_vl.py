@@ -5,7 +5,7 @@ from __future__ import annotations
 import transformers as T
 
 from tests.kit.tiny._text import GQA, chat_template, tokenizer
-from tests.kit.tiny.qwen2_5_vl import IMAGE, SPECIALS, TOKEN_IDS
+from tests.kit.tiny.qwen2_5_vl import IMAGE, SPECIALS, TOKEN_IDS, VIDEO
 
 
 def model() -> T.PreTrainedModel:
@@ -34,5 +34,5 @@ def processor() -> T.ProcessorMixin:
         image_processor=T.Qwen2VLImageProcessor(patch_size=16, size=size),
         tokenizer=tokenizer(*SPECIALS),
         video_processor=T.Qwen3VLVideoProcessor(size=size),
-        chat_template=chat_template(IMAGE),
+        chat_template=chat_template(IMAGE, VIDEO),
     )

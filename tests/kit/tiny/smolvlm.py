@@ -37,5 +37,5 @@ def processor() -> T.ProcessorMixin:
         tokenizer=tokenizer(*SPECIALS),
         video_processor=T.SmolVLMVideoProcessor(size=tile, max_image_size=tile, video_sampling=sampling),
         image_seq_len=4,
-        chat_template=chat_template("<image>"),
+        chat_template=chat_template("<image>", "<video>"),
     )

@@ -206,8 +206,8 @@ def arguments_of(
         arguments.append(TRUST)
     _check_devices(model, config, extra)
     if (last := speculation.last_setting(extra)) is not None:
-        speculation.checked(model, last)
-    elif speculative is not None:
+        speculative, extra = last, speculation.without_setting(extra)
+    if speculative is not None:
         arguments += speculation.flags(model, speculative)
     return [*arguments, *extra]
 

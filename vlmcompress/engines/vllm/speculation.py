@@ -42,6 +42,12 @@ def last_setting(flags: Sequence[str], names: Sequence[str] = _FLAGS) -> str | N
     return setting
 
 
+def without_setting(flags: Sequence[str]) -> list[str]:
+    """Flags for `vllm serve` without any `--speculative-config` and its value."""
+    values = {index + 1 for index, flag in enumerate(flags) if flag in _FLAGS}
+    return [flag for index, flag in enumerate(flags) if index not in values and flag.partition("=")[0] not in _FLAGS]
+
+
 def checked(model: Path, text: str) -> dict[str, Any]:
     """Read the JSON of `--speculative-config` for a checkpoint. A draft folder becomes an absolute path.
 

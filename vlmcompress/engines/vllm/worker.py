@@ -23,7 +23,7 @@ def start(job: dict):
         dtype=settings["dtype"],
         seed=settings["seed"],
         enforce_eager=cpu,
-        limit_mm_per_prompt={"image": job["images_per_prompt"], "video": 0, "audio": 0},
+        limit_mm_per_prompt={"image": job["images_per_prompt"], "video": job.get("videos_per_prompt", 0), "audio": 0},
         allowed_local_media_path=job["media"],
         speculative_config=job.get("speculative"),
         disable_log_stats=True,
