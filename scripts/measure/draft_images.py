@@ -9,7 +9,7 @@ answers-*.json and calibration-*.parquet). A draft is trained for each value of 
 samples that are held out. What depends on the target alone is computed once. Blocks of the cache have one token here, so a
 share is exact. `accepted` is how many of three guesses in a row are right, with its 95% interval and that of its difference
 from the first kind, by resampling the held-out answers; `by_seed` is it for each training, whose own chance these intervals
-leave out. `rows` are the rows of the draft's context, `seconds` the processor time of training. The last line is one JSON object.
+leave out. `rows` are those of the draft's context, `seconds` the processor time of training. The last line is one JSON object.
 """
 
 import argparse

@@ -12,8 +12,8 @@ figures of a target are kept in FOLDER (default: build/draft-speed), and not mad
 Questions are of the validation split. For a target all engines are up at once, on one thread each, and are asked one question
 after the other in turn, batch 1, greedily, in the target's own type; a second round asks them in float32, where rounding
 decides nothing, and there all answers have to be those without a draft. Seconds are of the processor, of the engine's own
-process; `step_ms` is a mean step behind the prompt's, of which `draft_ms` is drafting and the rest, but for `none`, verifying.
-The last line is one JSON object.
+process; `decoded_per_second` is without the prompts' steps, `step_ms` a mean step behind these, of which `draft_ms` is drafting
+and the rest, but for `none`, verifying. The last line is one JSON object.
 """
 
 import argparse
@@ -247,6 +247,7 @@ def asked(model: Path, settings: dict[str, Any], prompts: list[Any], dtype: str)
             "tokens": tokens,
             "per_second": round(tokens / sum(answer[1] for answer in rest), 2),
             "per_second_wall": round(tokens / sum(answer[2] for answer in rest), 2),
+            "decoded_per_second": round((tokens - len(rest)) / step_seconds, 2),
             "step_ms": round(1000 * step_seconds / steps, 2),
             "draft_ms": round(1000 * draft_seconds / steps, 2),
             "same": sum(answer[0] == other for answer, other in zip(rest, expected[1:], strict=True)),

@@ -93,9 +93,10 @@ def test_a_scorer_is_that_of_one_worker(world, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_draft_head_is_that_of_one_worker(world, tmp_path):
-    """Three samples a step, held-out ones shared out as well; each worker writes some of the model's answers."""
-    extra = ("--engine", "hf", "--samples", "24", *("--steps", "6", "--every", "2", "--batch", "3"), "--json")
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.engine)])
+def test_a_draft_head_is_that_of_one_worker(engine, world, tmp_path):
+    """Three samples a step, held-out ones shared out; the model's answers by each worker's share, or by one's vLLM."""
+    extra = ("--engine", engine, "--samples", "24", *("--steps", "6", "--every", "2", "--batch", "3"), "--json")
     extra += ("--answer-tokens", "8", "--images", "divprune:0.5", "--image-vector", "--block-size", "4")
     calls = {
         name: ["draft", str(world / "tiny"), *asked(world, tmp_path / name, *extra)[2:]] for name in ("one", "two")
