@@ -84,13 +84,16 @@ def test_a_proxy_is_for_other_machines(server: Server, tmp_path: Path, monkeypat
 
 
 def test_answer(server: Server, tmp_path: Path) -> None:
-    """What is sent, with the picture's very bytes, and what is made of the reply."""
+    """What is sent, with the very bytes of picture and video, and what is made of the reply."""
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a b.png")
+    (tmp_path / "c.mp4").write_bytes(b"film")
     picture = {"type": "image_url", "image_url": {"url": (tmp_path / "a b.png").as_uri()}}
+    video = {"type": "video_url", "video_url": {"url": (tmp_path / "c.mp4").as_uri()}}
     first = [{"token": "red", "logprob": -0.1}, {"token": "blue", "logprob": -3.0}]
     logprobs = {"content": [{"token": "red", "logprob": -0.1, "top_logprobs": first}]}
     server.reply = lambda _: (200, json.dumps(GOOD | {"choices": [GOOD["choices"][0] | {"logprobs": logprobs}]}))
-    request = Request("q", [{"role": "user", "content": [picture, {"type": "text", "text": "what"}]}], max_tokens=5)
+    content = [picture, {"type": "text", "text": "what"}, video]
+    request = Request("q", [{"role": "user", "content": content}], max_tokens=5)
     arrived: list[str] = []
     run = server.engine.answer("small", [request], media=tmp_path, settings=Settings(logprobs=2),
                                on_answer=lambda answer: arrived.append(answer.id))  # fmt: skip
@@ -99,7 +102,11 @@ def test_answer(server: Server, tmp_path: Path) -> None:
     assert answer.first == {"red": -0.1, "blue": -3.0} and arrived == ["q"]
     (body,) = server.asked
     assert (body["model"], body["max_tokens"], body["temperature"], body["top_logprobs"]) == ("small", 5, 0.0, 2)
-    sent, text = body["messages"][0]["content"]
+    sent, text, filmed = body["messages"][0]["content"]
+    assert filmed == {
+        "type": "video_url",
+        "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(b'film').decode()}"},
+    }
     kind, _, data = sent["image_url"]["url"].partition(",")
     assert kind == "data:image/png;base64" and base64.b64decode(data) == (tmp_path / "a b.png").read_bytes()
     assert text == {"type": "text", "text": "what"}

@@ -11,9 +11,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image, List, Value
 from PIL import Image as Pillow
 
-from tests.kit import tiny
 from tests.kit.echo import Echo, checkpoint, question
-from tests.kit.pictures import film
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import reasoning_benchmarks, scoring
@@ -201,20 +199,6 @@ BENCHMARKS: dict[str, tuple[str, Features, list[dict[str, Any]]]] = {
         Features(dict.fromkeys(("id", "options", "answer", "subject"), TEXT) | {"image": Image()}),
         [{"id": "test_Art_1", "options": "['Monet', 'Manet']", "answer": "B", "subject": "Art", "image": RED}],
     ),
-    "video_mme": (
-        "test",
-        Features(
-            dict.fromkeys(("video_id", "duration", "domain", "sub_category", "url", "videoID"), TEXT)
-            | dict.fromkeys(("question_id", "task_type", "question", "answer"), TEXT)
-            | {"options": List(TEXT)}
-        ),
-        [
-            {"video_id": "001", "duration": "short", "videoID": "fFjv93-CGo8", "question_id": "001-1", "answer": "C"}
-            | {"question": "what is counted?", "options": ["A. Apples.", "B. Candles.", "C. Berries.", "D. Bears."]},
-            {"video_id": "601", "duration": "long", "videoID": "N1cdUjctpG8", "question_id": "601-2", "answer": "B"}
-            | {"question": "who leaves?", "options": ["A. Ann.", "B. Bob.", "C. Cem.", "D. Dee."]},
-        ],
-    ),
     "mmlu_pro": (
         "test",
         Features(question_id=Value("int64"), question=TEXT, options=List(TEXT), answer=TEXT, category=TEXT),
@@ -254,9 +238,6 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         full = [{column: row.get(column) for column in features} for row in rows]
         Dataset.from_list(full, features=features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
         Dataset.from_list([{"wrong": "split"}]).to_parquet(folder / "train-00000-of-00001.parquet")
-    (tmp_path / "data" / "video_mme" / "videos").mkdir()
-    for name, frames in (("fFjv93-CGo8.mp4", 20), ("N1cdUjctpG8.mp4", 40)):
-        film(tmp_path / "data" / "video_mme" / "videos" / name, frames)
     checkpoint(tmp_path / "model")
     return tmp_path
 
@@ -282,10 +263,6 @@ RIGHT: dict[str, list[tuple[str, str, float]]] = {  # part of the prompt -> answ
     "mathvista": [("(A) 145", "(B)", 1.0), ("How far?", "It is 1.449 m", 1.0), ("How many?", "14.0", 1.0)],
     "mmmu_pro": [("A. Monet\nB. Manet\nC. Morisot\nAnswer with", "C", 1.0)],
     "mmmu_pro_vision": [("Answer with the option letter", "Surely (B).", 1.0)],
-    "video_mme": [
-        ("A. Apples.\nB. Candles.\nC. Berries.\nD. Bears.\nThe best answer is:", "The best answer is: C. Berries", 1.0),
-        ("who leaves?", "Answer: Bob", 1.0),
-    ],
     "mmlu_pro": [("A. helium\nB. neon", "A is light. The answer is (B).", 1.0)],
     "gpqa": [("how heavy?", GPQA, 1.0)],
     "gsm8k": [("2 + 6?", "It is 2 + 6.\n#### 8", 1.0)],
@@ -330,7 +307,6 @@ def test_families_ids_and_targets(data: Path) -> None:
         "mathvista": ["multiple choice", "float", "integer"],
         "mmmu_pro": ["Art"],
         "mmmu_pro_vision": ["Art"],
-        "video_mme": ["short", "long"],
         "mmlu_pro": ["physics"],
         "gpqa": ["gpqa"],
         "gsm8k": ["gsm8k"],
@@ -402,52 +378,20 @@ def test_missing_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_all_benchmarks_say_how_they_score() -> None:
     # the world's: ten families, two groups
-    assert set(RIGHT) | {"world", "photo"} < set(names()) and len(names()) == len(RIGHT) + 13
+    assert set(RIGHT) | {"world", "photo", "video_mme"} < set(names()) and len(names()) == len(RIGHT) + 14
     assert all(about(name).endswith(".") for name in names()) and "ANLS" in about("docvqa")
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 def test_all_benchmarks_in_the_real_engine(data: Path) -> None:
-    """One group of all with images, asked of the demo model, which was taught nothing of it: answers, scored and counted."""
+    """One group of all, asked of the demo model, which was taught nothing of it: answers, scored and counted."""
     from vlmcompress.engines.vllm import ENGINE
 
-    pictured = BENCHMARKS.keys() - {"video_mme"}
-    tasks = ", ".join(pictured)
+    tasks = ", ".join(BENCHMARKS)
     (data / "all.yaml").write_text(f"group: all\ntask: [{tasks}]\n")
     suite = load_suite(data / "all.yaml", candidate=DEMO_LLAVA, baseline=DEMO_LLAVA)
     answers = ask_suite(DEMO_LLAVA, suite, ENGINE)
-    assert len(answers.samples) == sum(len(BENCHMARKS[name][2]) for name in pictured) + 1  # two expressions of a region
-    assert set(answers.metrics) == pictured and suite.metric == "score" and suite.max_tokens == 512
+    assert len(answers.samples) == sum(len(rows) for *_, rows in BENCHMARKS.values()) + 1  # two expressions of a region
+    assert set(answers.metrics) == set(BENCHMARKS) and suite.metric == "score" and suite.max_tokens == 512
     assert all(sample.answer.prompt_tokens > 1 and 0 <= sample.score <= 1 for sample in answers.samples)
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen2-5-vl", "qwen3-vl", "llava-onevision"])
-def test_videos_in_both_engines(data: Path, family: str) -> None:
-    """Each gives the model the whole video: prompts of the processor's length, which differ as the videos do."""
-    from vlmcompress import engines
-
-    model = tiny.build(family, data / family)
-    runs = []
-    for name in ("vllm", "hf"):
-        suite = load_suite("video_mme", candidate=model, baseline=model)
-        runs.append(ask_suite(model, suite, engines.get(name)).samples)
-    lengths = [[sample.answer.prompt_tokens for sample in samples] for samples in runs]
-    assert lengths[0] == lengths[1] and lengths[0][0] != lengths[0][1], lengths
-    assert runs[0][0].image == runs[1][0].image != runs[0][1].image
-    assert all(0 < sample.answer.visual_tokens < sample.answer.prompt_tokens for sample in runs[1])
-
-
-def test_videos_that_are_not_there_and_engines_without(data: Path) -> None:
-    from vlmcompress import engines
-
-    suite = load_suite("video_mme", candidate=data / "model", baseline=data / "model")
-    assert suite.pictures("001-1") == []
-    with pytest.raises(UserError, match=r"sample '001-1' shows a video, and llama.cpp is given none; take --engine"):
-        ask_suite(data / "model", suite, engines.get("llamacpp"))
-    next((data / "data" / "video_mme").rglob("*8.mp4")).unlink()
-    suite = load_suite("video_mme", candidate=data / "model", baseline=data / "model")
-    with pytest.raises(UserError, match="sample '.*': its video is not there; unpack"):
-        ask_suite(data / "model", suite, Echo(lambda request: "A"))

@@ -34,15 +34,17 @@ def folders(checkpoint, tmp_path_factory) -> dict[str, Path]:
             source, out = checkpoints[f"{family} {kind}"], tmp_path_factory.mktemp("quantized") / "out"
             spec = models.spec_for(models.read_config(source))
             tower = rtn.SCHEMES["fp8"] if spec.vision_groups else None
-            rtn.write(source, out, rtn.SCHEMES["w4-symmetric"], tower, kv_cache=True)
+            rtn.write(source, out, rtn.SCHEMES["w4-symmetric"], tower, kv_cache=spec.kv_scales)
             checkpoints[f"{family} {kind} quantized"] = out
     return checkpoints
 
 
 @pytest.fixture(scope="module")
 def placed(folders) -> dict[str, dict]:
-    """What vLLM makes of each."""
-    return conformance.tensor_places(folders)
+    """What vLLM makes of each; without AMX its CPU build has a class for quantized experts by the plugin alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLMCOMPRESS_EMULATE_EXPERTS", "1")
+        return conformance.tensor_places(folders)
 
 
 def in_memory_names(source: Path, folder: Path) -> Path:
@@ -58,13 +60,17 @@ def in_memory_names(source: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", SPELLINGS)
 def test_the_tables_find_what_vllm_finds(family, kind, folders, placed):
-    """`models.unfound` names exactly the tensors that vLLM has no place for, and vLLM misses some only then."""
+    """`models.unfound` names exactly the tensors that vLLM has no place for, and vLLM misses some only then.
+
+    Fused experts are apart: vLLM reads them in the order of the hub's files, transformers may save another, we write them one
+    by one.
+    """
     folder, places = folders[f"{family} {kind}"], placed[f"{family} {kind}"]
     spec, meta_model = models.spec_for(models.read_config(folder)), models.build_meta_model(folder)
     names = models.disk_names(meta_model, models.tensor_headers(folder))
     fused = {name for name in places["lost"] if spec.experts and f".{spec.experts}." in name}  # written one by one
-    assert places["lost"].keys() - fused == models.unfound(names, spec).keys()
-    assert bool(places["missing"]) == bool(places["lost"])
+    lost = places["lost"].keys() - fused
+    assert lost == models.unfound(names, spec).keys() and bool(places["missing"]) == bool(lost)
 
 
 def test_a_place_has_the_name_that_the_tables_say(family, folders, placed):

@@ -177,6 +177,15 @@ def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
     assert make_plan(recipe(source, scheme="awq", options={"objective": "both"})).needs_data  # experts by their Grams
 
 
+def test_scales_of_keys_and_values_that_vllm_has_no_place_for(tmp_path):
+    """`tests/models/test_engine_names.py` asks vLLM itself: its class of LFM2 gives attention no quantization config."""
+    source = tiny.build("lfm2-vl", tmp_path / "source")
+    with pytest.raises(
+        UserError, match="kv_cache: vLLM's class of lfm2-vl reads no scales of keys and values; leave it out"
+    ):
+        make_plan(recipe(source, scheme="rtn", kv_cache="fp8"))
+
+
 def test_target_limits_are_checked(models):
     """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
     problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), refuse=False).problems

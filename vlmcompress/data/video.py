@@ -131,6 +131,7 @@ class Video:
                 "give its frames as a list of images"
             )
         os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong with a file is said below
+        location: Any = str(path)  # transformers' annotation leaves paths out
         chosen: list[np.ndarray] = []
 
         def indices(metadata: Any, **_: Any) -> np.ndarray:
@@ -144,7 +145,7 @@ class Video:
             return np.unique(chosen[0])
 
         try:
-            frames, metadata = load_video(str(path), backend="opencv", sample_indices_fn=indices)
+            frames, metadata = load_video(location, backend="opencv", sample_indices_fn=indices)
             places = np.searchsorted(metadata.frames_indices, chosen[0])  # a processor may show a frame twice
             metadata.frames_indices = chosen[0].tolist()
             return frames[places], metadata

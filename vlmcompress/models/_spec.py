@@ -126,6 +126,7 @@ class ModelSpec:
         visual_grid: how an image's visual tokens lie, for reducing them: `patches`, the encoder's patches, of one image size;
             `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by `spatial_shapes`;
             `anyres`, by `layout` from `image_sizes`; None where they cannot be reduced.
+        kv_scales: whether vLLM's class reads scales of an FP8 cache of keys and values from a checkpoint.
         mixed_blocks: layers besides causal attention that mix tokens in the decoder, in words; None where there are none.
         vision_cls: whether the tower has a CLS token, and blocks whose `self_attn` gives its attention.
         vision_units: what a visual token is made of: one row of the tower's output (`patch`), those of a square (`block`), or a
@@ -166,6 +167,7 @@ class ModelSpec:
     newlines: tuple[str, ...] = ()
     positions: Literal["1d", "mrope"] = "1d"
     visual_grid: Literal["patches", "thw", "tiles", "shapes", "anyres"] | None = None
+    kv_scales: bool = True
     mixed_blocks: str | None = None
     vision_cls: bool = False
     vision_units: Literal["patch", "block", "resized"] = "block"

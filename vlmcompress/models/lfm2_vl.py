@@ -34,6 +34,7 @@ SPEC = ModelSpec(
     layout=adaptive,
     sizes=tiles_or_whole,
     visual_grid="shapes",
+    kv_scales=False,
     mixed_blocks="short convolutions",
     engine_prefixes=LLAVA_ENGINE,
     engine_mapper=LLAVA_MAPPER,

@@ -148,6 +148,8 @@ def stored_format(survey: Survey) -> Iterator[str]:
 def something_to_write(survey: Survey) -> Iterator[str]:
     """Whether anything is quantized, and everywhere where scales of keys and values are stored beside it."""
     recipe = survey.recipe
+    if recipe.kv_cache and not survey.source.spec.kv_scales:
+        yield f"kv_cache: vLLM's class of {survey.source.spec.family} reads no scales of keys and values; leave it out"
     if recipe.kv_cache and not all(survey.blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
     if hasattr(recipe.exporter, "write_files"):  # a format that other engines read is reason enough
