@@ -54,16 +54,24 @@ from vlmcompress.llamacpp import REGISTRY, Facts
 from vlmcompress.runs import calibrate
 
 SYMMETRIC = ["--set", "options.symmetric=true"]
+
+
+def mixed(bits: float) -> list[str]:
+    """Flags for widths that are shared out, so many bits a weight."""
+    return ["--scheme", "gptq-plus", *SYMMETRIC, "--set", f"bits={{budget: {bits}, among: [4, 8]}}"]
+
+
 METHODS = {
     "rtn, Q4_0": ["--scheme", "rtn"],
     "gptq-plus, Q4_0": ["--scheme", "gptq-plus", *SYMMETRIC],
     "gptq-plus, Q4_1": ["--scheme", "gptq-plus"],
-    "gptq-plus, Q4_0 and Q8_0": ["--scheme", "gptq-plus", *SYMMETRIC, "--set", "bits={budget: 4.8, among: [4, 8]}"],
+    "gptq-plus, Q4_0 and Q8_0": mixed(4.8),
+    "gptq-plus, Q4_0 and Q8_0, 5.4 bits": mixed(5.4),
     "nvfp4, NVFP4": ["--scheme", "nvfp4", "--set", "options.mixed=false", "--set", "options.activations=16"],
 }
 REFERENCE = ("Q4_0", "Q4_1")
 NEEDS = calibrate.KINDS - {"entropy", "gradient"}  # gradients would cost as much again, for the mixed widths alone
-MIXES = {"Q4_0": "Q4_0", "IQ4_XS": "IQ4_XS", "Q4_K_M": "Q4_K"}
+MIXES = {"Q4_0": "Q4_0", "Q4_K_M": "Q4_K", "IQ4_XS": "IQ4_XS"}
 """What llama.cpp's quantizer can be asked for -> the type of most matrices."""
 FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 AGAINST = (
