@@ -7,7 +7,8 @@
 Each engine answers one request at a time with one thread. Counted are the processor seconds of its process and of its
 children: what a core is busy for, whatever else the machine does. Requests come in pairs about different images of the same
 size, for one token and for many: the first takes what a prompt costs, the difference is the tokens'. The variants take turns,
-each in a process of its own, and all is repeated; medians are given, with the extremes of the turns.
+each in a process of its own, and all is repeated; medians of the turns are given, with their extremes. Each turn is kept in
+FOLDER, so that a run that was ended goes on; `--minutes` ends it.
 
 Weights are 4 bits in groups of 32, symmetric, and 8 bits per row. In vLLM's CPU build the 8 bits are those of inputs, too, as
 it has no other kernel. llama.cpp's 4 bits are Q4_0, for which it rounds inputs to 8 bits; OpenVINO does so where the processor
@@ -17,12 +18,14 @@ has instructions for it. Prints a table, and as its last line all as JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +40,7 @@ from vlmcompress.cli import main as vlmcompress
 from vlmcompress.common.text import size as text_size
 from vlmcompress.common.text import table
 from vlmcompress.engines import Request, Settings
+from vlmcompress.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "eval/demo/demo-qwen"  # whose tokenizer and chat template the random model has
@@ -154,13 +158,14 @@ def measure(variant: Variant, model: Path, folder: Path, options: argparse.Names
     questions = requests(folder, options.side, options.requests, options.tokens, 10**4 * turn)
     settings = Settings(max_num_seqs=1, max_model_len=2048 if options.model == "random" else -1)
     engines.get(variant.engine).answer(model, questions, media=folder, settings=settings, on_answer=clock)
-    prompts, tokens = [], []
-    for number in range(0, 2 * options.requests, 2):
-        before, (first, length, _), (last, _, produced) = (marks[str(number + step)] for step in (-1, 0, 1))
-        prompts.append(first - before[0])
-        if produced > 1:
-            tokens.append((last - first - prompts[-1]) / (produced - 1))
-    return {"prompt": statistics.median(prompts), "token": statistics.median(tokens), "length": length}
+    seconds = [0.0, 0.0]  # of requests for one token, of those for many
+    produced = 0
+    for number in range(2 * options.requests):
+        (before, *_), (after, length, tokens) = (marks[str(number + step)] for step in (-1, 0))
+        seconds[number % 2] += after - before
+        produced += tokens - 1
+    one, many = seconds
+    return {"prompt": one / options.requests, "token": (many - one) / produced, "length": length}
 
 
 def main() -> None:
@@ -172,6 +177,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4, help="pairs in a turn")
     parser.add_argument("--tokens", type=int, default=33)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no turn after so many")
     options = parser.parse_args()
     options.side = options.side or {"random": 448, "demo-llava": 144, "demo-qwen": 96}[options.model]
     folder = options.folder / options.model
@@ -183,31 +189,63 @@ def main() -> None:
     chosen = {
         v: made for v in variants(ROOT / "eval/demo/data/qwen/calibration.parquet") if (made := make(v, source, folder))
     }
-    turns: dict[Variant, list[dict[str, float]]] = {variant: [] for variant in chosen}
-    for turn in range(options.repeats):
-        for variant, model in chosen.items():
-            turns[variant].append(measure(variant, model, images, options, turn + 1))
-            print(f"{turn + 1}/{options.repeats} {variant.name}: {turns[variant][-1]}", file=sys.stderr, flush=True)
-    rows = []
-    for variant, model in chosen.items():
-        results = turns[variant]
-        prompt = [result["length"] / result["prompt"] for result in results]
-        token = [1 / result["token"] for result in results]
-        weights = sum(
-            file.stat().st_size for file in model.iterdir() if file.suffix in (".safetensors", ".gguf", ".bin")
-        )
-        rows.append(
-            {"engine": variant.engine, "bits": variant.bits, "bytes": weights, "prompt": prompt, "token": token}
-        )
+    turns = taken(chosen, images, options, folder / "turns.jsonl")
+    rows = [
+        row(variant, model, [turn for turn in turns if turn["variant"] == variant.name])
+        for variant, model in chosen.items()
+    ]
     head = ("engine", "bits", "files", "prompt tokens/s", "extremes", "tokens/s", "extremes")
     print(table([head, *(shown(row) for row in rows)]))
-    about = {"model": options.model, "processor": platform.processor(), "prompt_tokens": results[0]["length"]}
-    print(json.dumps(about | {"rows": rows}))
+    length = max(turn.get("length", 0) for turn in turns)
+    print(json.dumps({"model": options.model, "processor": processor(), "prompt_tokens": length, "rows": rows}))
+
+
+def taken(chosen: dict[Variant, Path], images: Path, options: argparse.Namespace, path: Path) -> list[dict]:
+    """The turns, which are kept in a file. One that failed has an `error`, and its variant no further turns."""
+    turns = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    done, began = {(turn["turn"], turn["variant"]) for turn in turns}, time.monotonic()
+    for turn, (variant, model) in itertools.product(range(options.repeats), chosen.items()):
+        failed = any(turn["variant"] == variant.name and "error" in turn for turn in turns)
+        if failed or (turn, variant.name) in done:
+            continue
+        if time.monotonic() - began > 60 * options.minutes:
+            raise SystemExit("there are more turns to measure; run again")
+        try:
+            result = measure(variant, model, images, options, turn + 1)
+        except UserError as error:
+            result = {"error": str(error)}
+        turns.append({"turn": turn, "variant": variant.name} | result)
+        print(turns[-1], file=sys.stderr, flush=True)
+        with path.open("a") as file:
+            file.write(json.dumps(turns[-1]) + "\n")
+    return turns
+
+
+def processor() -> str:
+    """The processor's name."""
+    names = (
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    )
+    return next(names, platform.processor())
+
+
+def row(variant: Variant, model: Path, turns: list[dict]) -> dict:
+    """The rates of a variant, turn by turn."""
+    files = sum(file.stat().st_size for file in model.iterdir() if file.suffix in (".safetensors", ".gguf", ".bin"))
+    about = {"engine": variant.engine, "bits": variant.bits, "bytes": files}
+    if errors := [turn["error"] for turn in turns if "error" in turn]:
+        return about | {"error": errors[0]}
+    prompt, token = [turn["length"] / turn["prompt"] for turn in turns], [1 / turn["token"] for turn in turns]
+    return about | {"prompt": prompt, "token": token}
 
 
 def shown(row: dict) -> tuple[str, ...]:
     """A row of the table."""
     cells = [row["engine"], str(row["bits"]), text_size(row["bytes"])]
+    if "error" in row:
+        return (*cells, row["error"], "", "", "")
     for rates in (row["prompt"], row["token"]):
         cells += [f"{statistics.median(rates):.1f}", f"{min(rates):.1f} to {max(rates):.1f}"]
     return tuple(cells)

@@ -17,19 +17,25 @@ of IQ4_XS are 256 weights wide; rows that they don't fill get the wider types of
 
 Calibration, texts and questions are those of `compare_weights.py`. Prints a table of bits per weight of the decoder's matrices,
 of the mean divergence from the 16-bit model over the vocabulary on texts and on answers about images, nats, and of the
-share of answers that are right. The last line is a JSON object.
+share of answers that are right, and processor seconds of making and measuring. What is made and each row are kept in WORK, so
+that a run that was ended goes on. The last line is a JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -37,26 +43,43 @@ import gguf
 import numpy as np
 import torch
 import weights_table
+from teacher_forcing import cached
 from torch import Tensor
 from weights_bench import Bench
 
 from vlmcompress import models
+from vlmcompress.calibration import statistics_folder
 from vlmcompress.cli import main as vlmcompress
 from vlmcompress.llamacpp import REGISTRY, Facts
 from vlmcompress.runs import calibrate
 
 SYMMETRIC = ["--set", "options.symmetric=true"]
+
+
+def mixed(bits: float) -> list[str]:
+    """Flags for widths that are shared out, so many bits a weight."""
+    return ["--scheme", "gptq-plus", *SYMMETRIC, "--set", f"bits={{budget: {bits}, among: [4, 8]}}"]
+
+
 METHODS = {
     "rtn, Q4_0": ["--scheme", "rtn"],
     "gptq-plus, Q4_0": ["--scheme", "gptq-plus", *SYMMETRIC],
     "gptq-plus, Q4_1": ["--scheme", "gptq-plus"],
-    "gptq-plus, Q4_0 and Q8_0": ["--scheme", "gptq-plus", *SYMMETRIC, "--set", "bits={budget: 4.8, among: [4, 8]}"],
+    "gptq-plus, Q4_0 and Q8_0": mixed(4.8),
+    "gptq-plus, Q4_0 and Q8_0, 5.4 bits": mixed(5.4),
     "nvfp4, NVFP4": ["--scheme", "nvfp4", "--set", "options.mixed=false", "--set", "options.activations=16"],
 }
-REFERENCE = ("Q4_0", "Q4_1", "Q8_0")
-MIXES = {"Q4_0": "Q4_0", "IQ4_XS": "IQ4_XS", "Q4_K_M": "Q4_K"}
+REFERENCE = ("Q4_0", "Q4_1")
+NEEDS = calibrate.KINDS - {"entropy", "gradient"}  # gradients would cost as much again, for the mixed widths alone
+MIXES = {"Q4_0": "Q4_0", "Q4_K_M": "Q4_K", "IQ4_XS": "IQ4_XS"}
 """What llama.cpp's quantizer can be asked for -> the type of most matrices."""
 FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+AGAINST = (
+    "llama.cpp's Q4_0, reference",
+    *(f"llama.cpp's {mix}, importance matrix" for mix in MIXES),
+    *(f"llama.cpp's {mix}, importance matrix, joined" for mix in ("IQ4_XS", "Q4_K_M")),
+)
+"""Those that ours are held against."""
 BLOCK = 256  # weights of a block of these types
 
 
@@ -90,25 +113,19 @@ def restored(weight: Tensor, order: list[int] | None) -> Tensor:
     return weight if order is None else weight[torch.tensor(order).argsort()]
 
 
-@torch.no_grad()
-def importance(vlm: models.VLM, samples: list[dict[str, Tensor]], parameters: dict) -> dict[str, Tensor]:
-    """Name of a matrix in the GGUF file -> the mean square of each of its inputs over the samples."""
-    layers = {id(layer.weight): layer for layer in vlm.model.modules() if isinstance(layer, torch.nn.Linear)}
-    sums, hooks = {}, []
-    for name, (parameter, _) in parameters.items():
-        if parameter.ndim == 2:
-
-            def add(layer, inputs, name=name):
-                square = inputs[0].detach().float().square().flatten(0, -2)
-                total, count = sums.get(name, (0, 0))
-                sums[name] = (total + square.sum(0), count + len(square))
-
-            hooks.append(layers[id(parameter)].register_forward_pre_hook(add))
-    for sample in samples:
-        vlm.model(**{key: value for key, value in sample.items() if key != "modality"}, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return {name: total / count for name, (total, count) in sums.items()}
+def importance(bench: Bench, vlm: models.VLM, parameters: dict) -> dict[str, Tensor]:
+    """Name of a matrix in the GGUF file -> the mean square of each of its inputs over the calibration samples, which is
+    the diagonal of the Gram matrix that our methods read."""
+    names = {id(parameter): name for name, (parameter, _) in parameters.items()}
+    statistics, means = statistics_folder.read(bench.statistics(0, NEEDS)), {}
+    for block, groups in enumerate(statistics.facts["blocks"]):
+        inputs, _ = statistics.load(block) if groups else ({}, {})
+        for group, layers in groups.items():
+            for layer in layers:
+                name = names.get(id(vlm.model.get_parameter(f"{layer}.weight")))
+                if name:  # the head is none of the matrices
+                    means[name] = inputs[group].importance() / inputs[group].tokens
+    return means
 
 
 def type_of(name: str, mix: str, blocks: int, weighted: bool) -> str:
@@ -169,76 +186,107 @@ def write(bench: Bench, title: str) -> Path:
     """The GGUF file of one of our methods, made where it is not there."""
     out = bench.work / title.replace(", ", "-").replace(" ", "-")
     if not (out / "model.gguf").is_file():
-        stats = bench.statistics(0, calibrate.KINDS - {"entropy"})
-        flags = [*METHODS[title], *([] if "rtn" in title else ["--stats", str(stats)])]
+        statistics = [] if "rtn" in title else ["--stats", str(bench.statistics(0, NEEDS))]
         shutil.rmtree(out, ignore_errors=True)
-        if vlmcompress(["quantize", str(bench.folder), *flags, "--format", "gguf", "-o", str(out)]):
+        if vlmcompress(
+            ["quantize", str(bench.folder), *METHODS[title], *statistics, "--format", "gguf", "-o", str(out)]
+        ):
             raise SystemExit(2)
     return out / "model.gguf"
 
 
-Rounded = tuple[str, dict[str, Tensor], int]
-"""A method's name, parameters by name in the GGUF file, and bytes of the matrices."""
+Rounded = tuple[dict[str, Tensor], int]
+"""Parameters by name in the GGUF file, and bytes of the matrices."""
 
 
-def ours(bench: Bench, parameters: dict, matrices: list[str]) -> Iterator[Rounded]:
-    """Our methods."""
-    for title in METHODS:
-        read = contents(write(bench, title))
-        values = {name: restored(read[name][0], order) for name, (_, order) in parameters.items()}
-        yield title, values, sum(read[name][1] for name in matrices)
+class Makers:
+    """Everything that is measured, by name: a function that makes it."""
 
+    def __init__(self, bench: Bench, vlm: models.VLM, ggml: Ggml | None):
+        self.bench, self.vlm, self.ggml = bench, vlm, ggml
+        self.parameters = places(vlm)
+        self.sources = {name: parameter.detach().clone() for name, (parameter, _) in self.parameters.items()}
+        self.matrices = [name for name, value in self.sources.items() if value.ndim == 2]
+        self.blocks = vlm.model.config.get_text_config().num_hidden_layers
 
-def references(sources: dict[str, Tensor], matrices: list[str]) -> Iterator[Rounded]:
-    """llama.cpp's types as the package `gguf` makes them."""
-    for kind in REFERENCE:
+    @cached_property
+    def means(self) -> dict[str, Tensor]:
+        return importance(self.bench, self.vlm, self.parameters)
+
+    def all(self) -> dict[str, Callable[[], Rounded]]:
+        """Name of a method -> a function that makes what it makes of the matrices."""
+        makers = {f"llama.cpp's {kind}, reference": partial(self.reference, kind) for kind in REFERENCE}
+        makers |= {title: partial(self.ours, title) for title in METHODS}
+        for mix, most in MIXES.items() if self.ggml else ():
+            ways = [(True, False), *([(True, True), (False, False)] if most in FALLBACK else [])]  # Q4_0 is a reference
+            for weighted, joined in ways:
+                title = f"llama.cpp's {mix}{', importance matrix' if weighted else ''}{', joined' if joined else ''}"
+                makers[title] = partial(self.native, mix, weighted, joined)
+        return makers
+
+    def ours(self, title: str) -> Rounded:
+        """One of our methods."""
+        read = contents(write(self.bench, title))
+        values = {name: restored(read[name][0], order) for name, (_, order) in self.parameters.items()}
+        return values, sum(read[name][1] for name in self.matrices)
+
+    def reference(self, kind: str) -> Rounded:
+        """A type of llama.cpp as the package `gguf` makes it."""
         number = gguf.GGMLQuantizationType[kind]
-        packed = {name: gguf.quants.quantize(sources[name].numpy(), number) for name in matrices}
+        packed = {name: gguf.quants.quantize(self.sources[name].numpy(), number) for name in self.matrices}
         values = {name: torch.from_numpy(gguf.quants.dequantize(data, number)) for name, data in packed.items()}
-        yield f"llama.cpp's {kind}, reference", values, sum(data.nbytes for data in packed.values())
+        return values, sum(data.nbytes for data in packed.values())
+
+    def native(self, mix: str, weighted: bool, joined: bool) -> Rounded:
+        """A mix of llama.cpp as ggml makes it: with an importance matrix, with joined rows."""
+        assert self.ggml
+        made = {}
+        for name in self.matrices:
+            kind, means = type_of(name, mix, self.blocks, weighted), self.means[name] if weighted else None
+            made[name] = self.ggml.rounded(self.sources[name], kind, means, joined)
+        return {name: value for name, (value, _) in made.items()}, sum(nbytes for _, nbytes in made.values())
+
+    @torch.no_grad()
+    def measured(self, make: Callable[[], Rounded]) -> dict[str, Any]:
+        """Bits per weight and measures of a method."""
+        start = time.process_time()
+        values, nbytes = make()
+        for name, value in (self.sources | values).items():
+            self.parameters[name][0].copy_(value)
+        made = time.process_time()
+        row = {"bits": 8 * nbytes / sum(self.sources[name].numel() for name in self.matrices)}
+        row["measures"] = self.bench.measure(self.vlm)
+        return row | {"making": made - start, "measuring": time.process_time() - made}
 
 
-def natives(
-    ggml: Ggml, sources: dict[str, Tensor], matrices: list[str], means: dict[str, Tensor], blocks: int
-) -> Iterator[Rounded]:
-    """llama.cpp's mixes as ggml makes them: without an importance matrix and with one, and with joined rows."""
-    for mix, most in MIXES.items():
-        for weighted, joined in ((False, False), (True, False), *([(True, True)] if most in FALLBACK else [])):
-            made = {
-                name: ggml.rounded(
-                    sources[name], type_of(name, mix, blocks, weighted), means[name] if weighted else None, joined
-                )
-                for name in matrices
-            }
-            title = f"llama.cpp's {mix}{', importance matrix' if weighted else ''}{', joined' if joined else ''}"
-            values = {name: value for name, (value, _) in made.items()}
-            yield title, values, sum(nbytes for _, nbytes in made.values())
-
-
-@torch.no_grad()
-def measured(bench: Bench, ggml: Ggml | None) -> dict[str, dict[str, float]]:
-    """Print the table, and return its rows: method -> bits per weight and means of measures."""
+def measured(bench: Bench, ggml: Ggml | None) -> dict[str, dict[str, Any]]:
+    """Print the table, and return its rows: method -> bits per weight, means of measures, and the ratio of its divergence on
+    texts to that of each of `AGAINST`. Rows are kept for a later run."""
     vlm = models.load(bench.folder)
     vlm.model.float()
-    parameters = places(vlm)
-    sources = {name: parameter.detach().clone() for name, (parameter, _) in parameters.items()}
-    matrices = [name for name, value in sources.items() if value.ndim == 2]
-    count, blocks = (
-        sum(sources[name].numel() for name in matrices),
-        vlm.model.config.get_text_config().num_hidden_layers,
-    )
-    made = [references(sources, matrices), ours(bench, parameters, matrices)]
-    if ggml:
-        means = importance(vlm, bench.samples(0), parameters)
-        made.append(natives(ggml, sources, matrices, means, blocks))
-    rows: dict[str, dict[str, float]] = {}
-    for title, values, nbytes in (rounded for kind in made for rounded in kind):
-        for name, value in (sources | values).items():
-            parameters[name][0].copy_(value)
-        rows[title] = row = {"bits": 8 * nbytes / count} | weights_table.means(bench.measure(vlm))
-        shown = "  ".join(f"{row[name]:8.4f}" for name in ("text_kl", "answers_kl", "exact") if name in row)
-        print(f"{title:46} {row['bits']:5.2f} bits  {shown}", flush=True)
-    return rows
+    makers, rows = Makers(bench, vlm, ggml), {}
+    for title, make in makers.all().items():
+        if bench.args.methods and title not in bench.args.methods:
+            continue
+        name = re.sub(r"[^\w.]+", "-", f"{title} {bench.args.paragraphs} {bench.args.questions} {bench.args.samples}")
+        row = cached(bench.work / "rows" / f"{name}.pt", partial(makers.measured, make))
+        rows[title] = row | weights_table.means(row["measures"])
+        print(shown(title, rows[title]), flush=True)
+    for title, against in itertools.product(METHODS, AGAINST):
+        if not {title, against} <= rows.keys():
+            continue
+        pair = [rows[name]["measures"].get("text/kl") for name in (title, against)]
+        if pair[0] is not None:
+            a, b = (kl[None] for kl in pair)
+            rows[title][f"to {against}"] = ratio = weights_table.ratio(a, b, torch.arange(len(pair[0])))
+            print(f"{title} to {against}: " + "{ratio:.2f} ({low:.2f} to {high:.2f})".format(**ratio))
+    return {title: {name: value for name, value in row.items() if name != "measures"} for title, row in rows.items()}
+
+
+def shown(title: str, row: dict[str, Any]) -> str:
+    """A line of the table."""
+    figures = "  ".join(f"{row[name]:8.4f}" for name in ("text_kl", "answers_kl", "exact") if name in row)
+    return f"{title:46} {row['bits']:5.2f} bits  {figures}  {row['making']:.0f} + {row['measuring']:.0f} s"
 
 
 def main() -> None:
@@ -248,6 +296,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=96, help="calibration samples")
     parser.add_argument("--paragraphs", type=int, default=24, help="texts that are measured on")
     parser.add_argument("--questions", type=int, default=20, help="questions of each family of the world")
+    parser.add_argument("--methods", nargs="+", help="measure these rows of the table; default: all")
     parser.add_argument("--ggml", type=Path, help="ggml's library, for types that the package gguf lacks")
     parser.set_defaults(variant="plain", split="validation")
     args = parser.parse_args()
