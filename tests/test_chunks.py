@@ -181,9 +181,7 @@ def test_rows_that_are_packed(rows, generator):
 @pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[1]], ids=str)
 @pytest.mark.parametrize("rows", SIZES[1:])
 def test_rows_whose_ranges_are_searched(rows, fmt, one_thread, monkeypatch):
-    """Clipping by AWQ, and then with all groups together. When a search ends depends on the rows that are searched together,
-    so here it goes on to the end."""
-    monkeypatch.setattr(awq, "_FALLING", 0)
+    """Clipping by AWQ, and then with all groups together."""
     w, gram = weight(rows, WIDTH), statistics(inputs(WIDTH, tokens=100)).gram()
     options = awq.Options(bits=fmt.bits, group_size=fmt.group, symmetric=fmt.symmetric)
 

@@ -57,7 +57,6 @@ SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the 
 _SAMPLE = 256  # rows that scales are compared on
 _ROUNDS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))  # (eighths of these, how many scales go on from there)
 _ROWS = 512  # rows whose ranges are searched at a time
-_FALLING = 0.02  # share of groups whose error still falls at which the search for their ranges goes on
 
 
 @dataclass(frozen=True)
@@ -271,10 +270,7 @@ def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
 def _best_ratio(
     w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, steps: int, kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G.
-
-    Errors first fall and then rise with smaller shares. So the search ends where hardly any still falls.
-    """
+    """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G."""
     n = fmt.n_groups(w.shape[1])
     size = w.shape[1] // n
     blocks = torch.stack([gram[k : k + size, k : k + size] for k in range(0, n * size, size)])  # [n, size, size]
@@ -288,8 +284,6 @@ def _best_ratio(
         falls = error < least
         best = torch.where(falls, ratio, best)
         least = torch.minimum(error, least)
-        if falls.sum() < _FALLING * falls.numel():
-            break
     return best
 
 
