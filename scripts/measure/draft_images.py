@@ -2,6 +2,7 @@
 """What a draft head guesses right by what it gets of images: no visual token, one, few, all, and a vector of the image.
 
     scripts/measure/draft_images.py MODEL DATA ANSWERS [--images none hidden divprune:0.25 all ...] [--steps 400] [--seeds 2]
+    scripts/measure/draft_images.py MODEL DATA ANSWERS --drafts FOLDER ... --samples 600    # judges drafts that were trained so
 
 ANSWERS is a JSON object of MODEL's answers to the questions of DATA (`scripts/measure/draft_speed.py` keeps both in its folder:
 answers-*.json and calibration-*.parquet). A draft is trained for each value of `--images` (as `vlmcompress draft` has it;
@@ -18,6 +19,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,13 +27,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmcompress.calibration import distillation
 from vlmcompress.checkpoint import draft_images
+from vlmcompress.checkpoint.draft_folder import WEIGHTS, Draft
 from vlmcompress.data import load_samples
-from vlmcompress.recipe import resolve
+from vlmcompress.models import VLM
+from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.runs import eagle3, teacher_cache
+from vlmcompress.runs.draft import _guessed
 from vlmcompress.runs.draft_lessons import Lessons, load_target
 from vlmcompress.runs.train_loop import order, rate
 
@@ -92,9 +98,43 @@ def trained(lessons: Lessons, samples: list[eagle3.Lesson], steps: int, lr: floa
     return tensors
 
 
+def judged(folder: Path, target: VLM, data: teacher_cache.Data, recipe: Recipe) -> Tensor:
+    """What `eagle3.accepted` counts for each held-out sample with a trained draft, `[samples, 1 + steps]`."""
+    draft, stored = Draft.of(folder), load_file(folder / WEIGHTS)
+    held_out = replace(data, samples=data.samples[-data.held_out :])
+    vocabulary = _guessed(stored, len(target.model.get_output_embeddings().weight))
+    lessons = Lessons(target, held_out, recipe, draft.method, draft.images, vocabulary)
+    tensors = {name: stored[name].float() for name in lessons.shape.tensors()}
+    each = [lesson for index in lessons.held_out if (lesson := lessons.lesson(index))]
+    return torch.stack([eagle3.accepted(lessons.guesses(tensors, lesson), lesson) for lesson in each])
+
+
+def resampled(counts: Tensor) -> Tensor:
+    """Accepted guesses of three with the samples drawn anew, `[draws]`; the same samples for equally many."""
+    random = torch.Generator().manual_seed(0)
+    drawn = counts[torch.randint(len(counts), (DRAWS, len(counts)), generator=random)].sum(1)
+    return drawn[:, 1:].sum(1) / drawn[:, 0]
+
+
 def interval(values: Tensor) -> list[float]:
     """The 95% interval of the mean, of `[draws]`."""
     return [round(float(values.quantile(q)), 3) for q in (0.025, 0.975)]
+
+
+@torch.no_grad()
+def compare(folders: Sequence[Path], data: teacher_cache.Data, recipe: Recipe) -> None:
+    """Print how many guesses of each draft are accepted, and the differences from the first."""
+    target = load_target(recipe)
+    counts = {folder.name: judged(folder, target, data, recipe) for folder in folders}
+    first = resampled(next(iter(counts.values())))
+    rows = []
+    for name, each in counts.items():
+        total, draws = each.sum(0), resampled(each)
+        mean = round(float(total[1:].sum() / total[0]), 4)
+        rows.append(
+            {"draft": name, "accepted": mean, "interval": interval(draws), "difference": interval(draws - first)}
+        )
+    print(json.dumps({"held_out": len(each), "guesses": int(total[0]), "rows": rows}))
 
 
 def main() -> None:
@@ -102,6 +142,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("answers", type=Path)
+    parser.add_argument("--drafts", type=Path, nargs="+", help="judge these, of the same samples, and train none")
     parser.add_argument("--images", nargs="+", default=list(KINDS))
     parser.add_argument("--samples", type=int, default=700)
     parser.add_argument("--steps", type=int, default=400)
@@ -113,6 +154,9 @@ def main() -> None:
     samples = load_samples(args.data, samples=args.samples, seed=0)
     samples = [replace(sample, answer=answers[sample.id].strip()) for sample in samples if sample.id in answers]
     data = teacher_cache.Data(args.data, *teacher_cache.apart(samples), 0)
+    if args.drafts:
+        compare(args.drafts, data, recipe)
+        return
     base = Lessons(load_target(recipe), data, recipe, "eagle3", draft_images.DraftImages(), 32000)
     targets = seen(base)
     rows, first = [], torch.empty(0)
@@ -131,9 +175,7 @@ def main() -> None:
                 )
         counts = torch.stack(trainings).sum(0)
         total = counts.sum(0)
-        random = torch.Generator().manual_seed(0)
-        drawn = counts[torch.randint(len(counts), (DRAWS, len(counts)), generator=random)].sum(1)
-        accepted = drawn[:, 1:].sum(1) / drawn[:, 0]
+        accepted = resampled(counts)
         first = accepted if not len(first) else first
         row = {
             "images": kind,
