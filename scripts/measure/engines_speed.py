@@ -164,8 +164,8 @@ def measure(variant: Variant, model: Path, folder: Path, options: argparse.Names
         (before, *_), (after, length, tokens) = (marks[str(number + step)] for step in (-1, 0))
         seconds[number % 2] += after - before
         produced += tokens - 1
-    one, many = seconds
-    return {"prompt": one / options.requests, "token": (many - one) / produced, "length": length}
+    short, long = seconds
+    return {"prompt": short / options.requests, "token": (long - short) / produced, "length": length}
 
 
 def main() -> None:
