@@ -92,13 +92,13 @@ def test_videos_that_are_not_there_and_engines_without(data: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen2-5-vl", "qwen3-vl", "llava-onevision"])
+@pytest.mark.parametrize("family", ["qwen2-5-vl", "qwen3-vl"])
 def test_both_engines_give_the_model_as_much_of_each_video(data: Path, family: str) -> None:
     """vLLM, by its own way of taking frames, and transformers by ours: prompts of one length, which differ as the videos do."""
     model = tiny.build(family, data / family)
     runs = [ask_suite(model, load(model), engines.get(name)).samples for name in ("vllm", "hf")]
     lengths = [[sample.answer.prompt_tokens for sample in samples] for samples in runs]
     assert lengths[0] == lengths[1], lengths
-    first, second = (sample.answer.visual_tokens for sample in runs[1])
-    assert 0 < first < second < lengths[1][1]
+    visual = [sample.answer.visual_tokens for sample in runs[1]]
+    assert visual[0] != visual[1] and all(0 < part < whole for part, whole in zip(visual, lengths[1], strict=True))
     assert [sample.image for sample in runs[0]] == [sample.image for sample in runs[1]]
