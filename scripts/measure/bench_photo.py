@@ -6,12 +6,12 @@
     scripts/measure/bench_photo.py --model build/demo-photo-robust
     scripts/measure/bench_photo.py --summarise                  figures of what there is so far
 
-The model is assembled first by `scripts/train/assemble_demo_photo.py`, of weights that the repository does not have.
-All questions about the first IMAGES images of a split are asked greedily in transformers, by `shared_answers.py`: what
-a reducer leaves of an image runs once for all of them. `random` has three seeds. `compact` numbers kept tokens without
-gaps. Images of LLaVA-1.5 have one size, so `resize` is refused there, and `pool` stands for it. Differences to the
-model with all tokens are in percent of the questions, with an interval of 95%, clustered by image; the bands are
-shares of the image's patches on which nothing stands. The last line is one JSON object.
+The model is assembled first by `scripts/train/assemble_demo_photo.py`. All questions about the first IMAGES images of a
+split are asked greedily in transformers, by `shared_answers.py`: what a reducer leaves of an image runs once for all of
+them. `random` has three seeds. `compact` numbers kept tokens without gaps. Images of LLaVA-1.5 have one size, so
+`resize` is refused there, and `pool` stands for it. Differences to the model with all tokens are in percent of the
+questions, with an interval of 95%, clustered by image; the bands are shares of the image's patches on which nothing
+stands. The last line is one JSON object.
 """
 
 from __future__ import annotations

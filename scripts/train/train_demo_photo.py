@@ -32,7 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--fork", type=float, default=20.0, help="minutes of joint after which a copy is kept for --robust"
     )
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--rate", type=float, help="learning rate; default: 0.002 for language, 0.001 for joint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--robust", action="store_true", help="leave out visual tokens at random")
     parser.add_argument("--processes", type=int, default=1, help="processes of language and joint, each of one thread")
@@ -76,7 +76,8 @@ def read(rank: int, args: argparse.Namespace, meeting: str) -> None:
     torch.manual_seed(args.seed)
     if args.processes > 1:
         dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=args.processes)
-    plan = training.Plan(args.part, args.minutes, args.rate, args.seed, args.robust, args.fork)
+    rate = args.rate or (2e-3 if args.part == "language" else 1e-3)
+    plan = training.Plan(args.part, args.minutes, rate, args.seed, args.robust, args.fork)
     training.read(args.work, plan, report(args.work))
 
 

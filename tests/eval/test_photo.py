@@ -19,8 +19,9 @@ from eval.demo.photo.language import begin, tokenizer_of
 from eval.demo.photo.muon import Muon
 from eval.demo.photo.pool import features, fill, load, load_tower
 from eval.demo.photo.reading import Reader
-from eval.demo.photo.sequences import Writer, gaps, some_turns
+from eval.demo.photo.sequences import Writer, few, gaps, some_turns
 from eval.demo.photo.tower import WIDTH
+from eval.demo.photo.warmup import half_of
 from eval.photo import pictures
 from eval.photo.pictures import BACKGROUND, SOURCES, Album, Picture, Source, read_list
 from eval.photo.questions import ask_several
@@ -188,6 +189,10 @@ def test_questions_in_one_sequence_are_as_if_asked_alone(album, tokens):
         assert torch.allclose(together[number], logits([turn], None, left_out)[0], atol=1e-4)
     drawn = [gaps(Random(k), 256) for k in range(50)]
     assert any(kept is None for kept in drawn) and all(25 < len(kept) < 231 for kept in drawn if kept)
+    items = [-1] * 250 + [0, 0, 0, 1, 1, 2]
+    drawn = [few(Random(k), items) for k in range(50)]
+    assert all({items[token] for token in kept} >= {0, 1, 2} for kept in drawn)
+    assert min(map(len, drawn)) < 6 and max(map(len, drawn)) > 150
 
 
 def test_a_model_is_joined_written_and_asked(album, dino, tokens, tmp_path, monkeypatch):
@@ -201,6 +206,13 @@ def test_a_model_is_joined_written_and_asked(album, dino, tokens, tmp_path, monk
     reader = Reader(begin(tokens), tokens, album.names)
     labels = torch.stack([reader.words.labels(scene, pool.items[k]) for k, scene in enumerate(pool.scenes)])
     assert pool.features.shape == (8, SIDE * SIDE, WIDTH) and labels.shape == (8, SIDE * SIDE)
+    scene, items = pool.scenes[0], torch.from_numpy(pool.items[0].reshape(-1)).long()
+    first = torch.from_numpy(pool.features[0]).float()
+    visual = reader.unseen(first, scene, items)
+    for half in range(2):
+        trained = torch.tensor([half_of(item) == half for item in scene.items] + [False])[items]
+        assert torch.equal(reader.words.labels(scene, pool.items[0], half) >= 0, trained | (items < 0))
+        assert torch.equal(visual[trained], reader.halves[1 - half](first)[trained])
     projector = reader.projector
     projector.whiten(torch.from_numpy(pool.features).float().flatten(0, 1), labels.flatten())
     learned = {f"language.{name}": value for name, value in reader.language.state_dict().items()}

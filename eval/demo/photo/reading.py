@@ -1,9 +1,9 @@
 """The language model learns to answer questions about scenes; on tokens that say what is there, then on the projector's.
 
-Part ``language``: tokens are the sums of `warmup.Words`, with noise, of fresh scenes of which nothing is drawn. Part ``joint``:
-projector and language model, on the frozen tower's features in the pool; the projector's own loss stays, with a small
-weight. Families are drawn in proportion to how badly they do on validation scenes. What is shipped is an average over the
-last steps. Time is the processor's, so that a training that shares its machine is the same training.
+Part ``language``: tokens are the sums of `warmup.Words`, with noise, of fresh scenes of which nothing is drawn. Part
+``joint``: what the frozen tower and projectors see, a picture by the projector that was not trained on it. Families are
+drawn in proportion to how badly they do on validation scenes. What is shipped is an average over the last steps. Time is
+the processor's, so that a training that shares its machine is the same training.
 """
 
 import shutil
@@ -21,18 +21,17 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.demo.smol.training import Training
 from eval.photo.pictures import Album
-from eval.photo.scene import sample_scene
+from eval.photo.scene import Scene, sample_scene
 from eval.photo.vocab import FAMILIES
 
 from .muon import Muon
 from .pool import Pool
-from .sequences import Sequence, Writer, gaps, some_turns
-from .warmup import Projector, Targets, Words, batch
+from .sequences import Sequence, Writer, few, gaps, some_turns
+from .warmup import Projector, Words, half_of
 
 EMA = 0.99
 SCENES = 4  # of a step
 TOGETHER, SAVED = 4, 40  # steps between means over processes, and between saved states
-START_WEIGHT = 0.1  # of the warm-up's loss
 NOISE = 0.3  # of ideal tokens, in their standard deviation, so that the language model tolerates real ones
 FREE, TWICE = ("name",), ("beside", "larger")  # families that are drawn less often: without options, or of two steps
 DECAY = 0.4  # last share of the time of `joint` in which the rate falls
@@ -59,13 +58,21 @@ class Reader(nn.Module):
         super().__init__()
         self.language = language.train()
         self.projector = Projector(language.config.hidden_size)
+        self.halves = nn.ModuleList(Projector(language.config.hidden_size) for _ in range(2))
         encode = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
         self.words = Words(language.get_input_embeddings(), encode, names)
 
     def learned(self, part: str) -> dict[str, nn.Parameter]:
         """What a part trains."""
-        other = "words" if part == "language" else "projector"
-        return {name: p for name, p in self.named_parameters() if name.startswith(("language.", f"{other}."))}
+        prefixes = ("language.", "words.") if part == "language" else ("language.",)
+        return {name: p for name, p in self.named_parameters() if name.startswith(prefixes)}
+
+    @torch.no_grad()
+    def unseen(self, features: Tensor, scene: Scene, items: Tensor) -> Tensor:
+        """Tokens of `features` [patches, 384], each picture by the projector of the other half; `items`: what is there."""
+        tokens = torch.stack([half(features) for half in self.halves])
+        other = torch.tensor([1 - half_of(item) for item in scene.items] + [0])  # -1, background, is the last
+        return tokens[other[items], torch.arange(len(features))]
 
     def logits(self, sequence: Sequence, visual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits at the positions before answer tokens, those tokens, and the question of each; visual [kept, hidden]."""
@@ -140,30 +147,28 @@ class Reading(Training):
             loss = self.seen(random) if self.plan.part == "joint" else self.told_of(random)
             (loss / SCENES).backward()
             total += loss.item() / SCENES
-        if self.plan.part == "joint":
-            scenes = random.sample(range(len(self.pool.scenes)), 2 * SCENES)
-            features, labels, patches = batch(scenes, self.reader.words, self.pool, random)
-            loss, _ = Targets(self.reader.words).loss(self.reader.projector(features), labels, patches)
-            (START_WEIGHT * loss).backward()
         self.update(self.rate())
         return total
 
     def told_of(self, random: Random) -> Tensor:
         """The loss of a fresh scene's answers, of which the tokens say what is there."""
         scene = sample_scene(random, "train", self.album)
-        labels = self.reader.words.labels(scene, scene.covered(self.album)[1])
-        visual = self.reader.words.ideal(labels)
+        items = scene.covered(self.album)[1]
+        turns = some_turns(random, scene, self.album.names, self.weights)
+        sequence = self.writer.write(turns, few(random, items.flatten().tolist()))
+        visual = self.reader.words.ideal(self.reader.words.labels(scene, items))[sequence.kept]
         visual = visual + NOISE * visual.detach().std() * torch.randn_like(visual)
-        sequence = self.writer.write(some_turns(random, scene, self.album.names, self.weights))
         return self.answer_loss(sequence, visual)
 
     def seen(self, random: Random) -> Tensor:
         """The loss of answers about a scene of the pool."""
         k = random.randrange(len(self.pool.scenes))
-        turns = some_turns(random, self.pool.scenes[k], self.album.names, self.weights)
+        scene = self.pool.scenes[k]
+        turns = some_turns(random, scene, self.album.names, self.weights)
         sequence = self.writer.write(turns, gaps(random, self.writer.tokens) if self.plan.robust else None)
-        features = torch.from_numpy(self.pool.features[k]).float()[sequence.kept]
-        return self.answer_loss(sequence, self.reader.projector(features))
+        items = torch.from_numpy(self.pool.items[k].reshape(-1)).long()
+        visual = self.reader.unseen(torch.from_numpy(self.pool.features[k]).float(), scene, items)
+        return self.answer_loss(sequence, visual[sequence.kept])
 
     def answer_loss(self, sequence: Sequence, visual: Tensor) -> Tensor:
         self.questions += len(sequence.families)

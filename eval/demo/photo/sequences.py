@@ -84,3 +84,14 @@ def gaps(random: Random, tokens: int) -> list[int] | None:
     if random.random() < 0.2:
         return None
     return sorted(random.sample(range(tokens), round(tokens * random.uniform(0.1, 0.9))))
+
+
+def few(random: Random, items: list[int]) -> list[int]:
+    """One to all tokens at random, small numbers as often as large ones, and of each thing at least one.
+
+    A language model that learns to look for a token learns it much sooner among few. `items`: what is on each patch, or -1.
+    """
+    order = random.sample(range(len(items)), len(items))
+    first = {items[k]: k for k in order if items[k] >= 0}
+    number = round(len(items) ** random.uniform(0, 1))
+    return sorted({*first.values(), *order[:number]})

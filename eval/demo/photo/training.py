@@ -31,21 +31,24 @@ def make_pool(work: Path, scenes: int) -> None:
 
 
 def start_projector(work: Path, steps: int, seed: int, report: Report) -> None:
-    """Train the projector by itself, and write it to ``projector.pt``.
+    """Train the projector, and those of half of the pictures, and write them to ``projector.pt``.
 
     Raises:
         UserError: the part before has not been run.
     """
     reader, _, album = _reader(work, "language")
     made, held_out = (pool.load(work / "pool", split, album) for split in ("train", "validation"))
-    warmup.start(reader.projector, reader.words, made, steps, Random(seed))
-    figures = warmup.measure(reader.projector, reader.words, held_out)
-    report(part="projector", steps=steps, scenes=len(made.scenes), **figures)
-    torch.save(reader.projector.state_dict(), work / "projector.pt")
+    for half, projector in ((None, reader.projector), *enumerate(reader.halves)):
+        warmup.start(projector, reader.words, made, steps, Random(seed), half)
+        figures = warmup.measure(projector, reader.words, held_out)
+        report(part="projector", half=half, steps=steps, scenes=len(made.scenes), **figures)
+    torch.save(
+        {"projector": reader.projector.state_dict(), "halves": reader.halves.state_dict()}, work / "projector.pt"
+    )
 
 
 def read(work: Path, plan: Plan, report: Report) -> None:
-    """Train the language model, or with the projector. What `--robust` goes on from is kept when the plan's fork comes.
+    """Train the language model, on ideal or real tokens. What `--robust` goes on from is kept when the plan's fork comes.
 
     Raises:
         UserError: the part before has not been run.
@@ -56,8 +59,7 @@ def read(work: Path, plan: Plan, report: Report) -> None:
         if plan.robust and not state.exists():
             _need(work / "fork.pt", "joint")
             shutil.copy(work / "fork.pt", state)
-        _need(work / "projector.pt", "projector")
-        reader.projector.load_state_dict(torch.load(work / "projector.pt"))
+        _load_projectors(reader, work)
     splits = ("train" if plan.part == "joint" else "validation", "validation")
     pools = tuple(pool.load(work / "pool", split, album) for split in splits)
     Reading(plan, reader, tokenizer, pools, album, state, report).run()
@@ -85,9 +87,16 @@ def _reader(work: Path, part: str | None, robust: bool = False) -> tuple[Reader,
         state = _state(work, part, robust)
         _need(state, part)
         if part == "joint":
-            reader.projector.load_state_dict(torch.load(work / "projector.pt"))
+            _load_projectors(reader, work)
         reader.load_state_dict(torch.load(state)["ema"], strict=False)
     return reader, tokenizer, album
+
+
+def _load_projectors(reader: Reader, work: Path) -> None:
+    _need(work / "projector.pt", "projector")
+    states = torch.load(work / "projector.pt")
+    reader.projector.load_state_dict(states["projector"])
+    reader.halves.load_state_dict(states["halves"])
 
 
 def _state(work: Path, part: str, robust: bool) -> Path:

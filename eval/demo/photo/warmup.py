@@ -1,9 +1,15 @@
 """What visual tokens should say, and the projector's supervised start, without the language model.
 
 The token of a patch should be the embedding of the name of the picture there (" nothing" for background), plus a
-vector for its row and one for its column, which are learned with the language model while it reads such tokens. The
+vector for its row and one for its column, which are learned with the language model while it reads such tokens. They begin
+as embeddings of the words for places: demo-llava's language model matches words with tokens that say the same, and so
+tells places from the start; from random vectors it does not in ten minutes. The
 projector's loss is the squared distance from that, beside the cross entropy of choosing the name among all names by
-distances. Later the loss stays, with a small weight.
+distances.
+
+A projector names most pictures right that it was trained on and a third of others, so a language model that learned from
+the tokens of the former would trust tokens that are mostly wrong later. It learns from those of two further projectors:
+each has been trained on every second picture and shows the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eval.photo.scene import SIDE, Scene
+from eval.photo.scene import SIDE, Item, Scene
 
 from .pool import Pool
 from .tower import WIDTH
@@ -22,6 +28,11 @@ from .tower import WIDTH
 PATCHES = 48  # of a scene in a step, half of them of things
 SHRINKAGE = 0.05  # of the covariance towards that of equal directions
 WHITENED = 600  # scenes whose patches say what varies
+LINES = ("top", "centre", "bottom"), ("left", "centre", "right")  # words for rows and for columns
+_AT = (torch.arange(SIDE) + 0.5) / SIDE
+LOUDNESS = torch.stack(
+    [(1 - 2 * _AT).relu(), 0.5 - (_AT - 0.5).abs(), (2 * _AT - 1).relu()], 1
+)  # of these at each line
 SHARPNESS = 8.0  # of the choice among names, in the words' own variance
 
 
@@ -64,7 +75,8 @@ class Words(nn.Module):
         self.nothing = len(names)  # the number of background
         self.table = table
         self.ids = [list(encode(f" {name}")) for name in self.names]
-        self.rows, self.columns = (nn.Parameter(0.1 * torch.randn(SIDE, table.embedding_dim)) for _ in range(2))
+        words = (torch.stack([table.weight[encode(f" {word}")[0]] for word in line]) for line in LINES)
+        self.rows, self.columns = (nn.Parameter(LOUDNESS @ of_words.detach()) for of_words in words)
 
     def name(self) -> Tensor:
         """[names, hidden]."""
@@ -78,9 +90,13 @@ class Words(nn.Module):
         """The tokens of an image with such names [patches]: [patches, hidden]."""
         return self.name()[labels] + self.place()
 
-    def labels(self, scene: Scene, items: np.ndarray) -> Tensor:
-        """The number of the name under each patch of a scene; `items`: the number of the thing there, or -1."""
-        numbers = [self.number[item.name] for item in scene.items] + [self.nothing]
+    def labels(self, scene: Scene, items: np.ndarray, half: int | None = None) -> Tensor:
+        """The number of the name under each patch of a scene; `items`: the number of the thing there, or -1.
+
+        -1 on pictures that are not of a `half`.
+        """
+        numbers = [self.number[item.name] if half in (None, half_of(item)) else -1 for item in scene.items]
+        numbers.append(self.nothing)
         return torch.tensor(numbers)[torch.from_numpy(items.reshape(-1)).long()]  # -1, background, is the last
 
 
@@ -104,22 +120,27 @@ class Targets:
         return -torch.cdist(rest, self.name).square() / self.variance / rest.shape[1] * SHARPNESS
 
 
+def half_of(item: Item) -> int:
+    """Which half of the pictures a thing's is in."""
+    return item.picture % 2
+
+
 def some_patches(random: Random, labels: Tensor, number: int = PATCHES) -> list[int]:
-    """Patches of a scene, half of them of things where there are enough."""
-    things = (labels != labels.max()).nonzero().flatten().tolist()
+    """Up to a number of the labelled patches of a scene, half of them of things where there are enough."""
+    things = ((labels >= 0) & (labels != labels.max())).nonzero().flatten().tolist()
     chosen = random.sample(things, min(len(things), number // 2))
-    others = list(set(range(len(labels))) - set(chosen))
-    return chosen + random.sample(others, number - len(chosen))
+    others = sorted(set((labels >= 0).nonzero().flatten().tolist()) - set(chosen))
+    return chosen + random.sample(others, min(len(others), number - len(chosen)))
 
 
-def start(projector: Projector, words: Words, pool: Pool, steps: int, random: Random) -> None:
-    """Train `projector` for a number of steps of 32 scenes."""
+def start(projector: Projector, words: Words, pool: Pool, steps: int, random: Random, half: int | None = None) -> None:
+    """Train `projector` for a number of steps of 32 scenes, on all pictures or a half of them."""
     targets = Targets(words)
-    sampled = batch(random.sample(range(len(pool.scenes)), min(WHITENED, len(pool.scenes))), words, pool, random)
+    sampled = batch(random.sample(range(len(pool.scenes)), min(WHITENED, len(pool.scenes))), words, pool, random, half)
     projector.whiten(*sampled[:2])
     optimizer = torch.optim.AdamW(projector.parameters(), lr=1e-3, weight_decay=0.01)
     for step in range(steps):
-        tokens, labels, patches = batch(random.sample(range(len(pool.scenes)), 32), words, pool, random)
+        tokens, labels, patches = batch(random.sample(range(len(pool.scenes)), 32), words, pool, random, half)
         loss, _ = targets.loss(projector(tokens), labels, patches)
         loss.backward()
         for group in optimizer.param_groups:
@@ -151,11 +172,13 @@ def measure(projector: Projector, words: Words, pool: Pool) -> dict[str, float]:
     }
 
 
-def batch(scenes: list[int], words: Words, pool: Pool, random: Random) -> tuple[Tensor, Tensor, Tensor]:
+def batch(
+    scenes: list[int], words: Words, pool: Pool, random: Random, half: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Features, labels and numbers of some patches of each scene."""
     tokens, labels, patches = [], [], []
     for k in scenes:
-        names = words.labels(pool.scenes[k], pool.items[k])
+        names = words.labels(pool.scenes[k], pool.items[k], half)
         chosen = some_patches(random, names)
         tokens.append(torch.from_numpy(pool.features[k][chosen]).float())
         labels.append(names[chosen])
