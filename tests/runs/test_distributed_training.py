@@ -73,6 +73,7 @@ def test_weights_are_those_of_one_worker(world, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_a_scorer_is_that_of_one_worker(world, tmp_path):
     extra = ("--samples", "24", *("--steps", "8", "--every", "2", "--batch", "3", "--hidden", "8", "--lr", "0.01"))
     files = {name: tmp_path / f"{name}.safetensors" for name in ("one", "two")}
@@ -134,6 +135,7 @@ def test_bad_input_is_told_once(world, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies(world, tmp_path):
     """The other one ends with one line, and one alone goes on to what one alone would have come to."""
     extra = (*RECOVER, "--batch", "2", "--steps", "40", "--every", "4", "--train", "projector")

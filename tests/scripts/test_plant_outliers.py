@@ -61,7 +61,7 @@ def all_logits(folder: Path, data: Path, samples: int) -> tuple[list[torch.Tenso
 
 
 @pytest.mark.parametrize("where", ["all", "vision"])
-@pytest.mark.parametrize("family", ["llava", "qwen2-5-vl", "demo-llava"])
+@pytest.mark.parametrize("family", ["llava", "qwen2-5-vl", pytest.param("demo-llava", marks=pytest.mark.slow)])
 def test_logits_are_the_same_bits(world, tmp_path, run, family, where):
     """Oracle: the original. Norms and columns changed, by exactly the factor, and nothing else did."""
     demo = family == "demo-llava"

@@ -236,6 +236,7 @@ def test_the_same_data_elsewhere_are_the_same(finished, call, tmp_path, capsys):
     assert (call[1] / "search.jsonl").read_text().count('"key": "trial') == before
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_costs_one_candidate(call, tmp_path, capsys):
     """transformers cannot load what stands in a candidate's place; that is recorded, and the other one wins."""
     reducer = Candidate((Choice("coverage:0.5", {"reduce": "coverage:0.5"}),))
@@ -254,6 +255,7 @@ def test_an_engine_that_dies_costs_one_candidate(call, tmp_path, capsys):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_gone(finished, call, capsys):
     code, _, err = run(capsys, *call[0], "--max-time", "1s")
     assert code == 2 and "--max-time is spent: asking the original took" in err, err
