@@ -1,11 +1,9 @@
 """What visual tokens should say, and the projector's supervised start, without the language model.
 
 The token of a patch should be the embedding of the name of the picture there (" nothing" for background), plus a
-vector for its row and one for its column, which are learned with the language model while it reads such tokens. They begin
-as embeddings of the words for places: demo-llava's language model matches words with tokens that say the same, and so
-tells places from the start; from random vectors it does not in ten minutes. The
-projector's loss is the squared distance from that, beside the cross entropy of choosing the name among all names by
-distances.
+vector for its row and one for its column, which begin as mixtures of the embeddings of " top", " left" and so on, and are
+learned with the language model while it reads such tokens. The projector's loss is the squared distance from that, beside
+the cross entropy of choosing the name among all names by distances.
 
 A projector names most pictures right that it was trained on and a third of others, so a language model that learned from
 the tokens of the former would trust tokens that are mostly wrong later. It learns from those of two further projectors:
@@ -30,9 +28,9 @@ SHRINKAGE = 0.05  # of the covariance towards that of equal directions
 WHITENED = 600  # scenes whose patches say what varies
 LINES = ("top", "centre", "bottom"), ("left", "centre", "right")  # words for rows and for columns
 _AT = (torch.arange(SIDE) + 0.5) / SIDE
-LOUDNESS = torch.stack(
+NEAR = torch.stack(
     [(1 - 2 * _AT).relu(), 0.5 - (_AT - 0.5).abs(), (2 * _AT - 1).relu()], 1
-)  # of these at each line
+)  # shares of these at each line
 SHARPNESS = 8.0  # of the choice among names, in the words' own variance
 
 
@@ -76,7 +74,7 @@ class Words(nn.Module):
         self.table = table
         self.ids = [list(encode(f" {name}")) for name in self.names]
         words = (torch.stack([table.weight[encode(f" {word}")[0]] for word in line]) for line in LINES)
-        self.rows, self.columns = (nn.Parameter(LOUDNESS @ of_words.detach()) for of_words in words)
+        self.rows, self.columns = (nn.Parameter(NEAR @ of_words.detach()) for of_words in words)
 
     def name(self) -> Tensor:
         """[names, hidden]."""
