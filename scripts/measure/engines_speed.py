@@ -69,7 +69,7 @@ FOUR = ["--scheme", "rtn", "--set", "options.group_size=32", "--set", "options.s
 EIGHT = ["--scheme", "w8a16"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """A checkpoint in an engine; `flags` of `quantize` make it, None: it is the source."""
 
