@@ -37,7 +37,7 @@ from vlmcompress.data import load_samples
 from vlmcompress.models import VLM
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.runs import eagle3, teacher_cache
-from vlmcompress.runs.draft import _guessed
+from vlmcompress.runs.draft import guessable
 from vlmcompress.runs.draft_lessons import Lessons, load_target
 from vlmcompress.runs.train_loop import order, rate
 
@@ -102,7 +102,7 @@ def judged(folder: Path, target: VLM, data: teacher_cache.Data, recipe: Recipe) 
     """What `eagle3.accepted` counts for each held-out sample with a trained draft, `[samples, 1 + steps]`."""
     draft, stored = Draft.of(folder), load_file(folder / WEIGHTS)
     held_out = replace(data, samples=data.samples[-data.held_out :])
-    vocabulary = _guessed(stored, len(target.model.get_output_embeddings().weight))
+    vocabulary = guessable(stored, len(target.model.get_output_embeddings().weight))
     lessons = Lessons(target, held_out, recipe, draft.method, draft.images, vocabulary)
     tensors = {name: stored[name].float() for name in lessons.shape.tensors()}
     each = [lesson for index in lessons.held_out if (lesson := lessons.lesson(index))]

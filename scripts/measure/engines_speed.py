@@ -65,17 +65,17 @@ VISION = {
     "window_size": 112,
     "fullatt_block_indexes": [2, 5, 8, 11],
 }
-FOUR = ["--scheme", "rtn", "--set", "options.group_size=32", "--set", "options.symmetric=true"]
-EIGHT = ["--scheme", "w8a16"]
+FOUR = ("--scheme", "rtn", "--set", "options.group_size=32", "--set", "options.symmetric=true")
+EIGHT = ("--scheme", "w8a16")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Variant:
     """A checkpoint in an engine; `flags` of `quantize` make it, None: it is the source."""
 
     engine: str
     bits: int
-    flags: list[str] | None
+    flags: tuple[str, ...] | None
 
     @property
     def name(self) -> str:
@@ -84,17 +84,17 @@ class Variant:
 
 def variants(calibration: Path) -> list[Variant]:
     """All that are measured. `calibration`: images, for vLLM's 8 bits."""
-    gguf, openvino = ["--format", "gguf"], ["--format", "openvino"]
+    gguf, openvino = ("--format", "gguf"), ("--format", "openvino")
     return [
         Variant("vllm", 16, None),
-        Variant("llamacpp", 16, ["--scheme", "none", *gguf]),
-        Variant("openvino", 16, ["--scheme", "none", *openvino]),
-        Variant("vllm", 8, ["--scheme", "int8", "--calib", str(calibration), "--samples", "4"]),
-        Variant("llamacpp", 8, [*EIGHT, *gguf]),
-        Variant("openvino", 8, [*EIGHT, *openvino]),
+        Variant("llamacpp", 16, ("--scheme", "none", *gguf)),
+        Variant("openvino", 16, ("--scheme", "none", *openvino)),
+        Variant("vllm", 8, ("--scheme", "int8", "--calib", str(calibration), "--samples", "4")),
+        Variant("llamacpp", 8, (*EIGHT, *gguf)),
+        Variant("openvino", 8, (*EIGHT, *openvino)),
         Variant("vllm", 4, FOUR),
-        Variant("llamacpp", 4, [*FOUR, *gguf]),
-        Variant("openvino", 4, [*FOUR, *openvino]),
+        Variant("llamacpp", 4, (*FOUR, *gguf)),
+        Variant("openvino", 4, (*FOUR, *openvino)),
     ]
 
 

@@ -27,7 +27,7 @@ from vlmcompress.data.encode import ANSWER, TEXT, VISION, encode_prompt
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 from vlmcompress.runs import eagle3, teacher_cache
-from vlmcompress.runs.draft import _check_answers, _guessed
+from vlmcompress.runs.draft import _check_answers, guessable
 from vlmcompress.runs.draft_lessons import Lessons, load_target
 
 FEW = ("--steps", 24, "--every", 12, "--batch", 4, "--answer-tokens", 16, "--lr", 0.002, "--engine", "hf")
@@ -92,7 +92,7 @@ class Trained:
         vlm.model.float()
         self.image, self.token = Image.open(image), vlm.model.config.image_token_id
         stored = safetensors.torch.load_file(folder / "model.safetensors")
-        self.vocabulary = _guessed(stored, len(vlm.model.get_output_embeddings().weight))
+        self.vocabulary = guessable(stored, len(vlm.model.get_output_embeddings().weight))
         data = teacher_cache.Data("none", [], 0, 0)
         self.lessons = Lessons(vlm, data, recipe, draft.method, draft.images, self.vocabulary)
         tables = ("d2t", "t2d", "token_map")

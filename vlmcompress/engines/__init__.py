@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote, urlparse
 
 from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError, did_you_mean
@@ -139,6 +140,14 @@ class Engine(Protocol):
             UserError: the engine can't start, fails, stalls, or refuses a request.
         """
         ...
+
+
+def media_file(address: str, media: Path) -> Path:
+    """The file of a `file:` address in the folder `media`. ValueError: it is elsewhere, and engines read nothing there."""
+    path = Path(unquote(urlparse(address).path)).resolve()
+    if not address.startswith("file://") or not path.is_relative_to(media.resolve()):
+        raise ValueError(f"{address[:80]} is not a file in {media}")
+    return path
 
 
 def get(spec: str) -> Engine:

@@ -20,13 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 from vlmcompress.common import hub
 from vlmcompress.common.identity import model_hash
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.workers import Failed, Workers
-from vlmcompress.engines import Answer, Engine, Request, Run, Settings
+from vlmcompress.engines import Answer, Engine, Request, Run, Settings, media_file
 from vlmcompress.engines.local import WORKER, Local
 from vlmcompress.errors import UserError
 
@@ -229,9 +228,10 @@ def _readdressed(request: Request, new: Callable[[str], str]) -> Request:
 
 def _read(address: str, media: Path) -> tuple[str, bytes]:
     """The end of the name of an image's or a video's file, and its content."""
-    path = Path(unquote(urlparse(address).path)).resolve()
-    if not address.startswith("file://") or not path.is_relative_to(media):
-        raise UserError(f"{address[:80]} is not a file in {media}")
+    try:
+        path = media_file(address, media)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     try:
         return path.suffix, path.read_bytes()
     except OSError as error:

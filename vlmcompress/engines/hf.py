@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
+from vlmcompress.engines import media_file
 from vlmcompress.engines.local import Local
 
 PACKAGE = "transformers"
@@ -156,21 +156,16 @@ class Engine:
         parts = []
         for part in content:
             if part["type"] == "image_url":
-                with Image.open(self._path(part["image_url"]["url"])) as image:
+                with Image.open(media_file(part["image_url"]["url"], self.media)) as image:
                     part = {"type": "image", "image": image.convert("RGB")}
             elif part["type"] == "video_url":
                 images = any(other["type"] == "image_url" for other in content)
                 video.check(self.processor, "the request", images)
-                decoded.append(video.Video(self._path(part["video_url"]["url"]), "the request").frames(self.processor))
+                file = media_file(part["video_url"]["url"], self.media)
+                decoded.append(video.Video(file, "the request").frames(self.processor))
                 part = {"type": "video", "video": decoded[-1][0]}
             parts.append(part)
         return parts
-
-    def _path(self, address: str) -> Path:
-        path = Path(unquote(urlparse(address).path)).resolve()
-        if not address.startswith("file://") or not path.is_relative_to(self.media):
-            raise ValueError(f"{address[:80]} is not a file in {self.media}")
-        return path
 
     def generate(self, batch: list[dict], inputs, settings: dict):
         """Generate the answers to a batch, each cut at its first end token or its own limit."""

@@ -20,9 +20,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
-from vlmcompress.engines import llamacpp_server
+from vlmcompress.engines import llamacpp_server, media_file
 from vlmcompress.engines.local import Local
 
 PACKAGE = "xllamacpp"
@@ -166,10 +165,7 @@ class Engine:
         """An image as transformers opens it: other decoders of JPEG give other pixels."""
         from PIL import Image
 
-        path = Path(unquote(urlparse(address).path)).resolve()
-        if not address.startswith("file://") or not path.is_relative_to(self.media):
-            raise ValueError(f"{address[:80]} is not a file in {self.media}")
         buffer = io.BytesIO()
-        with Image.open(path) as picture:
+        with Image.open(media_file(address, self.media)) as picture:
             picture.convert("RGB").save(buffer, "PNG", compress_level=1)
         return base64.b64encode(buffer.getvalue()).decode()

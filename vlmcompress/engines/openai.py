@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlparse
+from urllib.parse import urlparse
 
 from vlmcompress.common.progress import Progress
-from vlmcompress.engines import MEDIA, Answer, Request, Run, Settings, first_tokens
+from vlmcompress.engines import MEDIA, Answer, Request, Run, Settings, first_tokens, media_file
 from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -177,9 +177,10 @@ class _Session:
         ]
 
     def _data(self, sample: str, address: str) -> str:
-        path = Path(unquote(urlparse(address).path))
-        if not address.startswith("file://") or not path.resolve().is_relative_to(self.media.resolve()):
-            raise UserError(f"sample '{sample}': {address[:80]} is not a file in {self.media}")
+        try:
+            path = media_file(address, self.media)
+        except ValueError as error:
+            raise UserError(f"sample '{sample}': {error}") from error
         try:
             encoded = base64.b64encode(path.read_bytes()).decode()
         except OSError as error:

@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
+from vlmcompress.engines import media_file
 from vlmcompress.engines.local import Local
 
 PACKAGE = "openvino_genai"
@@ -165,8 +165,5 @@ class Engine:
         import openvino
         from PIL import Image
 
-        path = Path(unquote(urlparse(address).path)).resolve()
-        if not address.startswith("file://") or not path.is_relative_to(self.media):
-            raise ValueError(f"{address[:80]} is not a file in {self.media}")
-        with Image.open(path) as picture:
+        with Image.open(media_file(address, self.media)) as picture:
             return openvino.Tensor(np.array(picture.convert("RGB"))[None])

@@ -122,7 +122,7 @@ def draft(
             with phase("training"), torch.inference_mode(False):
                 kind, total = base.method if base else training.kind, len(target.model.get_output_embeddings().weight)
                 stored = load_file(base.folder / draft_folder.WEIGHTS) if base else None
-                vocabulary = training.vocabulary if stored is None else _guessed(stored, total)
+                vocabulary = training.vocabulary if stored is None else guessable(stored, total)
                 lessons = Lessons(target, data, recipe, kind, images, vocabulary)
                 _check_answers(lessons, source)
                 tensors = _first_values(lessons, recipe.seed, stored, base)
@@ -187,7 +187,7 @@ def _check_answers(lessons: Lessons, source: str | Path) -> None:
             )
 
 
-def _guessed(tensors: Mapping[str, Tensor], total: int) -> Tensor:
+def guessable(tensors: Mapping[str, Tensor], total: int) -> Tensor:
     """The ids of the tokens that a draft with these tensors can guess, of `total`."""
     if "token_map" in tensors:
         return tensors["token_map"]

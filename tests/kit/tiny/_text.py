@@ -1,4 +1,4 @@
-"""The tokenizer and text settings that all tiny models share."""
+"""The tokenizer, and settings of decoders and towers, that tiny models share."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ TEXT = {
     "pad_token_id": 257,
 }
 GQA = {**TEXT, "num_key_value_heads": 2}
+# The tower of Qwen's and GLM's models, before it merges patches.
+TOWER = {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 128}
 
 
 def tokenizer(*specials: str, **named: str) -> PreTrainedTokenizerFast:

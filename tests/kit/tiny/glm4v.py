@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import transformers as T
 
-from tests.kit.tiny._text import GQA, chat_template, tokenizer
+from tests.kit.tiny._text import GQA, TOWER, chat_template, tokenizer
 
 SPECIALS = (
     *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>"),
@@ -20,11 +20,7 @@ TOKEN_IDS = {
 }
 ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 VISION = {
-    "depth": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_heads": 4,
-    "out_hidden_size": 128,
+    **TOWER,
     "image_size": 56,
     "patch_size": 14,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import transformers as T
 
-from tests.kit.tiny._text import GQA, chat_template, tokenizer
+from tests.kit.tiny._text import GQA, TOWER, chat_template, tokenizer
 
 SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # 259..262
 TOKEN_IDS = {
@@ -23,11 +23,7 @@ def model() -> T.PreTrainedModel:
         T.Qwen2_5_VLConfig(
             text_config={**GQA, "rope_parameters": ROPE, "tie_word_embeddings": False},
             vision_config={
-                "depth": 2,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_heads": 4,
-                "out_hidden_size": 128,
+                **TOWER,
                 "fullatt_block_indexes": [1],
                 "patch_size": 14,
                 "window_size": 56,

@@ -9,7 +9,7 @@ import torch
 import transformers as T
 
 from tests.kit.tiny import _mtp
-from tests.kit.tiny._text import GQA
+from tests.kit.tiny._text import GQA, TOWER
 from tests.kit.tiny.qwen2_5_vl import TOKEN_IDS
 from tests.kit.tiny.qwen3_vl import processor as processor
 
@@ -28,11 +28,7 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 VISION = {
-    "depth": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_heads": 4,
-    "out_hidden_size": 128,
+    **TOWER,
     "num_position_embeddings": 256,
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import transformers as T
 
-from tests.kit.tiny._text import GQA, chat_template, tokenizer
+from tests.kit.tiny._text import GQA, TOWER, chat_template, tokenizer
 from tests.kit.tiny.qwen2_5_vl import IMAGE, SPECIALS, TOKEN_IDS, VIDEO
 
 
@@ -14,11 +14,7 @@ def model() -> T.PreTrainedModel:
         T.Qwen3VLConfig(
             text_config={**GQA, "head_dim": 32, "rope_parameters": rope, "tie_word_embeddings": True},
             vision_config={
-                "depth": 2,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_heads": 4,
-                "out_hidden_size": 128,
+                **TOWER,
                 "deepstack_visual_indexes": [0],
                 "num_position_embeddings": 256,
             },

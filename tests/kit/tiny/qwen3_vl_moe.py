@@ -9,7 +9,7 @@ from __future__ import annotations
 import transformers as T
 from torch import Tensor
 
-from tests.kit.tiny._text import GQA
+from tests.kit.tiny._text import GQA, TOWER
 from tests.kit.tiny.qwen2_5_vl import TOKEN_IDS
 from tests.kit.tiny.qwen3_vl import processor as processor
 
@@ -22,11 +22,7 @@ MIXTURE = {
 }
 ROPE = {"rope_type": "default", "mrope_section": [6, 5, 5], "rope_theta": 10000.0, "mrope_interleaved": True}
 VISION = {
-    "depth": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_heads": 4,
-    "out_hidden_size": 128,
+    **TOWER,
     "deepstack_visual_indexes": [0],
     "num_position_embeddings": 256,
 }
