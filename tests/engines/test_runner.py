@@ -43,6 +43,20 @@ def test_death_at_start_tells_the_last_error_lines(tmp_path: Path, broken) -> No
         ask(tmp_path)
 
 
+def test_an_engine_that_breaks_tells_why(tmp_path: Path) -> None:
+    """The real worker with an engine that raises: Python's end, which its lifeline would abort, hides nothing."""
+    module = tmp_path / "breaks.py"
+    module.write_text(
+        "PACKAGE = 'json'\n\ndef start(job): return None, {}\n\ndef answers(engine, requests, job):\n"
+        "    raise AssertionError('Expected 2D tensors')\n    yield\n"
+    )
+    engine = replace(ENGINE, module=module)
+    with pytest.raises(
+        UserError, match=r"vLLM died .exit code 1. with some/model: AssertionError: Expected 2D tensors;"
+    ):
+        engine.answer("some/model", ASK, media=tmp_path, settings=Settings())
+
+
 def test_killed_engine_is_reported(tmp_path: Path, broken) -> None:
     broken("""echo '{"event": "ready", "engine": {}}'; kill -9 $$""")
     with pytest.raises(UserError, match="vLLM died .signal SIGKILL. with some/model; it had been started again"):
@@ -126,7 +140,6 @@ def test_last_words(tmp_path: Path) -> None:
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
         "  Value error, keep must be at most 1 [type=value_error, input_value=ArgsKwargs((), {}), input_type=ArgsKwargs]\n"
         "    For further information visit https://errors.pydantic.dev\n"
-        "Fatal Python error: _enter_buffered_busy: could not acquire lock for <_io.BufferedReader name='<stdin>'>\n"
     )
     assert last_words(log) == ": Value error, keep must be at most 1"
     log.write_text("one\ntwo\n\n")

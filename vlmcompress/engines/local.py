@@ -36,9 +36,7 @@ LOG_VARIABLE = "VLMCOMPRESS_ENGINE_LOG"
 _PREFIX = re.compile(
     r"^(\([\w ]+pid=\d+\)\s*)?((ERROR|WARNING|INFO) \d\d-\d\d [\d:]+ \[[^]]*\]\s*)?(\d+\.\d\d\.\d{3}\.\d{3} [EWI]\s+)?"
 )
-_NOISE = re.compile(
-    r"$|Traceback |File \"|[~^]+$|raise |return |[\w.]*ValidationError: \d+ validation |Fatal Python error: _enter_buff"
-)
+_NOISE = re.compile(r"$|Traceback |File \"|[~^]+$|raise |return |[\w.]*ValidationError: \d+ validation ")
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*(error:|error loading |\[type=\w+, |Killed|out of memory)")
 _INPUT = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given behind what is wrong with it
 

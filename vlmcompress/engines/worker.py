@@ -28,6 +28,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 
 
 def claim_stdout():
@@ -88,8 +89,12 @@ def main() -> None:
     module_file, job_file = sys.argv[1:]
     with open(job_file, encoding="utf-8") as file:
         job = json.load(file)
-    for event in events(load(module_file), job):
-        print(json.dumps(event), file=out, flush=True)
+    try:
+        for event in events(load(module_file), job):
+            print(json.dumps(event), file=out, flush=True)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)  # Python's own end waits for the thread that reads standard input, and aborts
     os._exit(0)  # all is written; the engine's own shutdown only costs time
 
 
