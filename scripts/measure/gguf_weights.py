@@ -77,6 +77,7 @@ MIXES = {"Q4_0": "Q4_0", "Q4_K_M": "Q4_K", "IQ4_XS": "IQ4_XS"}
 FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 AGAINST = (
     "llama.cpp's Q4_0, reference",
+    "llama.cpp's Q4_K_M",
     *(f"llama.cpp's {mix}, importance matrix" for mix in MIXES),
     *(f"llama.cpp's {mix}, importance matrix, joined" for mix in ("IQ4_XS", "Q4_K_M")),
 )
