@@ -51,7 +51,7 @@ TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
 MORE = {
     "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
     "qwen2-5-vl": Case("qwen2-5-vl", "dart:0.5", BOTH, passes=2, film=True),
-    "qwen2-5-vl, by a scorer": Case("demo", "learned:0.25", BOTH, passes=2),
+    "qwen2-5-vl by a scorer": Case("demo", "learned:0.25", BOTH, passes=2),
     "qwen3-vl, videos only": Case("qwen3-vl", "evs:0.5", BOTH, passes=2, film=True),
     "qwen2-vl by pixels": Case("qwen2-vl", "pixelprune", BOTH, passes=2),
     "qwen3-vl by pixels": Case("qwen3-vl", "pixelprune", BOTH, passes=2),
