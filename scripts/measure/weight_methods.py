@@ -80,11 +80,12 @@ def budget(bits: float, **keys: Any) -> dict[str, Any]:
 
 
 STEPS = {"smooth": "feedback", "clip": True, "sweeps": 2}  # those of gptq-plus
+NO_STEPS = {"smooth": "off", "clip": False, "sweeps": 0}
 
 ROUNDINGS: dict[str, dict[str, Any]] = {  # of the schemes with one number format
     " rtn": {"rounding": "rtn"},
     " awq": {"rounding": "awq"},
-    " gptq": {"rounding": "gptq"} | {"smooth": "off", "clip": False, "sweeps": 0},
+    " gptq": {"rounding": "gptq"} | NO_STEPS,
     " all steps": {"rounding": "gptq"} | STEPS,
 }
 
@@ -141,7 +142,7 @@ METHODS: dict[str, Row] = {
             ("w4a8-fp8", {}, ("W4A8-FP8",)),
         )
     },
-    "mxfp4, inputs too": Row("mxfp4", formats=("MXFP4",)),
+    "mxfp4, inputs too": Row("mxfp4", NO_STEPS, formats=("MXFP4",)),
     "mxfp4, inputs too, all steps": Row("mxfp4", STEPS, formats=("MXFP4",)),
     "mxfp8": Row("mxfp8", formats=("MXFP8",), data_free=True),
     "mxfp8 gptq": Row("mxfp8", {"rounding": "gptq"}, formats=("MXFP8",)),
@@ -152,7 +153,7 @@ METHODS: dict[str, Row] = {
     },
     "head w4a16, to nearest": Row("none", recipe={"head": "w4a16"}, formats=("head",), data_free=True),
     **{
-        f"embeddings {name}": Row("none", recipe={"embeddings": name}, formats=("embeddings",), data_free=True)
+        f"head and embeddings {name}": Row("none", recipe={"head": name, "embeddings": name}, formats=("embeddings",))
         for name in ("w8a16", "w4a16")
     },
     "gptq-plus, head w4a16": Row("gptq-plus", recipe={"head": "w4a16"}, formats=("W4",)),

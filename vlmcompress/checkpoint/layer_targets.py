@@ -22,6 +22,7 @@ from vlmcompress.exporters.compressed_tensors import group_of
 from vlmcompress.models import ModelSpec, kept_draft, kept_modules, keys_are_values, values_name
 from vlmcompress.numerics import Scheme
 
+_ENGINE_EMBEDDING = "VocabParallelEmbedding"  # vLLM's class, which is named as a target, too, see `targets`
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # vLLM's names
 
 
@@ -49,16 +50,24 @@ def layers_of(
         on_disk = disk[f"{name}.weight"].removesuffix(".weight")
         quantized[tuple(dict.fromkeys((name, on_disk, spec.engine_name(name))))] = scheme
     kept = [*kept_modules(model, spec, set(schemes), disk), *kept_draft(spec, stored)]
-    return Layers(targets(schemes, disk, spec), kept, quantized, kv_cache)
+    embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    alone = sum(not name.startswith(spec.vision) for name in embeddings) == 1
+    return Layers(targets(schemes, disk, spec, alone), kept, quantized, kv_cache)
 
 
-def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec) -> list[tuple[Scheme, list[str]]]:
+def targets(
+    layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec, alone: bool = True
+) -> list[tuple[Scheme, list[str]]]:
     """List schemes with their targets, the decoder's main scheme last (readers warn about a target that another hides).
+
+    A quantized embedding is named by its class in vLLM, too: that of Llama, and so of Mistral and GLM-4, gives it no name
+    (`models/llama.py` of 0.32).
 
     Args:
         layers: quantized linear layer (memory name) -> its scheme.
         disk: memory name of a parameter -> its name on disk.
         spec: where the vision tower is.
+        alone: whether the decoder has no other embedding, which that class would be, too.
     """
     towers: list[tuple[Scheme, str]] = []
     rest = dict(layers)
@@ -80,6 +89,8 @@ def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSp
         if name.endswith((LM_HEAD, EMBEDDING)):  # in vLLM neither is a `Linear`
             forms = dict.fromkeys((name, disk[f"{name}.weight"].removesuffix(".weight"), spec.engine_name(name)))
             entries.setdefault(scheme, []).append(f"re:(?:{'|'.join(map(re.escape, forms))})$")
+            if alone and name.endswith(EMBEDDING):
+                entries[scheme].append(_ENGINE_EMBEDDING)
         elif scheme != main or name.startswith(spec.vision):
             exact = [name, disk[f"{name}.weight"].removesuffix(".weight")]
             exact += [values_name(alias) for alias in exact] if keys_are_values(name, disk) else []

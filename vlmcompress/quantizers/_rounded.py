@@ -78,6 +78,15 @@ class Options(QuantizerOptions):
 
 
 @dataclass(frozen=True)
+class WithSteps(Options):
+    """`Options` with the steps of gptq-plus on."""
+
+    smooth: Any = "feedback"
+    clip: bool = True
+    sweeps: int = 2
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What the layers of a group share: of NVFP4 the global scale `[1]`; GPTQ's feedback; the Gram matrix for clipping;
     warnings."""

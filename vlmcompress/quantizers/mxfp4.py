@@ -21,8 +21,8 @@ _INPUTS = {4: ActFormat("float", 4, dynamic=True, mx=True), 16: None}
 
 
 @dataclass(frozen=True)
-class Options(_rounded.Options):
-    """Those of rounding, which `nvfp4` has as well, and `activations`: 4 (MXFP4) or 16 bits."""
+class Options(_rounded.WithSteps):
+    """Those of rounding, which `nvfp4` has as well, with the steps of gptq-plus, and `activations`: 4 (MXFP4) or 16 bits."""
 
     activations: int = 4
 

@@ -12,7 +12,6 @@ it, and become the same float8 again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -26,12 +25,8 @@ _LEAST = 2.0**-9  # of float8, above zero
 
 
 @dataclass(frozen=True)
-class Options(_rounded.Options):
+class Options(_rounded.WithSteps):
     """Those of rounding, which `nvfp4` has as well, with the steps of gptq-plus."""
-
-    smooth: Any = "feedback"
-    clip: bool = True
-    sweeps: int = 2
 
 
 def as_float8(scale: Tensor) -> Tensor:
