@@ -3,13 +3,13 @@
 
     scripts/measure/draft_speed.py qwen|llava|smol [-o FOLDER] [--targets bf16 int8 w4 ...] [--prompts 40] [--steps 600]
 
-The model is the demo that describes scenes in 30 to 60 words (`scripts/train/describe_demo.py assemble`); of demo-smol, which
-has a real language model (`scripts/train/assemble_demo_smol.py`), it is that alone, asked with sentences of English prose.
+The model is the demo that describes scenes in 30 to 60 words (`scripts/train/describe_demo.py assemble`), or demo-smol
+(`scripts/train/assemble_demo_smol.py`), whose language model goes on from sentences of English prose (`eval/english.py`).
 Targets are it, and what `quantize` makes of it in INT8 and in 4 bits, each with all and with half the visual tokens (`-half`).
-Drafts are trained for the first target, on answers to descriptions of the calibration split and, one in six, short questions,
-or to the prose (`eval/english.py`), of which each split has other authors. Other targets are
-asked with these drafts as they are, and with ones that `draft --from` aligned in a tenth of the steps. All that is made and the
-figures of a target are kept in FOLDER (default: build/draft-speed), and not made again.
+Drafts are trained for the first target, on its answers to questions of the calibration split, one in six of which are short
+ones of the frozen families. Other targets are asked with these drafts as they are, and with ones that `draft --from` aligned in
+a tenth of the steps. All that is made and the figures of a target are kept in FOLDER (default: build/draft-speed), and not made
+again.
 
 Questions are of the validation split. For a target all engines are up at once, on one thread each, and are asked one question
 after the other in turn, batch 1, greedily, in the target's own type; a second round asks them in float32, where rounding
@@ -88,16 +88,16 @@ def made(folder: Path, *arguments: Any) -> Path:
 
 
 def questions(work: Path, variant: str, split: str, count: int) -> Path:
-    """A file of questions: descriptions and, one in six, short ones of the frozen families; for "prose" English alone."""
+    """A file of questions: descriptions, of "prose" English, and in calibration one in six of the frozen families."""
     file = work / f"{split}-{variant}-{count}.parquet"
     if not file.is_file():
         short = count // 6 if split == "calibration" else 0
         if variant == "prose":
-            rows = [prose(split, number, text) for number, text in enumerate(paragraphs(split)[:count])]
+            rows = [prose(split, number, text) for number, text in enumerate(paragraphs(split)[: count - short])]
         else:
-            rows = description_rows(split, variant, count - short) + (
-                split_rows(split, variant)[:short] if short else []
-            )
+            rows = description_rows(split, variant, count - short)
+        if short:
+            rows += split_rows(split, "qwen" if variant == "qwen" else "llava")[:short]
         pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file)
     return file
 
