@@ -138,8 +138,8 @@ def trained(
         steps, every = (args.steps, 50) if base is None else (max(1, args.steps // 10), 10)
         values = {"data": str(data), "samples": args.samples}
         recipe = resolve({"model": str(target), "out": str(folder), "scheme": "none", "calibrate": values}).recipe
-        own = {"vocabulary": args.vocabulary} if base is None else {"lr": ALIGNING}
-        training = DraftTraining(steps=steps, every=every, answer_tokens=args.answer, **own, **flags)
+        settings = {"vocabulary": args.vocabulary} if base is None else {"lr": ALIGNING}
+        training = DraftTraining(steps=steps, every=every, answer_tokens=args.answer, **settings, **flags)
         answers = Kept(folder.parent / f"answers-{target.name}.json")
         began = time.process_time()
         facts = draft(recipe, training, base=base and Draft.of(base), engine=answers, resume=True)
