@@ -3,11 +3,13 @@
 
     scripts/measure/draft_speed.py qwen|llava|smol [-o FOLDER] [--targets bf16 int8 w4 ...] [--prompts 40] [--steps 600]
 
-The model is the demo that describes scenes in 30 to 60 words (`scripts/train/describe_demo.py assemble`); targets are it, and
-what `quantize` makes of it in INT8 and in 4 bits, each with all and with half the visual tokens (`-half`). Drafts are trained
-for the first target, on answers to descriptions of the calibration split and, one in six, short questions. Other targets are
-asked with these drafts as they are, and with ones that `draft --from` aligned in a tenth of the steps. All that is made and the
-figures of a target are kept in FOLDER (default: build/draft-speed), and not made again.
+The model is the demo that describes scenes in 30 to 60 words (`scripts/train/describe_demo.py assemble`), or demo-smol
+(`scripts/train/assemble_demo_smol.py`), whose language model goes on from sentences of English prose (`eval/english.py`).
+Targets are it, and what `quantize` makes of it in INT8 and in 4 bits, each with all and with half the visual tokens (`-half`).
+Drafts are trained for the first target, on its answers to questions of the calibration split, one in six of which are short
+ones of the frozen families. Other targets are asked with these drafts as they are, and with ones that `draft --from` aligned in
+a tenth of the steps. All that is made and the figures of a target are kept in FOLDER (default: build/draft-speed), and not made
+again.
 
 Questions are of the validation split. For a target all engines are up at once, on one thread each, and are asked one question
 after the other in turn, batch 1, greedily, in the target's own type; a second round asks them in float32, where rounding
@@ -33,14 +35,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eval.demo.smol.data import prose
+from eval.english import paragraphs
 from eval.world.describing import description_rows
+from eval.world.freeze import SCHEMA
 from eval.world.rows import split_rows
 from vlmcompress import engines
 from vlmcompress.checkpoint.draft_folder import Draft
 from vlmcompress.cli import main as vlmcompress
 from vlmcompress.engines import Answer, Request
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.draft import DraftTraining, draft
+from vlmcompress.runs.draft import ALIGNING, DraftTraining, draft
 from vlmcompress.runs.draft_lessons import Lessons
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +67,9 @@ TARGETS = {
 }
 DRAFTS: dict[str, dict[str, Any]] = {
     "text": {"images": "none", "block_size": BLOCK},
+    "vector": {"images": "none", "image_vector": True, "block_size": BLOCK},
     "hidden": {},
+    "all": {"images": "all", "block_size": BLOCK},
     "vision": {"images": "divprune:0.25", "image_vector": True, "block_size": BLOCK},
     "medusa": {"kind": "medusa"},
 }
@@ -71,7 +78,6 @@ ALONE: dict[str, dict[str, Any] | None] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix": {"method": "suffix", "num_speculative_tokens": 3},
 }
-ANSWER = 128  # most tokens of an answer
 
 
 def made(folder: Path, *arguments: Any) -> Path:
@@ -82,12 +88,17 @@ def made(folder: Path, *arguments: Any) -> Path:
 
 
 def questions(work: Path, variant: str, split: str, count: int) -> Path:
-    """A file of questions: descriptions and, one in six, short ones of the frozen families."""
+    """A file of questions: descriptions, of "prose" English, and in calibration one in six of the frozen families."""
     file = work / f"{split}-{variant}-{count}.parquet"
     if not file.is_file():
         short = count // 6 if split == "calibration" else 0
-        rows = description_rows(split, variant, count - short) + (split_rows(split, variant)[:short] if short else [])
-        pq.write_table(pa.Table.from_pylist(rows), file)
+        if variant == "prose":
+            rows = [prose(split, number, text) for number, text in enumerate(paragraphs(split)[: count - short])]
+        else:
+            rows = description_rows(split, variant, count - short)
+        if short:
+            rows += split_rows(split, "qwen" if variant == "qwen" else "llava")[:short]
+        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file)
     return file
 
 
@@ -127,7 +138,8 @@ def trained(
         steps, every = (args.steps, 50) if base is None else (max(1, args.steps // 10), 10)
         values = {"data": str(data), "samples": args.samples}
         recipe = resolve({"model": str(target), "out": str(folder), "scheme": "none", "calibrate": values}).recipe
-        training = DraftTraining(steps=steps, every=every, answer_tokens=ANSWER, **flags)
+        settings = {"vocabulary": args.vocabulary} if base is None else {"lr": ALIGNING}
+        training = DraftTraining(steps=steps, every=every, answer_tokens=args.answer, **settings, **flags)
         answers = Kept(folder.parent / f"answers-{target.name}.json")
         began = time.process_time()
         facts = draft(recipe, training, base=base and Draft.of(base), engine=answers, resume=True)
@@ -151,8 +163,8 @@ def remembered() -> None:
     Lessons.lesson = lesson  # type: ignore[method-assign]
 
 
-def engine(pipe: Any, model: Path, setting: dict[str, Any] | None, dtype: str) -> None:
-    """A process with an engine: a prompt comes, an answer's tokens, seconds and counts go."""
+def engine(pipe: Any, model: Path, setting: dict[str, Any] | None, dtype: str, most: int) -> None:
+    """A process with an engine: a prompt comes, an answer of at most `most` tokens, seconds and counts go."""
     from vllm import LLM, SamplingParams
 
     try:
@@ -175,7 +187,7 @@ def engine(pipe: Any, model: Path, setting: dict[str, Any] | None, dtype: str) -
     pipe.send(None)
     drafter = getattr(llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
     steps, proposals = timed(llm.llm_engine, "step"), timed(drafter, "propose") if drafter else []
-    sampling = SamplingParams(max_tokens=ANSWER, temperature=0)
+    sampling = SamplingParams(max_tokens=most, temperature=0)
     while (prompt := pipe.recv()) is not None:
         steps.clear(), proposals.clear()
         before, wall, seconds = counted(llm), time.perf_counter(), time.process_time()
@@ -210,13 +222,15 @@ def counted(llm: Any) -> list[int]:
     return [metrics["vllm:spec_decode_num_drafts"].value, *places]
 
 
-def asked(model: Path, settings: dict[str, Any], prompts: list[Any], dtype: str) -> dict[str, dict[str, Any]]:
+def asked(
+    model: Path, settings: dict[str, Any], prompts: list[Any], dtype: str, most: int
+) -> dict[str, dict[str, Any]]:
     """Ask all engines in turn; name -> figures, or why it did not start."""
     context = multiprocessing.get_context("fork")
     engines, figures = {}, {}
     for name, setting in settings.items():
         ours, theirs = context.Pipe()
-        process = context.Process(target=engine, args=(theirs, model, setting, dtype), daemon=True)
+        process = context.Process(target=engine, args=(theirs, model, setting, dtype, most), daemon=True)
         process.start()
         theirs.close()
         try:
@@ -271,10 +285,12 @@ def prompts_of(file: Path) -> list[Any]:
     return prompts
 
 
-def measured(name: str, folder: Path, settings: dict[str, Any], prompts: list[Any], exact: int) -> list[dict[str, Any]]:
-    """The figures of a target, a row a draft; `exact`: how many prompts are asked in float32, too."""
-    figures = asked(folder, settings, prompts, "auto")
-    precise = asked(folder, settings, prompts[:exact], "float32") if exact else {}
+def measured(
+    name: str, folder: Path, settings: dict[str, Any], prompts: list[Any], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The figures of a target, a row a draft."""
+    figures = asked(folder, settings, prompts, "auto", args.answer)
+    precise = asked(folder, settings, prompts[: args.exact], "float32", args.answer) if args.exact else {}
     rows = []
     for kind, figure in figures.items():
         rows.append({"target": name, "draft": kind, **figure, "same_float32": precise.get(kind, {}).get("same")})
@@ -286,21 +302,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=("qwen", "llava", "smol"))
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build/draft-speed")
-    parser.add_argument("--source", type=Path, help="the checkpoint; default: build/demo-MODEL-describe")
+    parser.add_argument(
+        "--source", type=Path, help="the checkpoint; default: build/demo-MODEL-describe, build/demo-smol"
+    )
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
     parser.add_argument("--align", nargs="*", choices=DRAFTS, help="drafts to align to the other targets; default: all")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--samples", type=int, default=600, help="questions to train on; a tenth is held out")
+    parser.add_argument("--answer", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--vocabulary", type=int, default=32000, help="most tokens that a draft can guess")
     parser.add_argument("--exact", type=int, default=12, help="questions asked in float32, too")
     parser.add_argument("--train", action="store_true", help="make targets and drafts, ask nothing")
     args = parser.parse_args()
     remembered()
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
-    work, variant = args.output / args.model, "qwen" if args.model == "qwen" else "llava"
+    work, variant = args.output / args.model, {"smol": "prose"}.get(args.model, args.model)
     work.mkdir(parents=True, exist_ok=True)
-    source = args.source or ROOT / f"build/demo-{args.model}-describe"
+    source = args.source or ROOT / ("build/demo-smol" if args.model == "smol" else f"build/demo-{args.model}-describe")
     data, validation = (
         questions(work, variant, *part) for part in (("calibration", args.samples), ("validation", args.prompts))
     )
@@ -320,7 +340,7 @@ def main() -> None:
 
         file = work / f"figures-{target}.json"
         if not file.is_file() or json.loads(file.read_text())["about"] != about:
-            figures = measured(target, folder, settings, prompts_of(validation), args.exact)
+            figures = measured(target, folder, settings, prompts_of(validation), args)
             file.write_text(json.dumps({"about": about, "rows": figures}))
         rows += json.loads(file.read_text())["rows"]
     print(json.dumps({"model": args.model, **about, "rows": rows}))

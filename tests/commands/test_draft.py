@@ -172,13 +172,17 @@ def test_vllm_guesses_as_in_training_and_answers_as_ever(draft, reduced, data):
         ("--images", "all"),
         ("--images", "coverage:0.25"),
         ("--image-vector",),
-        ("--kind", "medusa"),
+        ("--kind", "medusa", "--vocabulary", "50"),
     ],
     ids=lambda flags: " ".join(flags) or "hidden",
 )
 def test_every_kind_in_vllm(family, flags, data, tmp_path):
-    """What the test above shows of one form, of all, with plain RoPE, too."""
+    """What the test above shows of one form, of all, with plain RoPE, too; of Medusa with few words and a reducer."""
     target, out = roomy(family, tmp_path / "target"), tmp_path / "draft"
+    if "medusa" in flags:
+        source, target = target, tmp_path / "reduced"
+        reduce = ("--scheme", "none", "--reduce", "uniform:0.75")
+        assert cli.main(["quantize", str(source), "-o", str(target), *reduce]) == 0
     block = ("--block-size", BLOCK) if flags else ()
     assert cli.main(list(map(str, ["draft", target, "-o", out, "--calib", data, *FEW, *flags, *block]))) == 0
     image = data.parent / "0.png"
@@ -221,6 +225,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(plain, data, tmp_path, cap
     facts, base = (json.loads((folder / draft_folder.FACTS).read_text()) for folder in (tmp_path / "again", out))
     assert facts["from"]["acceptance"] == base["acceptance"] and facts["vocabulary"] == 50
     assert facts["held_out_kl"]["before"] == pytest.approx(base["held_out_kl"]["after"], abs=0.05)
+    code, text, err = run(capsys, *again[:-4], "--lr", 0.9, "-o", tmp_path / "worse", "--from", out)
+    assert code == 0 and "step 0 is kept" in text, err
+    kept = safetensors.torch.load_file(tmp_path / "worse" / "model.safetensors")
+    assert all(torch.equal(kept[name], part[name]) for name in part)
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def started(folder: Path, reducer: str = "dart:0.5", **options: Any) -> SimpleNa
         ({"pipeline": 2}, "use tensor parallelism"),
         ({"microbatches": True}, "leave out --enable-dbo"),
         ({"pruning": True}, "--video-pruning-rate; leave it out"),
-        ({"draft": "eagle"}, "use the method ngram"),
+        ({"draft": "eagle"}, "or the method ngram"),
         ({"encoder": "data", "reducer": "tome:0.5"}, "within the encoder; leave it out"),
     ],
 )

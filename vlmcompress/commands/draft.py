@@ -39,6 +39,7 @@ def options(parser: Parser) -> None:
     parser.add_argument("-o", "--out", metavar="DRAFT", required=True, help="folder to write")
     _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
     _flags.training(parser, DEFAULTS, lr="1e-3")
+    parser.set_defaults(lr=None)  # which --from decides
     parser.add_argument(
         "--answer-tokens",
         type=int,
@@ -86,7 +87,8 @@ def options(parser: Parser) -> None:
     parser.epilog = (
         "MODEL answers the questions of DATA itself, greedily; answers in DATA are not used. A tenth of DATA, 8 samples at\n"
         "least, is held out, and the state with the lowest divergence there is written. A draft fits the checkpoint that it\n"
-        "was trained for: train it last, for what you serve; --from aligns that of another one in a tenth of the steps.\n"
+        "was trained for: train it last, for what you serve; --from aligns that of another one in a tenth of the steps, at an\n"
+        "--lr of 1e-4, and keeps it as it is where that does not help.\n"
         "Answers stay those without it, only sooner. vlmcompress serve MODEL --draft DRAFT; vlmcompress bench MODEL\n"
         "--baseline MODEL --draft DRAFT shows what it wins."
     )
@@ -100,8 +102,10 @@ def run(args: argparse.Namespace) -> Outcome:
     values = _flags.recipe_values(args)
     trained_on = "a draft is trained on the questions of DATA"
     _flags.refuse_foreign(values, "draft", _flags.TRAINING, trained_on)
-    from vlmcompress.runs.draft import DraftTraining, draft
+    from vlmcompress.runs.draft import ALIGNING, DraftTraining, draft
 
+    if args.lr is None:
+        args.lr = ALIGNING if args.base else DEFAULTS["lr"]
     training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe

@@ -9,6 +9,7 @@ the layout that vLLM loads. A draft of another checkpoint of the same sizes may 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +38,9 @@ from vlmcompress.runs.draft_lessons import Lessons, load_target
 from vlmcompress.runs.draft_write import write_draft
 from vlmcompress.runs.recovery_files import RecoveryFiles, model_facts, run_settings
 from vlmcompress.runs.train_loop import Settings, TrainLog, check_flags, train
+
+ALIGNING = 1e-4
+"""The learning rate with which a trained draft goes on for another target; at that of a new one it first gets worse."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def draft(
                 _check_answers(lessons, source)
                 tensors = _first_values(lessons, recipe.seed, stored, base)
                 before = acceptance(lessons, tensors) if base else None
-                log, best = _train(lessons, tensors, training, recipe.seed, files, progress)
+                log, best = _train(lessons, tensors, training, recipe.seed, files, progress, base is not None)
                 best = {name: tensor.to(target.model.dtype) for name, tensor in best.items()}  # as it is written
         facts = _facts(recipe, training, data, log, lessons, best)
         if base:
@@ -214,8 +218,13 @@ def _train(
     seed: int,
     files: RecoveryFiles,
     progress: Progress,
+    aligns: bool,
 ) -> tuple[TrainLog, dict[str, Tensor]]:
-    """Train; return how it went, and the best values. Raises UserError where nothing is better than the first ones."""
+    """Train; return how it went, and the best values.
+
+    Where nothing is better than the first ones these are kept if the run `aligns` a trained draft, else UserError.
+    """
+    first = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
     def loss(index: int) -> Tensor | None:
         lesson = lessons.lesson(index)
@@ -241,6 +250,8 @@ def _train(
     log, best = train(
         tensors, lessons.first, settings, **callbacks, store=files, progress=progress, label="training the draft"
     )
+    if not best and aligns and math.isfinite(log.first):
+        return log, first
     if not best:
         raise UserError(
             f"the draft learnt nothing: {log.ended or 'no measurement was better than before training'}; "

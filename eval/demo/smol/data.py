@@ -18,12 +18,12 @@ def write_data(folder: Path, families: tuple[str, ...]) -> None:
         table = pq.read_table(WORLD / f"{split}.parquet")
         rows = [row for row in table.to_pylist() if row["family"] in families]
         if split == "calibration":
-            rows += [_prose(number, text) for number, text in enumerate(english.paragraphs(split)[:PROSE])]
+            rows += [prose(split, number, text) for number, text in enumerate(english.paragraphs(split)[:PROSE])]
         pq.write_table(pa.Table.from_pylist(rows, table.schema), folder / f"{split}.parquet")
 
 
-def _prose(number: int, text: str) -> dict:
-    """A sample without an image: the first sentence as a user's message, the rest as the answer."""
+def prose(split: str, number: int, text: str) -> dict:
+    """A row without an image: the first sentence as a user's message, the rest as the answer."""
     asks, answers = english.halves(text)
-    name = f"calibration-english-{number:04d}"
+    name = f"{split}-english-{number:04d}"
     return {"id": name, "image": [], "question": asks, "answer": answers, "family": "english"}

@@ -142,8 +142,8 @@ def _check(config: Any, reducer: ServedReducer) -> None:
         (config.parallel_config.use_ubatching, "microbatches; leave out --enable-dbo"),
         (config.model_config.multimodal_config.is_multimodal_pruning_enabled(), "--video-pruning-rate; leave it out"),
         (
-            speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix", "eagle3"),
-            "speculative decoding by a draft model; use the method ngram",
+            speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix", "eagle3", "medusa"),
+            "speculative decoding by a draft model; use a head that `vlmcompress draft` trains, or the method ngram",
         ),
         (
             speculative is not None and _recurrent(config.model_config.hf_config) and _on_cpu(),
