@@ -46,9 +46,9 @@ from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
 from vlmcompress.runs.recover import recover
 from vlmcompress.runs.train_student import TrainingOptions
 
-SCORER = ScorerTraining(keep=1 / 9, to=0.75, steps=250, batch=8, every=125)
+SCORER = ScorerTraining(keep=1 / 9, to=0.75, steps=200, batch=8, every=100)
 BEHIND = "coverage:1/9"
-RECOVERED = TrainingOptions(steps=250, batch=8, every=50)
+RECOVERED = TrainingOptions(steps=150, batch=8, lr=2e-5, every=50)
 
 
 def questions(work: Path, per_family: int) -> Path:
@@ -87,9 +87,9 @@ def remember_images() -> None:
     CLIPVisionModel.forward = remembered
 
 
-def recipe(model: Path, out: Path, data: Path, **keys: Any) -> Any:
-    """A recipe that trains on all questions of `data`."""
-    samples = {"data": str(data), "samples": pq.read_metadata(data).num_rows}
+def recipe(model: Path, out: Path, data: Path, most: int, **keys: Any) -> Any:
+    """A recipe that trains on at most so many questions of `data`."""
+    samples = {"data": str(data), "samples": min(most, pq.read_metadata(data).num_rows)}
     return resolve({"model": str(model), "out": str(out), "scheme": "none", "calibrate": samples} | keys).recipe
 
 
@@ -97,10 +97,10 @@ def trained(model: Path, data: Path, work: Path) -> dict[str, Any]:
     """Train what is missing of the scorer and the recovered model, in WORK; returns what the files say of their training."""
     scorer, recovered = work / "scorer.safetensors", work / "recovered"
     if not scorer.exists():
-        facts = learn_reducer(recipe(model, scorer, data), SCORER, resume=True)
+        facts = learn_reducer(recipe(model, scorer, data, SCORER.samples), SCORER, resume=True)
         scorer.with_suffix(".json").write_text(json.dumps({name: facts[name] for name in ("held_out_kl", "best_step")}))
     if not recovered.exists():
-        recover(recipe(model, recovered, data, reduce=BEHIND), RECOVERED, resume=True)
+        recover(recipe(model, recovered, data, RECOVERED.samples, reduce=BEHIND), RECOVERED, resume=True)
     recovery = json.loads((recovered / "vlmcompress.json").read_text())["recovery"]
     return {"scorer": json.loads(scorer.with_suffix(".json").read_text()), "recovery": recovery}
 
