@@ -80,8 +80,8 @@ def main() -> None:
     for number in range(args.scenes):
         drawn = sample_scene(Random(f"photo/validation/kept/{number}"), "validation", album).draw(album)
         features = vlm.model.model.get_image_features(normalized(drawn.pixels[None])).pooler_output[0]
-        found = tallies(features, torch.from_numpy(drawn.item.reshape(-1)).long(), args.share)
-        for name, (part, whole) in found.items():
+        counted = tallies(features, torch.from_numpy(drawn.item.reshape(-1)).long(), args.share)
+        for name, (part, whole) in counted.items():
             total = sums.setdefault(name, [0.0, 0.0])
             total[0], total[1] = total[0] + part, total[1] + whole
     print(json.dumps({"share": args.share} | {name: round(100 * a / b, 1) for name, (a, b) in sums.items()}))

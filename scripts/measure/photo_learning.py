@@ -48,7 +48,7 @@ from vlmcompress.runs.train_student import TrainingOptions
 
 SCORER = ScorerTraining(keep=1 / 9, to=0.75, steps=200, batch=8, every=100)
 BEHIND = "coverage:1/9"
-RECOVERED = TrainingOptions(steps=150, batch=8, lr=2e-5, every=50)
+RECOVERED = TrainingOptions(steps=150, batch=8, every=50)
 
 
 def questions(work: Path, per_family: int) -> Path:
@@ -128,19 +128,15 @@ def main() -> None:
     data, model = questions(args.work, args.per_family), wide(args.model, args.work)
     remember_images()
     training = trained(model, data, args.work)
-    (full, before), clusters = asked(args.model, args.model, [None, BEHIND])
-    (whole, after), _ = asked(args.model, args.work / "recovered", [None, BEHIND])
-    found = {"questions": len(full), "full": 100 * float(full.mean())}
-    pairs = {
-        "behind": (before, full),
-        "recovered": (after, full),
-        "won": (after, before),
-        "recovered, all": (whole, full),
-    }
-    for name, (one, other) in pairs.items():
-        change = difference((one - other)[None], clusters)
-        found[name] = [round(100 * change["difference"], 2), round(100 * BEYOND * change["error"], 2)]
-    print(json.dumps(found | training))
+    summary: dict[str, Any] = training
+    if training["recovery"]["changed"]:
+        (full, before), clusters = asked(args.model, args.model, [None, BEHIND])
+        (whole, after), _ = asked(args.model, args.work / "recovered", [None, BEHIND])
+        pairs = {"behind": (before, full), "recovered": (after, full), "won": (after, before), "all": (whole, full)}
+        for name, (exact, other) in pairs.items():
+            change = difference((exact - other)[None], clusters)
+            summary[name] = [round(100 * change["difference"], 2), round(100 * BEYOND * change["error"], 2)]
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

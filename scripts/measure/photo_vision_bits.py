@@ -126,13 +126,13 @@ def main() -> None:
     tops = largest(plain)
     large = {name: top >= args.times * top[top > 0].median() for name, top in tops.items()}
     counts = [int(mask.sum()) for mask in large.values()]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "questions": len(samples),
         "apart": f"{min(counts)} to {max(counts)}, {sum(counts)} in all",
     }
     some = questions.images[:32]
     before, full = features(plain, some), SharedAsker(plain, questions).ask(None).exact.double()
-    found["16 bits"] = round(100 * float(full.mean()), 1)
+    summary["16 bits"] = round(100 * float(full.mean()), 1)
     for scheme in ("fp8", "int8"):
         for apart in (False, True):
             vlm = quantized(plain, scheme)
@@ -146,9 +146,9 @@ def main() -> None:
                 "change": [round(100 * change["difference"], 2), round(100 * BEYOND * change["error"], 2)],
                 "same": round(100 * float((exact == full).double().mean()), 1),
             }
-            found[f"{scheme}{', channels apart' if apart else ''}"] = figures
+            summary[f"{scheme}{', channels apart' if apart else ''}"] = figures
             print(scheme, apart, figures, file=sys.stderr, flush=True)
-    print(json.dumps(found))
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

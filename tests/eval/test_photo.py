@@ -267,10 +267,10 @@ def test_what_is_kept_is_counted_where_it_stands():
     features = 0.1 * torch.randn(SIDE * SIDE, 8)
     features[:64, 0] += 3
     features[64:, 1] += 1
-    found = tallies(features, item, 0.25)
-    assert found["all"] == (64, 256) and found["pivots"] == (4, 4)
-    assert found["dart:pivots=4 things"] == (4, 64) and found["dart, pivots of background things"] == (60, 64)
-    assert found["uniform gone"] == (0, 1) and found["likeness of things"][0] > 0.9 * 64
+    counted = tallies(features, item, 0.25)
+    assert counted["all"] == (64, 256) and counted["pivots"] == (4, 4)
+    assert counted["dart:pivots=4 things"] == (4, 64) and counted["dart, pivots of background things"] == (60, 64)
+    assert counted["uniform gone"] == (0, 1) and counted["likeness of things"][0] > 0.9 * 64
 
 
 def test_channels_that_are_set_apart_are_not_rounded():
