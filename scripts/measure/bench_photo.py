@@ -52,7 +52,7 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "divprune": [{}, {"merge": "nearest"}, {"positions": "compact"}],
     "cdpruner": [{}],
     "scope": [{}],
-    "dart": [{"pivots": 4}],
+    "dart": [{}, {"pivots": 4}],
     "visionzip": [{}],
     "vscan": [{"shallow": 3, "window": 4}],
     "tome": [{}],
@@ -70,7 +70,7 @@ def settings() -> list[tuple[str, ReducerChoice | None]]:
     for share in SHARES:
         for method, variants in METHODS.items():
             for options in variants:
-                shown = {k: v for k, v in options.items() if k in ("merge", "positions")}
+                shown = {k: v for k, v in options.items() if k in ("merge", "positions", "pivots")}
                 name = " ".join([method, *(f"{k}={v}" for k, v in shown.items())])
                 out.append((name, choose(method, {"keep": share} | options, "setting")))
         if share == SHARES[1]:
@@ -102,6 +102,8 @@ def measure(args: argparse.Namespace) -> None:
         key = str(chosen or "full")
         if key in done or (args.groups and group not in (*args.groups, "full")):
             continue
+        if args.shares and chosen and getattr(chosen.options, "keep", None) not in map(_number, args.shares):
+            continue
         if chosen and (refusal(vlm.spec, chosen.method) or (chosen.options.scorer is not None and not args.scorer)):
             continue
         start = time.process_time()
@@ -117,6 +119,12 @@ def measure(args: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
         shown = f"{100 * answers.exact.double().mean():.1f}% of {row['left']:.3f}"
         print(f"{time.strftime('%H:%M:%S')} {key}: {shown}, {row['seconds']} s", file=sys.stderr, flush=True)
+
+
+def _number(share: str) -> float:
+    """`0.5` or `1/9` as a number."""
+    over, _, under = share.partition("/")
+    return float(over) / float(under or 1)
 
 
 def _ready(vlm: models.VLM, chosen: ReducerChoice | None, args: argparse.Namespace) -> ReducerChoice | None:
@@ -201,6 +209,7 @@ def main() -> None:
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     parser.add_argument("--images", type=int, help="ask about the first so many images; default: all")
     parser.add_argument("--groups", nargs="+", metavar="ROW", help="rows of the table to measure; default: all")
+    parser.add_argument("--shares", nargs="+", metavar="SHARE", help="shares to measure, such as 1/9; default: all")
     parser.add_argument("--scorer", type=Path, help="file of `vlmcompress learn-reducer`, for the row of `learned`")
     parser.add_argument("--summarise", action="store_true", help="measure nothing")
     args = parser.parse_args()
