@@ -103,7 +103,9 @@ def test_embeddings_are_rounded_row_by_row_and_read_by_transformers(kind, writte
     source, answering = models.load(checkpoint(kind)), hf_model(out)
     name = models.embedding_name(source.model)
     groups = models.read_config(out)["quantization_config"]["config_groups"].values()
-    assert any("VocabParallelEmbedding" in group["targets"] for group in groups)  # some of vLLM's classes give it no name
+    assert any(
+        "VocabParallelEmbedding" in group["targets"] for group in groups
+    )  # some of vLLM's classes give it no name
     weight = source.model.get_parameter(f"{name}.weight")
     q = Stored.of(out)[name][0]
     codes, scale = q.q.float(), q.scale.float()

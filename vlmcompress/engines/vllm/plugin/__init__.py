@@ -41,7 +41,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from vlmcompress.engines.vllm.plugin import _draft
+    from vlmcompress.engines.vllm.plugin import _draft, _mended
     from vlmcompress.engines.vllm.plugin._loading import Loading, supported
 
     right = supported(vllm.__version__)
@@ -53,6 +53,7 @@ def register() -> None:
         MODELS_CONFIG_MAP[name] = Loading(MODELS_CONFIG_MAP.get(original))  # type: ignore[assignment]
     if right:
         _draft.register()
+        _mended.register()
         emulate_floats()
         emulate_experts()
         unpack_on_load()

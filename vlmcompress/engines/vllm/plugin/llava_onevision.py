@@ -110,7 +110,6 @@ class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevis
     def _process_video_pixels(self, inputs: Any) -> tuple[Tensor, ...]:
         reduced = []
         for pixels, rows in zip(inputs["pixel_values_videos"], super()._process_video_pixels(inputs), strict=True):
-            rows = rows.flatten(0, -2)  # vLLM gives videos of several lengths as [1, n, d]
             grid = film(self.config, len(pixels))
             result = self._reductions([(rows, [(grid, range(math.prod(grid)))], {})])[0]
             reduced.append(self._placed(result.apply(rows), result))

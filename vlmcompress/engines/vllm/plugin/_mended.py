@@ -1,0 +1,95 @@
+"""Faults of vLLM 0.32 that are mended, each once the module that has it is imported.
+
+**n-grams.** numba searches them, and its pool of threads, when it starts, sets OpenMP's number of threads to that of the
+machine's cores, whatever `OMP_NUM_THREADS` says. Where one of these is busy, all small products of a CPU wait for it.
+
+**Medusa.** The table of the tokens that its heads can guess becomes a parameter, of which the check of what was loaded knows
+nothing: "weights were not initialized from checkpoint: {'token_map'}".
+
+**LLaVA-OneVision's videos.** Where those of a step have different numbers of frames, each one's rows come as `[1, n, d]`, and
+the engine ends: "Expected multimodal embeddings to be a sequence of 2D tensors".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+NGRAMS = "vllm.v1.spec_decode.ngram_proposer"
+MODELS = "vllm.model_executor.models"
+
+
+def register() -> None:
+    """Mend them all. May be called any number of times."""
+    when_imported(NGRAMS, _keep_threads)
+    when_imported(f"{MODELS}.medusa", _count_table)
+    when_imported(f"{MODELS}.llava_onevision", _flatten_videos)
+
+
+def when_imported(name: str, mend: Callable[[Any], None]) -> None:
+    """Call `mend` with a module, now or when it is imported, which takes seconds and is needed in workers alone."""
+    if module := sys.modules.get(name):
+        if not hasattr(module, "_vlmcompress_mended"):
+            _once(module, mend)
+    elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, mend))
+
+
+def _once(module: Any, mend: Callable[[Any], None]) -> None:
+    mend(module)
+    module._vlmcompress_mended = True
+
+
+class _Finder(MetaPathFinder):
+    """Mends a module when it is imported."""
+
+    def __init__(self, name: str, mend: Callable[[Any], None]):
+        self.name, self.mend = name, mend
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """The module's own spec, with a loader that does so."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _once(module, self.mend)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _keep_threads(module: Any) -> None:
+    """Start numba's pool now, and set the number of threads back to what it was."""
+    import torch
+
+    threads = torch.get_num_threads()
+    module.get_num_threads()  # numba's, which starts its pool
+    torch._C.set_num_threads(threads)  # in the place of torch.set_num_threads vLLM has put a warning
+
+
+def _count_table(module: Any) -> None:
+    """Count the table of guessable tokens among what was loaded, and have it where the heads are."""
+    load = module.Medusa.load_weights
+
+    def load_weights(self: Any, weights: Any) -> set[str]:
+        loaded: set[str] = load(self, weights)
+        if self.token_map is None:
+            return loaded
+        self.token_map.data = self.token_map.data.to(self.lm_heads[0].weight.device)
+        return loaded | {"token_map"}
+
+    module.Medusa.load_weights = load_weights
+
+
+def _flatten_videos(module: Any) -> None:
+    model = module.LlavaOnevisionForConditionalGeneration
+    process = model._process_video_pixels
+    model._process_video_pixels = lambda self, inputs: [rows.flatten(0, -2) for rows in process(self, inputs)]
