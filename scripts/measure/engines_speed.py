@@ -2,13 +2,14 @@
 """What a prompt and a token cost in vLLM's CPU build, llama.cpp and OpenVINO, with 16, 8 and 4 bits.
 
     scripts/measure/engines_speed.py build/engines-speed --model random     # Qwen2.5-VL of 0.4 B random parameters
-    scripts/measure/engines_speed.py build/engines-speed --model demo-qwen  # or demo-llava
+    scripts/measure/engines_speed.py build/engines-speed --model demo-qwen --requests 100 --repeats 2    # or demo-llava
 
 Each engine answers one request at a time with one thread. Counted are the processor seconds of its process and of its
 children: what a core is busy for, whatever else the machine does. Requests come in pairs about different images of the same
 size, for one token and for many: the first takes what a prompt costs, the difference is the tokens'. The variants take turns,
 each in a process of its own, and all is repeated; medians of the turns are given, with their extremes. Each turn is kept in
-FOLDER, so that a run that was ended goes on; `--minutes` ends it.
+FOLDER, so that a run that was ended goes on; `--minutes` ends it. The demo models' prompts take a tick of the clock, so that
+many are needed, and their answers are two tokens long, which says nothing of tokens.
 
 Weights are 4 bits in groups of 32, symmetric, and 8 bits per row. In vLLM's CPU build the 8 bits are those of inputs, too, as
 it has no other kernel. llama.cpp's 4 bits are Q4_0, for which it rounds inputs to 8 bits; OpenVINO does so where the processor
@@ -237,7 +238,8 @@ def row(variant: Variant, model: Path, turns: list[dict]) -> dict:
     about = {"engine": variant.engine, "bits": variant.bits, "bytes": files}
     if errors := [turn["error"] for turn in turns if "error" in turn]:
         return about | {"error": errors[0]}
-    prompt, token = [turn["length"] / turn["prompt"] for turn in turns], [1 / turn["token"] for turn in turns]
+    prompt = [turn["length"] / turn["prompt"] for turn in turns]
+    token = [1 / turn["token"] if turn["token"] else 0.0 for turn in turns]
     return about | {"prompt": prompt, "token": token}
 
 
@@ -247,7 +249,9 @@ def shown(row: dict) -> tuple[str, ...]:
     if "error" in row:
         return (*cells, row["error"], "", "", "")
     for rates in (row["prompt"], row["token"]):
-        cells += [f"{statistics.median(rates):.1f}", f"{min(rates):.1f} to {max(rates):.1f}"]
+        slowest, fastest = min(rates), max(rates)
+        clear = 0 < fastest < 2 * slowest  # else the clock's ticks of 10 ms hide it
+        cells += [f"{statistics.median(rates):.0f}", f"{slowest:.0f} to {fastest:.0f}"] if clear else ["", "not clear"]
     return tuple(cells)
 
 
