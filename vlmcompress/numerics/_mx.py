@@ -14,9 +14,13 @@ _UP = 1 << (_MANTISSA - 2)  # from 1.75 times a power of two on the next one is 
 
 
 def on_grid(scale: Tensor) -> Tensor:
-    """Round float32 scales to powers of two, finite and above zero: the one below, from 1.75 times that on the one above."""
+    """Round float32 scales to powers of two, finite and above zero: the one below, from 1.75 times that on the one above.
+
+    Zero, of a block of zeros, becomes 1, whose square is a number like any other.
+    """
     byte = (scale.contiguous().view(torch.int32) + _UP) >> _MANTISSA
-    return byte.clamp_(1, 2 * _BIAS).bitwise_left_shift_(_MANTISSA).view(torch.float32)
+    byte = byte.clamp_(1, 2 * _BIAS).masked_fill_(scale == 0, _BIAS)
+    return byte.bitwise_left_shift_(_MANTISSA).view(torch.float32)
 
 
 def stored(scale: Tensor) -> Tensor:
