@@ -169,29 +169,29 @@ def test_a_checkpoint_says_how_many_tokens_go(tmp_path, monkeypatch):
     requests = [replace(request, max_tokens=1) for request in questions(tmp_path, [(140, 56)]) if request.images()]
     replies = answers(openvino, out, tmp_path, requests)
     running, _ = hf.start(settings := job(source, tmp_path, "cdpruner:0.5"))
-    agreeing: list[float] = []
-    seen: dict[str, Any] = {}
+    ranks: list[float] = []
+    arguments: dict[str, Any] = {}
 
     def select_these(tokens, features, relevance, count):
-        seen.update(features=torch.nn.functional.normalize(features.double(), dim=-1), count=count)
+        arguments.update(features=torch.nn.functional.normalize(features.double(), dim=-1), count=count)
         return torch.tensor(tokens)
 
     def spread(tokens) -> float:
-        return float(torch.linalg.det(seen["features"][tokens] @ seen["features"][tokens].T))
+        return float(torch.linalg.det(arguments["features"][tokens] @ arguments["features"][tokens].T))
 
     for request in requests:
         errors = {}
         for tokens in itertools.combinations(range(10), 5):
             monkeypatch.setattr(cdpruner, "select", partial(select_these, list(tokens)))
             ((name, expected),) = hf.answers(running, [vars(request)], settings)
-            assert replies[name]["prompt_tokens"] == expected["prompt_tokens"] and seen["count"] == 5
+            assert replies[name]["prompt_tokens"] == expected["prompt_tokens"] and arguments["count"] == 5
             pairs = zip(replies[name]["first"], expected["first"], strict=True)
             errors[tokens] = max(abs(mine[1] - theirs[1]) for mine, theirs in pairs)
         stayed = min(errors, key=lambda tokens: errors[tokens])
         if errors[stayed] < 1e-4:
             worse = [tokens for tokens in errors if spread([*tokens]) < spread([*stayed])]
-            agreeing.append(len(worse) / len(errors))
-    assert agreeing and min(agreeing) > 0.75, agreeing
+            ranks.append(len(worse) / len(errors))
+    assert ranks and min(ranks) > 0.75, ranks
 
 
 def test_images_stay_as_small_as_the_recipe_made_them(tmp_path):
