@@ -158,9 +158,9 @@ def constants(folder: Path) -> dict[str, tuple[torch.Tensor, ov.Type]]:
 
 def test_a_checkpoint_says_how_many_tokens_go(tmp_path, monkeypatch):
     """The tokens that stay answer as ours do, and are spread as a greedy choice is: which ones stay, rounding decides, as
-    all are worth the same to begin with, and a processor that multiplies BF16 rounds more. By default the pipeline also
-    chooses in each half of an image by itself. Its text goes on from the last place that is left, ours from the last that
-    was there: where that went, no choice need agree."""
+    all are worth the same to begin with, and processors round differently. By default the pipeline also chooses in each
+    half of an image by itself. Its text goes on from the last place that is left, ours from the last that was there: where
+    that went, no choice need agree."""
     monkeypatch.setenv("CDPRUNER_SPLIT_THRESHOLD", "0")
     source = source_of(FAST, tmp_path / "source")
     out = write(source, tmp_path / "out", "--scheme", "none", "--reduce", "cdpruner:0.5")
