@@ -22,6 +22,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pyarrow.parquet as pq
 import reduced_answers
 import torch
-from methods_table import BEYOND, about, difference, numbered, rows
+from methods_table import about, numbered, points, rows
 from shared_answers import SharedAsker
 from torch import Tensor
 
@@ -95,6 +96,7 @@ def measure(args: argparse.Namespace) -> None:
     """Append a row for every setting that ROWS lacks."""
     args.rows.parent.mkdir(parents=True, exist_ok=True)
     done = {row["reduce"] for row in kept_rows(args)}
+    shares = [float(Fraction(share)) for share in args.shares or ()]
     vlm = models.load(args.model)
     samples, _ = chosen_samples(args.model, args.split, args.images)
     asker = SharedAsker(vlm, reduced_answers.prepare(vlm, samples))
@@ -102,7 +104,7 @@ def measure(args: argparse.Namespace) -> None:
         key = str(chosen or "full")
         if key in done or (args.groups and group not in (*args.groups, "full")):
             continue
-        if args.shares and chosen and getattr(chosen.options, "keep", None) not in map(_number, args.shares):
+        if shares and chosen and getattr(chosen.options, "keep", None) not in shares:
             continue
         if chosen and (refusal(vlm.spec, chosen.method) or (chosen.options.scorer is not None and not args.scorer)):
             continue
@@ -119,12 +121,6 @@ def measure(args: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
         shown = f"{100 * answers.exact.double().mean():.1f}% of {row['left']:.3f}"
         print(f"{time.strftime('%H:%M:%S')} {key}: {shown}, {row['seconds']} s", file=sys.stderr, flush=True)
-
-
-def _number(share: str) -> float:
-    """`0.5` or `1/9` as a number."""
-    over, _, under = share.partition("/")
-    return float(over) / float(under or 1)
 
 
 def _ready(vlm: models.VLM, chosen: ReducerChoice | None, args: argparse.Namespace) -> ReducerChoice | None:
@@ -180,8 +176,7 @@ def _exact(found_rows: list[dict[str, Any]]) -> Tensor:
 
 def _change(exact: Tensor, full: Tensor, mask: Tensor, clusters: Tensor) -> list[float]:
     """The difference to all tokens in percent of the questions, and half its interval."""
-    change = difference((exact - full)[:, mask], clusters[mask])
-    return [round(100 * change["difference"], 1), round(100 * BEYOND * change["error"], 1)]
+    return points((exact - full)[:, mask], clusters[mask])
 
 
 def render(summary: dict[str, Any]) -> str:

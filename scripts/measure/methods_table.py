@@ -169,6 +169,12 @@ def difference(d: Tensor, clusters: Tensor) -> dict[str, float]:
     return {"difference": mean, "error": error, "z": mean / error if error else 0.0}
 
 
+def points(d: Tensor, clusters: Tensor, digits: int = 1) -> list[float]:
+    """The mean of differences `d [seeds, questions]` in percent, and half its interval of 95%; see `difference`."""
+    change = difference(d, clusters)
+    return [round(100 * change["difference"], digits), round(100 * BEYOND * change["error"], digits)]
+
+
 def verdicts(figures: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Count, by bits, methods with a significant loss to BF16, and balanced ones better or worse than unbalanced ones."""
     counts: dict[str, Any] = {"loses_to_bf16": {}, "compared": {}}

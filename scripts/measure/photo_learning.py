@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 import reduced_answers
 import torch
 from bench_photo import ROOT, chosen_samples
-from methods_table import BEYOND, about, difference, numbered
+from methods_table import about, numbered, points
 from shared_answers import SharedAsker
 from torch import Tensor
 from transformers import CLIPVisionModel
@@ -127,15 +127,13 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     data, model = questions(args.work, args.per_family), wide(args.model, args.work)
     remember_images()
-    training = trained(model, data, args.work)
-    summary: dict[str, Any] = training
-    if training["recovery"]["changed"]:
+    summary = trained(model, data, args.work)
+    if summary["recovery"]["changed"]:
         (full, before), clusters = asked(args.model, args.model, [None, BEHIND])
         (whole, after), _ = asked(args.model, args.work / "recovered", [None, BEHIND])
         pairs = {"behind": (before, full), "recovered": (after, full), "won": (after, before), "all": (whole, full)}
         for name, (exact, other) in pairs.items():
-            change = difference((exact - other)[None], clusters)
-            summary[name] = [round(100 * change["difference"], 2), round(100 * BEYOND * change["error"], 2)]
+            summary[name] = points((exact - other)[None], clusters, 2)
     print(json.dumps(summary))
 
 

@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from bench_photo import BANDS, SHARES, settings
-from methods_table import BEYOND, difference, rows
+from methods_table import points, rows
 from reduced_answers import Asker, Questions, encoder_untouched
 from torch import Tensor, nn
 
@@ -234,8 +234,7 @@ def _values(group_rows: list[dict[str, Any]], kind: str) -> Tensor:
 
 def _interval(change: Tensor, clusters: Tensor) -> list[float]:
     """The difference to all tokens in percent of the things, and half its interval."""
-    figures = difference(change, clusters.unique(return_inverse=True)[1])
-    return [round(100 * figures["difference"], 1), round(100 * BEYOND * figures["error"], 1)]
+    return points(change, clusters.unique(return_inverse=True)[1])
 
 
 def render(summary: dict[str, Any]) -> str:

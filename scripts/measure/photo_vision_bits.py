@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import reduced_answers
 import torch
 from bench_photo import ROOT, chosen_samples
-from methods_table import BEYOND, about, difference, numbered
+from methods_table import about, numbered, points
 from shared_answers import SharedAsker
 from teacher_forcing import load_quantized, round_activations
 from torch import Tensor, nn
@@ -140,10 +140,9 @@ def main() -> None:
                 set_apart(vlm, plain, large)
             error = float((features(vlm, some) - before).norm() / before.norm())
             exact = SharedAsker(vlm, questions).ask(None).exact.double()
-            change = difference((exact - full)[None], clusters)
             figures = {
                 "error": round(100 * error, 2),
-                "change": [round(100 * change["difference"], 2), round(100 * BEYOND * change["error"], 2)],
+                "change": points((exact - full)[None], clusters, 2),
                 "same": round(100 * float((exact == full).double().mean()), 1),
             }
             summary[f"{scheme}{', channels apart' if apart else ''}"] = figures

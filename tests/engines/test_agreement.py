@@ -144,10 +144,8 @@ with server(sys.argv[1], flags=["--max-num-seqs", "8"]) as running:
 def held() -> Iterator[tuple[subprocess.Popen, str, str, int]]:
     """A real server, held by a process of its own."""
     variables = {name: value for name, value in os.environ.items() if name != PYTHON_VARIABLE}
-    python = str(
-        Path(sys.prefix, "bin", "python")
-    )  # not `sys.executable`, whose server would have no session of its own
-    command = [python, "-c", HOLD, str(MODEL)]
+    python = Path(sys.prefix, "bin", "python")  # `sys.executable` is a fork, whose server has no session of its own
+    command = [str(python), "-c", HOLD, str(MODEL)]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
     assert holder.stdout is not None
     try:

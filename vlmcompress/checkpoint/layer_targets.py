@@ -4,8 +4,8 @@ A layer has up to three names: in memory (transformers), on disk, in the engine 
 and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
 the decoder's main scheme gets the class `Linear`, a vision tower's a pattern with the last part of the tower's name
 (`visual`, `vision_tower`: the same in all three), all experts of a block one pattern, output head and token embedding one of
-their three names, as neither is a `Linear` in vLLM, and any other layer its exact memory and disk names. Layers that are not
-quantized go into `ignore`, which every reader checks before `targets`.
+their three names, as neither is a `Linear` in vLLM (the embedding's class there is named, too), and any other layer its exact
+memory and disk names. Layers that are not quantized go into `ignore`, which every reader checks before `targets`.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def _train(
 
     Where nothing is better than the first ones these are kept if the run `aligns` a trained draft, else UserError.
     """
-    first = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    first = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if aligns else {}
 
     def loss(index: int) -> Tensor | None:
         lesson = lessons.lesson(index)
@@ -250,8 +250,8 @@ def _train(
     log, best = train(
         tensors, lessons.first, settings, **callbacks, store=files, progress=progress, label="training the draft"
     )
-    if not best and aligns and math.isfinite(log.first):
-        return log, first
+    if not best and math.isfinite(log.first):
+        best = first
     if not best:
         raise UserError(
             f"the draft learnt nothing: {log.ended or 'no measurement was better than before training'}; "

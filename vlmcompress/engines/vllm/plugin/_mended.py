@@ -20,6 +20,7 @@ from typing import Any
 
 NGRAMS = "vllm.v1.spec_decode.ngram_proposer"
 MODELS = "vllm.model_executor.models"
+_mended: set[str] = set()  # modules, or those that will be when they are imported
 
 
 def register() -> None:
@@ -30,17 +31,14 @@ def register() -> None:
 
 
 def when_imported(name: str, mend: Callable[[Any], None]) -> None:
-    """Call `mend` with a module, now or when it is imported, which takes seconds and is needed in workers alone."""
+    """Call `mend` once with a module, now or when it is imported, which takes seconds and is needed in workers alone."""
+    if name in _mended:
+        return
+    _mended.add(name)
     if module := sys.modules.get(name):
-        if not hasattr(module, "_vlmcompress_mended"):
-            _once(module, mend)
-    elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        mend(module)
+    else:
         sys.meta_path.insert(0, _Finder(name, mend))
-
-
-def _once(module: Any, mend: Callable[[Any], None]) -> None:
-    mend(module)
-    module._vlmcompress_mended = True
 
 
 class _Finder(MetaPathFinder):
@@ -60,7 +58,7 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            _once(module, self.mend)
+            self.mend(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
