@@ -94,13 +94,13 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
     before = counters.counters(running)
     bodies = [client.encode(running.name, messages, tokens) for messages in conversations]
     outcomes, seconds = client.send(running.url, bodies, Load("closed", clients))
-    after = counters.counters(running)
+    counted = counters.counters(running).since(before)
     if bad := [outcome for outcome in outcomes if outcome.error or outcome.output_tokens != tokens]:
         first = bad[0].error or f"{bad[0].output_tokens} of {tokens} tokens"
         raise Failed(f"{running.name}: {len(bad)} of {len(outcomes)} requests failed, the first: {first}")
-    if hits := (after.prefix_hits - before.prefix_hits) + (after.media_hits - before.media_hits):
+    if hits := counted.prefix_hits + counted.media_hits:
         raise Failed(f"{running.name} took {hits:g} tokens or images from a cache that should be off")
-    record = measure.serve_run(outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, media_hits=0)
+    record = measure.serve_run(outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, counters=counted)
     longest = max(outcomes, key=lambda outcome: outcome.prompt_tokens)
     return {
         **measure.figures(record),
