@@ -234,6 +234,7 @@ class LoadRun(_Record):
     Lists hold one value a request (`itl_ms`: one a token). `cached_tokens` are prompt tokens that the server took from its
         prefix cache, `media_hits` images from its media caches. With speculative decoding `drafts` counts steps with a draft,
     `drafted` their tokens, `accepted` those that became part of an answer, `accepted_at` these by their place in a draft.
+    `decode_seconds`: from first to last token by the server's clock, summed over requests; 0: it does not say.
     """
 
     side: Literal["baseline", "candidate"]
@@ -252,6 +253,7 @@ class LoadRun(_Record):
     drafted: Count = 0
     accepted: Count = 0
     accepted_at: list[Count] = []
+    decode_seconds: Amount = 0.0
     goodput: Amount | None = None
     ttft_ms: list[float] = []
     tpot_ms: list[float] = []

@@ -66,6 +66,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
             and counted.drafts
         )
         assert sum(counted.accepted_at) == counted.accepted and len(counted.accepted_at) == 2
+        assert 0 < counted.decode_seconds < sum(outcome.e2e for outcome in again)
         with pytest.raises(UserError, match="a cold run of demo-llava took .* and 6 images from a cache"):
             serving.check(plan, "cold", running, again, 0, 6)
         with pytest.raises(UserError, match="a warm run of demo-llava found no image"):

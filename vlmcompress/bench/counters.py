@@ -25,6 +25,7 @@ NAMES = {
     "vllm:spec_decode_num_drafts": "drafts",
     "vllm:spec_decode_num_draft_tokens": "drafted",
     "vllm:spec_decode_num_accepted_tokens": "accepted",
+    "vllm:request_decode_time_seconds_sum": "decode_seconds",
 }
 BY_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
@@ -32,13 +33,15 @@ BY_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
 @dataclass(frozen=True)
 class Counters:
     """Counts since the server's start: prompt tokens found in the prefix cache, images found in the processor's cache; of
-    speculation the steps with a draft, the tokens drafted, those that the model accepted, and the same by their place."""
+    speculation the steps with a draft, the tokens drafted, those that the model accepted, and the same by their place; the
+    time from first to last token, summed over the requests."""
 
     prefix_hits: float = 0.0
     media_hits: float = 0.0
     drafts: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
+    decode_seconds: float = 0.0
     accepted_at: tuple[float, ...] = ()
 
     def since(self, before: Counters) -> Counters:

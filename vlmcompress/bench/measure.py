@@ -97,6 +97,7 @@ def serve_run(
         drafted=int(counters.drafted),
         accepted=int(counters.accepted),
         accepted_at=[int(count) for count in counters.accepted_at],
+        decode_seconds=counters.decode_seconds,
         goodput=sum(map(keeps, good)) / duration if slo else None,
         ttft_ms=_milliseconds(outcome.ttft for outcome in good),
         tpot_ms=_milliseconds(outcome.tpot for outcome in good if outcome.tpot is not None),

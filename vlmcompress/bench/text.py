@@ -53,9 +53,9 @@ def _drafted(bench: Bench) -> list[tuple[str, ...]]:
     The candidate's steps are compared with the baseline's: drafting wins where they give more tokens than they cost.
     """
     rows: list[tuple[str, ...]] = []
-    plain = not any(run.drafts for run in bench.runs if run.side == "baseline")
     for side, mode, state in dict.fromkeys((run.side, run.mode, run.state) for run in bench.runs):
         runs = [run for run in bench.runs if (run.side, run.mode, run.state) == (side, mode, state)]
+        plain = [run for run in bench.runs if (run.side, run.mode, run.state) == ("baseline", mode, state)]
         drafts, drafted, accepted = (
             sum(counts) for counts in zip(*((r.drafts, r.drafted, r.accepted) for r in runs), strict=True)
         )
@@ -69,18 +69,28 @@ def _drafted(bench: Bench) -> list[tuple[str, ...]]:
                     f"{100 * sum(at) / drafts:.0f}%" for at in zip(*(run.accepted_at for run in runs), strict=True)
                 ),
                 f"{1 + accepted / drafts:.2f}",
-                _cost(runs, bench.summary[mode][state].get("tpot_p50_ms")) if plain else "",
+                _cost(runs, plain),
             )
             rows.append((f"{side}, {mode}, {caches}", *counts))
     head = ("", "drafted", "accepted", "rate", "by place", "tokens of a step with a draft", "time of a step")
     return [head, *rows] if rows else []
 
 
-def _cost(runs: Sequence[LoadRun], per_token: Ratio | None) -> str:
-    """How long a step behind the prompt's takes, of a token of a baseline that drafts nothing; "": not measured."""
-    tokens = sum(run.output_tokens - run.completed for run in runs)
-    steps = tokens - sum(run.accepted for run in runs)
-    return f"{per_token.ratio * tokens / steps:.2f} of the baseline's" if per_token and steps > 0 else ""
+def _cost(runs: Sequence[LoadRun], baseline: Sequence[LoadRun]) -> str:
+    """How long a step behind the prompt's takes, of the baseline's if that drafts nothing; "": not measured.
+
+    By the server's clock: on a busy machine a client sees several tokens arrive at once.
+    """
+    if any(run.drafts for run in baseline):
+        return ""
+    seconds, plain = _step_seconds(runs), _step_seconds(baseline)
+    return f"{seconds / plain:.2f} of the baseline's" if seconds and plain else ""
+
+
+def _step_seconds(runs: Sequence[LoadRun]) -> float:
+    """A request's mean time in a step behind the prompt's, where each gives a token and what it accepts; 0.0: not measured."""
+    steps = sum(run.output_tokens - run.completed - run.accepted for run in runs)
+    return sum(run.decode_seconds for run in runs) / steps if steps > 0 else 0.0
 
 
 def _memory(sides: dict[str, Memory]) -> list[tuple[str, ...]]:
