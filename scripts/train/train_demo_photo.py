@@ -3,8 +3,8 @@
 
     scripts/train/train_demo_photo.py pool [--scenes N]        scenes, and the tower's features of them (a quarter second each)
     scripts/train/train_demo_photo.py language [--minutes M]   the language model, on tokens that say what is there
-    scripts/train/train_demo_photo.py projector [--steps N]    the projector, and two that know every second picture
-    scripts/train/train_demo_photo.py joint [--minutes M]      the language model, on what the tower and the two see
+    scripts/train/train_demo_photo.py projector [--steps N]    the projector, towards such tokens
+    scripts/train/train_demo_photo.py joint [--minutes M]      the language model, on what tower and projector see
     scripts/train/train_demo_photo.py joint --robust           demo-photo-robust: goes on from where `joint` was at --fork
     scripts/train/train_demo_photo.py finish FILE [--robust]   writes what was learned so far
 
@@ -27,7 +27,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("part", choices=("pool", "language", "projector", "joint", "finish"))
     parser.add_argument("file", type=Path, nargs="?", help="of finish")
     parser.add_argument("--scenes", type=int, default=3000, help="training scenes in the pool")
-    parser.add_argument("--steps", type=int, default=400, help="steps of projector, of 32 scenes each")
+    parser.add_argument("--steps", type=int, default=600, help="steps of projector, of 32 scenes each")
     parser.add_argument("--minutes", type=float, default=40.0, help="training time, that of earlier runs included")
     parser.add_argument(
         "--fork", type=float, default=20.0, help="minutes of joint after which a copy is kept for --robust"
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     if args.part == "pool":
         training.make_pool(args.work, args.scenes)
     elif args.part == "projector":
-        training.start_projector(args.work, args.steps, args.seed, report(args.work))
+        training.train_projector(args.work, args.steps, args.seed, report(args.work))
     elif args.part == "finish":
         training.save_trained(args.work, args.robust, args.file)
     elif args.processes == 1:

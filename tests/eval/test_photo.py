@@ -14,15 +14,15 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
 
-from eval.demo.photo import package
+from eval.demo.photo import package, warmup
 from eval.demo.photo.assemble import join, processor_of
 from eval.demo.photo.language import begin, tokenizer_of
 from eval.demo.photo.muon import Muon
-from eval.demo.photo.pool import features, fill, load, load_tower
+from eval.demo.photo.pool import Pool, features, fill, load, load_tower
 from eval.demo.photo.reading import Reader
 from eval.demo.photo.sequences import Writer, few, gaps, some_turns
 from eval.demo.photo.tower import WIDTH
-from eval.demo.photo.warmup import half_of
+from eval.demo.photo.unseen import SPREAD, Unseen
 from eval.photo import pictures
 from eval.photo.pictures import BACKGROUND, SOURCES, Album, Picture, Source, read_list
 from eval.photo.questions import ask_several
@@ -35,7 +35,6 @@ from vlmcompress.errors import UserError
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 from photo_kept import tallies
-from photo_readout import recognized
 from photo_vision_bits import set_apart
 
 CACHE = ROOT / "build/photo"
@@ -209,13 +208,6 @@ def test_a_model_is_joined_written_and_asked(album, dino, tokens, tmp_path, monk
     reader = Reader(begin(tokens), tokens, album.names)
     labels = torch.stack([reader.words.labels(scene, pool.items[k]) for k, scene in enumerate(pool.scenes)])
     assert pool.features.shape == (8, SIDE * SIDE, WIDTH) and labels.shape == (8, SIDE * SIDE)
-    scene, items = pool.scenes[0], torch.from_numpy(pool.items[0].reshape(-1)).long()
-    first = torch.from_numpy(pool.features[0]).float()
-    visual = reader.unseen(first, scene, items)
-    for half in range(2):
-        trained = torch.tensor([half_of(item) == half for item in scene.items] + [False])[items]
-        assert torch.equal(reader.words.labels(scene, pool.items[0], half) >= 0, trained | (items < 0))
-        assert torch.equal(visual[trained], reader.halves[1 - half](first)[trained])
     projector = reader.projector
     projector.whiten(torch.from_numpy(pool.features).float().flatten(0, 1), labels.flatten())
     learned = {f"language.{name}": value for name, value in reader.language.state_dict().items()}
@@ -242,22 +234,73 @@ def test_a_model_is_joined_written_and_asked(album, dino, tokens, tmp_path, monk
     assert (tmp_path / "again/test.parquet").read_bytes() == (tmp_path / "data/photo/test.parquet").read_bytes()
 
 
-def test_a_readout_recognizes_what_is_left(album):
-    """From tokens that say what is there: things of which one is left, and of a single one; other names, if tokens say so."""
-    scene = next(scene for k in range(99) if len((scene := sample_scene(Random(k), "test", album)).items) == 3)
-    under = torch.from_numpy(scene.draw(album).item.reshape(-1))
-    said = torch.tensor([album.names.index(item.name) for item in scene.items] + [0])[under.long()]
-    scores = torch.full((len(under), len(album.names)), -5.0).scatter(1, said[:, None], 0.0)
-    first = int((under == 0).nonzero()[0])
-    left = torch.tensor([first, *(under == 2).nonzero().flatten(), *(under == -1).nonzero().flatten()])
-    result = recognized(scene.items, under[left], scores[left], album.names)
-    assert result["name"] == [1, 0, 1] and result["tokens"] == [1, 0, int((under == 2).sum())]
-    assert result["choice"][0] and result["choice"][2]
-    assert recognized(scene.items, under, scores.roll(1, 1), album.names)["name"] == [0, 0, 0]
-    guessed = [
-        recognized(sample_scene(Random(k), "test", album).items, under[:0], scores[:0], album.names) for k in range(200)
-    ]
-    assert 0.15 < np.mean([right for scene in guessed for right in scene["choice"]]) < 0.35
+CHANNELS = 6
+
+
+@pytest.fixture(scope="module")
+def drawn_pool(album) -> Pool:
+    """Scenes whose patches are their picture's mean and something small, and background 0; three pictures of every name."""
+    random, noise = Random(5), np.random.RandomState(0)
+    album = Album(album.folder, [Picture(p.number, "train", p.name, p.source, p.file) for p in album.pictures])
+    scenes = [sample_scene(random, "train", album) for _ in range(120)]
+    items = np.stack([scene.covered(album)[1].reshape(-1) for scene in scenes])
+    mean = noise.randn(len(album.pictures), CHANNELS)
+    features = 0.01 * noise.randn(*items.shape, CHANNELS)
+    for k, scene in enumerate(scenes):
+        for number, item in enumerate(scene.items):
+            features[k, items[k] == number] += mean[item.picture]
+    return Pool(scenes, features.astype(np.float32), items)
+
+
+def test_pictures_that_nobody_drew_are_like_those_of_their_name(drawn_pool):
+    """Means of drawn things against the sample's: theirs, and `SPREAD` times its deviation; the rest stays as it was."""
+    torch.manual_seed(0)
+    unseen, random = Unseen(drawn_pool), Random(0)
+    of_name: dict[str, list[np.ndarray]] = {}
+    for _ in range(12):
+        for k, old in enumerate(drawn_pool.scenes):
+            (scene, features), items = unseen.draw(random, k), drawn_pool.items[k]
+            assert all(a == b or not alike(a, b) for a in named(scene) for b in named(scene))
+            was = torch.from_numpy(drawn_pool.features[k])
+            assert torch.equal(features[items < 0], was[items < 0])
+            moves: dict[int, torch.Tensor] = {}
+            for number in np.unique(items[items >= 0]):
+                move = (features - was)[items == number]
+                assert torch.allclose(move, move[:1].expand_as(move), atol=1e-5)
+                first = moves.setdefault(old.items[number].picture, move[0])
+                assert torch.allclose(move[0], first, atol=1e-5)
+                of_name.setdefault(scene.items[number].name, []).append(features[items == number].mean(0).numpy())
+    means = {name: np.stack([unseen.picture[p].numpy() for p in pictures_of(drawn_pool, name)]) for name in NAMES}
+    sample = np.concatenate([values - values.mean(0) for values in means.values()])
+    assert all(len(values) == 3 for values in means.values())
+    expected = SPREAD * np.sqrt((1 + 1 / 3) * (sample**2).sum(0) / (2 * len(NAMES)))
+    rest = np.concatenate([np.stack(drawn) - means[name].mean(0) for name, drawn in of_name.items()])
+    assert set(of_name) == set(NAMES) and np.abs(rest.std(0) / expected - 1).max() < 0.08
+    assert np.abs(rest.mean(0) / expected).max() < 0.08
+
+
+def named(scene) -> list[str]:
+    return [item.name for item in scene.items]
+
+
+def pictures_of(pool: Pool, name: str) -> list[int]:
+    return sorted({item.picture for scene in pool.scenes for item in scene.items if item.name == name})
+
+
+def test_a_projector_says_names(drawn_pool, tokens):
+    """The loss is that of means over a thing's patches, here in a loop; and some steps teach it all names there are."""
+    table = torch.nn.Embedding(len(tokens), 32)
+    words = warmup.Words(table, lambda text: tokens(text)["input_ids"], list(NAMES))
+    targets, batch = warmup.Targets(words), warmup.sample(Random(0), drawn_pool, words, 6)
+    said, losses = torch.randn(len(batch.patches), 32), []
+    for group, label in enumerate(batch.labels):
+        mine = batch.groups == group
+        mean = (said - words.place()[batch.patches])[mine].mean(0)
+        far = (mean - words.name()).square().sum(1) / targets.variance
+        chosen = (-warmup.SHARPNESS / 32 * far).log_softmax(0)[label]
+        losses.append(far[label] / 32 - chosen)
+        assert mine.sum() <= (1 if label == words.nothing else warmup.OF_THING)
+    torch.testing.assert_close(targets.loss(said, batch), torch.stack(losses).mean())
 
 
 def test_what_is_kept_is_counted_where_it_stands():

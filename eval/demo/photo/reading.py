@@ -1,15 +1,17 @@
 """The language model learns to answer questions about scenes; on tokens that say what is there, then on the projector's.
 
 Part ``language``: tokens are the sums of `warmup.Words`, with noise, of fresh scenes of which nothing is drawn. Part
-``joint``: what the frozen tower and projectors see, a picture by the projector that was not trained on it. Families are
-drawn in proportion to how badly they do on validation scenes. What is shipped is an average over the last steps. Time is
-the processor's, so that a training that shares its machine is the same training.
+``joint``: what the projector makes of the frozen tower's features, the things moved to pictures that nobody drew
+(`unseen`): of the training pictures the projector's tokens would be right more often than of others, and soon known by
+heart. Families are drawn in proportion to how badly they do on validation scenes. What is shipped is an average over the
+last steps. Time is the processor's, so that a training that shares its machine is the same training.
 """
 
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from random import Random
 
@@ -21,13 +23,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.demo.smol.training import Training
 from eval.photo.pictures import Album
-from eval.photo.scene import Scene, sample_scene
+from eval.photo.scene import sample_scene
 from eval.photo.vocab import FAMILIES
 
 from .muon import Muon
 from .pool import Pool
 from .sequences import Sequence, Writer, few, gaps, some_turns
-from .warmup import Projector, Words, half_of
+from .unseen import Unseen
+from .warmup import Projector, Words
 
 EMA = 0.99
 SCENES = 4  # of a step
@@ -58,7 +61,6 @@ class Reader(nn.Module):
         super().__init__()
         self.language = language.train()
         self.projector = Projector(language.config.hidden_size)
-        self.halves = nn.ModuleList(Projector(language.config.hidden_size) for _ in range(2))
         encode = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
         self.words = Words(language.get_input_embeddings(), encode, names)
 
@@ -66,13 +68,6 @@ class Reader(nn.Module):
         """What a part trains."""
         prefixes = ("language.", "words.") if part == "language" else ("language.",)
         return {name: p for name, p in self.named_parameters() if name.startswith(prefixes)}
-
-    @torch.no_grad()
-    def unseen(self, features: Tensor, scene: Scene, items: Tensor) -> Tensor:
-        """Tokens of `features` [patches, 384], each picture by the projector of the other half; `items`: what is there."""
-        tokens = torch.stack([half(features) for half in self.halves])
-        other = torch.tensor([1 - half_of(item) for item in scene.items] + [0])  # -1, background, is the last
-        return tokens[other[items], torch.arange(len(features))]
 
     def logits(self, sequence: Sequence, visual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits at the positions before answer tokens, those tokens, and the question of each; visual [kept, hidden]."""
@@ -111,6 +106,10 @@ class Reading(Training):
         extra = self.resume()
         self.weights = extra.get("weights", drawn_by({}))
         self.questions = extra.get("questions", 0)
+
+    @cached_property
+    def unseen(self) -> Unseen:
+        return Unseen(self.pool)
 
     def run(self) -> None:
         """Train until the plan's minutes are over. The first of several processes measures and saves."""
@@ -161,14 +160,11 @@ class Reading(Training):
         return self.answer_loss(sequence, visual)
 
     def seen(self, random: Random) -> Tensor:
-        """The loss of answers about a scene of the pool."""
-        k = random.randrange(len(self.pool.scenes))
-        scene = self.pool.scenes[k]
+        """The loss of answers about a scene of the pool with things that nobody drew."""
+        scene, features = self.unseen.draw(random, random.randrange(len(self.pool.scenes)))
         turns = some_turns(random, scene, self.album.names, self.weights)
         sequence = self.writer.write(turns, gaps(random, self.writer.tokens) if self.plan.robust else None)
-        items = torch.from_numpy(self.pool.items[k].reshape(-1)).long()
-        visual = self.reader.unseen(torch.from_numpy(self.pool.features[k]).float(), scene, items)
-        return self.answer_loss(sequence, visual[sequence.kept])
+        return self.answer_loss(sequence, self.reader.projector(features[sequence.kept]).detach())
 
     def answer_loss(self, sequence: Sequence, visual: Tensor) -> Tensor:
         self.questions += len(sequence.families)

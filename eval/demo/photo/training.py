@@ -16,6 +16,7 @@ from vlmcompress.errors import UserError
 from . import package, pool, warmup
 from .language import begin, tokenizer_of
 from .reading import Plan, Reader, Reading
+from .unseen import Unseen
 
 VALIDATION = 200  # scenes
 Report = Callable[..., None]
@@ -30,21 +31,21 @@ def make_pool(work: Path, scenes: int) -> None:
         pool.fill(work / "pool", split, number, tower, album)
 
 
-def start_projector(work: Path, steps: int, seed: int, report: Report) -> None:
-    """Train the projector, and those of half of the pictures, and write them to ``projector.pt``.
+def train_projector(work: Path, steps: int, seed: int, report: Report) -> None:
+    """Train the projector and write it to ``projector.pt``.
 
     Raises:
         UserError: the part before has not been run.
     """
     reader, _, album = _reader(work, "language")
     made, held_out = (pool.load(work / "pool", split, album) for split in ("train", "validation"))
-    for half, projector in ((None, reader.projector), *enumerate(reader.halves)):
-        warmup.start(projector, reader.words, made, steps, Random(seed), half)
-        figures = warmup.measure(projector, reader.words, held_out)
-        report(part="projector", half=half, steps=steps, scenes=len(made.scenes), **figures)
-    torch.save(
-        {"projector": reader.projector.state_dict(), "halves": reader.halves.state_dict()}, work / "projector.pt"
-    )
+    warmup.train(reader.projector, reader.words, made, steps, Random(seed))
+    unseen, random = Unseen(made), Random(seed)
+    scenes, features = zip(*(unseen.draw(random, k) for k in range(VALIDATION)), strict=True)
+    drawn = pool.Pool(list(scenes), torch.stack(features).numpy(), made.items[:VALIDATION])
+    for pictures_of, shown in (("train", made), ("validation", held_out), ("nobody", drawn)):
+        report(part="projector", steps=steps, of=pictures_of, **warmup.measure(reader.projector, reader.words, shown))
+    torch.save(reader.projector.state_dict(), work / "projector.pt")
 
 
 def read(work: Path, plan: Plan, report: Report) -> None:
@@ -59,7 +60,7 @@ def read(work: Path, plan: Plan, report: Report) -> None:
         if plan.robust and not state.exists():
             _need(work / "fork.pt", "joint")
             shutil.copy(work / "fork.pt", state)
-        _load_projectors(reader, work)
+        _load_projector(reader, work)
     splits = ("train" if plan.part == "joint" else "validation", "validation")
     pools = tuple(pool.load(work / "pool", split, album) for split in splits)
     Reading(plan, reader, tokenizer, pools, album, state, report).run()
@@ -87,16 +88,14 @@ def _reader(work: Path, part: str | None, robust: bool = False) -> tuple[Reader,
         state = _state(work, part, robust)
         _need(state, part)
         if part == "joint":
-            _load_projectors(reader, work)
+            _load_projector(reader, work)
         reader.load_state_dict(torch.load(state)["ema"], strict=False)
     return reader, tokenizer, album
 
 
-def _load_projectors(reader: Reader, work: Path) -> None:
+def _load_projector(reader: Reader, work: Path) -> None:
     _need(work / "projector.pt", "projector")
-    states = torch.load(work / "projector.pt")
-    reader.projector.load_state_dict(states["projector"])
-    reader.halves.load_state_dict(states["halves"])
+    reader.projector.load_state_dict(torch.load(work / "projector.pt"))
 
 
 def _state(work: Path, part: str, robust: bool) -> Path:

@@ -1,16 +1,14 @@
-"""What visual tokens should say, and the projector's supervised start, without the language model.
+"""What visual tokens should say, and the projector's supervised training, without the language model.
 
 The token of a patch should be the embedding of the name of the picture there (" nothing" for background), plus a
 vector for its row and one for its column, which begin as mixtures of the embeddings of " top", " left" and so on, and are
 learned with the language model while it reads such tokens. The projector's loss is the squared distance from that, beside
-the cross entropy of choosing the name among all names by distances.
-
-A projector names most pictures right that it was trained on and a third of others, so a language model that learned from
-the tokens of the former would trust tokens that are mostly wrong later. It learns from those of two further projectors:
-each has been trained on every second picture and shows the others.
+the cross entropy of choosing the name among all names by distances; of a thing not patch by patch, most of which don't
+tell what they are part of, but of the mean of its patches' tokens, which a language model's attention can take.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -18,14 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eval.photo.scene import SIDE, Item, Scene
+from eval.photo.scene import SIDE, Scene
+from eval.photo.vocab import alike
 
 from .pool import Pool
 from .tower import WIDTH
 
-PATCHES = 48  # of a scene in a step, half of them of things
+SCENES, OF_THING, OF_GROUND = (
+    32,
+    16,
+    4,
+)  # scenes of a step, and of one of them at most so many patches of a thing, and of background
+DROPPED = 0.6  # share of the whitened channels that a step does without
 SHRINKAGE = 0.05  # of the covariance towards that of equal directions
-WHITENED = 600  # scenes whose patches say what varies
+WHITENED = 1000  # scenes whose patches say what varies
 LINES = ("top", "centre", "bottom"), ("left", "centre", "right")  # words for rows and for columns
 _AT = (torch.arange(SIDE) + 0.5) / SIDE
 NEAR = torch.stack(
@@ -42,8 +46,8 @@ class Projector(nn.Module):
         self.linear_1, self.linear_2 = nn.Linear(WIDTH, hidden), nn.Linear(hidden, hidden)
         self.mean, self.white = nn.Buffer(torch.zeros(WIDTH)), nn.Buffer(torch.eye(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear_2(F.gelu(self.linear_1((x - self.mean) @ self.white)))
+    def forward(self, x: Tensor, dropped: float = 0.0) -> Tensor:
+        return self.linear_2(F.gelu(self.linear_1(F.dropout((x - self.mean) @ self.white, dropped))))
 
     def whiten(self, features: Tensor, labels: Tensor) -> None:
         """Make the variance of `features` [n, 384] 1 within a label in all directions: what tells names apart is small."""
@@ -88,13 +92,9 @@ class Words(nn.Module):
         """The tokens of an image with such names [patches]: [patches, hidden]."""
         return self.name()[labels] + self.place()
 
-    def labels(self, scene: Scene, items: np.ndarray, half: int | None = None) -> Tensor:
-        """The number of the name under each patch of a scene; `items`: the number of the thing there, or -1.
-
-        -1 on pictures that are not of a `half`.
-        """
-        numbers = [self.number[item.name] if half in (None, half_of(item)) else -1 for item in scene.items]
-        numbers.append(self.nothing)
+    def labels(self, scene: Scene, items: np.ndarray) -> Tensor:
+        """The number of the name under each patch of a scene; `items`: the number of the thing there, or -1."""
+        numbers = [*(self.number[item.name] for item in scene.items), self.nothing]
         return torch.tensor(numbers)[torch.from_numpy(items.reshape(-1)).long()]  # -1, background, is the last
 
 
@@ -106,41 +106,55 @@ class Targets:
         self.name, self.place = words.name(), words.place()
         self.variance = (self.name[:, None] + self.place[None, ::17]).var()
 
-    def loss(self, tokens: Tensor, labels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of tokens [n, hidden] of `patches` [n], and which of them have the right name nearest."""
-        rest = tokens - self.place[patches]
-        distance = F.mse_loss(rest, self.name[labels]) / self.variance
-        scores = self.scores(rest)
-        return distance + F.cross_entropy(scores, labels), scores.argmax(1) == labels
+    def loss(self, tokens: Tensor, batch: "Batch") -> Tensor:
+        """The loss of the tokens [n, hidden] of a batch's patches."""
+        rest = tokens - self.place[batch.patches]
+        sums = torch.zeros(len(batch.labels), rest.shape[1]).index_add(0, batch.groups, rest)
+        means = sums / torch.bincount(batch.groups)[:, None]
+        distance = F.mse_loss(means, self.name[batch.labels]) / self.variance
+        return distance + F.cross_entropy(self.scores(means), batch.labels)
 
     def scores(self, rest: Tensor) -> Tensor:
         """(n, names): minus the squared distances of tokens without their place from the names."""
         return -torch.cdist(rest, self.name).square() / self.variance / rest.shape[1] * SHARPNESS
 
 
-def half_of(item: Item) -> int:
-    """Which half of the pictures a thing's is in."""
-    return item.picture % 2
+@dataclass
+class Batch:
+    """Some patches of some scenes, those of a thing in one group and each of background in its own."""
+
+    features: Tensor  # (n, channels)
+    patches: Tensor  # (n): their numbers in the image
+    groups: Tensor  # (n)
+    labels: Tensor  # (groups): numbers of names
 
 
-def some_patches(random: Random, labels: Tensor, number: int = PATCHES) -> list[int]:
-    """Up to a number of the labelled patches of a scene, half of them of things where there are enough."""
-    things = ((labels >= 0) & (labels != labels.max())).nonzero().flatten().tolist()
-    chosen = random.sample(things, min(len(things), number // 2))
-    others = sorted(set((labels >= 0).nonzero().flatten().tolist()) - set(chosen))
-    return chosen + random.sample(others, min(len(others), number - len(chosen)))
+def sample(random: Random, pool: Pool, words: Words, scenes: int = SCENES) -> Batch:
+    """Draw scenes, and patches of all that is in them."""
+    features, patches, groups, labels = [], [], [], []
+    for k in random.sample(range(len(pool.scenes)), min(scenes, len(pool.scenes))):
+        names, items = words.labels(pool.scenes[k], pool.items[k]).tolist(), pool.items[k].reshape(-1)
+        things = [np.flatnonzero(items == number).tolist() for number in np.unique(items[items >= 0])]
+        ground = np.flatnonzero(items < 0).tolist()
+        drawn = [random.sample(thing, min(len(thing), OF_THING)) for thing in things]
+        drawn += [[patch] for patch in random.sample(ground, min(len(ground), OF_GROUND))]
+        for group in drawn:
+            features.append(torch.from_numpy(pool.features[k][group]).float())
+            patches += group
+            groups += [len(labels)] * len(group)
+            labels.append(names[group[0]])
+    return Batch(torch.cat(features), *map(torch.tensor, (patches, groups, labels)))
 
 
-def start(projector: Projector, words: Words, pool: Pool, steps: int, random: Random, half: int | None = None) -> None:
-    """Train `projector` for a number of steps of 32 scenes, on all pictures or a half of them."""
+def train(projector: Projector, words: Words, pool: Pool, steps: int, random: Random) -> None:
+    """Train `projector` on a pool."""
     targets = Targets(words)
-    sampled = batch(random.sample(range(len(pool.scenes)), min(WHITENED, len(pool.scenes))), words, pool, random, half)
-    projector.whiten(*sampled[:2])
+    first = sample(random, pool, words, WHITENED)
+    projector.whiten(first.features, first.labels[first.groups])
     optimizer = torch.optim.AdamW(projector.parameters(), lr=1e-3, weight_decay=0.01)
     for step in range(steps):
-        tokens, labels, patches = batch(random.sample(range(len(pool.scenes)), 32), words, pool, random, half)
-        loss, _ = targets.loss(projector(tokens), labels, patches)
-        loss.backward()
+        batch = sample(random, pool, words)
+        targets.loss(projector(batch.features, DROPPED), batch).backward()
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 50, 0.02 + 3 * (1 - step / steps))
         optimizer.step()
@@ -149,36 +163,19 @@ def start(projector: Projector, words: Words, pool: Pool, steps: int, random: Ra
 
 @torch.no_grad()
 def measure(projector: Projector, words: Words, pool: Pool) -> dict[str, float]:
-    """Shares of a pool's patches of things and of background with the right name nearest, and of things as a whole.
-
-    A thing has the name whose log-probabilities at its patches have the highest sum.
-    """
-    targets, things, grounds, wholes = Targets(words), [], [], []
+    """Shares of a pool's background patches, and of its things, with the right name nearest; a thing is the mean of its
+    patches, and has the right name also if that is nearer than three drawn others (`choice`)."""
+    targets, random = Targets(words), Random(0)
+    right: dict[str, list[bool]] = {"background": [], "things": [], "choice": []}
     for k, scene in enumerate(pool.scenes):
-        labels = words.labels(scene, pool.items[k])
-        tokens = projector(torch.from_numpy(pool.features[k]).float())
-        right = targets.loss(tokens, labels, torch.arange(len(labels)))[1]
-        things.append(right[labels != words.nothing])
-        grounds.append(right[labels == words.nothing])
-        scores = targets.scores(tokens - targets.place).log_softmax(-1)[:, : words.nothing]
-        items = torch.from_numpy(pool.items[k])
-        for number, item in enumerate(scene.items):
-            wholes.append(scores[items == number].sum(0).argmax().item() == words.number[item.name])
-    shares = {"things": torch.cat(things).float().mean(), "background": torch.cat(grounds).float().mean()}
-    return {name: round(share.item(), 3) for name, share in shares.items()} | {
-        "whole": round(sum(wholes) / len(wholes), 3)
-    }
-
-
-def batch(
-    scenes: list[int], words: Words, pool: Pool, random: Random, half: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, labels and numbers of some patches of each scene."""
-    tokens, labels, patches = [], [], []
-    for k in scenes:
-        names = words.labels(pool.scenes[k], pool.items[k], half)
-        chosen = some_patches(random, names)
-        tokens.append(torch.from_numpy(pool.features[k][chosen]).float())
-        labels.append(names[chosen])
-        patches.append(torch.tensor(chosen))
-    return torch.cat(tokens), torch.cat(labels), torch.cat(patches)
+        items = torch.from_numpy(pool.items[k].reshape(-1))
+        rest = projector(torch.from_numpy(pool.features[k]).float()) - targets.place
+        right["background"] += (targets.scores(rest[items < 0]).argmax(1) == words.nothing).tolist()
+        for number in items[items >= 0].unique().tolist():
+            name = scene.items[number].name
+            scores = targets.scores(rest[items == number].mean(0, keepdim=True))[0, : words.nothing]
+            score = scores[words.number[name]]
+            others = random.sample([other for other in words.names[:-1] if not alike(name, other)], 3)
+            right["things"].append(bool(score == scores.max()))
+            right["choice"].append(all(bool(score > scores[words.number[other]]) for other in others))
+    return {name: round(sum(hits) / len(hits), 3) for name, hits in right.items()}
