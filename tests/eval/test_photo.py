@@ -287,8 +287,8 @@ def pictures_of(pool: Pool, name: str) -> list[int]:
     return sorted({item.picture for scene in pool.scenes for item in scene.items if item.name == name})
 
 
-def test_a_projector_says_names(drawn_pool, tokens):
-    """The loss is that of means over a thing's patches, here in a loop; and some steps teach it all names there are."""
+def test_a_projector_is_judged_by_whole_things(drawn_pool, tokens):
+    """The loss is that of means over a thing's patches, here in a loop over things."""
     table = torch.nn.Embedding(len(tokens), 32)
     words = warmup.Words(table, lambda text: tokens(text)["input_ids"], list(NAMES))
     targets, batch = warmup.Targets(words), warmup.sample(Random(0), drawn_pool, words, 6)

@@ -98,6 +98,16 @@ class Words(nn.Module):
         return torch.tensor(numbers)[torch.from_numpy(items.reshape(-1)).long()]  # -1, background, is the last
 
 
+@dataclass
+class Batch:
+    """Some patches of some scenes, those of a thing in one group and each of background in its own."""
+
+    features: Tensor  # (n, channels)
+    patches: Tensor  # (n): their numbers in the image
+    groups: Tensor  # (n)
+    labels: Tensor  # (groups): numbers of names
+
+
 class Targets:
     """The loss of visual tokens against what `words` say now."""
 
@@ -106,7 +116,7 @@ class Targets:
         self.name, self.place = words.name(), words.place()
         self.variance = (self.name[:, None] + self.place[None, ::17]).var()
 
-    def loss(self, tokens: Tensor, batch: "Batch") -> Tensor:
+    def loss(self, tokens: Tensor, batch: Batch) -> Tensor:
         """The loss of the tokens [n, hidden] of a batch's patches."""
         rest = tokens - self.place[batch.patches]
         sums = torch.zeros(len(batch.labels), rest.shape[1]).index_add(0, batch.groups, rest)
@@ -117,16 +127,6 @@ class Targets:
     def scores(self, rest: Tensor) -> Tensor:
         """(n, names): minus the squared distances of tokens without their place from the names."""
         return -torch.cdist(rest, self.name).square() / self.variance / rest.shape[1] * SHARPNESS
-
-
-@dataclass
-class Batch:
-    """Some patches of some scenes, those of a thing in one group and each of background in its own."""
-
-    features: Tensor  # (n, channels)
-    patches: Tensor  # (n): their numbers in the image
-    groups: Tensor  # (n)
-    labels: Tensor  # (groups): numbers of names
 
 
 def sample(random: Random, pool: Pool, words: Words, scenes: int = SCENES) -> Batch:
