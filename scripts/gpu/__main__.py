@@ -69,8 +69,8 @@ def chosen(only: Sequence[str], tier: str | None = None) -> list[Step]:
     """The steps to run: all, or those that are named, with the parts that are named; of a tier, if one is named."""
     all_names = {step.name for step in STEPS} | set(names(STEPS))
     if unknown := [name for name in only if name not in all_names]:
-        steps = ", ".join(step.name for step in STEPS)
-        raise BadInput(f"there is no step '{unknown[0]}'; there are {steps}, and parts as STEP/PART (see --list)")
+        there = ", ".join(step.name for step in STEPS)
+        raise BadInput(f"there is no step '{unknown[0]}'; there are {there}, and parts as STEP/PART (see --list)")
     steps = of_tier(tier) if tier else list(STEPS)
     if not only:
         return steps

@@ -246,7 +246,7 @@ def _processor(shape: Shape) -> Any:
 
     patch, least, most = shape.patch // 2, 4 * shape.patch**2, (36 if shape.text["vocab_size"] < 1000 else 1280)
     sizes = {"shortest_edge": least, "longest_edge": most * shape.patch**2}
-    kinds = {"qwen2_5_vl": (T.Qwen2_5_VLProcessor, T.Qwen2VLVideoProcessor), "qwen3_vl": (
+    kinds = {"qwen2_5_vl": (T.Qwen2_5_VLProcessor, T.Qwen2VLVideoProcessor), "qwen3_vl": (  # type: ignore[attr-defined]
         T.Qwen3VLProcessor, T.Qwen3VLVideoProcessor)}  # fmt: skip
     kind, video = kinds[shape.family]
     return kind(
@@ -275,4 +275,4 @@ def _tokenizer(size: int) -> Any:
 
 if __name__ == "__main__":
     where, size_given, *names = sys.argv[1:]
-    model(Place(Path(where), size_given == "tiny"), *names)
+    model(Place(Path(where), size_given == "tiny"), names[0], names[1])

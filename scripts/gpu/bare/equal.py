@@ -59,7 +59,7 @@ def quantizers(tiny: bool) -> dict[str, dict[str, Any]]:
     def row(name: str) -> dict[str, Any]:
         quantized = {key: solved(name, [w.to(device) for w in weights], stats[key]) for key, device in devices.items()}
         scales = [s for s, _ in quantized.values() if s is not None]
-        figures = {"codes": [], "error_cpu": [], "error_gpu": []}
+        figures: dict[str, Any] = {"codes": [], "error_cpu": [], "error_gpu": []}
         for cpu, gpu, weight in zip(quantized["cpu"][1], quantized["gpu"][1], weights, strict=True):
             figures["codes"].append(round((cpu.q.float() == gpu.q.cpu().float()).double().mean().item(), 5))
             for key, q in (("error_cpu", cpu), ("error_gpu", gpu)):

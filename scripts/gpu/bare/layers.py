@@ -7,6 +7,7 @@ of blocks. Kernels and waits are counted where a scheme solves one layer of few 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     for name, (width, _) in groups.items():
         inputs[name] = made.inputs(width, 256 if place.tiny else TOKENS, device)
         made.statistics(*inputs[name], {*NEEDS, CROSS})  # the first call also loads libraries
-        taken, stats[name] = measure.once(lambda name=name: made.statistics(*inputs[name], {*NEEDS, CROSS}))
+        taken, stats[name] = measure.once(partial(made.statistics, *inputs[name], {*NEEDS, CROSS}))
         seconds += taken
     inputs.clear()
     weights = {
         name: [made.weight(rows, width, device, rows) for rows in sides] for name, (width, sides) in groups.items()
     }
-    methods = {name: (name, {}) for name in REGISTRY.names()} | SCHEMES
+    methods: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in REGISTRY.names()} | SCHEMES
 
     def row(name: str) -> dict[str, Any]:
         scheme, chosen = methods[name]

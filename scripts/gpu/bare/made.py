@@ -43,7 +43,8 @@ def weight(rows: int, width: int, device: torch.device, seed: int = 0) -> Tensor
 
 def spectrum(rows: int, columns: int, draw: torch.Generator) -> Tensor:
     """A random matrix `[rows, columns]` of unit mean square whose singular values decay onto a floor."""
-    rank, place = min(RANK, rows, columns), {"device": draw.device, "generator": draw}
+    place: dict[str, Any] = {"device": draw.device, "generator": draw}
+    rank = min(RANK, rows, columns)
     sizes = (1 + torch.arange(rank, device=draw.device)) ** -FALL
     sizes /= sizes.norm()
     x = (torch.randn(rows, rank, **place) * sizes) @ torch.randn(rank, columns, **place)

@@ -31,6 +31,8 @@ def measured(tokens: int, width: int, rows: int) -> dict[str, Any]:
     """The figures of one layer."""
     device = measure.device()
     x, w = (torch.randn(side, width, device=device) for side in (tokens, rows))
+    unit, by_row = torch.ones(1, device=device), torch.ones(tokens, 1, device=device)
+    by_column = torch.ones(1, rows, device=device)
     products = {
         "bf16": lambda a, b: a @ b.T,
         "fp8": lambda a, b: torch._scaled_mm(a, b.T, scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16),
@@ -38,8 +40,6 @@ def measured(tokens: int, width: int, rows: int) -> dict[str, Any]:
         "int8": lambda a, b: torch._int_mm(a, b.T),
     }
     types = {"bf16": torch.bfloat16, "int8": torch.int8}
-    unit, by_row = torch.ones(1, device=device), torch.ones(tokens, 1, device=device)
-    by_column = torch.ones(1, rows, device=device)
     taken: dict[str, Any] = {}
     for name, product in products.items():
         dtype = types.get(name, torch.float8_e4m3fn)

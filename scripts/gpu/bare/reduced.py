@@ -64,7 +64,8 @@ def prefill(place: Place) -> dict[str, Any]:
 
     def row(name: str) -> dict[str, Any]:
         count = int(name.split()[0])
-        inputs, figures = prompts(vlm, grid, count), {"decoder_ms": {}, "model_ms": {}}
+        inputs = prompts(vlm, grid, count)
+        figures: dict[str, dict[Any, float]] = {"decoder_ms": {}, "model_ms": {}}
         for share in SHARES:
             x = torch.randn(count, round(share * tokens) + WORDS, hidden, device=measure.device()).to(vlm.model.dtype)
             taken = measure.seconds(lambda: decoder(inputs_embeds=x, use_cache=True), 3)  # noqa: B023
@@ -72,8 +73,8 @@ def prefill(place: Place) -> dict[str, Any]:
         whole = measure.seconds(lambda: vlm.model(**inputs, use_cache=True, logits_to_keep=1), 3)
         figures["model_ms"]["all"] = round(1000 * whole, 2)
         for reduce in (f"{method}:{share}" for method in ATTACHED for share in SHARES[1:]):
-            method, share = reduce.split(":")
-            with attach(vlm, method, {"keep": float(share)}):
+            method, kept = reduce.split(":")
+            with attach(vlm, method, {"keep": float(kept)}):
                 taken = measure.seconds(lambda: vlm.model(**inputs, use_cache=True, logits_to_keep=1), 3)
             figures["model_ms"][reduce] = round(1000 * taken, 2)
         return figures

@@ -58,8 +58,9 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     folders = {name: checkpoint(place, shape, name) for name in expected}
     for name, loaded in ask(place, shape, folders).items():
         schemes[name] = judged(expected[name], str(machine.kernel(expected[name])), loaded)
-    result = {"target": target_here(), "schemes": {name: schemes[name] for name in SCHEMES if name in schemes}}
-    wrong = [f"{name}: {problem}" for name, scheme in result["schemes"].items() for problem in scheme.get("wrong", ())]
+    schemes = {name: schemes[name] for name in SCHEMES if name in schemes}
+    result = {"target": target_here(), "schemes": schemes}
+    wrong = [f"{name}: {problem}" for name, scheme in schemes.items() for problem in scheme.get("wrong", ())]
     if wrong:
         raise Failed("\n".join(wrong), result)
     return result
@@ -88,7 +89,8 @@ def checkpoint(place: Place, shape: str, name: str) -> Path:
 
 def ask(place: Place, shape: str, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """Ask all checkpoints in vLLM, a few at a time."""
-    image, names, results = pictures(place)[0], list(folders), {}
+    image, names = pictures(place)[0], list(folders)
+    results: dict[str, dict[str, Any]] = {}
     for first in range(0, len(names), AT_A_TIME):
         logs = {name: place.work / "logs" / f"probe-{shape}-{name}.log" for name in names[first : first + AT_A_TIME]}
         running = {

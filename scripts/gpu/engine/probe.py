@@ -100,7 +100,7 @@ def look(model: Any) -> dict[str, Any]:
 def _run(job: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
+    llm: Any = LLM(
         job["model"],
         enforce_eager=True,
         max_model_len=2048,
