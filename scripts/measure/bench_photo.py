@@ -5,6 +5,7 @@
     scripts/measure/bench_photo.py                              goes on from ROWS
     scripts/measure/bench_photo.py --model build/demo-photo-robust
     scripts/measure/bench_photo.py --summarise                  figures of what there is so far
+    scripts/measure/bench_photo.py --summarise --plot FILE.svg  README's picture
 
 The model is assembled first by `scripts/train/assemble_demo_photo.py`. All questions about the first IMAGES images of a
 split are asked greedily in transformers, by `shared_answers.py`: what a reducer leaves of an image runs once for all of
@@ -31,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pyarrow.parquet as pq
 import reduced_answers
+import reducers_plot
 import torch
 from methods_table import about, numbered, points, rows
 from shared_answers import SharedAsker
@@ -61,6 +63,10 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "learned": [{}],
 }
 POOLED = ("1x2", "2x2", "3x3")
+PLOTTED: dict[str, tuple[str, str | None]] = {  # rows -> colour (Okabe and Ito's), dashes
+    "pool": ("#d55e00", None), "uniform": ("#e69f00", None), "random": ("#999999", None), "scope": ("#0072b2", None),
+    "coverage": ("#009e73", None), "divprune": ("#56b4e9", None), "visionzip": ("#cc79a7", None), "dart": ("#000000", None),
+}  # fmt: skip
 BANDS = ((0.0, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1.01))
 CALIBRATION = 64  # samples that DyMU's thresholds are learnt from
 
@@ -197,6 +203,23 @@ def render(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def plot(summary: dict[str, Any]) -> str:
+    """README's picture: exact match against the share of tokens."""
+    model, full = summary["model"], summary["full"]["all"] / 100
+    figures = [
+        {
+            "model": model,
+            "group": figure["group"],
+            "reduce": figure["group"],
+            "kept": figure["left"],
+            "cached": figure["left"],
+            "exact": {"all": full + figure["all"][0] / 100},
+        }
+        for figure in summary["figures"]
+    ]
+    return reducers_plot.draw({"full": {model: {"all": full}}, "figures": figures}, PLOTTED)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "build/demo-photo", help="folder of the assembled model")
@@ -206,6 +229,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", metavar="ROW", help="rows of the table to measure; default: all")
     parser.add_argument("--shares", nargs="+", metavar="SHARE", help="shares to measure, such as 1/9; default: all")
     parser.add_argument("--scorer", type=Path, help="file of `vlmcompress learn-reducer`, for the row of `learned`")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves")
     parser.add_argument("--summarise", action="store_true", help="measure nothing")
     args = parser.parse_args()
     quiet_libraries()
@@ -213,6 +237,8 @@ def main() -> None:
     if not args.summarise:
         measure(args)
     summary = summarise(args)
+    if args.plot:
+        args.plot.write_text(plot(summary))
     print(render(summary))
     print(json.dumps(summary))
 

@@ -1,4 +1,4 @@
-"""Plot `bench_reducers.py`'s figures as SVG, a panel a model: exact match against the share of visual rows in caches."""
+"""Plot figures of reducers as SVG, a panel a model: exact match against the share of visual rows in caches."""
 
 from __future__ import annotations
 
@@ -34,30 +34,43 @@ LOOKS = {  # group -> colour (Okabe and Ito's, which readers of any colour visio
 }
 
 
-def draw(results: Mapping[str, Any]) -> str:
-    """Draw the whole picture; the line of a reducer begins at the model without one."""
-    models, figures = list(results["full"]), [row for row in results["figures"] if row["group"] in LOOKS]
-    lowest = min(row["exact"]["all"] for row in figures)
-    up, across = linear(lowest, 1.0, 6), linear(0.0, 1.0, 5)
+def draw(results: Mapping[str, Any], looks: Mapping[str, tuple[str, str | None]] = LOOKS) -> str:
+    """Draw the whole picture; the line of a reducer begins at the model without one.
+
+    `looks`: the groups to draw, with colour and dashes.
+    """
+    models, figures = list(results["full"]), [row for row in results["figures"] if row["group"] in looks]
+    values = [row["exact"]["all"] for row in (*figures, *({"exact": full} for full in results["full"].values()))]
+    up, across = linear(min(values), max(values), 6), linear(0.0, 1.0, 5)
     panels = [
         element(
             "g",
             *_panel(
-                model, results["full"][model]["all"], [row for row in figures if row["model"] == model], across, up
+                model,
+                results["full"][model]["all"],
+                [row for row in figures if row["model"] == model],
+                across,
+                up,
+                looks,
             ),
             transform=f"translate({number * WIDTH} 0)",
         )
         for number, model in enumerate(models)
     ]
-    names = [name for name in LOOKS if any(row["group"] == name for row in figures)]
-    legend = element("g", *_legend(names), transform=f"translate({len(models) * WIDTH + 8} {_TOP})")
+    names = [name for name in looks if any(row["group"] == name for row in figures)]
+    legend = element(
+        "g", *_legend({name: looks[name] for name in names}), transform=f"translate({len(models) * WIDTH + 8} {_TOP})"
+    )
     label = "Exact match against the share of visual tokens in the caches, by reducer"
     width = len(models) * WIDTH + _LEGEND
     paper = element("rect", width=width, height=HEIGHT, fill="#fff")
     return f"{picture(label, width, HEIGHT, paper, *panels, legend, fill='#333')}\n"
 
 
-def _panel(model: str, full: float, figures: Sequence[Mapping[str, Any]], across: Axis, up: Axis) -> list[Markup]:
+def _panel(
+    model: str, full: float, figures: Sequence[Mapping[str, Any]], across: Axis, up: Axis,
+    looks: Mapping[str, tuple[str, str | None]],
+) -> list[Markup]:  # fmt: skip
     marks, floor, right = [], HEIGHT - _BOTTOM, WIDTH - _RIGHT
     for tick in up.ticks:
         y = _y(up, tick)
@@ -70,7 +83,7 @@ def _panel(model: str, full: float, figures: Sequence[Mapping[str, Any]], across
     marks.append(element("text", model, x=_LEFT, y=20, font_weight="bold"))
     below = "visual tokens that the caches of all layers hold"
     marks.append(element("text", below, x=right, y=HEIGHT - 8, text_anchor="end"))
-    for group, (colour, dashes) in LOOKS.items():
+    for group, (colour, dashes) in looks.items():
         curve = sorted((row for row in figures if row["group"] == group), key=lambda row: -row["cached"])
         places = [(_x(across, row["cached"]), _y(up, row["exact"]["all"])) for row in curve]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(_x(across, 1.0), _y(up, full)), *places])
@@ -84,10 +97,9 @@ def _panel(model: str, full: float, figures: Sequence[Mapping[str, Any]], across
     return marks
 
 
-def _legend(names: Sequence[str]) -> list[Markup]:
+def _legend(looks: Mapping[str, tuple[str, str | None]]) -> list[Markup]:
     marks = []
-    for number, name in enumerate(names):
-        colour, dashes = LOOKS[name]
+    for number, (name, (colour, dashes)) in enumerate(looks.items()):
         y = 19 * number
         marks.append(element("line", x1=0, x2=26, y1=y, y2=y, stroke=colour, stroke_width=2, stroke_dasharray=dashes))
         marks.append(element("text", name, x=32, y=y + 4))
