@@ -32,8 +32,7 @@ class _Record(BaseModel):
 class Calibration(_Record):
     """The samples that a checkpoint was calibrated on. `prefix`: blocks were observed behind "float" or "quantized" ones.
 
-    `images`: different images that the samples show. `tokens`: numbers by modality. `text`: how many samples are of text
-    alone; `text_source`: where these come from.
+    `images`: different images; `tokens`: numbers by modality; `text`: samples of text alone, from `text_source`.
     """
 
     source: str
@@ -231,10 +230,9 @@ class Suite(_Record):
 class LoadRun(_Record):
     """One measured burst of requests against a server (`mode` "serve") or the engine itself ("offline").
 
-    Lists hold one value a request (`itl_ms`: one a token). `cached_tokens` are prompt tokens that the server took from its
-        prefix cache, `media_hits` images from its media caches. With speculative decoding `drafts` counts steps with a draft,
-    `drafted` their tokens, `accepted` those that became part of an answer, `accepted_at` these by their place in a draft.
-    `decode_seconds`: from first to last token by the server's clock, summed over requests; 0: it does not say.
+    Lists hold one value a request (`itl_ms`: one a token). `cached_tokens` and `media_hits`: prompt tokens and images from the
+    server's caches. With speculation `drafts` counts steps with a draft, `drafted` their tokens, `accepted` those in answers,
+    `accepted_at` these by place; `decode_seconds` is from first to last token by the server's clock, over all requests.
     """
 
     side: Literal["baseline", "candidate"]
