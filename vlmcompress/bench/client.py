@@ -155,7 +155,8 @@ async def _send(
     outcomes = [Outcome() for _ in bodies]
     finished = 0
     limits = aiohttp.ClientTimeout(total=timeout)
-    connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)  # vLLM's server closes idle ones after 5 s
+    # llama.cpp's server closes a connection behind a streamed answer, vLLM's an idle one after 5 s, and neither says so.
+    connections = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(f"{url}/", timeout=limits, connector=connections) as session:
         start = time.perf_counter()
 
