@@ -57,10 +57,8 @@ def draw(results: Mapping[str, Any], looks: Mapping[str, tuple[str, str | None]]
         )
         for number, model in enumerate(models)
     ]
-    names = [name for name in looks if any(row["group"] == name for row in figures)]
-    legend = element(
-        "g", *_legend({name: looks[name] for name in names}), transform=f"translate({len(models) * WIDTH + 8} {_TOP})"
-    )
+    drawn = {name: look for name, look in looks.items() if any(row["group"] == name for row in figures)}
+    legend = element("g", *_legend(drawn), transform=f"translate({len(models) * WIDTH + 8} {_TOP})")
     label = "Exact match against the share of visual tokens in the caches, by reducer"
     width = len(models) * WIDTH + _LEGEND
     paper = element("rect", width=width, height=HEIGHT, fill="#fff")

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import CLIPVisionModel
 
 from eval.photo.pictures import Album
-from eval.photo.scene import Scene, sample_scene
+from eval.photo.scene import Item, Scene, sample_scene
 
 from .tower import LAYERS, WIDTH, Weights, as_clip, clip_config
 
@@ -50,6 +50,12 @@ class Pool:
     scenes: list[Scene]
     features: np.ndarray
     items: np.ndarray
+
+    def things(self, k: int) -> list[tuple[Item, list[int]]]:
+        """The things of scene `k` of which something shows, and the patches that each is on."""
+        items = self.items[k].reshape(-1)
+        numbers = np.unique(items[items >= 0])
+        return [(self.scenes[k].items[number], np.flatnonzero(items == number).tolist()) for number in numbers]
 
 
 def fill(folder: Path, split: str, number: int, tower: CLIPVisionModel, album: Album) -> None:

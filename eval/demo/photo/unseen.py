@@ -8,7 +8,6 @@ far from the true ones, so pictures are drawn farther from them: `SPREAD` is whe
 real pictures that it was not trained on.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -32,15 +31,17 @@ class Unseen:
         self.pool = pool
         sums: dict[int, list[Tensor]] = {}
         name_of: dict[int, str] = {}
-        for scene, number, feature in _things(pool):
-            item = scene.items[number]
-            sums.setdefault(item.picture, []).append(feature)
-            name_of[item.picture] = item.name
+        for k, features in enumerate(pool.features):
+            for item, patches in pool.things(k):
+                mean = features[patches].astype(np.float32).mean(0)
+                sums.setdefault(item.picture, []).append(torch.from_numpy(mean))
+                name_of[item.picture] = item.name
         self.picture = {picture: torch.stack(features).mean(0) for picture, features in sums.items()}
         of_name: dict[str, list[Tensor]] = {}
         for picture, mean in self.picture.items():
             of_name.setdefault(name_of[picture], []).append(mean)
         self.name = {name: torch.stack(means).mean(0) for name, means in of_name.items()}
+        self.names = sorted(self.name)
         # A name's mean is itself one of few pictures, and so off by that much more.
         self.error = {name: (1 + 1 / len(means)) ** 0.5 for name, means in of_name.items()}
         rest = torch.cat([torch.stack(means) - self.name[name] for name, means in of_name.items()])
@@ -50,29 +51,23 @@ class Unseen:
 
     def draw(self, random: Random, k: int) -> tuple[Scene, Tensor]:
         """The pool's scene k with unseen pictures of other names for its things, and features [patches, channels] of it."""
-        scene, items = self.renamed(random, self.pool.scenes[k]), torch.from_numpy(self.pool.items[k].reshape(-1))
+        scene = self.pool.scenes[k]
+        names = self.new_names(random, scene)
         features, moves = torch.tensor(self.pool.features[k], dtype=torch.float32), dict[int, Tensor]()
-        for number in items[items >= 0].unique().tolist():
-            item = scene.items[number]
+        for item, patches in self.pool.things(k):
             if item.picture not in moves:  # a picture that is there twice stays one
-                off = SPREAD * self.error[item.name] * self.root @ torch.randn(len(self.root))
-                moves[item.picture] = self.name[item.name] + off - self.picture[item.picture]
-            features[items == number] += moves[item.picture]
-        return scene, features
+                name = names[item.name]
+                off = SPREAD * self.error[name] * self.root @ torch.randn(len(self.root))
+                moves[item.picture] = self.name[name] + off - self.picture[item.picture]
+            features[patches] += moves[item.picture]
+        return replace(scene, items=[replace(item, name=names[item.name]) for item in scene.items]), features
 
-    def renamed(self, random: Random, scene: Scene) -> Scene:
-        """The scene with other names for its things, of which none are alike."""
+    def new_names(self, random: Random, scene: Scene) -> dict[str, str]:
+        """Another name for each in a scene, of which none are alike."""
         names: dict[str, str] = {}
         for item in scene.items:
             while item.name not in names:
-                name = random.choice(sorted(self.name))
+                name = random.choice(self.names)
                 if not any(alike(name, other) for other in names.values()):
                     names[item.name] = name
-        return replace(scene, items=[replace(item, name=names[item.name]) for item in scene.items])
-
-
-def _things(pool: Pool) -> Iterator[tuple[Scene, int, Tensor]]:
-    """Scenes of a pool, numbers of things in them, and the mean features [channels] of these."""
-    for scene, features, items in zip(pool.scenes, pool.features, pool.items, strict=True):
-        for number in np.unique(items[items >= 0]):
-            yield scene, int(number), torch.from_numpy(features[items == number].astype(np.float32).mean(0))
+        return names

@@ -134,9 +134,8 @@ def sample(random: Random, pool: Pool, words: Words, scenes: int = SCENES) -> Ba
     features, patches, groups, labels = [], [], [], []
     for k in random.sample(range(len(pool.scenes)), min(scenes, len(pool.scenes))):
         names, items = words.labels(pool.scenes[k], pool.items[k]).tolist(), pool.items[k].reshape(-1)
-        things = [np.flatnonzero(items == number).tolist() for number in np.unique(items[items >= 0])]
         ground = np.flatnonzero(items < 0).tolist()
-        drawn = [random.sample(thing, min(len(thing), OF_THING)) for thing in things]
+        drawn = [random.sample(thing, min(len(thing), OF_THING)) for _, thing in pool.things(k)]
         drawn += [[patch] for patch in random.sample(ground, min(len(ground), OF_GROUND))]
         for group in drawn:
             features.append(torch.from_numpy(pool.features[k][group]).float())
@@ -167,13 +166,13 @@ def measure(projector: Projector, words: Words, pool: Pool) -> dict[str, float]:
     patches, and has the right name also if that is nearer than three drawn others (`choice`)."""
     targets, random = Targets(words), Random(0)
     right: dict[str, list[bool]] = {"background": [], "things": [], "choice": []}
-    for k, scene in enumerate(pool.scenes):
+    for k in range(len(pool.scenes)):
         items = torch.from_numpy(pool.items[k].reshape(-1))
         rest = projector(torch.from_numpy(pool.features[k]).float()) - targets.place
         right["background"] += (targets.scores(rest[items < 0]).argmax(1) == words.nothing).tolist()
-        for number in items[items >= 0].unique().tolist():
-            name = scene.items[number].name
-            scores = targets.scores(rest[items == number].mean(0, keepdim=True))[0, : words.nothing]
+        for item, patches in pool.things(k):
+            name = item.name
+            scores = targets.scores(rest[patches].mean(0, keepdim=True))[0, : words.nothing]
             score = scores[words.number[name]]
             others = random.sample([other for other in words.names[:-1] if not alike(name, other)], 3)
             right["things"].append(bool(score == scores.max()))
