@@ -149,8 +149,10 @@ class Comparison(_Record):
         both, baseline_only, candidate_only, neither: counts of right answers where scores are 0 or 1, else None.
         detectable: the smallest true drop that n samples like these would show with 80% power.
         margin, verdict: the allowed drop, and whether the candidate is shown to stay within it.
+        sensitive: False where the baseline gets too little right for a loss of the margin to show, so that nothing can pass.
         needed: number of samples, in images as large, that would decide an inconclusive verdict, if the true difference is
             the observed one.
+        largest: number of samples about the image that has most of them; 0 in results from before this field.
     """
 
     n: Count
@@ -172,12 +174,19 @@ class Comparison(_Record):
     detectable: float
     margin: float
     verdict: Verdict
+    sensitive: bool = True
     needed: Count | None = None
+    largest: Count = 0
 
     @property
     def unit(self) -> str:
         """What the interval counts: images, or samples where no two are about the same image."""
         return "images" if self.clusters < self.n else "samples"
+
+    @property
+    def heavy(self) -> bool:
+        """Whether one image has enough of the samples to lose the margin by itself."""
+        return self.clusters < self.n and self.largest > self.margin * self.n
 
     @property
     def missing(self) -> int | None:

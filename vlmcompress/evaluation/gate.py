@@ -216,8 +216,11 @@ def _drop(suite: str, family: str | None, c: Comparison) -> Rule:
     reason = ""
     if c.verdict == "inconclusive":
         reason = f"{c.clusters:,} {c.unit} can't tell"
-        if c.missing:
+        if not c.sensitive:
+            reason = f"the baseline scores {100 * c.baseline:.1f}%, too little for a loss of the margin to show"
+        elif c.missing:
             reason += f"; about {c.missing:,} more would, if the difference stays the same"
+            reason += f"; one has {c.largest / c.n:.0%} of the samples" * c.heavy
     return Rule(
         name=f"{suite}: {'accuracy' if family is None else family}",
         verdict=c.verdict,

@@ -7,11 +7,15 @@ Two one-sided tests, each with error (1 - level) / 2 (2.5% at 0.95, as ICH E9 re
 - **inconclusive** otherwise. A drop can be significant and yet inconclusive: it's there, but perhaps within the margin.
 
 Verdicts are monotone: with the bounds of `paired`, a smaller loss never gets a worse verdict.
+
+Nothing can be lost where the baseline is wrong. So an evaluation passes only what it could have failed (ICH E10's assay
+sensitivity): a candidate that loses all that the baseline got right must fail, or `sensitive` says no and a pass is void.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterable, Sequence
 
 from vlmcompress.evaluation.paired import NORMAL, MeanDifference
 from vlmcompress.results import Verdict
@@ -34,8 +38,18 @@ def p_within(difference: MeanDifference, margin: float) -> float:
     return difference.p_at_least(-margin)
 
 
+def sensitive(baseline: Sequence[float], images: Iterable[Hashable], margin: float, level: float) -> bool:
+    """Whether a candidate that gets nothing right would fail: the baseline gets enough right for a loss to show.
+
+    Args:
+        baseline: its scores in 0 to 1.
+    """
+    return verdict(MeanDifference([-score for score in baseline], images), margin, level) == "fail"
+
+
 def min_images_to_pass(margin: float, level: float) -> int:
-    """The smallest number of images with which a candidate that changes no answer passes; with fewer none can."""
+    """The smallest number of images, with as many questions each, with which a candidate that changes no answer passes; with
+    fewer none can."""
     return math.floor(math.log((1 - level) / 2) / math.log1p(-margin)) + 1
 
 

@@ -1,25 +1,37 @@
 """Confidence bounds and tests of a mean paired difference, clustered by image.
 
 Image i has m_i questions, whose differences (candidate minus baseline, in [-1, 1]) sum to S_i; the mean difference is
-sum S_i / sum m_i. Questions about one image may be lost together, so the images are the independent observations.
+sum S_i / sum m_i = S / n. Questions about one image may be lost together, so the images are the independent observations.
 
 **Bounds.** The p-value of "the true mean is at most D" is Gaffke's (Math. Methods Statist. 14, 2005, 451-467;
 Learned-Miller and Thomas, arXiv:1905.06208), with one further image that loses all of its questions:
 
-    P(sum_i E_i (S_i - D m_i) - E_0 M (1 + D) <= 0),   E_i independent standard exponentials,   M = sum m_i^2 / sum m_i
+    P(sum_i E_i (S_i + t_i) - E_0 L <= 0),   E_i independent standard exponentials,   sum_i t_i = -D n
 
-M is the size of the image of a random question, and sum m_i / M Kish's effective number of images (Survey Sampling, 1965).
+The t_i say which images lose what the hypothesis allows, and L how many questions the further image has. With m questions
+an image there is one way: t_i = -D m and L = (1 + D) m. Where their numbers differ, losses may go with size: a model may
+fail on the few documents that have most of the questions. All that the hypothesis allows beyond the observed mean x goes to
+the largest images then, down to a level L that is as high for all of them, like water:
+
+    t_i = max(m_i (1 + x) - L, 0) - x m_i                 with L such that sum_i t_i = -D n
+
+For an x chosen beforehand S_i + t_i + L is never negative and has the mean L under the hypothesis, so that the product of
+the (S_i + t_i + L) / L is at most 1 on average, whatever each image's chances are (inequality of means), and its inverse a
+p-value as well; Gaffke's is smaller. This takes the images' sizes as they are. So that images may also be a random draw of
+large and small ones, the p-value is the larger of this one and the one with t_i = -D m_i at the same L.
 
 - **No correlation has to be estimated.** Where questions of an image change together, the sums S_i are large. Where none
   changed, the further image bounds what was not seen: after k images without a change, the share of images that lose all
   is at most 1 - 0.025^(1/k), about 3.7 / k. No test of that error does better: with a larger share, k images without a
-  loss would be seen too often, however many questions each has.
+  loss would be seen too often, however many questions each has. One document with a tenth of all questions could lose
+  them with a probability of 97.5% and be seen to keep them: 9.75 points are not ruled out.
 - **One lost answer less never makes the p-value larger**, as it only raises an S_i.
 - **Special cases**, one question an image: without a win it is the exact binomial test (Clopper and Pearson, 1934), at
   D = 0 the exact McNemar test.
 
-That the error is at most the level is proven for two outcomes and a conjecture otherwise, without a known counterexample;
-`scripts/measure/simulate_statistics.py` counts. The bootstrap has no width when no answer differs, and too little when few do.
+That the error is at most the level is proven for two outcomes and a conjecture otherwise;
+`scripts/measure/simulate_statistics.py` counts, also where losses go with size. The bootstrap has no width when no answer
+differs, and too little when few do.
 
 **Tests of no difference** flip the signs of the images' sums S_i, as the two models could be swapped on any image: exact by
 enumeration for right/wrong scores (with one question an image the exact McNemar test), else by random draws.
@@ -98,15 +110,32 @@ class MeanDifference:
         return self._tail(mean, 1.0, times)
 
     def _tail(self, mean: float, end: float, times: float) -> float:
-        gaps = np.append(self._sums - mean * self._sizes, (end - mean) * self._image_size)
-        return below_zero(-end * gaps, np.append(times * self._counts, 1.0))
+        """P-value of "the true mean is on `end`'s side of `mean`, or there"; sums are mirrored for the side of 1."""
+        sums, limit, observed = -end * self._sums, -end * mean, max(-end * self.mean, -end * mean)
+        room = (1 + observed) * self._sizes  # what an image may lose beyond the observed mean
+        level = water_level(room, self._counts, (observed - limit) * self.n)
+        allowed = [-limit * self._sizes]
+        if self._sizes.min() < self._sizes.max():
+            allowed.append(np.maximum(room - level, 0) - observed * self._sizes)
+        shapes = np.append(times * self._counts, 1.0)
+        return max(below_zero(np.append(sums + t, -level), shapes) for t in allowed)
 
     def limits(self, level: float) -> tuple[float, float]:
         """The two-sided confidence interval of the mean; each limit errs with (1 - level) / 2."""
         tail = (1 - level) / 2
         # width of a bracket that mostly holds the limit
-        width = 4 * math.sqrt(self._variance / self.images) + 5 / self.images
+        width = 4 * math.sqrt(self._variance / self.images) + 5 * self._sizes.max() / self.n
         return _root(self.p_at_most, self.mean, width, -1.0, tail), _root(self.p_at_least, self.mean, width, 1.0, tail)
+
+
+def water_level(heights: NDArray[np.float64], counts: NDArray[np.float64] | NDArray[np.int64], volume: float) -> float:
+    """The level L at which `volume` stands above: sum_i counts_i max(heights_i - L, 0) = volume; below all heights if it is
+    more than their differences."""
+    order = np.argsort(-heights)
+    number, total = np.cumsum(counts[order]), np.cumsum((counts * heights)[order])
+    levels = (total - volume) / number  # if just the first so many heights are above it
+    following = np.append(heights[order][1:], -np.inf)
+    return float(levels[np.argmax(levels >= following)])
 
 
 def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> float:

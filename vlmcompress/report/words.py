@@ -139,6 +139,11 @@ def verdict(c: Comparison) -> str:
         return f"A loss of more than {limit} is shown: {change}{lost}."
     if c.verdict == "inconclusive":
         unclear = f"Can't tell if {limit} or more {'was' if limit == '1 point' else 'were'} lost: {change}{lost}."
+        if not c.sensitive:
+            return (
+                f"{unclear} The baseline scores {percent(c.baseline)} of {c.n:,} samples, too little for a loss of {limit} to "
+                "show; look at its answers, and score them by what they say (--score)."
+            )
         if not c.missing:
             return f"{unclear} {c.n:,} samples show a drop of {100 * c.detectable:.1f} points four times in five."
         count = f"{c.n:,} were asked"
@@ -147,7 +152,11 @@ def verdict(c: Comparison) -> str:
                 f"{c.n:,} samples about {c.clusters:,} images were asked, and samples of an image may be lost together "
                 f"(design effect {c.design_effect:.1f})"
             )
-        return f"{unclear} About {c.missing:,} more {c.unit} would decide it; {count}."
+        large = (
+            f" One image has {percent(c.largest / c.n)} of the samples and may lose them all: {(c.needed or 0) / c.n:,.1f} "
+            "times as many images of every size, or fewer samples about each, would rule that out."
+        )
+        return f"{unclear} About {c.missing:,} more {c.unit} would decide it; {count}.{large * c.heavy}"
     ruled = f"a loss of {limit} or more is ruled out"
     if c.high < 0:
         return f"Some accuracy was lost, but {ruled}: {change}{lost}."
