@@ -99,6 +99,7 @@ def evaluate(
     ray: str | None = None,
     limit: int | None = None,
     seed: int = 0,
+    score: str = "auto",
     margins: Mapping[str, float] | None = None,
     journal: str | Path | None = None,
     progress: Progress = silent,
@@ -117,6 +118,7 @@ def evaluate(
         ray: a Ray cluster whose workers share the questions: `auto`, `HOST:PORT` of its head, or `local` for one made here.
         limit: the most questions to ask of each suite.
         seed: seed of the choice of questions, and of the engine.
+        score: how answers to `data` of your own are scored: `auto`, or see `vlmcompress eval --help`.
         margins: the drop in accuracy that is allowed, as a share, by suite; "" for all others.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
         progress: called with (label, done, total).
@@ -134,6 +136,7 @@ def evaluate(
         baseline_engine=before,
         limit=limit,
         seed=seed,
+        score=score,
         margin=margins,
         journal=Path(journal) if journal else None,
         progress=progress,

@@ -212,7 +212,8 @@ class Divergence(_Record):
 class Suite(_Record):
     """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `*_tokens`: counts (baseline, candidate), over all samples.
 
-    `derived_ids`: the data had no ids for some samples, which go by a hash of their content.
+    `scoring` says how `metric` is given, `choice` how it was chosen where a look at the baseline's answers did; `derived_ids`:
+    the data had no ids for some samples, which go by a hash of their content.
     """
 
     name: str
@@ -233,6 +234,7 @@ class Suite(_Record):
     prompt_tokens: Counts = (0, 0)
     visual_tokens: Counts | None = None
     scoring: str = ""
+    choice: str = ""
     derived_ids: bool = False
 
 
@@ -337,11 +339,15 @@ class Rule(_Record):
 
 
 class Gate(_Record):
-    """A gate's outcome: the worst of its rules (fail, then inconclusive, then pass)."""
+    """A gate's outcome: the worst of its rules (fail, then inconclusive, then pass).
+
+    `file` is the content of the gate's file, by which results that are joined later are judged again.
+    """
 
     name: str
     verdict: Verdict
     rules: list[Rule]
+    file: dict[str, Any] = {}
 
 
 class Results(_Record):
@@ -402,8 +408,8 @@ def load(path: str | Path) -> Results:
 
 
 def joined(new: Results, old: Results) -> Results:
-    """Add to `new` the accuracy or the speed that only `old` has, if both are of the same checkpoints."""
+    """Add to `new` the accuracy or the speed that only `old` has, and its gate, if both are of the same checkpoints."""
     if new.identity() != old.identity():
         return new
-    missing = [name for name in ("suites", "samples", "pictures", "bench") if not getattr(new, name)]
+    missing = [name for name in ("suites", "samples", "pictures", "bench", "gate") if not getattr(new, name)]
     return new.model_copy(update={name: getattr(old, name) for name in missing})

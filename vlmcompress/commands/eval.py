@@ -44,6 +44,13 @@ def options(parser: Parser) -> None:
         help="local copy of the suite's data; alone: questions and answers",
     )
     parser.add_argument(
+        "--score",
+        default="auto",
+        metavar="NAME",
+        help="of data of your own: exact, normalized, contains, anls, regex:PATTERN or FILE.py:FUNCTION; default: auto, which "
+        "looks at the baseline's first answers",
+    )
+    parser.add_argument(
         "--engine", default="vllm", metavar="NAME", help="vllm, hf, llamacpp, openvino or openai:URL; default: vllm"
     )
     parser.add_argument("--baseline-engine", metavar="NAME", help="default: the same engine")
@@ -113,6 +120,7 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             ray=args.ray,
             limit=args.limit,
             seed=args.seed,
+            score=args.score,
             margins=margins,
             journal=Path(args.report) / JOURNAL if args.report else None,
             progress=progress,

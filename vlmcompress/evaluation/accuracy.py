@@ -20,9 +20,10 @@ from vlmcompress.common import hub
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines import Answer, Engine, Settings
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation import tasks
+from vlmcompress.evaluation import free_answers, tasks
 from vlmcompress.evaluation.ask import Sample, SuiteAnswers, ask_suite
 from vlmcompress.evaluation.compare import MARGIN, by_family, changed_answers, compare, divergence, families, pairs
+from vlmcompress.evaluation.free_answers import Score
 from vlmcompress.evaluation.journal import Journal, open_journal
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.evaluation.tasks import LoadedSuite
@@ -41,6 +42,7 @@ class EvalOptions:
         engine, baseline_engine: the engines of the candidates and of the baseline.
         limit, seed: how many questions of each suite are chosen (None: all), and the seed of the choice.
         margin: suite -> allowed drop; "" stands for all other suites.
+        score: how answers to plain data are scored, see `free_answers.checked`.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
     """
 
@@ -49,6 +51,7 @@ class EvalOptions:
     limit: int | None = None
     seed: int = 0
     margin: Mapping[str, float] | None = None
+    score: str = free_answers.AUTO
     settings: Settings = Settings(logprobs=FIRST_TOKENS)
     journal: Path | None = None
     progress: Progress | None = None
@@ -103,15 +106,19 @@ def evaluate_all(
         )
         for name in suites or [None]
     ]
+    named = free_answers.checked(options.score, loaded)
     # From the report first: where it lacks a suite, that is said before an engine starts.
     replayed = [_replay(recorded, suite.name) for suite in loaded] if recorded else None
     with ExitStack() as stack:
         journal = stack.enter_context(open_journal(options.journal)) if options.journal else None
         before = replayed or [_answers(baseline, suite, options, journal, "baseline") for suite in loaded]
+        scores = [free_answers.choose(named, *both) for both in zip(loaded, before, strict=True)]
+        before = [score.applied(answers) if score else answers for score, answers in zip(scores, before, strict=True)]
         original = recorded.baseline if recorded else sides.side(baseline, before[0].engine)
         for path in candidates:
             after = [_answers(path, suite, options, journal, "candidate") for suite in loaded]
-            compared = list(zip(loaded, before, after, strict=True))
+            after = [score.applied(answers) if score else answers for score, answers in zip(scores, after, strict=True)]
+            compared = list(zip(loaded, before, after, scores, strict=True))
             yield _results(original, sides.side(path, after[0].engine), compared, options, recorded)
 
 
@@ -142,13 +149,17 @@ def _answers(
 def _results(
     baseline: Side,
     candidate: Side,
-    compared: Sequence[tuple[LoadedSuite, SuiteAnswers, SuiteAnswers]],
+    compared: Sequence[tuple[LoadedSuite, SuiteAnswers, SuiteAnswers, Score | None]],
     options: EvalOptions,
     recorded: Results | None,
 ) -> Results:
     suites, samples, pictures = [], [], {}
-    for suite, before, after in compared:
+    for suite, before, after, score in compared:
         summary, scored = summarise(suite, before, after, options.margin_of(suite.name))
+        if score:
+            summary = summary.model_copy(
+                update={"metric": score.metric, "scoring": score.about, "choice": score.choice}
+            )
         if recorded:  # replayed answers do not say where they were cut off
             cut_off = _suite(recorded, suite.name).cut_off[0]
             summary = summary.model_copy(update={"cut_off": (cut_off, summary.cut_off[1])})

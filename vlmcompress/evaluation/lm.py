@@ -28,7 +28,6 @@ from vlmcompress.errors import UserError
 from vlmcompress.evaluation import benchmarks, local_data
 
 MAX_TOKENS = 256  # lm-eval's default
-SCORING = "Exact match after case folding, collapsing spaces and dropping a final full stop."
 Ask = Callable[[Sequence[Request]], Mapping[str, Answer]]
 
 
@@ -172,7 +171,7 @@ class Documents(list):
 
 
 class Conversations(ConfigurableTask):
-    """A task whose prompts are the samples' turns, unchanged, scored by exact match.
+    """A task whose prompts are the samples' turns, unchanged; scored by exact match, until `free_answers` scores them.
 
     Args:
         samples: the samples, each with an answer.
@@ -209,7 +208,6 @@ class Conversations(ConfigurableTask):
                     "temperature": 0.0,
                 },
                 "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-                "metadata": {"scoring": SCORING},
             }
         )
 

@@ -74,8 +74,8 @@ class SuiteFindings:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on tokens and on how far the answers agree."""
-        return words.tokens(self.suite) + words.agreement(self.suite)
+        """Sentences on how the score was chosen, on tokens and on how far the answers agree."""
+        return [self.suite.choice] * bool(self.suite.choice) + words.tokens(self.suite) + words.agreement(self.suite)
 
     @property
     def suspect(self) -> list[tuple[str, tuple[int, int]]]:

@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from vlmcompress.data import bundled, data_hash, load_mixed
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import noninferiority, tasks
 from vlmcompress.evaluation.compare import LEVEL
+from vlmcompress.evaluation.free_answers import choose
 from vlmcompress.evaluation.paired import MeanDifference
 from vlmcompress.recipe import resolve
 from vlmcompress.search import outcome, space
@@ -110,13 +111,16 @@ def find(request: Request, progress: Progress) -> Searched:
     with open_trial_log(request.out, _about(setup, suite), request.budget) as log:
         with closing(workers.of(request.ray)) as crew:
             before = original(setup, count, crew, log, progress)
+            if score := choose(None, suite, before.suite):
+                before = replace(before, suite=score.applied(before.suite))
             if log.left <= 0:
                 raise UserError(
                     f"--max-time is spent: asking the original took {duration(log.spent)}; give a longer one, which goes on "
                     "from here, or fewer questions (--limit)"
                 )
             reserve = 2.4 * confirming * (log.note("seconds") or 0.0)  # the original, the winner, and some more
-            live = LiveTrials(setup, crew, log, gains, before, progress, max(reserve, SHARE * (request.budget or 0.0)))
+            reserve = max(reserve, SHARE * (request.budget or 0.0))
+            live = LiveTrials(setup, crew, log, gains, before, score, progress, reserve)
             result = search(where, live, Rules(request.margin, count, images))
         rate = gains.rate(result.winner.candidate) if result.winner else None
         data = outcome.plain(result, _described(request, base, gains), where.left_out, rate)
