@@ -56,22 +56,14 @@ def min_images_to_pass(margin: float, level: float) -> int:
 def detectable(difference: MeanDifference, level: float, power: float = POWER) -> float:
     """The smallest true drop that as many samples like these would show (upper limit below 0) with probability `power`.
 
-    By the normal approximation. Changes in each direction are assumed at the observed rate plus one change, as few changes say
-    little about their rate; the drop is added on top.
+    Whole images are lost, of every size, beside changes that are as often for the better as for the worse; their number is
+    taken at its quantile 1 - `power`, by the normal approximation.
     """
-    alpha, beta = NORMAL.inv_cdf(0.5 + level / 2), NORMAL.inv_cdf(power)
-    images, size, mean = difference.images, difference.size, difference.mean
-    both_ways = max(difference.variance() + mean**2 - abs(mean) * size, 0.0) + size**2 / images
-
-    def shown(drop: float) -> bool:
-        spread = both_ways + drop * size
-        signal = drop * images - 0.5 * size  # with the continuity correction of half a change
-        return signal >= math.sqrt(images) * (alpha * math.sqrt(spread) + beta * math.sqrt(max(spread - drop**2, 0.0)))
-
+    error, deviate = (1 - level) / 2, NORMAL.inv_cdf(power)
     low, high = 0.0, 1.0
-    for _ in range(40):
+    while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if shown(middle) else (middle, high)
+        low, high = (low, middle) if difference.p_of_drop(middle, deviate) < error else (middle, high)
     return high
 
 

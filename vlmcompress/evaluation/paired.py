@@ -103,22 +103,28 @@ class MeanDifference:
 
     def p_at_most(self, mean: float, times: float = 1.0) -> float:
         """One-sided p-value of "the true mean is at most `mean`". `times`: as if every image had been seen so many times."""
-        return self._tail(mean, -1.0, times)
+        return gaffke_p(self._sums, self._sizes, times * self._counts, mean)
 
     def p_at_least(self, mean: float, times: float = 1.0) -> float:
         """One-sided p-value of "the true mean is at least `mean`"."""
-        return self._tail(mean, 1.0, times)
+        return gaffke_p(-self._sums, self._sizes, times * self._counts, -mean)
 
-    def _tail(self, mean: float, end: float, times: float) -> float:
-        """P-value of "the true mean is on `end`'s side of `mean`, or there"; sums are mirrored for the side of 1."""
-        sums, limit, observed = -end * self._sums, -end * mean, max(-end * self.mean, -end * mean)
-        room = (1 + observed) * self._sizes  # what an image may lose beyond the observed mean
-        level = water_level(room, self._counts, (observed - limit) * self.n)
-        allowed = [-limit * self._sizes]
-        if self._sizes.min() < self._sizes.max():
-            allowed.append(np.maximum(room - level, 0) - observed * self._sizes)
-        shapes = np.append(times * self._counts, 1.0)
-        return max(below_zero(np.append(sums + t, -level), shapes) for t in allowed)
+    def p_of_drop(self, drop: float, deviate: float) -> float:
+        """The p-value of "nothing was lost" to expect if that share of the images, of every size, loses everything.
+
+        Of the others so many change as of the observed ones beyond their drift, as many to the better as to the worse.
+
+        Args:
+            deviate: normal deviate below the mean at which the number of lost images is taken.
+        """
+        second = self._variance + self.mean**2
+        fair = max(second - abs(self.mean) * self.size, 0.0) / second if second else 0.0
+        spread = math.sqrt((1 - drop) * (fair * second + drop) / self.images)
+        lost = max(drop - deviate * spread, 0.0)
+        rest = (1 - lost) * self._counts
+        sums = np.concatenate([-self._sizes, self._sums, -self._sums, 0 * self._sums])
+        counts = np.concatenate([lost * self._counts, fair / 2 * rest, fair / 2 * rest, (1 - fair) * rest])
+        return gaffke_p(-sums, np.tile(self._sizes, 4), counts, 0.0)
 
     def limits(self, level: float) -> tuple[float, float]:
         """The two-sided confidence interval of the mean; each limit errs with (1 - level) / 2."""
@@ -126,6 +132,23 @@ class MeanDifference:
         # width of a bracket that mostly holds the limit
         width = 4 * math.sqrt(self._variance / self.images) + 5 * self._sizes.max() / self.n
         return _root(self.p_at_most, self.mean, width, -1.0, tail), _root(self.p_at_least, self.mean, width, 1.0, tail)
+
+
+def gaffke_p(sums: NDArray[np.float64], sizes: NDArray[np.float64], counts: NDArray[np.float64], limit: float) -> float:
+    """P-value of "the true mean is at most `limit`"; see the module.
+
+    Args:
+        sums, sizes: S_i and m_i of kinds of images; `counts`: how many there are of each, above 0 and not always whole.
+    """
+    n = float(counts @ sizes)
+    observed = max(float(counts @ sums) / n, limit)
+    room = (1 + observed) * sizes  # what an image may lose beyond the observed mean
+    level = water_level(room, counts, (observed - limit) * n)
+    allowed = [-limit * sizes]
+    if sizes.min() < sizes.max():
+        allowed.append(np.maximum(room - level, 0) - observed * sizes)
+    shapes = np.append(counts, 1.0)
+    return max(below_zero(np.append(sums + t, -level), shapes) for t in allowed)
 
 
 def water_level(heights: NDArray[np.float64], counts: NDArray[np.float64] | NDArray[np.int64], volume: float) -> float:
