@@ -168,6 +168,17 @@ def test_scales_of_the_kv_cache_keep_their_values(ours, tmp_path):
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (start / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("scheme", "name"), [("fp8", "bf16"), ("w4-asymmetric", "awq"), ("w4-symmetric", "gptq")])
+def test_scales_of_the_kv_cache_are_left_out_with_a_warning(ours, tmp_path, scheme, name):
+    """Where a format has no place for them. All else is what it is without a KV cache in FP8."""
+    record = convert(ours("llava", scheme, kv_cache=True), tmp_path / "out", name)
+    assert [line for line in record["warnings"] if "scales of the FP8 KV cache were left out" in line]
+    convert(ours("llava", scheme), tmp_path / "plain", name)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+    assert all(check.ok for check in diagnose(tmp_path / "out")), diagnose(tmp_path / "out")
+
+
 def test_another_tools_awq(ours, tmp_path):
     """As AutoAWQ left them: numbers under older names, no manifest, no `sym`. Oracle: auto-round's unpacking."""
     convert(ours("qwen2-5-vl", "w4-asymmetric"), tmp_path / "awq", "awq")
@@ -227,7 +238,6 @@ def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path
     [
         ("w8a16", {}, "awq", "4-bit integer weights"),
         ("w4-asymmetric", {}, "gptq", "symmetric weights only"),
-        ("fp8", {"kv_cache": True}, "bf16", "no scales of an FP8 KV cache"),
         ("int8", {}, "modelopt", "ModelOpt files hold"),
         ("fp8", {}, "compressed-tensors", "is compressed-tensors already"),
         ("fp8", {}, "awk", "unknown format 'awk'; did you mean 'awq'"),
