@@ -292,7 +292,7 @@ def block(**values):
         (block(sym=None), "sym None"),
         (block(dynamic={"+:(": {}}), "no regular expression"),
         (block(quant_method="bitsandbytes"), "of kind 'bitsandbytes', which is not read"),
-        (block(dynamic=[1]), "do not belong together|no regular"),
+        (block(dynamic=[1]), "is none of gptq"),
     ],
 )
 def test_damaged_files_are_refused(change, message, ours, tmp_path):

@@ -1,8 +1,8 @@
 """Write a quantized checkpoint anew without quantizing again: in another format, or with other values of some tensors.
 
 `convert` packs the same codes and scales otherwise. What the new format can express is equal bit for bit when it is unpacked;
-what it cannot express is refused by name before a byte is written, but for the scales of an FP8 KV cache, which are left out with
-a warning: without them engines keep keys and values in 16 bits.
+what it cannot express is refused by name before a byte is written. Only scales of an FP8 KV cache are left out with a warning:
+engines then keep keys and values in 16 bits.
 """
 
 from __future__ import annotations

@@ -151,9 +151,7 @@ def quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -
     return q
 
 
-def dequantize(
-    q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, rows: slice = slice(None)
-) -> Tensor:
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, rows: slice = slice(None)) -> Tensor:
     """Float32 values `[out, in]` of the codes `q [out, in]`, of all its `rows` or some."""
     if fmt.rows > 1:  # the scale of each row's blocks
         scale = scale[torch.arange(len(q), device=scale.device) // fmt.rows]
