@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.checkpoint import manifest, reducer_block
+from vlmcompress.checkpoint import manifest, reducer_block, tokenizers
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.checkpoint.stored import Stored
@@ -63,8 +63,11 @@ def convert(
         raise UserError(fault)
     carried = reducer_block.read(stored.config)
     reducer = carried.reducer.plain() if carried else None
-    for reason in files_problems(writer, source, stored.spec.family, stored.meta_model.config.to_dict(), reducer):
+    model_config = stored.meta_model.config.to_dict()
+    for reason in files_problems(writer, source, stored.spec.family, model_config, reducer):
         raise UserError(reason)
+    if problem := tokenizers.compare(writer, source, model_config).problem:
+        raise UserError(problem)
     layers, tensors = _layers(stored, written, writer), written_tensors(stored, writer)
     config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)

@@ -13,6 +13,9 @@ have both. Optional:
                                     `tree` has the source's other files already, `parts` is a `Parts`
     source_problems(folder, family, config) -> [str]         with it: reasons why it cannot hold a model
     reducer_problem(family, reducer) -> str | None           with it: why its engine lacks a reducer, as in recipes
+    token_ids(folder, config, texts) -> [[int]] | None       with it, where its engine has a tokenizer of its own: its tokens of
+                                    texts, by what was written into the folder or would be; None: the engine is not there
+    TITLE                           with it: a literal, the engine's name for people
 
 A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """
