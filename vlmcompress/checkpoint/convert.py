@@ -75,7 +75,7 @@ def convert(
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
     if stored.kv_scales and writer.KV_SCALES is None:
         record["recipe"] = record["recipe"] | {"kv_cache": None}
-        record.pop("kv_cache", None)  # its errors
+        record["kv_cache"] = {}  # its errors
         record["warnings"].append(
             f"the scales of the FP8 KV cache were left out, as {format} has no place for them: engines keep keys and values in "
             "16 bits"

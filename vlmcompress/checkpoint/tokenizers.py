@@ -84,10 +84,10 @@ def compare(exporter: Any, folder: Path, config: Mapping[str, Any], processor: A
             differences.append((text, _difference(text, ours, theirs)))
     if not differences:
         return Comparison(len(texts))
-    found = f"{exporter.TITLE} cuts {len(differences)} of {len(texts)} texts into other tokens: {differences[0][1]}"
+    line = f"{exporter.TITLE} cuts {len(differences)} of {len(texts)} texts into other tokens: {differences[0][1]}"
     if differences[0][0] in prompts or len(differences) > MOST * len(texts):
-        return Comparison(len(texts), f"{found}. The model would read other prompts: write compressed-tensors")
-    return Comparison(len(texts), warning=found)
+        return Comparison(len(texts), f"{line}. The model would read other prompts: write compressed-tensors")
+    return Comparison(len(texts), warning=line)
 
 
 def samples(processor: Any) -> tuple[list[str], list[str]]:

@@ -38,12 +38,12 @@ def token_ids(
     if find_spec("xllamacpp") is None:
         return None
     with tempfile.TemporaryDirectory(prefix="vlmcompress-tokens-") as place:
-        model, asked, told = (Path(place, name) for name in ("model.gguf", "texts.json", "tokens.json"))
+        model, lines, result = (Path(place, name) for name in ("model.gguf", "texts.json", "tokens.json"))
         _write(model, keys, add)
-        asked.write_text(json.dumps(texts), encoding="utf-8")
-        command = [sys.executable, __file__, str(model), str(asked), str(told)]
+        lines.write_text(json.dumps(texts), encoding="utf-8")
+        command = [sys.executable, __file__, str(model), str(lines), str(result)]
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False)
-        tokens = json.loads(told.read_text(encoding="utf-8")) if told.is_file() else None
+        tokens = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else None
     if tokens == []:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise UserError(f"llama.cpp does not take the tokenizer ({shortened(last, 200)}); write another format")
@@ -74,24 +74,24 @@ def _write(path: Path, keys: Mapping[str, Any], add: Callable[[Any, str, Any], N
 
 def main() -> None:
     """Ask llama.cpp's server for the tokens of each text."""
-    model, asked, told = sys.argv[1:]
+    model, lines, result = sys.argv[1:]
     import xllamacpp
 
-    Path(told).write_text("[]", encoding="utf-8")  # it is there, whatever comes
+    Path(result).write_text("[]", encoding="utf-8")  # it is there, whatever comes
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel = model, CONTEXT, 1
     params.cpuparams.n_threads, params.warmup, params.fit_params = 1, False, False
     server = xllamacpp.Server(params)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     tokens = []
-    for text in json.loads(Path(asked).read_text(encoding="utf-8")):
+    for text in json.loads(Path(lines).read_text(encoding="utf-8")):
         body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
         call = urllib.request.Request(
             f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
         )
         with opener.open(call) as response:
             tokens.append(json.load(response)["tokens"])
-    Path(told).write_text(json.dumps(tokens), encoding="utf-8")
+    Path(result).write_text(json.dumps(tokens), encoding="utf-8")
 
 
 if __name__ == "__main__":
