@@ -218,7 +218,7 @@ def test_another_tools_compressed_tensors_becomes_ours(ours, tmp_path):
 
 
 def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path):
-    """Scales that BF16 does not hold stay 16-bit floats; nothing is rounded."""
+    """Scales that BF16 does not hold stay 16-bit floats; nothing is rounded, and a warning says what that means."""
     convert(ours("llava", "w4-symmetric"), tmp_path / "gptq", "gptq")
 
     def finer(weights, config):
@@ -226,7 +226,8 @@ def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path
             weights[name] = (weights[name].float() * 1.001).half()
 
     edited(tmp_path / "gptq", finer)
-    convert(tmp_path / "gptq", tmp_path / "out", "compressed-tensors")
+    record = convert(tmp_path / "gptq", tmp_path / "out", "compressed-tensors")
+    assert "transformers does not compute with both types" in record["warnings"][-1]
     before, after = Stored.of(tmp_path / "gptq"), Stored.of(tmp_path / "out")
     for name in before:
         assert after[name][0].scale.dtype == torch.float16

@@ -73,6 +73,11 @@ def convert(
     config.pop("quantization_config", None)
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
+    if format == "compressed-tensors" and stored.scale_dtype is None:
+        record["warnings"].append(
+            "scales are numbers that the model's own type does not hold: transformers does not compute with both types, vLLM "
+            "may round them; format bf16 runs everywhere"
+        )
     if stored.kv_scales and writer.KV_SCALES is None:
         record["recipe"] = record["recipe"] | {"kv_cache": None}
         record["kv_cache"] = {}  # its errors

@@ -42,7 +42,12 @@ def token_ids(
         _write(model, keys, add)
         lines.write_text(json.dumps(texts), encoding="utf-8")
         command = [sys.executable, __file__, str(model), str(lines), str(result)]
-        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise UserError(
+                f"llama.cpp makes no tokens of the tokenizer in {TIMEOUT} s; write another format"
+            ) from error
         tokens = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else None
     if tokens == []:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
