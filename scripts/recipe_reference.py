@@ -77,8 +77,10 @@ def _options(registry: Any) -> str:
     rows = []
     for name in registry.names():
         options = registry.get(name).Options
-        also = ", ".join(f"`{alias}`" for alias in registry.aliases(name))
-        rows += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.{f' Also {also}.' if also else ''}\n"]
+        presets = registry.constant(name, "PRESETS") or ()
+        also = [f"`{alias}`" for alias in (*registry.aliases(name), *presets)]
+        named = f" Also {', '.join(also)}." if also else ""
+        rows += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.{named}\n"]
         if dataclasses.fields(options):
             rows += [] if _attributes(options) else [f"{_plain(inspect.getdoc(options) or '')}\n"]
             rows.append(_table(options))

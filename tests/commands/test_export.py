@@ -33,6 +33,14 @@ def test_export_and_convert(checkpoint, tmp_path, capsys):
     assert "Written as compressed-tensors first, then as gptq" in card and (tmp_path / "gptq" / "serve").is_dir()
 
 
+def test_what_was_left_out_is_said(tmp_path, capsys):
+    rtn.write(DEMO_LLAVA, tmp_path / "ct", rtn.SCHEMES["fp8"], kv_cache=True)
+    assert cli.main(["export", str(tmp_path / "ct"), "--format", "bf16", "-o", str(tmp_path / "out"), "--json"]) == 0
+    said = capsys.readouterr()
+    (warning,) = json.loads(said.out)["warnings"]
+    assert "as bf16 has no place for them" in warning and said.err.splitlines()[-1] == f"warning: {warning}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

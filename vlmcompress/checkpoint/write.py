@@ -20,7 +20,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import AutoConfig
 
-from vlmcompress.checkpoint import card, launch_files, manifest, reducer_block
+from vlmcompress.checkpoint import card, launch_files, manifest, reducer_block, tokenizers
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders, json_files, tensor_files
 from vlmcompress.common.layer_names import Layers
@@ -161,7 +161,7 @@ def write_folder(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
     """Write `out`, which `folders.check` has allowed, with copies of the other files of `source`; return its manifest."""
-    limit = parse_size(shard_size, "shard_size")
+    limit, warnings = parse_size(shard_size, "shard_size"), list[str]()
     copied = [(file, place) for file, place in _other_files(source) if str(place) not in content.extra_files]
     needed = sum(tensor.spec.nbytes for tensor in content.tensors)
     folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))
@@ -180,11 +180,17 @@ def write_folder(
             shutil.copyfile(file, tree / place)
         with phase("writing"):
             if hasattr(content.exporter, "write_files"):
-                after = content.exporter.write_files(tree, content.family, _parts(tree, content, source.name), progress)
+                parts = _parts(tree, content, source.name)
+                after = content.exporter.write_files(tree, content.family, parts, progress)
+                tokens = tokenizers.compare(content.exporter, tree, parts.config)
+                if tokens.problem:
+                    raise UserError(tokens.problem)
+                warnings += [tokens.warning] if tokens.warning else []
             else:
                 after = write_weights(tree, content.tensors, limit, content.quantized, content.exporter, progress)
         size = {"weights_before": content.before, "weights_after": after}
         record = content.manifest | {"size": size, "tensors": len(content.tensors), "timing": phase_seconds()}
+        record["warnings"] = [*record.get("warnings", ()), *warnings]
         launch_files.write(tree, record, out.name)
         (tree / card.CARD).write_text(card.render(record, tree, out.name), encoding="utf-8")
         record["files"] = manifest.hash_files(tree)

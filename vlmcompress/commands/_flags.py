@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from vlmcompress.common.registry import SCHEMES, TARGETS
+from vlmcompress.common.registry import TARGETS
 from vlmcompress.errors import UserError, closest, did_you_mean
 
 
@@ -151,7 +151,7 @@ def recipe(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default=none, help=MODEL)
     parser.add_argument("-o", "--out", default=none, help="folder to write")
     parser.add_argument("--recipe", metavar="FILE", help="YAML file, or the name of a bundled recipe")
-    parser.add_argument("--scheme", type=SCHEMES.name, default=none, help="see vlmcompress list schemes")
+    parser.add_argument("--scheme", default=none, help="see vlmcompress list schemes")
     parser.add_argument(
         "--bits", type=int, metavar="N", default=none, help="of a weight: short for --set options.bits=N"
     )

@@ -10,17 +10,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models
-from vlmcompress.checkpoint import manifest, reducer_block
+from vlmcompress.checkpoint import manifest, reducer_block, tokenizers
 from vlmcompress.checkpoint.layer_targets import misnamed, misread
 from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.common import identity, tensor_files
 from vlmcompress.common.messages import Finding, reason
+from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry
 from vlmcompress.common.text import size, smaller
 from vlmcompress.engines import reducer_support
@@ -41,20 +43,14 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
     """
     if not Path(path).is_dir():
         raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
-    for file, kind, engine in (
-        ("model.gguf", "GGUF", "llamacpp"),
-        ("openvino_language_model.xml", "OpenVINO", "openvino"),
-    ):
-        if (path / file).is_file():
-            raise UserError(
-                f"{path} is {kind}, which doctor does not examine; ask it: vlmcompress eval --engine {engine}"
-            )
     if source is not None and not source.is_dir():
         raise UserError(f"--source {source} is not a folder; give that of the original")
     subject = _Subject(Path(path), source)
+    if subject.other and source is not None:
+        raise UserError(f"{path} is for {subject.other.TITLE}, and not compared with --source; leave that out")
     checks: dict[str, Finding] = {}
     with models.quiet():
-        for name, (needs, examine) in _EXAMINATIONS.items():
+        for name, (needs, examine) in (_OF_OTHERS if subject.other else _EXAMINATIONS).items():
             failed = [need for need in needs if not checks[need].ok]
             if failed:
                 checks[name] = Finding(name, False, f"not examined because of: {', '.join(failed)}")
@@ -73,6 +69,11 @@ class _Subject:
 
     def __init__(self, path: Path, source: Path | None):
         self.path, self.source = path, source
+
+    @functools.cached_property
+    def other(self) -> Any:
+        """The module of a format whose weights are not examined; None: they are."""
+        return next((FORMATS.get(name) for file, name in _OTHERS.items() if (self.path / file).is_file()), None)
 
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
@@ -319,6 +320,21 @@ def _processor(subject: _Subject) -> str:
     return type(processor).__name__
 
 
+def _tokenizer(subject: _Subject) -> str:
+    engine = subject.other.TITLE
+    tokens = tokenizers.compare(subject.other, subject.path, {})
+    if tokens.problem:
+        raise UserError(tokens.problem)
+    if not tokens.texts:
+        return f"not compared, as {engine} is not installed"
+    return tokens.warning or f"{engine} reads {tokens.texts} texts as the model does"
+
+
+def _further(subject: _Subject) -> str:
+    return f"not examined, {subject.other.TITLE} alone reads them; ask it: vlmcompress eval --engine {subject.other.ENGINE}"
+
+
+_OTHERS = {"model.gguf": "gguf", "openvino_language_model.xml": "openvino"}
 _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "manifest": ((), _manifest),
     "files": (("manifest",), _files),
@@ -334,4 +350,11 @@ _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "values": (("weights",), _values),
     "size": (("manifest", "weights"), _size),
     "processor": ((), _processor),
+}
+_OF_OTHERS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
+    "manifest": ((), _manifest),
+    "files": (("manifest",), _files),
+    "processor": ((), _processor),
+    "tokenizer": (("processor",), _tokenizer),
+    "weights": ((), _further),
 }

@@ -25,6 +25,7 @@ from vlmcompress.common.registry import FORMATS, SCHEMES, TARGETS
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe import adapter as adapters
+from vlmcompress.recipe import presets
 from vlmcompress.recipe.bits import Bits
 from vlmcompress.recipe.layers import Layer, find, merge
 from vlmcompress.recipe.resize import Resize
@@ -173,9 +174,10 @@ class Recipe(_Frozen):
     @property
     def parts(self) -> dict[str, Scheme]:
         """The number formats of what is quantized besides the decoder: `vision tower`, `output head`; groups as by default."""
-        schemes = {"vision tower": self.vision, "output head": self.head}
-        modules = {part: SCHEMES.get(SCHEMES.name(name)) for part, name in schemes.items() if name != "bf16"}
-        return {part: module.scheme(module.Options()) for part, module in modules.items()}
+        names = {"vision tower": self.vision, "output head": self.head}
+        chosen = {part: presets.named(name) for part, name in names.items() if name != "bf16"}
+        modules = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
+        return {part: module.scheme(module.Options(**options)) for part, (module, options) in modules.items()}
 
     @property
     def rotation(self) -> dict[str, Any] | None:
@@ -236,6 +238,7 @@ def resolve(
         from vlmcompress.recipe import reducer  # which brings torch along
 
         layers = reducer.layered(layers)
+    layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
     values, origins = merge(layers)

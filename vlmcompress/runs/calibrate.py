@@ -27,7 +27,7 @@ from vlmcompress.common.progress import Progress, phase, phase_seconds, silent, 
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, Group, decoder_blocks, head_group
-from vlmcompress.recipe import Recipe
+from vlmcompress.recipe import Recipe, presets
 from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.allocation import RULES
 from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_source, read_inputs, remove_made
@@ -49,13 +49,13 @@ def needed(names: Collection[str]) -> frozenset[str]:
         UserError: a name that is none of them, or names that together read nothing.
     """
     needs: set[str] = set()
-    for name in map(SCHEMES.name, names):
+    for name, options in (presets.named(name) for name in names):
         choices = {*SCHEMES.names(), *RULES, *BY_GRADIENT}
         if name not in choices:
             raise UserError(f"--for: no scheme, rule for bits or balance '{name}'{did_you_mean(name, choices)}")
         if name in SCHEMES.names():
             module = SCHEMES.get(name)
-            needs |= QuantMethod(module, module.Options()).needs.statistics
+            needs |= QuantMethod(module, module.Options(**options)).needs.statistics
         if name in RULES:
             needs |= {"gram", *RULES[name].needs}
         if name in BY_GRADIENT:
