@@ -54,8 +54,8 @@ def test_dry_run_refuses_as_the_run_does(capfd, model, tmp_path, flags):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"picture": "a.png"}, "needs a column question"),
-        ({"img": "a.png", "question": "q"}, "has no column image, and 'img' is not read"),
+        ({"pixels": "a.png"}, "needs a column question"),
+        ({"img_a": "a.png", "question": "q"}, "has no column image, and 'img_a' is not read"),
         ({"image": "gone.png", "question": "q"}, "line 1: image 'gone.png' not found"),
         ({"question": "q"}, "have no answer tokens, which options.balance weighs"),
     ],

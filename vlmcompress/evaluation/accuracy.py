@@ -18,6 +18,7 @@ from pathlib import Path
 from vlmcompress.checkpoint import sides
 from vlmcompress.common import hub
 from vlmcompress.common.progress import Progress
+from vlmcompress.data.sources import PLAIN, Reading
 from vlmcompress.engines import Answer, Engine, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import tasks
@@ -42,6 +43,7 @@ class EvalOptions:
         limit, seed: how many questions of each suite are chosen (None: all), and the seed of the choice.
         margin: suite -> allowed drop; "" stands for all other suites.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
+        reading: how rows of plain data are read.
     """
 
     engine: Engine
@@ -52,6 +54,7 @@ class EvalOptions:
     settings: Settings = Settings(logprobs=FIRST_TOKENS)
     journal: Path | None = None
     progress: Progress | None = None
+    reading: Reading = PLAIN
 
     def margin_of(self, suite: str) -> float:
         margins = {"": MARGIN, **(self.margin or {})}
@@ -100,6 +103,7 @@ def evaluate_all(
             baseline=Path(recorded.baseline.path) if recorded else baseline,
             limit=options.limit,
             seed=options.seed,
+            reading=options.reading,
         )
         for name in suites or [None]
     ]

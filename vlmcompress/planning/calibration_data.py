@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vlmcompress import models
 from vlmcompress.common import hub
-from vlmcompress.data import Preview, bundled, preview, refuse_missing, video
+from vlmcompress.data import Preview, Reading, bundled, preview, refuse_missing, video
 from vlmcompress.errors import UserError
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
@@ -48,12 +48,13 @@ def looked_at(work: Plan) -> Preview | None:
     source = data_source(work.recipe, work.recipe.model, needing(work)) if reads else None
     if source is None or (work.statistics and not (settings.data or _beside_statistics(work))):
         return None
+    reading = Reading.of(settings)
     if settings.text is None:
-        look = preview(source, samples=settings.samples, seed=seed)
+        look = preview(source, samples=settings.samples, seed=seed, reading=reading)
     elif settings.samples < 2:
         raise UserError(f"calibrate.samples is {settings.samples}; with calibrate.text take at least 2")
     else:
-        look = _mixed(source, settings.text, settings.samples // 2, seed)
+        look = _mixed(source, settings.text, settings.samples // 2, seed, reading)
     if look and (filmed := next((sample for sample in look.samples if sample.videos), None)):
         if work.recipe.reduce:
             video.refuse([filmed])
@@ -68,13 +69,14 @@ def looked_at(work: Plan) -> Preview | None:
     return look
 
 
-def _mixed(source: str | Path, text: str, samples: int, seed: int) -> Preview | None:
+def _mixed(source: str | Path, text: str, samples: int, seed: int, reading: Reading) -> Preview | None:
     """A look at samples with images and as many of text alone, as `data.load_mixed` gives them."""
-    images, texts = preview(source, samples=samples, seed=seed), preview(text, samples=samples, seed=seed, text=True)
+    images = preview(source, samples=samples, seed=seed, reading=reading)
+    texts = preview(text, samples=samples, seed=seed, text=True, reading=Reading(skip_bad=reading.skip_bad))
     if images is None or texts is None:
         return None
     count = min(images.count, texts.count)
-    return Preview(2 * count, [*images.samples[:count], *texts.samples[:count]])
+    return Preview(2 * count, [*images.samples[:count], *texts.samples[:count]], images.decoded)
 
 
 def _beside_statistics(work: Plan) -> bool:
