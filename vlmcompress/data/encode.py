@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vlmcompress.common.messages import reason
@@ -130,6 +131,14 @@ def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
     inputs = _process(sample, sample.prompt(), _shown(sample, vlm.processor), vlm, generation=True)
     _check_vision(sample, inputs, Features(vlm))
     return inputs
+
+
+def check_placeholders(vlm: VLM) -> None:
+    """Raise `UserError` where a setting of the processor makes it write other placeholders than the model has features."""
+    noise = torch.randint(0, 256, (200, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = Image.fromarray(noise.numpy())
+    with contextlib.suppress(BadSample):  # which says nothing about other images
+        encode_prompt(Sample("a test image", (image,), "What is shown?", origin="a test image"), vlm)
 
 
 class Features:
@@ -256,7 +265,8 @@ def _check_vision(sample: Sample, inputs: Inputs, features: Features) -> None:
         raise UserError(
             f"{sample.name}: {placeholders} placeholder tokens for {shown} images or videos; {_image_token_remedy(ids, vlm)}"
         )
-    rows = vlm.model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = vlm.model.get_input_embeddings()
+    rows = embeddings.num_embeddings
     if (largest := int(ids.masked_fill(visual, 0).max())) >= rows:
         raise UserError(
             f"{sample.name}: the tokenizer gives id {largest}, and the model's embedding has {rows} rows; tokenizer and "

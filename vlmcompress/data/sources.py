@@ -132,8 +132,7 @@ def load_samples(
     """
     path = hub.local(source, "dataset")
     table = _open(path, reading.columns, text, answered)
-    decode = (lambda sample: _check(sample)) if check_images else (lambda _: None)
-    rows = _Rows(table, reading, text, answered, decode)
+    rows = _Rows(table, reading, text, answered, _check if check_images else lambda _: 0)
     loaded = rows.chosen(_order(table, path, samples, seed), samples)
     for line in skipped_lines(loaded.skipped):
         note(line)
@@ -147,7 +146,7 @@ class Preview:
     Attributes:
         count: number of samples.
         samples: the first of them; all where rows can be read without images.
-        decoded: how many samples had their images decoded, of the others that have some the headers alone were read.
+        decoded: how many samples had their images decoded; of others that have some the headers alone were read.
     """
 
     count: int
@@ -161,12 +160,12 @@ class Preview:
 
     @property
     def text(self) -> str:
-        """How much of the samples was looked at, after their number."""
+        """How much of the data was read."""
+        if not self.whole:
+            return f"the first {len(self.samples)} rows were read"
         pictured = sum(bool(sample.images) for sample in self.samples)
-        if self.whole and self.decoded >= pictured:
-            return "all of them looked at"
-        rows = "all rows" if self.whole else f"the first {len(self.samples)} rows"
-        return f"{rows} and the images of {self.decoded} looked at"
+        images = " and images" if self.decoded == pictured else f" and the images of {self.decoded}"
+        return f"all rows{images if pictured else ''} were read"
 
 
 def preview(
@@ -222,7 +221,7 @@ class _Rows:
     reading: Reading
     text: bool
     answered: bool
-    look: Callable[[Sample], None]
+    look: Callable[[Sample], Any]
 
     def chosen(self, order: list[int], samples: int | None) -> Samples:
         """The first `samples` usable ones in an order of rows, or all.
@@ -402,7 +401,7 @@ def _printable(name: str) -> str:
 
 
 def _json_lines(path: Path, columns: Mapping[str, str]) -> _Table:
-    rows, numbers, broken = [], [], dict[int, str]()
+    rows, numbers, broken = list[Any](), list[int](), dict[int, str]()
     for number, line in enumerate(_decode(path).split("\n"), 1):
         if not line.strip():
             continue

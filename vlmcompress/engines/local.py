@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.common.progress import Progress
-from vlmcompress.engines import Answer, Request, Run, Settings, first_tokens
+from vlmcompress.engines import Answer, Refusals, Request, Run, Settings, first_tokens
 from vlmcompress.errors import UserError
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -94,6 +94,7 @@ class Local:
         engine: dict[str, Any] = {}
         answers: dict[str, Answer] = {}
         unanswered, seconds, crashes = list(requests), 0.0, 0
+        refusals = Refusals(str(model), settings.refusals)
         while True:
             progress(f"{label}: starting {self.title}", len(answers), len(requests))
             began: float | None = None
@@ -103,7 +104,8 @@ class Local:
                         if event["event"] == "ready":
                             began, engine = time.monotonic(), event["engine"]
                         else:
-                            answer = _answer(event)
+                            refused = event["event"] == "refused"
+                            answer = refusals.add(event["id"], event["message"]) if refused else _answer(event)
                             answers[answer.id] = answer
                             on_answer(answer)
                         progress(label, len(answers), len(requests))
@@ -111,7 +113,8 @@ class Local:
             except Crash as crash:
                 unanswered, crashes = [request for request in unanswered if request.id not in answers], crashes + 1
                 if crashes > 1:
-                    raise Crash(f"{crash}; it had been started again after a first crash") from crash
+                    where = f", and sample '{unanswered[0].id}' is the first without an answer" if unanswered else ""
+                    raise Crash(f"{crash}; it had been started again after a first crash{where}") from crash
                 if not unanswered:
                     break
                 progress(f"{label}: {crash}; {len(unanswered)} still to answer", len(answers), len(requests))
@@ -130,16 +133,24 @@ class Local:
             "speculative": json.loads(self.speculative) if self.speculative else None,
         }
         lines = [asdict(request) for request in requests]
-        yield from self.events(job, lines, model, settings.start_timeout, settings.answer_timeout)
+        timeouts = settings.start_timeout, settings.answer_timeout
+        yield from self.events(job, lines, model, *timeouts, refusals=True)
 
     def events(
-        self, job: dict[str, Any], requests: Sequence[dict], model: Path, start_timeout: float, answer_timeout: float
+        self,
+        job: dict[str, Any],
+        requests: Sequence[dict],
+        model: Path,
+        start_timeout: float,
+        answer_timeout: float,
+        refusals: bool = False,
     ) -> Generator[dict]:
-        """Run a worker and yield its `ready` and `answer` events. Closing the generator ends the worker.
+        """Run a worker and yield its `ready`, `answer` and `refused` events. Closing the generator ends the worker.
 
         Args:
             job: settings for the worker, to which the path of the requests' file is added.
             model: the model, for error messages.
+            refusals: whether requests may be refused; without it the first one is an error.
 
         Raises:
             UserError: the engine can't start, is silent for too long, or refuses a request; `Crash` if it died.
@@ -151,7 +162,10 @@ class Local:
             command = [self.interpreter(), str(WORKER), str(self.module), str(Path(folder, "job.json"))]
             worker = start_process(command, self.environment(), log)
             try:
-                yield from self._watch(worker, log, model, start_timeout, answer_timeout)
+                for event in self._watch(worker, log, model, start_timeout, answer_timeout):
+                    if event["event"] == "refused" and not refusals:
+                        Refusals(str(model), 0).add(event["id"], event["message"])
+                    yield event
             finally:
                 stop_process(worker)
                 keep_log(log)
@@ -181,8 +195,6 @@ class Local:
         message = event["message"]
         if event["stage"] == "import":
             return UserError(f"{self.title} can't be imported by {self.interpreter()} ({message}); {self.advice}")
-        if event["stage"] == "request":
-            return UserError(f"sample '{event['id']}' can't be answered by {model}: {message}")
         if "root cause" in message or "Failed to init server" in message:  # vLLM's and llama.cpp's reason is in the log
             return UserError(f"{self.title} could not load {model}{last_words(log)}")
         return UserError(f"{self.title} could not load {model}: {message}")

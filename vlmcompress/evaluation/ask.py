@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from vlmcompress.evaluation import journal as journals
 from vlmcompress.evaluation.journal import Journal
 from vlmcompress.evaluation.tasks import LoadedSuite, Place, metric, quiet
 
+REFUSED = 0.1
+"""The share of a suite's samples that an engine may refuse."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -25,7 +28,7 @@ class Sample:
     Attributes:
         expected: the reference answer, or several joined by ` | `.
         text: the answer, cut at the task's stop strings.
-        score: in 0 to 1; 0 where no answer could be parsed from the text (`parsed` is False).
+        score: in 0 to 1; 0 where no answer could be parsed from the text (`parsed` is False), or where it was refused.
         image: name of the images or videos that the question is about, equal for equal images.
     """
 
@@ -140,13 +143,14 @@ class _JournalledEngine:
         keys = {request.id: journals.key(self._identity, request, self._settings) for request in requests}
         answers = {} if self._journal is None else self._journal.answered(keys)
         rest = [request for request in requests if request.id not in answers]
+        settings = replace(self._settings, refusals=int(REFUSED * len(requests)))
         self.resumed += len(answers)
         if rest:
             run = self._engine.answer(
                 self._model,
                 rest,
                 media=self._media,
-                settings=self._settings,
+                settings=settings,
                 label=self._label,
                 progress=self._progress,
                 on_answer=lambda answer: self._keep(keys[answer.id], answer),
@@ -161,7 +165,7 @@ class _JournalledEngine:
         return answers
 
     def _keep(self, key: str, answer: Answer) -> None:
-        if self._journal is not None:
+        if self._journal is not None and not answer.refused:  # another run may get further
             self._journal.add(key, answer)
 
 
@@ -176,8 +180,8 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
         question="".join(part["text"] for part in last["content"] if part["type"] == "text").strip(),
         expected=" | ".join(targets),
         text=answer.text.strip(),
-        score=_score(place, row, name),
-        parsed=bool(row.get("parsed", True)),
+        score=0.0 if answer.refused else _score(place, row, name),
+        parsed=bool(row.get("parsed", True)) or bool(answer.refused),
         image="+".join(files) or f"text:{place.id}",
         answer=answer,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,22 +121,23 @@ def outlined(model: nn.Module, spec: ModelSpec) -> Any:
 
 def wrong_settings(vlm: VLM) -> str | None:
     """What has to be set in which file of the processor, so that it agrees with config.json; None: nothing differs."""
-    lines = []
+    files: dict[str, list[str]] = {}
     for key, value in vlm.spec.placeholders(vlm.model.config).items():
         owner, _, name = key.rpartition(".")
         settings = getattr(vlm.processor, owner, None) if owner else vlm.processor
         if (present := getattr(settings, name, None)) != value:
-            now = f"{present}" if present is not None else "missing"
-            lines.append(f"{name} to {value} (it is {now}) in {_file(vlm.path, key)}")
-    return f"set {' and '.join(lines)}" if lines else None
+            now = f"is {json.dumps(present, default=str)}" if present is not None else "is missing"
+            files.setdefault(_file(vlm.path, key), []).append(f"{name} to {json.dumps(value)} (it {now})")
+    return "; ".join(f"in {file} set {', '.join(lines)}" for file, lines in files.items()) or None
 
 
 def _file(folder: Path, key: str) -> str:
     """The file of a processor in which a setting is looked for."""
+    names = ("processor_config.json", "preprocessor_config.json")
+    whole, images = ((folder / name).is_file() for name in names)
     if not key.startswith(_OF_IMAGES):
-        return "processor_config.json"
-    whole = (folder / "processor_config.json").is_file() and not (folder / "preprocessor_config.json").is_file()
-    return "processor_config.json, below image_processor," if whole else "preprocessor_config.json"
+        return names[0] if whole else f"{names[0]} (a new file)"
+    return names[1] if images or not whole else f"{names[0]}, below image_processor,"
 
 
 def patch_grid(config: Any) -> dict[str, Any]:

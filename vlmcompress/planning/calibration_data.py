@@ -7,8 +7,11 @@ from pathlib import Path
 
 from vlmcompress import models
 from vlmcompress.common import hub
-from vlmcompress.data import Preview, Reading, bundled, preview, refuse_missing, video
-from vlmcompress.errors import UserError
+from vlmcompress.data import Preview, Reading, bundled, encode, encode_usable, preview, refuse_missing, video
+from vlmcompress.data.sources import skipped_lines
+from vlmcompress.errors import BadSample, UserError
+from vlmcompress.hf_hooks import resizing
+from vlmcompress.models import VLM
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.statistics.balance import weighed
@@ -67,6 +70,43 @@ def looked_at(work: Plan) -> Preview | None:
         }
         check_balance(work.recipe, shown, source)
     return look
+
+
+def encoded(work: Plan, look: Preview) -> str:
+    """Encode some samples as the run of a plan would, without its weights: the first with an image, the longest, the largest.
+
+    Where the model does not take one of these, all are encoded, as `data.encode_usable` decides whether there are too many.
+
+    Returns:
+        How many were encoded, and which the run will skip.
+
+    Raises:
+        UserError: the run would refuse them.
+    """
+    recipe, spec = work.recipe, work.source.spec
+    vlm = VLM(work.source.meta_model, models.load_processor(recipe.model), spec, recipe.model)
+    if resize := recipe.resize:
+        if not resize.settled:
+            sizes = [tuple(image.size for image in sample.images) for sample in look.samples]
+            resize = resizing.settle(spec, vlm.processor, sizes, resize)
+        vlm = resizing.resized(vlm, resize)
+    visual = [sample for sample in look.samples if sample.visual]
+    picks = {
+        id(sample): sample
+        for sample in (
+            *visual[:1],
+            max(look.samples, key=lambda sample: len(str(sample.conversation()))),
+            *sorted(visual, key=lambda sample: -sum(image.width * image.height for image in sample.images))[:1],
+        )
+    }
+    settings = recipe.calibrate
+    try:
+        encode(list(picks.values()), vlm, max_length=settings.max_length)
+        return f"{len(picks)} encoded"
+    except BadSample:
+        source, reading = str(settings.data), Reading.of(settings)
+        usable = encode_usable(look.samples, vlm, source, max_length=settings.max_length, reading=reading)
+        return "; ".join([f"{len(usable.batches)} encoded", *skipped_lines(usable.skipped)])
 
 
 def _mixed(source: str | Path, text: str, samples: int, seed: int, reading: Reading) -> Preview | None:

@@ -66,7 +66,7 @@ class Calibrate(_Frozen):
     """
 
     data: str | None = None
-    columns: dict[Literal["image", "video", "question", "answer", "messages", "id", "family"], str] = {}
+    columns: dict[str, str] = {}
     skip_bad: float = Field(default=0, ge=0, le=MOST)
     text: str | None = None
     samples: int = Field(default=128, ge=1, le=MOST)

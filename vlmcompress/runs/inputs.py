@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from vlmcompress import models
 from vlmcompress.calibration import tower_attention
 from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.calibration.block_inputs import Refused
 from vlmcompress.calibration.devices import accelerated, accelerator
 from vlmcompress.checkpoint import adapter, dequantized, rotate
 from vlmcompress.common import distributed, folders, hub, identity
@@ -58,6 +59,18 @@ class Inputs:
     origin: dict[str, Any] | None
     resize: Resize | None = None
     names: Sequence[str] = ()
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Within the context an error about samples that the model raises for has their names."""
+        try:
+            yield
+        except Refused as error:
+            if not self.names:
+                raise
+            name, *others = [f"{self.names[number]}: the model raises ({why})" for number, why in error.reasons.items()]
+            more = f"; so it does for {len(others)} others" if others else ""
+            raise UserError(f"{name}; drop it{more}") from error
 
     def behind(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
         """The inputs of the decoder behind a reducer; unchanged if there are no samples or no reducer before the decoder."""
