@@ -30,7 +30,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vlmcompress.common.messages import reason
+from vlmcompress.common.messages import foreign_errors, reason
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data import video
 from vlmcompress.data.samples import Sample
@@ -49,22 +49,6 @@ MOST = 2 << 30
 """Bytes of encoded samples that are kept; others are encoded on each access."""
 SKIPPED = 0.1
 """The share of samples that a model may refuse in a calibration, whatever `Reading.skip_bad` says."""
-
-
-@contextlib.contextmanager
-def refusals(name: str, what: str, remedy: str = "") -> Iterator[None]:
-    """Make a `BadSample` that names the sample of whatever a template, a tokenizer or a processor raises in the context.
-
-    Panics of Rust, in which tokenizers are written, are no `Exception`. No memory is no fault of the sample's.
-    """
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise BadSample(f"{name}: {what} ({reason(error)}){remedy}") from error
 
 
 def encode(
@@ -212,7 +196,7 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
         if mark and any(mark in text for text in questions):
             raise BadSample(f"{sample.name}: its text contains '{mark}', this model's mark for {kind}s; remove it")
     template = chat_template(processor)
-    with refusals(sample.name, "the chat template refuses it"):
+    with foreign_errors(f"{sample.name}: the chat template refuses it", kind=BadSample):
         text = processor.apply_chat_template(turns, chat_template=template, add_generation_prompt=generation)
     for kind, mark in marks.items():
         count = sum(part["type"] == kind for turn in turns for part in turn["content"])
@@ -239,7 +223,7 @@ def _process(sample: Sample, turns: list[Turn], shown: Shown, vlm: VLM, *, gener
         for turn in turns
     ]
     try:
-        with refusals(sample.name, "the model's processor refuses it", "; drop it"):
+        with foreign_errors(f"{sample.name}: the model's processor refuses it", "; drop it", BadSample):
             inputs = processor.apply_chat_template(
                 content,
                 chat_template=chat_template(processor),

@@ -301,7 +301,7 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) 
     if messages is None and row.get("conversations") is not None:
         messages = _messages(row["conversations"], origin)
     turns = _question(row, origin) if messages is None else _turns(messages, folder, origin)
-    _bind(turns, [_source(value, folder, origin) for value in values], origin)
+    _bind(turns, [media_source(value, folder, origin) for value in values], origin)
     _bind(turns, [_video(value, folder, origin) for value in videos], origin, "video")
     shown = [part for turn in turns for part in turn["content"] if part["type"] != "text"]
     sources = {kind: [part.pop("source") for part in shown if part["type"] == kind] for kind in ("image", "video")}
@@ -410,7 +410,7 @@ def _part(part: Any, folder: Path, origin: str) -> Part:
     if kind in ("image", "image_url", "input_image"):
         keys = ("image_url", "image", "bytes", "path", "url")
         value = next((part[key] for key in keys if part.get(key) is not None), None)
-        return {"type": "image", "source": None if value is None else _source(value, folder, origin)}
+        return {"type": "image", "source": None if value is None else media_source(value, folder, origin)}
     if kind in ("video", "video_url", "input_video"):
         value = next((part[key] for key in (kind, "video", "path", "url") if part.get(key) is not None), None)
         return {"type": "video", "source": None if value is None else _video(value, folder, origin)}
@@ -420,11 +420,13 @@ def _part(part: Any, folder: Path, origin: str) -> Part:
 def _video(value: Any, folder: Path, origin: str) -> Video:
     """Read one video's value: a file in any of the accepted forms, or a list of images."""
     if isinstance(value, list | tuple):
-        return Video(LazyImages([_source(frame, folder, origin) for frame in value], f"{origin}: video frames"), origin)
-    return Video(_source(value, folder, origin, "video"), origin)
+        return Video(
+            LazyImages([media_source(frame, folder, origin) for frame in value], f"{origin}: video frames"), origin
+        )
+    return Video(media_source(value, folder, origin, "video"), origin)
 
 
-def _source(value: Any, folder: Path, origin: str, kind: str = "image") -> bytes | Path:
+def media_source(value: Any, folder: Path, origin: str, kind: str = "image") -> bytes | Path:
     """Read one file's value, in any of the accepted forms, as bytes or path."""
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)

@@ -240,7 +240,7 @@ class _Rows:
                 try:
                     good[index] = self._sample(index, rows[index])
                 except UserError as error:
-                    bad[index] = str(error)
+                    bad[index] = " ".join(str(error).split())  # which may quote the row
         total = len(good) + len(bad)
         if bad:
             names = {self._name(index): bad[index] for index in sorted(bad)}
