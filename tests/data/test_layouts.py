@@ -195,7 +195,7 @@ def test_all_bad_rows_are_named_at_once_in_the_order_of_the_file(tmp_path):
     with pytest.raises(UserError) as caught:
         load_samples(spoilt(tmp_path), samples=None, seed=0)
     message = str(caught.value)
-    assert message.startswith("data.jsonl: 4 of 40 rows cannot be used: line 10: ")
+    assert message.startswith("data.jsonl: 4 of 40 samples cannot be used: line 10: ")
     assert message.endswith("; mend or drop them, or skip them with --skip-bad 4")
     places = [
         message.index(text) for text in ("not valid JSON", "20: image 'gone.png'", "30: question is", "40: image '")
@@ -203,7 +203,8 @@ def test_all_bad_rows_are_named_at_once_in_the_order_of_the_file(tmp_path):
     assert places == sorted(places)
     alike = lines(tmp_path, GOOD, *[GOOD | {"answer": [3]}] * 2)
     refused(
-        lambda: load_samples(alike, samples=3, seed=0), "2 of 3 rows cannot be used: line 2, line 3: answer is a list;"
+        lambda: load_samples(alike, samples=3, seed=0),
+        "2 of 3 samples cannot be used: line 2, line 3: answer is a list;",
     )
     refused(
         lambda: load_samples(lines(tmp_path, GOOD, BAD[2]), samples=9, seed=0), "data.jsonl line 2: question is missing"
@@ -224,7 +225,7 @@ def test_bad_rows_are_skipped_and_others_take_their_places(tmp_path, skip, capsy
     whole = load_samples(spoilt(tmp_path), samples=None, seed=0, reading=Reading(skip_bad=skip))
     assert len(whole) == 36 and list(whole.skipped) == [f"data.jsonl line {number}" for number in (10, 20, 30, 40)]
     less = Reading(skip_bad=3 if skip == 4 else 0.09)
-    refused(lambda: load_samples(file, samples=None, seed=0, reading=less), "more than skip_bad", "4 of 40 rows")
+    refused(lambda: load_samples(file, samples=None, seed=0, reading=less), "more than skip_bad", "4 of 40 samples")
 
 
 def test_a_preview_opens_images_and_says_how_many(tmp_path, monkeypatch):

@@ -253,6 +253,16 @@ class _Columns(argparse.Action):
         setattr(namespace, self.dest, columns)
 
 
+def _skipped(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < float("inf"):
+        raise UserError(f"--skip-bad {text} is no number of rows; give one, or a share below 1")
+    return number
+
+
 def rows(parser: Parser) -> None:
     """The flags that say how rows of data are read."""
     parser.add_argument(
@@ -264,7 +274,7 @@ def rows(parser: Parser) -> None:
     )
     parser.add_argument(
         "--skip-bad",
-        type=float,
+        type=_skipped,
         metavar="N|SHARE",
         default=argparse.SUPPRESS,
         help="rows that cannot be used and may be skipped; default: 0",

@@ -74,6 +74,14 @@ class LazyImages(Sequence[Image.Image]):
             return [self[i] for i in range(*index.indices(len(self)))]
         return open_image(self._sources[index], self._name(index))
 
+    def sizes(self) -> list[tuple[int, int]]:
+        """Width and height of each image in its file, before it is turned as EXIF says; nothing is decoded."""
+        sizes = []
+        for index, source in enumerate(self._sources):
+            with _opened(*_content(source, self._name(index))) as image:
+                sizes.append(image.size)
+        return sizes
+
     def check(self, decode: bool = True) -> int:
         """Open, or with `decode` decode, all images; returns the bytes of their files. BadSample: one can't be."""
         size = 0

@@ -242,6 +242,9 @@ class _Rows:
                 except UserError as error:
                     bad[index] = " ".join(str(error).split())  # which may quote the row
         total = len(good) + len(bad)
+        if bad and not self.reading.allows(len(bad), total):  # whoever mends rows is to know of bad images as well
+            late = undecodable(good.values())
+            bad |= {index: late[sample.name] for index, sample in good.items() if sample.name in late}
         if bad:
             names = {self._name(index): bad[index] for index in sorted(bad)}
             if not self.reading.allows(len(bad), total) or not good:
@@ -302,7 +305,7 @@ def refusal(source: str, bad: Mapping[str, str], total: int, skip_bad: float = 0
         parts.append(f"{', '.join(names[:_NAMED])}{rest}: {what}")
     parts += [f"and {len(reasons) - _NAMED} others"] if len(reasons) > _NAMED else []
     remedy = f"mend or drop them, or skip them with --skip-bad {len(bad)}" if len(bad) < total else "mend them"
-    return f"{source}: {len(bad)} of {total} rows cannot be used{allowed}: {'; '.join(parts)}; {remedy}"
+    return f"{source}: {len(bad)} of {total} samples cannot be used{allowed}: {'; '.join(parts)}; {remedy}"
 
 
 def skipped_lines(bad: Mapping[str, str]) -> list[str]:
@@ -338,11 +341,20 @@ def _unique(ids: list[Any]) -> list[str]:
 def _open(path: Path, columns: Mapping[str, str], text: bool = False, answered: bool = False) -> _Table:
     """Open the data in `path` as a table with the columns that samples are made of."""
     table = _read(path, columns, answered)
+    if table.prompted and answered:
+        raise UserError(
+            f"{path} is a folder of images, without answers to score; give a file with questions and answers"
+        )
     if not table.ids or table.prompted:
         return table
     if fault := layouts.problem(table.columns, columns, text):
         raise UserError(f"{path} {fault}")
     prompted = None if text else layouts.prompted(table.columns, columns)
+    if prompted == "prompts" and answered:
+        listed = ", ".join(sorted(table.columns))
+        raise UserError(
+            f"{path} needs columns question and answer; found: {listed}; name them by --columns question=A,answer=B"
+        )
     return replace(table, prompted=prompted is not None, captioned=prompted == "captions")
 
 

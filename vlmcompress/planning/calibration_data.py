@@ -8,6 +8,7 @@ from pathlib import Path
 from vlmcompress import models
 from vlmcompress.common import hub
 from vlmcompress.data import Preview, Reading, bundled, encode, encode_usable, preview, refuse_missing, video
+from vlmcompress.data.samples import LazyImages
 from vlmcompress.data.sources import skipped_lines
 from vlmcompress.errors import BadSample, UserError
 from vlmcompress.hf_hooks import resizing
@@ -73,7 +74,8 @@ def looked_at(work: Plan) -> Preview | None:
 
 
 def encoded(work: Plan, look: Preview) -> str:
-    """Encode some samples as the run of a plan would, without its weights: the first with an image, the longest, the largest.
+    """Encode some samples as the run of a plan would, without its weights: the longest, those with the largest image and the
+    narrowest, and the first with an image.
 
     Where the model does not take one of these, all are encoded, as `data.encode_usable` decides whether there are too many.
 
@@ -87,24 +89,21 @@ def encoded(work: Plan, look: Preview) -> str:
     vlm = VLM(work.source.meta_model, models.load_processor(recipe.model), spec, recipe.model)
     if resize := recipe.resize:
         if not resize.settled:
-            sizes = [tuple(image.size for image in sample.images) for sample in look.samples]
-            resize = resizing.settle(spec, vlm.processor, sizes, resize)
+            prompts = [tuple(image.size for image in sample.images) for sample in look.samples]
+            resize = resizing.settle(spec, vlm.processor, prompts, resize)
         vlm = resizing.resized(vlm, resize)
     visual = [sample for sample in look.samples if sample.visual]
-    picks = {
-        id(sample): sample
-        for sample in (
-            *visual[:1],
-            max(look.samples, key=lambda sample: len(str(sample.conversation()))),
-            *sorted(visual, key=lambda sample: -sum(image.width * image.height for image in sample.images))[:1],
-        )
-    }
+    sizes = [sample.images.sizes() if isinstance(sample.images, LazyImages) else [] for sample in visual]
+    largest = sorted(range(len(visual)), key=lambda number: -sum(width * height for width, height in sizes[number]))[:1]
+    narrowest = sorted(range(len(visual)), key=lambda number: min(map(min, sizes[number]), default=0))[:1]
+    longest = max(look.samples, key=lambda sample: len(str(sample.conversation())))
+    picks = {id(sample): sample for sample in (*visual[:1], longest, *(visual[n] for n in (*largest, *narrowest)))}
     settings = recipe.calibrate
     try:
         encode(list(picks.values()), vlm, max_length=settings.max_length)
         return f"{len(picks)} encoded"
     except BadSample:
-        source, reading = str(settings.data), Reading.of(settings)
+        source, reading = Path(str(settings.data)).name, Reading.of(settings)
         usable = encode_usable(look.samples, vlm, source, max_length=settings.max_length, reading=reading)
         return "; ".join([f"{len(usable.batches)} encoded", *skipped_lines(usable.skipped)])
 

@@ -112,7 +112,7 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
         vlm = resizing.resized(vlm, resize) if resize else vlm
         options: dict[str, Any] = {"max_length": settings.max_length, "reading": reading, "progress": progress}
         every = [*samples, *texts]
-        usable = encode_usable(every, vlm, hub.shown(source), **options)
+        usable = encode_usable(every, vlm, Path(source).name, **options)
     pictured = [samples[number] for number in usable.numbers if number < len(samples)]
     worded = [texts[number - len(samples)] for number in usable.numbers if number >= len(samples)]
     count = settings.samples // 2 * 2 if mixed else settings.samples
