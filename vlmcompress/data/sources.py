@@ -310,7 +310,7 @@ def refusal(source: str, bad: Mapping[str, str], total: int, skip_bad: float = 0
 
 def skipped_lines(bad: Mapping[str, str]) -> list[str]:
     """Notes about samples that are skipped; arguments as of `refusal`."""
-    lines = [f"skipped: {line}" for line in bad.values()]
+    lines = [f"skipped: {line.removesuffix('; drop it')}" for line in bad.values()]
     return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"skipped: {len(lines) - _NAMED} others"]
 
 

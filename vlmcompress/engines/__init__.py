@@ -115,7 +115,8 @@ class Refusals:
         """The answer in the place of one that was refused. Raises `UserError` when there are more than allowed."""
         self.count += 1
         if self.count > self.allowed:
-            many = f"; so it is with {self.count - 1} others, too many to leave them out" if self.allowed else ""
+            others = f"{self.count - 1} other{'s' * (self.count > 2)}"
+            many = f"; so it is with {others}, too many to leave them out" if self.allowed else ""
             raise UserError(f"sample '{identity}' can't be answered by {self.model}: {why}{many}")
         return Answer(identity, "", "refused", 0, 0, refused=why)
 

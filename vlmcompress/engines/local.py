@@ -197,7 +197,7 @@ class Local:
             return UserError(f"{self.title} can't be imported by {self.interpreter()} ({message}); {self.advice}")
         if "root cause" in message or "Failed to init server" in message:  # vLLM's and llama.cpp's reason is in the log
             return UserError(f"{self.title} could not load {model}{last_words(log)}")
-        return UserError(f"{self.title} could not load {model}: {message}")
+        return UserError(f"{self.title} could not load {model}: {message.removeprefix('UserError: ')}")
 
 
 def _answer(event: dict) -> Answer:

@@ -103,26 +103,26 @@ def _unchanged(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 def outlined(model: nn.Module, spec: ModelSpec) -> Any:
     """A copy of a model on the meta device with zeros in the parts that `visual_features` runs; it shares the rest."""
-    decoder = spec.layers.split(".")[1]
     outer, core = copy.copy(model), copy.copy(model.get_submodule("model"))
-    core._modules = {name: child if name == decoder else copy.deepcopy(child) for name, child in core._modules.items()}
+    parts = {path.split(".")[1] for path in (*spec.vision, *spec.projector)}
+    core._modules = {name: copy.deepcopy(child) if name in parts else child for name, child in core._modules.items()}
     core._parameters, outer._modules = dict(core._parameters), {**outer._modules, "model": core}
-    for name, part in core.named_modules(prefix="model"):  # the core itself first, whose image_newline is a parameter
-        if name.startswith((f"model.{decoder}", f"{spec.vision_layers}.")):
-            continue
-        for key, value in part._parameters.items():
+    blocks = set(core.get_submodule(spec.vision_layers.removeprefix("model.")).modules())
+    run = [module for name in sorted(parts) for module in core.get_submodule(name).modules() if module not in blocks]
+    for module in (core, *run):  # the core has parameters of its own, such as `image_newline`
+        for key, value in module._parameters.items():
             if value is not None:
-                part._parameters[key] = nn.Parameter(torch.zeros(value.shape, dtype=value.dtype), requires_grad=False)
-        for key, buffer in part._buffers.items():
+                module._parameters[key] = nn.Parameter(torch.zeros(value.shape, dtype=value.dtype), requires_grad=False)
+        for key, buffer in module._buffers.items():
             if buffer is not None:
-                part._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+                module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
     return outer
 
 
 def wrong_settings(vlm: VLM) -> str | None:
     """What has to be set in which file of the processor, so that it agrees with config.json; None: nothing differs."""
     files: dict[str, list[str]] = {}
-    for key, value in vlm.spec.placeholders(vlm.model.config).items():
+    for key, value in (vlm.spec.placeholders(vlm.model.config) if vlm.spec.placeholders else {}).items():
         owner, _, name = key.rpartition(".")
         settings = getattr(vlm.processor, owner, None) if owner else vlm.processor
         if (present := getattr(settings, name, None)) != value:

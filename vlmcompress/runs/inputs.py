@@ -69,8 +69,8 @@ class Inputs:
             if not self.names:
                 raise
             name, *others = [f"{self.names[number]}: the model raises ({why})" for number, why in error.reasons.items()]
-            more = f"; so it does for {len(others)} others" if others else ""
-            raise UserError(f"{name}; drop it{more}") from error
+            rest = f"; so it does for {len(others)} other{'s' * (len(others) > 1)}" if others else ""
+            raise UserError(f"{name}; drop it{rest}") from error
 
     def behind(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
         """The inputs of the decoder behind a reducer; unchanged if there are no samples or no reducer before the decoder."""
@@ -123,7 +123,7 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
         seed=recipe.seed,
         processor=vlm.processor,
         text=(worded, mixed) if mixed else None,
-        requested=count - len(usable.skipped),
+        requested=count if len(usable.batches) + len(usable.skipped) < count else None,
         skipped={**samples.skipped, **texts.skipped, **usable.skipped},
     )
     origin |= {"resize": resize.model_dump()} if resize else {}
