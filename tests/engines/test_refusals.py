@@ -47,6 +47,41 @@ def test_a_worker_goes_on_after_a_refusal(tmp_path: Path) -> None:
         engine.answer("some/model", requests, media=tmp_path)
 
 
+DIES = """
+import os
+PACKAGE = 'json'
+
+def start(job): return job['settings']['max_num_seqs'] or 4, {'name': 'made up'}
+
+def answers(size, requests, job):
+    requests = list(requests)
+    for at in range(0, len(requests), size):
+        batch = requests[at : at + size]
+        if any(request['id'] in NAMES for request in batch):
+            os._exit(1)
+        for request in batch:
+            yield request['id'], {'text': 'yes', 'finish': 'stop', 'prompt_tokens': 3, 'output_tokens': 1}
+"""
+
+
+def test_a_request_that_ends_the_engine_is_found(tmp_path: Path) -> None:
+    """As vLLM's dies of an exception in a model: the requests of that moment are asked one at a time, others together."""
+    module = tmp_path / "dies.py"
+    module.write_text(DIES.replace("NAMES", "('f',)"))
+    engine, requests = replace(ENGINE, module=module), [Request(name, []) for name in "abcdefghijkl"]
+    run = engine.answer("some/model", requests, media=tmp_path, settings=Settings(refusals=1))
+    assert [name for name, answer in run.answers.items() if answer.refused] == ["f"] and len(run.answers) == 12
+    assert "the engine died of it: made up" not in str(run) and "exit code 1" in (run.answers["f"].refused or "")
+    assert run.engine["restarts"] == 3
+    with pytest.raises(
+        UserError, match="started again after a first crash; 8 requests had no answer, the first is sample 'e'"
+    ):
+        engine.answer("some/model", requests, media=tmp_path)
+    module.write_text(DIES.replace("NAMES", "'abcdef'"))
+    with pytest.raises(UserError, match="the first is sample 'd'"):
+        engine.answer("some/model", requests, media=tmp_path, settings=Settings(refusals=9))
+
+
 def requests_about(folder: Path, *images: Image.Image) -> list[Request]:
     requests = []
     for number, image in enumerate(images):
