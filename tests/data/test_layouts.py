@@ -111,6 +111,10 @@ LAYOUTS: dict[str, tuple[dict, list]] = {
         {"decoded_image": STORED[5], "image": "images/1.jpg", "question": "How many?", "answer": "2"},
         [("user", 5, "How many?"), ("assistant", "2")],
     ),
+    "a class and a prompt that are not meant": (
+        {"question": "How many?", "label": 3, "prompt": "Think."},
+        [("user", "How many?")],
+    ),
     "capitals": (
         {"Image": STORED[5], "Question": "How many?", "Answer": 2},
         [("user", 5, "How many?"), ("assistant", "2")],

@@ -3,9 +3,9 @@
 What a row is asked and answered is looked for in this order:
 
     messages, conversations      turns in OpenAI's, LLaVA's or ShareGPT's style
+    a question (`QUESTIONS`)     with an answer (`ANSWERS`), one or a list of several people's: ChartQA, DocVQA, TextVQA, VQAv2
     texts                        pairs `{"user": ..., "assistant": ...}`: the_cauldron
     prompt, completion (chosen)  TRL, as texts or as turns
-    a question (`QUESTIONS`)     with an answer (`ANSWERS`), one or a list of several people's: ChartQA, DocVQA, TextVQA, VQAv2
     a caption (`CAPTIONS`)       beside an image, in a table without questions: flickr30k, COCO
     nothing                      in a table of images alone; `sources` gives each of them a prompt
 
@@ -37,6 +37,8 @@ VIDEOS = ("videos", "video")
 TURNS = ("messages", "conversations", "conversation")
 QUESTIONS = ("question", "query", "problem", "instruction")
 ANSWERS = ("answer", "multiple_choice_answer", "answers", "label", "labels", "response", "output", "solution")
+TEXTS = ("label", "labels", "response", "output", "solution")
+"""Those of `ANSWERS` that are answers only where they hold texts: numbers are classes."""
 COMPLETIONS = ("completion", "chosen")
 CAPTIONS = ("caption", "captions", "text")
 CAPTIONED = "What is shown in this image?"
@@ -127,27 +129,26 @@ def standard(row: Row, columns: Mapping[str, str], question: str | None = None) 
         """The value of a field: of the column that `columns` names, or else of the first of `names` that has one."""
         if field in columns:
             return row.get(columns[field])
-        return next((rest[name] for name in names if rest.get(name) is not None), None)
+        values = (
+            rest[name] for name in names if rest.get(name) is not None and (name not in TEXTS or _is_text(rest[name]))
+        )
+        return next(values, None)
 
     images = first("image", IMAGES)
     turns = first("messages", TURNS)
     made: Row = {"family": first("family", ("family",)), "question": question}
     made |= {"video": row.get(columns["video"])} if "video" in columns else {name: rest.get(name) for name in VIDEOS}
+    text = first("question", QUESTIONS if question is None else ())
+    free = text is None and not {"question", "messages"} & columns.keys()
     if turns is not None:
         made["messages" if turns is rest.get("messages") else "conversations"] = turns
-    elif "messages" not in columns and "question" not in columns and rest.get("texts") is not None:
+    elif free and rest.get("texts") is not None:
         made["messages"] = _paired(rest["texts"])
-    elif "question" not in columns and rest.get("prompt") is not None:
-        completion = first("answer", COMPLETIONS)
-        if isinstance(rest["prompt"], str):
-            made |= {
-                "question": rest["prompt"],
-                **_answered(completion if completion is not None else first("answer", ANSWERS)),
-            }
-        else:
-            made["messages"] = _completed(rest["prompt"], completion)
+    elif free and isinstance(rest.get("prompt"), str):
+        made |= {"question": rest["prompt"], **_answered(first("answer", (*COMPLETIONS, *ANSWERS)))}
+    elif free and rest.get("prompt") is not None:
+        made["messages"] = _completed(rest["prompt"], first("answer", COMPLETIONS))
     else:
-        text = first("question", QUESTIONS if question is None else ())
         answers: Sequence[str] = ANSWERS if question is None else () if question != CAPTIONED else CAPTIONS
         answer = first("answer", answers)
         if isinstance(rest.get("input"), str) and rest.get("instruction") is text and rest["input"].strip():
@@ -160,6 +161,10 @@ def standard(row: Row, columns: Mapping[str, str], question: str | None = None) 
         if numbers:
             return made | _numbered(made, numbers, rest.get("options"))
     return made | {"images": images}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and any(isinstance(item, str) for item in value))
 
 
 def _answered(value: Any, captions: bool = False) -> Row:
