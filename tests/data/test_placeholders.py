@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from tests.kit.pictures import picture, refused
@@ -17,6 +19,7 @@ from vlmcompress import models
 from vlmcompress.data.encode import check_placeholders, encode, encode_prompt, encode_usable
 from vlmcompress.data.samples import Sample
 from vlmcompress.data.sources import Reading
+from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 
 pytestmark = pytest.mark.representatives
@@ -98,6 +101,26 @@ def test_ids_beyond_the_embedding(checkpoint, loaded, tmp_path):
     file.write_text(json.dumps(content))
     vlm = dataclasses.replace(loaded("llava"), processor=models.load_processor(folder))
     refused(lambda: encode([sample((60, 40))], vlm), "row 1: the tokenizer gives id 1000", "embedding has 384 rows")
+
+
+VALUES = st.sampled_from([0, -1, 99, 1e30, 0.5, "x", None, True, [], {}, [1, 2, 3, 4, 5], {"height": 0, "width": 0}])
+FIELDS = st.sampled_from(["patch_size", "image_token", "num_additional_image_tokens", "vision_feature_select_strategy"])
+OF_IMAGES = st.sampled_from(["resample", "rescale_factor", "size", "crop_size", "image_mean", "image_std", "do_resize"])
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(FIELDS | OF_IMAGES, VALUES)
+def test_any_setting_of_a_processor_is_used_or_refused_in_a_line(loaded, checkpoint, tmp_path_factory, name, value):
+    """A property: whatever stands in a field of its file, an image is encoded, or there is a `UserError`."""
+    vlm, folder = loaded("llava"), tmp_path_factory.getbasetemp() / "hostile"
+    shutil.copytree(checkpoint("llava"), folder, dirs_exist_ok=True)
+    content = json.loads((folder / "processor_config.json").read_text())
+    (content if name in content else content["image_processor"])[name] = value
+    (folder / "processor_config.json").write_text(json.dumps(content))
+    try:
+        encode([sample((60, 40))], dataclasses.replace(vlm, processor=models.load_processor(folder)))
+    except UserError as error:
+        assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("mistral3", (28, 28)), ("lfm2-vl", (900, 3)), ("lfm2-vl", (640, 10))])

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 
+import datasets
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.kit.echo import checkpoint, picture, write_rows
 from tests.kit.pictures import file_of, refused
 from tests.kit.pictures import picture as noise
 from vlmcompress.data.sources import Reading
+from vlmcompress.errors import UserError
+from vlmcompress.evaluation import local_data
 from vlmcompress.evaluation.tasks import LoadedSuite, load_suite
 
 
@@ -63,6 +70,29 @@ def test_columns_and_lists_of_answers(folder: Path) -> None:
     write_rows(folder / "d.jsonl", {"image": "a.png", "question": "How many?", "answers": ["2", "two", "2"]})
     suite = load(folder)
     assert suite.tasks["custom"].eval_docs[0]["answer"] == "2"
+
+
+LEAF = (
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.sampled_from(["a.png", "\ud800", "http://x"])
+)
+VALUE = st.recursive(
+    LEAF,
+    lambda c: st.lists(c, max_size=2) | st.dictionaries(st.sampled_from(["bytes", "path", "url"]), c, max_size=2),
+    max_leaves=4,
+)
+NAMES = st.sampled_from(["image", "images", "decoded_image", "image_1", "question", "answer", "id"])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.dictionaries(NAMES, VALUE, max_size=4) | VALUE, min_size=1, max_size=2))
+def test_any_row_of_a_suites_data_is_read_or_refused(tmp_path_factory, rows) -> None:
+    """A property of the reader of suites' data: whatever stands in a field, there are documents, or a `UserError`."""
+    datasets.disable_progress_bars()
+    file = tmp_path_factory.mktemp("rows") / "test.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with contextlib.suppress(UserError):
+        for document in local_data.load("any", data=str(file))["test"]:
+            list(local_data.images(document))
 
 
 def test_what_cannot_be_scored_is_not_offered(folder: Path) -> None:

@@ -161,7 +161,8 @@ class _JournalledEngine:
             key = f"engine {self._identity.engine} {self._identity.model}"
             if self.about:
                 self._journal.write(key, self.about)
-            self.about = self._journal.read(key) or {}
+            written = self._journal.read(key)
+            self.about = written if isinstance(written, dict) else {}
         return answers
 
     def _keep(self, key: str, answer: Answer) -> None:
