@@ -6,13 +6,15 @@ library. ENGINE.py is loaded by path, too, and has
     PACKAGE                              what must be importable
     start(job) -> (engine, description)
     answers(engine, requests, job)       yields (id, answer) as they are ready; an exception in place of an answer says
-                                         that the request is refused. An exception raised means that the engine is broken.
+                                         that the request is refused, and the next ones follow. An exception raised means
+                                         that the engine is broken.
 
 One line of standard output is one event:
 
     {"event": "ready", "engine": {...}}          the model is loaded
     {"event": "answer", "id", "text", "finish", "prompt_tokens", "output_tokens", "first": [[token, logprob], ...] | null}
-    {"event": "error", "stage": "import" | "start" | "request", "id", "message"}
+    {"event": "refused", "id", "message"}        there is no answer to this request
+    {"event": "error", "stage": "import" | "start", "message"}
     {"event": "done"}
 
 Output that libraries print goes to standard error. Standard input is a lifeline: when it closes, the parent is gone and
@@ -77,8 +79,8 @@ def events(module, job: dict):
     with open(job["requests"], encoding="utf-8") as file:
         for name, answer in module.answers(engine, map(json.loads, file), job):
             if isinstance(answer, Exception):
-                yield {"event": "error", "stage": "request", "id": name, "message": one_line(answer)}
-                return
+                yield {"event": "refused", "id": name, "message": one_line(answer)}
+                continue
             yield {"event": "answer", "id": name, **answer}
     yield {"event": "done"}
 
