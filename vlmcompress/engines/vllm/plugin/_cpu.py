@@ -27,6 +27,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from vlmcompress.engines.vllm.plugin._contract import left_out
+
 EXPERTS_VARIABLE = "VLMCOMPRESS_EMULATE_EXPERTS"
 _put: list[bool] = []
 
@@ -36,15 +38,17 @@ def emulate_experts() -> None:
     (`VLMCOMPRESS_EMULATE_EXPERTS=1`)."""
     if os.environ.get(EXPERTS_VARIABLE) != "1":
         return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or _put or left_out("experts with 4-bit weights on CPUs"):
+        return
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
         compressed_tensors_moe_wna16,
     )
-    from vllm.platforms import current_platform
 
     module: Any = compressed_tensors_moe_wna16
-    if current_platform.is_cpu() and not _put:
-        module.CompressedTensorsWNA16MoEMethod = _emulated(module.CompressedTensorsWNA16MoEMethod)
-        _put.append(True)
+    module.CompressedTensorsWNA16MoEMethod = _emulated(module.CompressedTensorsWNA16MoEMethod)
+    _put.append(True)
 
 
 def _emulated(original: Any) -> Any:
@@ -111,10 +115,12 @@ def unpack_on_load() -> None:
         return
     import torch
     import vllm._custom_ops  # noqa: F401  (imports the library)
+
+    if hasattr(torch.ops._C, KERNEL) or left_out("4-bit weights on CPUs without AVX-512"):
+        return
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 
-    if not hasattr(torch.ops._C, KERNEL):
-        replace(CPUWNA16LinearKernel)
+    replace(CPUWNA16LinearKernel)
 
 
 def replace(kernel: Any) -> None:
@@ -169,7 +175,7 @@ def look_up_packed() -> None:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    if not current_platform.is_cpu() or HAS_TRITON:
+    if not current_platform.is_cpu() or HAS_TRITON or left_out("quantized embeddings on CPUs"):
         return
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_embedding
 
@@ -203,7 +209,7 @@ def emulate_floats() -> None:
     """
     chosen = {variable for variable in (NVFP4_VARIABLE, MX_VARIABLE) if os.environ.get(variable) == "1"} - _registered
     _registered.update(chosen)
-    if not chosen:
+    if not chosen or left_out("floats in blocks on CPUs"):
         return
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms import PlatformEnum

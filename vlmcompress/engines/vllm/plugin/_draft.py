@@ -27,17 +27,21 @@ import os
 from typing import Any
 
 from vlmcompress.checkpoint import draft_images
+from vlmcompress.engines.vllm.plugin._contract import left_out
 from vlmcompress.engines.vllm.plugin._mended import when_imported
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
+PART = "drafts that see images, and mended EAGLE drafts"
 
 
 def register() -> None:
     """Make vLLM know the drafts that need this plugin, and mend its model runner once it is imported."""
     from vllm.model_executor.models import ModelRegistry
-    from vllm.transformers_utils.configs.speculators import algos
+    from vllm.transformers_utils.configs.speculators.algos import register_speculator
 
-    algos.SUPPORTED_SPECULATORS_TYPES.setdefault(draft_images.SPECULATOR, _update)
+    if left_out(PART):
+        return
+    register_speculator(draft_images.SPECULATOR)(_update)
     ModelRegistry.register_model(draft_images.ARCHITECTURE, f"{__package__}._draft_model:{draft_images.ARCHITECTURE}")
     when_imported(RUNNER, _replace)
 
