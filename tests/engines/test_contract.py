@@ -46,8 +46,8 @@ def test_all_that_is_imported_from_vllm_is_listed() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
                 module = str(node.module).removeprefix("vllm.")
                 for alias in node.names:
-                    known = (module, alias.name) in listed or f"{module}.{alias.name}" in modules
-                    assert known or alias.name in TYPES, f"{file.name}: {module}.{alias.name}"
+                    inside = (module, alias.name) in listed or f"{module}.{alias.name}" in modules
+                    assert inside or alias.name in TYPES, f"{file.name}: {module}.{alias.name}"
 
 
 def test_all_methods_that_ours_call_are_listed() -> None:
@@ -125,8 +125,10 @@ def test_a_break_names_itself(file: str, before: str, after: str, part: str, sai
 def test_what_a_default_covers_is_no_break(tmp_path: Path) -> None:
     """A function that we call may take more, where vLLM does not call ours."""
     pytest.importorskip("vllm")
-    more = "def uses_mrope(config: PreTrainedConfig, strict: bool = False)"
-    folder = edited(tmp_path / "vllm", "transformers_utils/config.py", "def uses_mrope(config: PreTrainedConfig)", more)
+    longer = "def uses_mrope(config: PreTrainedConfig, strict: bool = False)"
+    folder = edited(
+        tmp_path / "vllm", "transformers_utils/config.py", "def uses_mrope(config: PreTrainedConfig)", longer
+    )
     assert faults("", folder) == []
 
 

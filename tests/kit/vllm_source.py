@@ -8,9 +8,9 @@ from pathlib import Path
 
 def package() -> Path:
     """The folder of the vLLM that is installed, which is not imported."""
-    found = importlib.util.find_spec("vllm")
-    assert found and found.origin
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec("vllm")
+    assert spec and spec.origin
+    return Path(spec.origin).parent
 
 
 def edited(folder: Path, file: str, before: str, after: str) -> Path:

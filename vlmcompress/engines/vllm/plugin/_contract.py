@@ -40,14 +40,14 @@ class Reach:
     def fault(self, source: Source) -> str | None:
         """What is wrong with it there; None: nothing."""
         name, called, rest = self.what.partition("(")
-        found = source.find(self.module, name)
+        definition = source.find(self.module, name)
         where = f"{self.module}.{name}"
-        if found is None:
+        if definition is None:
             return f"{where} is gone ({self.why})"
         if not called:
             return None
         takes = [part.strip() for part in rest.rstrip(")").split(",") if part.strip()]
-        there = parameters(found[1])
+        there = parameters(definition[1])
         if there is None:
             return f"{where} is no function ({self.why})"
         if lost := [part for part in takes if part not in there.names and not there.rest]:
@@ -57,8 +57,8 @@ class Reach:
         return None
 
 
-def _reaches(module: str, why: str, *whats: str, ours: bool = False) -> list[Reach]:
-    return [Reach(module, what, why, ours) for what in whats]
+def _reaches(module: str, why: str, *names: str, ours: bool = False) -> list[Reach]:
+    return [Reach(module, what, why, ours) for what in names]
 
 
 _MODELS = "model_executor.models"
@@ -139,7 +139,7 @@ _QWEN = [
 ]
 
 
-def _qwen(module: str, prefix: str, tower: str, *more: str) -> list[Reach]:
+def _qwen(module: str, prefix: str, tower: str, *used: str) -> list[Reach]:
     """A Qwen family: its processing, its tower, its model."""
     where, parts = f"{_MODELS}.{module}", ("spatial_merge_size", "device")
     size = "image_width, image_height, num_frames, do_resize, image_processor, mm_kwargs, modality"
@@ -159,7 +159,7 @@ def _qwen(module: str, prefix: str, tower: str, *more: str) -> list[Reach]:
             "the tower runs on the tokens that pixels chose",
             *(f"{tower}.{part}" for part in parts),
             f"{tower}.forward(x, grid_thw, encoder_metadata)",
-            *more,
+            *used,
         ),
         *_reaches(
             where,
@@ -650,7 +650,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
-def names(versions: Iterable[tuple[int, ...]] = TESTED) -> str:
+def tested(versions: Iterable[tuple[int, ...]] = TESTED) -> str:
     """Versions in words: `0.32 and 0.33`."""
     return " and ".join(".".join(map(str, version)) for version in versions)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from vlmcompress.engines.vllm.plugin._contract import TESTED, broken, names, numbers
+from vlmcompress.engines.vllm.plugin._contract import TESTED, broken, numbers, tested
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Loading:
             init_logger("vllm.vlmcompress").warning_once(
                 "vlmcompress was tested with vLLM %s, and this is %s. All that its plugin reaches into is there; "
                 "compare answers by `vlmcompress doctor %s --engine vllm`.",
-                names(),
+                tested(),
                 vllm.__version__,
                 model_config.model,
             )
@@ -130,7 +130,7 @@ def refusal(family: str) -> str | None:
             return None
         reason = f"in vLLM {vllm.__version__} {fault}"
     return (
-        f"this vlmcompress serves reduced checkpoints in vLLM {names()}; {reason}: install one of those, "
+        f"this vlmcompress serves reduced checkpoints in vLLM {tested()}; {reason}: install one of those, "
         "or another vlmcompress"
     )
 

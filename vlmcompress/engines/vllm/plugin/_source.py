@@ -36,10 +36,10 @@ class Source:
         attribute is what a class's body names, or a method sets as `self.attribute`, or registers as a buffer.
         """
         first, _, rest = name.partition(".")
-        found = self._top(module, first)
-        if found is None or not rest:
-            return found
-        where, node = found
+        definition = self._top(module, first)
+        if definition is None or not rest:
+            return definition
+        where, node = definition
         return self._member(where, node, rest) if isinstance(node, ast.ClassDef) else None
 
     def _top(self, module: str, name: str) -> tuple[str, ast.AST] | None:
@@ -50,8 +50,8 @@ class Source:
                 for alias in node.names:
                     if name == (alias.asname or alias.name):  # what is another package's is there
                         return self._top(inside.removeprefix(f"{PACKAGE}."), alias.name) if ours else (module, node)
-                    if alias.name == "*" and ours and (found := self._top(inside.removeprefix(f"{PACKAGE}."), name)):
-                        return found
+                    if alias.name == "*" and ours and (starred := self._top(inside.removeprefix(f"{PACKAGE}."), name)):
+                        return starred
             elif name in _named(node):
                 return module, node
         return None
@@ -65,8 +65,8 @@ class Source:
                 return module, inner
         for base in node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base  # Generic[...]
-            found = self._top(module, base.id) if isinstance(base, ast.Name) else None
-            if found and isinstance(found[1], ast.ClassDef) and (member := self._member(*found, name)):  # type: ignore[arg-type]
+            parent = self._top(module, base.id) if isinstance(base, ast.Name) else None
+            if parent and isinstance(parent[1], ast.ClassDef) and (member := self._member(parent[0], parent[1], name)):
                 return member
         return None
 
