@@ -26,6 +26,7 @@ from vlmcompress.engines.vllm.plugin._cpu import (
     emulate_experts,
     emulate_floats,
     look_up_packed,
+    multiply_fp8,
     unpack_on_load,
 )
 
@@ -53,6 +54,7 @@ def register() -> None:
     _draft.register()
     _mended.register()
     _medusa.register()
+    multiply_fp8()
     emulate_floats()
     emulate_experts()
     unpack_on_load()

@@ -596,6 +596,27 @@ PARTS: dict[str, list[Reach]] = {
         ),
         *_reaches("triton_utils", "rows are looked up without Triton", "HAS_TRITON"),
     ],
+    "FP8 on CPUs with AMX": [
+        *_reaches(_LINEAR, "kernels are registered", "register_linear_kernel(kernel_class, platform, kernel_type)"),
+        *_reaches("platforms", "kernels are registered", "PlatformEnum"),
+        *_reaches("logger", "it is said once", "init_logger(name)"),
+        *_reaches(
+            f"{_LINEAR}.scaled_mm.pytorch",
+            "the form of a kernel",
+            "TorchFP8ScaledMMLinearKernel.can_implement(c)",
+            "TorchFP8ScaledMMLinearKernel.get_output_padding()",
+            "TorchFP8ScaledMMLinearKernel.process_weights_after_loading(layer)",
+            "TorchFP8ScaledMMLinearKernel.apply_scaled_mm(A, B, out_dtype, As, Bs, bias, output_shape)",
+            ours=True,
+        ),
+        *_reaches(
+            f"{_LINEAR}.scaled_mm.pytorch",
+            "what it takes the place of",
+            "TorchFP8ScaledMMLinearKernel.layer_param_names",
+            "PerTensorTorchFP8ScaledMMLinearKernel",
+            "ChannelWiseTorchFP8ScaledMMLinearKernel",
+        ),
+    ],
     "floats in blocks on CPUs": [
         *_reaches(_LINEAR, "kernels are registered", "register_linear_kernel(kernel_class, platform, kernel_type)"),
         *_reaches("platforms", "kernels are registered", "PlatformEnum"),
