@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines import Answer, Request, Run, Settings, first_tokens
 from vlmcompress.errors import UserError
@@ -59,6 +60,7 @@ class Local:
         speculative: JSON of vLLM's `--speculative-config`, already checked.
         batch: requests that it computes together, in their order, unless the settings say; 0: as they come.
         videos: whether it takes videos.
+        remark: function that gives a line to be said of a checkpoint before it is loaded, or None.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Local:
     speculative: str | None = None
     batch: int = 0
     videos: bool = False
+    remark: Callable[[Path], str | None] = lambda model: None
 
     def answer(
         self,
@@ -144,6 +147,8 @@ class Local:
         Raises:
             UserError: the engine can't start, is silent for too long, or refuses a request; `Crash` if it died.
         """
+        if line := self.remark(model):
+            note(line)
         with tempfile.TemporaryDirectory(prefix="vlmcompress-engine-") as folder:
             log, path = Path(folder, "engine.log"), Path(folder, "requests.jsonl")
             path.write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
