@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.kit import lane
 from tests.kit.places import ROOT
 from tests.kit.vllm_source import edited, package
 from vlmcompress.engines.reducer_support import FAMILIES
@@ -23,10 +24,12 @@ OURS = {"__init__", "span", "positions", "_shortened", "_placeholders", "reduced
 TYPES = {"VllmConfig", "ModelConfig", "CommonAttentionMetadata"}
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_vllm_has_it_all(part: str) -> None:
+@pytest.mark.parametrize("folder", [package, lane.package])
+def test_vllm_has_it_all(folder: Callable[[], Path]) -> None:
+    """The one that is installed, and the other one that is supported."""
     pytest.importorskip("vllm")
-    assert faults(part, package()) == []
+    place = folder()
+    assert {part: lines for part in PARTS if (lines := faults(part, place))} == {}
 
 
 def test_families_are_parts() -> None:
