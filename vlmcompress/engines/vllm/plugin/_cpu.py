@@ -237,7 +237,7 @@ def fp8_kernel() -> Any:
     from vllm.logger import init_logger
     from vllm.model_executor.kernels.linear.scaled_mm.pytorch import TorchFP8ScaledMMLinearKernel
 
-    class Fp8In16Bits(TorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
+    class Fp8In16Bits(TorchFP8ScaledMMLinearKernel):
         @classmethod
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:
             return True, None

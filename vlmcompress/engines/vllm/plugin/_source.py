@@ -95,12 +95,12 @@ def parameters(node: ast.AST) -> Parameters | None:
         return None
     args = node.args
     placed, placed_defaults = [*args.posonlyargs, *args.args], len(args.defaults)
-    required = [arg.arg for arg in placed[: len(placed) - placed_defaults]]
-    required += [arg.arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
-    names = [arg.arg for arg in (*placed, *args.kwonlyargs)]
-    selves = {"self", "cls"} & set(names[:1])
-    without = [tuple(name for name in group if name not in selves) for group in (names, required)]
-    return Parameters(*without, rest=args.kwarg is not None)
+    needed = [arg.arg for arg in placed[: len(placed) - placed_defaults]]
+    needed += [arg.arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+    all_names = [arg.arg for arg in (*placed, *args.kwonlyargs)]
+    selves = {"self", "cls"} & set(all_names[:1])
+    names, required = (tuple(name for name in group if name not in selves) for group in (all_names, needed))
+    return Parameters(names, required, rest=args.kwarg is not None)
 
 
 def _statements(node: ast.AST | None) -> Iterator[ast.stmt]:
