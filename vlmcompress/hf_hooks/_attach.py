@@ -101,11 +101,24 @@ class Attachment(Generic[Held]):
         raise NotImplementedError
 
     def _keep_pixels(self) -> None:
-        """Have `generate` give the model its pixels. From transformers 5.18 on it encodes them beforehand, past all hooks."""
+        """Have `generate` give the model its pixels. From transformers 5.18 on it encodes them beforehand, past all hooks, and
+        has forgotten how to repeat the patches of Qwen's images for beams."""
         model: Any = self.vlm.model
-        if hasattr(model, "_supports_mm_encoder_outputs"):
-            model._supports_mm_encoder_outputs = lambda: False
-            self._undo.append(lambda: delattr(model, "_supports_mm_encoder_outputs"))
+        if not hasattr(model, "_supports_mm_encoder_outputs"):
+            return
+        expand, patches = model._expand_inputs_for_generation, self.vlm.spec.visual_grid == "thw"
+
+        def expanded(expand_size: int = 1, **kwargs: Any) -> Any:
+            if expand_size > 1 and patches:
+                raise UserError(
+                    "beam search does not go with a reducer here; take transformers before 5.18, or one beam"
+                )
+            return expand(expand_size=expand_size, **kwargs)
+
+        model._supports_mm_encoder_outputs = lambda: False
+        model._expand_inputs_for_generation = expanded
+        for name in ("_supports_mm_encoder_outputs", "_expand_inputs_for_generation"):
+            self._undo.append(lambda name=name: delattr(model, name))  # type: ignore[misc]
 
     def _before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
