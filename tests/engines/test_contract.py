@@ -27,7 +27,6 @@ TYPES = {"VllmConfig", "ModelConfig", "CommonAttentionMetadata"}
 @pytest.mark.parametrize("folder", [package, lane.package])
 def test_vllm_has_it_all(folder: Callable[[], Path]) -> None:
     """The one that is installed, and the other one that is supported."""
-    pytest.importorskip("vllm")
     place = folder()
     assert {part: lines for part in PARTS if (lines := faults(part, place))} == {}
 
@@ -121,13 +120,11 @@ WHY = "names of images in caches say which reducer made them, and which image st
 )
 def test_a_break_names_itself(file: str, before: str, after: str, part: str, said: str, tmp_path: Path) -> None:
     """A method that is gone or called otherwise, an attribute under another name, a parameter more, also in a parent class."""
-    pytest.importorskip("vllm")
     assert faults(part, edited(tmp_path / "vllm", file, before, after))[0] == said
 
 
 def test_what_a_default_covers_is_no_break(tmp_path: Path) -> None:
     """A function that we call may take more, where vLLM does not call ours."""
-    pytest.importorskip("vllm")
     longer = "def uses_mrope(config: PreTrainedConfig, strict: bool = False)"
     folder = edited(
         tmp_path / "vllm", "transformers_utils/config.py", "def uses_mrope(config: PreTrainedConfig)", longer

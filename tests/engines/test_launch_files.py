@@ -89,7 +89,7 @@ print("SAID", json.dumps(said))
 
 def test_vllms_own_command_and_lm_eval_start() -> None:
     """Both ask for the version of a distribution `vllm`, which the CPU build's is not called (`scripts/name_vllm.py`)."""
-    words = [["--version"], ["serve", "--help"], ["bench", "serve", "--help"]]
+    words = [["--version"], ["serve", "--help"]]
     code = COMMANDS.replace("PROGRAM", repr(str(PROGRAMS / "vllm")))
     done = subprocess.run(
         [forks.python(*forks.VLLM), "-c", code, json.dumps(words)], capture_output=True, text=True, check=False
@@ -99,7 +99,7 @@ def test_vllms_own_command_and_lm_eval_start() -> None:
     said = json.loads(line.removeprefix("SAID "))
     assert {words: code for words, (code, _) in said.items()} == dict.fromkeys(map(" ".join, words), 0)
     assert said["--version"][1].strip() == importlib.metadata.version("vllm")
-    assert "usage: vllm bench serve" in said["bench serve --help"][1]
+    assert "usage: vllm serve" in said["serve --help"][1]
 
 
 @pytest.fixture(scope="module")

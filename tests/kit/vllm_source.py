@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 
 def package() -> Path:
-    """The folder of the vLLM that is installed, which is not imported."""
+    """The folder of the vLLM that is installed, which is not imported; the test is skipped where there is none."""
     spec = importlib.util.find_spec("vllm")
-    assert spec and spec.origin
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
     return Path(spec.origin).parent
 
 

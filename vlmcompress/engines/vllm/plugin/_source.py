@@ -28,6 +28,7 @@ class Source:
     def __init__(self, folder: Path):
         self._folder = folder
         self._trees: dict[str, ast.Module | None] = {}
+        self._files: dict[str, Path | None] = {}
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
         """The definition of `Class.method`, `Class.attribute` or `name`, with its module; None: there is none.
@@ -77,9 +78,11 @@ class Source:
         return self._trees[module]
 
     def _file(self, module: str) -> Path | None:
-        place = self._folder.joinpath(*module.split("."))
-        files = place.with_suffix(".py"), place / "__init__.py"
-        return next((file for file in files if file.is_file()), None)
+        if module not in self._files:
+            place = self._folder.joinpath(*module.split("."))
+            files = place.with_suffix(".py"), place / "__init__.py"
+            self._files[module] = next((file for file in files if file.is_file()), None)
+        return self._files[module]
 
     def _is_package(self, module: str) -> bool:
         file = self._file(module)
