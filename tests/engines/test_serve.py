@@ -128,6 +128,8 @@ def test_vllm_has_the_parsers() -> None:
 
 def test_the_printed_line_starts_the_same_server(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the variables that `serve` sets and the flag that its server adds, both on CPUs only."""
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")  # which the shell has, too
     arguments = arguments_of(checkpoint)
     for cpu in (True, False):
