@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines import Answer, Refusals, Request, Run, Settings, first_tokens
 from vlmcompress.errors import UserError
@@ -62,6 +63,7 @@ class Local:
         speculative: JSON of vLLM's `--speculative-config`, already checked.
         batch: requests that it computes together, in their order, unless the settings say; 0: as they come.
         videos: whether it takes videos.
+        remark: function that gives a line to be said of a checkpoint before it is loaded, or None.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Local:
     speculative: str | None = None
     batch: int = 0
     videos: bool = False
+    remark: Callable[[Path], str | None] = lambda model: None
 
     def answer(
         self,
@@ -166,6 +169,8 @@ class Local:
         Raises:
             UserError: the engine can't start, is silent for too long, or refuses a request; `Crash` if it died.
         """
+        if line := self.remark(model):
+            note(line)
         with tempfile.TemporaryDirectory(prefix="vlmcompress-engine-") as folder:
             log, path = Path(folder, "engine.log"), Path(folder, "requests.jsonl")
             path.write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
@@ -187,7 +192,7 @@ class Local:
         lines, limit, started = _lines(worker), start_timeout, False
         while True:
             try:
-                line = lines.get(timeout=limit)
+                line = _next(lines, worker, limit)
             except queue.Empty:
                 silence = "gave no answer for" if started else "had not loaded the model after"
                 raise UserError(f"{self.title} {silence} {limit:g} s with {model}{last_words(log)}") from None
@@ -240,6 +245,24 @@ def _lines(worker: subprocess.Popen) -> queue.Queue[bytes | None]:
     return lines
 
 
+def _next(lines: queue.Queue[bytes | None], worker: subprocess.Popen, limit: float) -> bytes | None:
+    """The worker's next line; None once it has ended, even where a process that it started keeps its output open.
+
+    Raises:
+        queue.Empty: there was none for `limit` seconds.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        ended = worker.poll() is not None  # before the wait: what it wrote last has arrived after it
+        try:
+            return lines.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
+        except queue.Empty:
+            if ended:
+                return None
+            if time.monotonic() > deadline:
+                raise
+
+
 def start_process(
     command: Sequence[str], environment: dict[str, str], log: Path, *, piped: bool = True
 ) -> subprocess.Popen:
@@ -257,15 +280,27 @@ def start_process(
 
 
 def stop_process(process: subprocess.Popen, grace: float = 5.0) -> None:
-    """End a process that leads a session, with all its children: by SIGTERM, after `grace` seconds by SIGKILL."""
-    for sig, wait in ((signal.SIGTERM, grace if process.poll() is None else 0.0), (signal.SIGKILL, 10.0)):
+    """End a process that leads a session, with all its children: by SIGTERM, after `grace` seconds by SIGKILL.
+
+    What interrupts the wait is passed on when all are killed.
+    """
+
+    def send(sig: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, sig)
+
+    try:
+        if process.poll() is None:
+            send(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+    finally:
+        send(signal.SIGKILL)
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(wait)
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
+            process.wait(10.0)
 
 
 def how_it_ended(code: int) -> str:

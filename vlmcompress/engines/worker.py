@@ -18,7 +18,7 @@ One line of standard output is one event:
     {"event": "done"}
 
 Output that libraries print goes to standard error. Standard input is a lifeline: when it closes, the parent is gone and
-the whole process group ends.
+the whole process group is killed, by a process of its own, whatever the others are busy with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import traceback
 
 
@@ -41,13 +40,22 @@ def claim_stdout():
 
 
 def end_with_parent() -> None:
-    """Kill our process group when standard input closes."""
+    """Have our process group killed when standard input closes. To be called before there are threads.
 
-    def wait() -> None:
-        sys.stdin.buffer.read()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
+    A thread would not do: a computation that keeps Python's lock keeps it from running, a signal's handler, too, and where this
+    process has died, those that it had started go on. The process that watches is in the group itself, so that no other group
+    can have got its number, and leaves it to the parent to end it with SIGKILL.
+    """
+    if os.fork():
+        return
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # or who reads them waits for this process, too
+        os.dup2(null, stream)
+    while os.read(0, 4096):
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def one_line(error: Exception) -> str:
@@ -86,8 +94,8 @@ def events(module, job: dict):
 
 
 def main() -> None:
-    out = claim_stdout()
     end_with_parent()
+    out = claim_stdout()
     module_file, job_file = sys.argv[1:]
     with open(job_file, encoding="utf-8") as file:
         job = json.load(file)
@@ -96,7 +104,7 @@ def main() -> None:
             print(json.dumps(event), file=out, flush=True)
     except Exception:
         traceback.print_exc()
-        os._exit(1)  # Python's own end waits for the thread that reads standard input, and aborts
+        os._exit(1)
     os._exit(0)  # all is written; the engine's own shutdown only costs time
 
 

@@ -146,6 +146,8 @@ class ModelSpec:
         draft: the head that the family's checkpoints may have for speculative decoding; None: they have none.
         text_defaults: entries of `text_config` that vLLM reads and transformers may leave out, with what transformers computes.
         vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
+        tool_calls: vLLM's parser of the calls of tools that the family writes, and a mark of their form in its chat template;
+            None where vLLM has no parser for them.
     """
 
     family: str
@@ -185,6 +187,7 @@ class ModelSpec:
     draft: Draft | None = None
     text_defaults: tuple[tuple[str, Any], ...] = ()
     vllm_cpu: str | None = None
+    tool_calls: tuple[str, str] | None = None
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The content of a config.json with `text_defaults` where they are missing."""

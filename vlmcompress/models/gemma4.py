@@ -56,4 +56,5 @@ SPEC = ModelSpec(
     mixed_blocks="attention in windows, and in large models both ways within an image",
     engine_prefixes=ENGINE,
     engine_mapper=(*ENGINE, ("model", "language_model.model")),
+    tool_calls=("gemma4", "<|tool_call>"),
 )

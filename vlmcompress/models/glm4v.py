@@ -37,4 +37,5 @@ SPEC = ModelSpec(
     positions="mrope",
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
+    tool_calls=("glm45", "<arg_key>"),
 )

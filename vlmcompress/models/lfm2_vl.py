@@ -42,4 +42,5 @@ SPEC = ModelSpec(
     engine_mapper=LLAVA_MAPPER,
     engine_parts=(("conv", "short_conv"),),
     hub_prefixes=(("model.vision_tower", "model.vision_tower.vision_model"),),
+    tool_calls=("lfm2", "<|tool_list_start|>"),
 )

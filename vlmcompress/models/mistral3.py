@@ -32,4 +32,5 @@ SPEC = ModelSpec(
     engine_prefixes=LLAVA_MAPPER,
     engine_mapper=(*LLAVA_MAPPER, ("model", "language_model.model")),
     hub_prefixes=LLAVA_MAPPER,
+    tool_calls=("mistral", "[TOOL_CALLS]"),
 )

@@ -30,4 +30,5 @@ SPEC = ModelSpec(
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN2_MAPPER,
     hub_prefixes=QWEN2_HUB,
+    tool_calls=("hermes", "<tool_call>"),
 )

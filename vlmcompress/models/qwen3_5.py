@@ -32,4 +32,5 @@ SPEC = ModelSpec(
     draft=MTP,
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
+    tool_calls=("qwen3_coder", "<function="),
 )

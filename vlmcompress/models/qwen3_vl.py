@@ -27,4 +27,5 @@ SPEC = ModelSpec(
     visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
+    tool_calls=("hermes", "<tool_call>"),
 )
