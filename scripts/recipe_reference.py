@@ -150,6 +150,8 @@ def _type(hint: Any, limits: str = "") -> str:
         words = " or ".join(_type(argument) for argument in arguments if argument is not type(None))
     elif origin is tuple:
         words = f"list of {' or '.join(f'{argument}s' for argument in _type(arguments[0]).split(' or '))}"
+    elif origin is dict:
+        words = f"mapping of {_type(arguments[0])} to {_type(arguments[1])}"
     else:
         words = "keys below" if isinstance(hint, type) and issubclass(hint, BaseModel) else str(hint)
     return f"{words}, {limits}" if limits else words

@@ -111,6 +111,8 @@ class Scored(_Record):
 
     `*_tokens` are those of the prompt that the language model got, `*_visual` those of images among them, where known.
     `*_parsed` is False where the task found no answer in the text. `kl` is the divergence of the first token's distribution.
+    `*_refused` says why the model or its engine raised for the question; it then counts as wrong, for both sides where the
+    baseline raised.
     """
 
     id: str
@@ -130,6 +132,8 @@ class Scored(_Record):
     candidate_visual: Count | None = None
     image: str = ""
     kl: float | None = None
+    baseline_refused: str = ""
+    candidate_refused: str = ""
 
     @property
     def change(self) -> Literal[0, 1, 2]:
@@ -210,7 +214,7 @@ class Divergence(_Record):
 
 
 class Suite(_Record):
-    """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `*_tokens`: counts (baseline, candidate), over all samples.
+    """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `refused`, `*_tokens`: counts (baseline, candidate) of all samples.
 
     `scoring` says how `metric` is given, `choice` how it was chosen where a look at the baseline's answers did; `derived_ids`:
     the data had no ids for some samples, which go by a hash of their content.
@@ -229,6 +233,7 @@ class Suite(_Record):
     agreement: Share
     divergence: Divergence | None = None
     unparsed: Counts = (0, 0)
+    refused: Counts = (0, 0)
     empty: Counts = (0, 0)
     cut_off: Counts = (0, 0)
     prompt_tokens: Counts = (0, 0)

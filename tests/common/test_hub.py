@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 
 from tests.kit import calibration_rows, tiny
 from tests.kit.command_line import loud  # noqa: F401
@@ -332,3 +332,8 @@ def test_libraries_stay_offline(online, monkeypatch):
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert (hub.local("org/tiny") / "config.json").is_file()
     assert constants.HF_HUB_OFFLINE is True
+
+
+def test_errors_are_of_the_library_that_sends_requests():
+    """httpx of huggingface_hub 1, httpx2 of 2."""
+    assert isinstance(get_session(), hub.http_library().Client)

@@ -194,6 +194,15 @@ def test_a_checkpoint_says_how_many_tokens_go(tmp_path, monkeypatch):
     assert ranks and min(ranks) > 0.75, ranks
 
 
+def test_one_thread_is_enough(tmp_path, monkeypatch):
+    """With AMX, OpenVINO 2026.4 dies where it compiles a graph in bfloat16 for one thread."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = write(build("qwen2-5-vl", tmp_path / "source"), tmp_path / "out")
+    requests = questions(tmp_path, SIZES[FAST][:1])[:1]
+    run = openvino.ENGINE.answer(out, requests, media=tmp_path, settings=replace(SETTINGS, dtype="auto"))
+    assert set(run.answers) == {requests[0].id}
+
+
 def test_images_stay_as_small_as_the_recipe_made_them(tmp_path):
     source = source_of(FAST, tmp_path / "source")
     out = write(source, tmp_path / "out", "--scheme", "none", "--reduce", "resize:tokens=6")

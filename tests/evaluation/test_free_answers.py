@@ -142,3 +142,17 @@ def test_a_suite_keeps_its_own_score(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is for data of your own; suite gsm8k has a score"):
         evaluate(tmp_path / "model", tmp_path / "model", ["gsm8k"], data, EvalOptions(engine, engine, score="contains"))
     assert not engine.asked
+
+
+def test_any_of_several_answers_is_right(tmp_path: Path) -> None:
+    """Rows with the answers of several people, as TextVQA has them; a lone `|` in an answer is its own."""
+    checkpoint(tmp_path / "model")
+    rows = [
+        {"id": "0", "question": "q", "answers": ["a dog", "a dog", "hound"]},
+        {"id": "1", "question": "q", "answer": "a|b"},
+    ]
+    data = write_rows(tmp_path / "data.jsonl", *rows)
+    says = Echo(lambda request: "hound" if request.id == "0" else "a|b")
+    results = evaluate(tmp_path / "model", tmp_path / "model", [data], None, EvalOptions(says, says, score="exact"))
+    assert [sample.baseline_score for sample in results.samples] == [1, 1]
+    assert results.samples[0].expected == "a dog | hound"

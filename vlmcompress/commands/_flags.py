@@ -93,6 +93,8 @@ RECIPE_KEYS = {
     "from_quantized": "from_quantized",
     "reduce": "reduce",
     "calib": "calibrate.data",
+    "columns": "calibrate.columns",
+    "skip_bad": "calibrate.skip_bad",
     "text": "calibrate.text",
     "samples": "calibrate.samples",
     "all_experts": "calibrate.all_experts",
@@ -220,6 +222,7 @@ def data(parser: Parser, samples: str = "128") -> None:
         default=none,
         help="folder of images, .jsonl, .parquet or data set",
     )
+    rows(parser)
     parser.add_argument("--text", metavar="FILE", default=none, help="text samples to mix in, one for each of DATA")
     parser.add_argument(
         "--samples",
@@ -233,6 +236,49 @@ def data(parser: Parser, samples: str = "128") -> None:
         "--all-experts", action="store_true", default=none, help="show every expert of a mixture all calibration tokens"
     )
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random; default: 0")
+
+
+class _Columns(argparse.Action):
+    """Joins the pairs of all `--columns` flags."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        columns = dict(getattr(namespace, self.dest, None) or {})
+        for pair in values.split(","):
+            field, _, column = (part.strip() for part in pair.partition("="))
+            if not field or not column:
+                raise UserError(
+                    f"--columns {values}: '{pair}' names no column; write FIELD=COLUMN, like question=query"
+                )
+            columns[field] = column
+        setattr(namespace, self.dest, columns)
+
+
+def _skipped(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < float("inf"):
+        raise UserError(f"--skip-bad {text} is no number of rows; give one, or a share below 1")
+    return number
+
+
+def rows(parser: Parser) -> None:
+    """The flags that say how rows of data are read."""
+    parser.add_argument(
+        "--columns",
+        action=_Columns,
+        metavar="FIELD=COLUMN,...",
+        default=argparse.SUPPRESS,
+        help="columns of DATA with names of their own, e.g. image=img,question=query,answer=label",
+    )
+    parser.add_argument(
+        "--skip-bad",
+        type=_skipped,
+        metavar="N|SHARE",
+        default=argparse.SUPPRESS,
+        help="rows that cannot be used and may be skipped; default: 0",
+    )
 
 
 def rotation(parser: argparse.ArgumentParser) -> None:

@@ -43,6 +43,7 @@ def options(parser: Parser) -> None:
         metavar="FILE",
         help="local copy of the suite's data; alone: questions and answers",
     )
+    _flags.rows(parser)
     parser.add_argument(
         "--score",
         default="auto",
@@ -113,6 +114,8 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             args.baseline or args.out,
             suites=_suites(args.suite),
             data=args.data,
+            columns=getattr(args, "columns", None),
+            skip_bad=getattr(args, "skip_bad", 0),
             engine=args.engine,
             baseline_engine=args.baseline_engine,
             reduce=args.reduce,

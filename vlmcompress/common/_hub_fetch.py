@@ -196,9 +196,17 @@ def _some(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def http_library() -> Any:
+    """The library by which huggingface_hub sends requests, and whose errors it passes on: httpx, from 2.0 on httpx2."""
+    try:
+        from huggingface_hub.utils import httpx
+    except ImportError:  # before 1.33 it does not say
+        import httpx
+    return httpx
+
+
 def fetch(repository: Repository, choose: Choose) -> Path:
     """Fetch the chosen files, as far as the cache lacks them, and return the path to open. UserError: they cannot be had."""
-    import httpx
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -209,7 +217,7 @@ def fetch(repository: Repository, choose: Choose) -> Path:
     try:
         try:
             listing: Any = HfApi().repo_info(**repository.where, files_metadata=True, timeout=_TIMEOUT)
-        except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
+        except (OSError, http_library().HTTPError, HfHubHTTPError) as error:
             return _from_cache(repository, choose, error)
         sizes = {file.rfilename: file.size or 0 for file in listing.siblings or ()}
         chosen = choose(sizes, read)
@@ -217,7 +225,7 @@ def fetch(repository: Repository, choose: Choose) -> Path:
         if _missing(repository, folder.name, chosen.headers):
             folder = _with_headers(repository, folder, chosen)
         return folder / chosen.path
-    except (OSError, httpx.HTTPError, HfHubHTTPError, ValueError) as error:
+    except (OSError, http_library().HTTPError, HfHubHTTPError, ValueError) as error:
         raise UserError(_explained(repository, error)) from error
 
 
@@ -333,7 +341,6 @@ def _first_bytes(repository: Repository, name: str, commit: str, count: int) -> 
 
 def _explained(repository: Repository, error: Exception) -> str:
     """The message for a failed download: in one line what went wrong and what to do."""
-    import httpx
     from huggingface_hub import constants, errors
 
     what, host, dataset = repository.what, constants.ENDPOINT, repository.kind == "dataset"
@@ -353,7 +360,7 @@ def _explained(repository: Repository, error: Exception) -> str:
     nowhere = f"{what} is no path here and not whole in the cache"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{nowhere}, and HF_HUB_OFFLINE is set; {by_hand}"
-    if isinstance(error, httpx.TransportError | errors.LocalEntryNotFoundError):
+    if isinstance(error, http_library().TransportError | errors.LocalEntryNotFoundError):
         return f"{nowhere}, and {host} cannot be reached; {by_hand}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return f"{what} could not be fetched ({first}); run it again (files that arrived are kept), or {by_hand}"

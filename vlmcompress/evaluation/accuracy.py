@@ -18,6 +18,7 @@ from pathlib import Path
 from vlmcompress.checkpoint import sides
 from vlmcompress.common import hub
 from vlmcompress.common.progress import Progress
+from vlmcompress.data.sources import PLAIN, Reading
 from vlmcompress.engines import Answer, Engine, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import free_answers, tasks
@@ -44,6 +45,7 @@ class EvalOptions:
         margin: suite -> allowed drop; "" stands for all other suites.
         score: how answers to plain data are scored, see `free_answers.checked`.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
+        reading: how rows of plain data are read.
     """
 
     engine: Engine
@@ -55,6 +57,7 @@ class EvalOptions:
     settings: Settings = Settings(logprobs=FIRST_TOKENS)
     journal: Path | None = None
     progress: Progress | None = None
+    reading: Reading = PLAIN
 
     def margin_of(self, suite: str) -> float:
         margins = {"": MARGIN, **(self.margin or {})}
@@ -103,6 +106,7 @@ def evaluate_all(
             baseline=Path(recorded.baseline.path) if recorded else baseline,
             limit=options.limit,
             seed=options.seed,
+            reading=options.reading,
         )
         for name in suites or [None]
     ]
@@ -192,7 +196,9 @@ def summarise(
         return sum(map(count, before.samples)), sum(map(count, after.samples))
 
     # an engine may not report visual tokens
-    reported = all(sample.answer.visual_tokens is not None for sample in (*before.samples, *after.samples))
+    taken = [sample for sample in (*before.samples, *after.samples) if not sample.answer.refused]
+    reported = all(sample.answer.visual_tokens is not None for sample in taken)
+    both = [s for s in scored if not s.baseline_refused and not s.candidate_refused]
     return Suite(
         name=suite.name,
         metric=suite.metric,
@@ -204,10 +210,11 @@ def summarise(
         max_tokens=suite.max_tokens,
         overall=compare(*pairs(scored), margin=margin),
         families=families(by_family(scored), margin=margin),
-        agreement=sum(normalise(s.baseline) == normalise(s.candidate) for s in scored) / len(scored),
+        agreement=sum(normalise(s.baseline) == normalise(s.candidate) for s in both) / max(len(both), 1),
         divergence=summary,
         unparsed=total(lambda sample: not sample.parsed),
-        empty=total(lambda sample: not sample.text),
+        refused=total(lambda sample: bool(sample.answer.refused)),
+        empty=total(lambda sample: not sample.text and not sample.answer.refused),
         cut_off=total(lambda sample: sample.answer.finish == "length"),
         prompt_tokens=total(lambda sample: sample.answer.prompt_tokens),
         visual_tokens=total(lambda sample: sample.answer.visual_tokens or 0) if reported else None,
@@ -225,8 +232,8 @@ def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scor
         expected=after.expected,
         baseline=before.text,
         candidate=after.text,
-        baseline_score=before.score,
-        candidate_score=after.score,
+        baseline_score=0.0 if before.answer.refused else before.score,
+        candidate_score=0.0 if before.answer.refused or after.answer.refused else after.score,
         baseline_parsed=before.parsed,
         candidate_parsed=after.parsed,
         baseline_tokens=before.answer.prompt_tokens,
@@ -235,6 +242,8 @@ def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scor
         candidate_visual=after.answer.visual_tokens,
         image=after.image,
         kl=kl,
+        baseline_refused=before.answer.refused or "",
+        candidate_refused=after.answer.refused or "",
     )
 
 
@@ -281,10 +290,23 @@ def _replay(recorded: Results, name: str) -> SuiteAnswers:
             score=s.baseline_score,
             parsed=s.baseline_parsed,
             image=s.image,
-            answer=Answer(s.id, s.baseline, "stop", s.baseline_tokens, 0, visual_tokens=s.baseline_visual),
+            answer=_recorded_answer(s),
         )
         for s in recorded.samples
         if s.suite == name
     )
     sha256 = _suite(recorded, name).sha256
     return SuiteAnswers(samples, sha256, {}, recorded.baseline.engine, 0.0, len(samples))
+
+
+def _recorded_answer(s: Scored) -> Answer:
+    finish = "refused" if s.baseline_refused else "stop"
+    return Answer(
+        s.id,
+        s.baseline,
+        finish,
+        s.baseline_tokens,
+        0,
+        visual_tokens=s.baseline_visual,
+        refused=s.baseline_refused or None,
+    )

@@ -24,7 +24,7 @@ from typing import Any
 
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.evaluation import scoring
-from vlmcompress.evaluation.ask import Sample, SuiteAnswers
+from vlmcompress.evaluation.ask import SEPARATOR, Sample, SuiteAnswers
 from vlmcompress.evaluation.tasks import CUSTOM, LoadedSuite
 
 AUTO = "auto"
@@ -88,7 +88,8 @@ class Score:
 
     Attributes:
         metric: its name in results; `about`: how it is given, in a sentence.
-        rule: function of an answer and the expected one that gives 0 to 1, or None where it finds no answer in the text.
+        rule: function of an answer and an expected one that gives 0 to 1, or None where it finds no answer in the text; of
+            several expected ones the best counts.
         choice: how `auto` came to it, in a sentence; "" where it was named.
     """
 
@@ -102,13 +103,16 @@ class Score:
         return dataclasses.replace(answers, samples=tuple(map(self._scored, answers.samples)))
 
     def _scored(self, sample: Sample) -> Sample:
+        if sample.answer.refused:
+            return sample
         try:
-            value = self.rule(sample.text, sample.expected)
-            number = 0.0 if value is None else float(value)
+            values = [self.rule(sample.text, expected) for expected in sample.expected.split(SEPARATOR)]
+            value = max((float(value) for value in values if value is not None), default=None)
+            number = 0.0 if value is None else value
         except Exception as error:  # whatever a user's own function raises
             raise UserError(f"--score {self.metric} fails on sample '{sample.id}' ({error!r}); mend it") from error
         if not 0 <= number <= 1:
-            raise UserError(f"--score {self.metric} gives {value!r} for sample '{sample.id}'; give 0 to 1, or None")
+            raise UserError(f"--score {self.metric} gives {value:g} for sample '{sample.id}'; give 0 to 1, or None")
         return dataclasses.replace(sample, score=number, parsed=value is not None)
 
 
@@ -128,8 +132,7 @@ def checked(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
     if scored := [suite.name for suite in suites if CUSTOM not in suite.tasks]:
         raise UserError(f"--score {name} is for data of your own; suite {scored[0]} has a score, leave it out")
     if name in RULES:
-        rule, metric, about = RULES[name]
-        return Score(metric, about, rule)
+        return _named(name)
     kind, colon, rest = name.partition(":")
     if kind == "regex" and rest:
         try:
@@ -154,16 +157,20 @@ def choose(named: Score | None, suite: LoadedSuite, baseline: SuiteAnswers) -> S
     """The score of a suite's answers: the named one, or by a look at the baseline's first ones; None: the suite's own."""
     if named is not None or CUSTOM not in suite.tasks:
         return named
-    first = baseline.samples[:LOOK]
+    first = [sample for sample in baseline.samples if not sample.answer.refused][:LOOK]
     names = ("exact", "normalized", "contains")
-    right = {name: sum(RULES[name][0](s.text, s.expected) or 0.0 for s in first) for name in names}
+    right = {name: sum(sample.score for sample in map(_named(name)._scored, first)) for name in names}
     name = next(name for name in names if right[name] >= SHARE * right["contains"])
     choice = ""
     if name != "exact":
         counts = ", ".join(f"{count:.0f} by {other}" for other, count in right.items())
         choice = f"Scored by `{name}`: of the baseline's first {len(first)} answers {counts} are right; --score takes another."
+    return dataclasses.replace(_named(name), choice=choice)
+
+
+def _named(name: str) -> Score:
     rule, metric, about = RULES[name]
-    return Score(metric, about, rule, choice)
+    return Score(metric, about, rule)
 
 
 def _words(text: str) -> list[str]:

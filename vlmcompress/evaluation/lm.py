@@ -185,6 +185,7 @@ class Conversations(ConfigurableTask):
                 "family": sample.family,
                 "question": sample.question,
                 "answer": sample.answer,
+                "references": list(sample.references) or [sample.answer or ""],
                 "images": sample.images,
                 "videos": sample.videos,
                 "turns": sample.prompt(),
@@ -198,7 +199,7 @@ class Conversations(ConfigurableTask):
                 "custom_dataset": lambda **_: {"test": rows},
                 "test_split": "test",
                 "doc_to_text": "question",
-                "doc_to_target": "answer",
+                "doc_to_target": "references",
                 "doc_to_image": local_data.shown,
                 "process_results": benchmarks.exact,
                 "generation_kwargs": {

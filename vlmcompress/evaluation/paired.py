@@ -81,7 +81,8 @@ class MeanDifference:
         self.mean = float(values.mean())
         self._image_size = float((sizes**2).sum() / self.n)  # M
         self.images = self.n / self._image_size
-        (self._sums, self._sizes), self._counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
+        (self._sums, self._sizes), counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
+        self._counts = counts.astype(np.float64)
         between_images = float(((sums - self.mean * sizes) ** 2).sum())
         between_questions = float(((values - self.mean) ** 2).sum())
         self._variance = between_images / (self.n * self._image_size)

@@ -51,6 +51,7 @@ from vlmcompress.models._names import (
     unfound_text,
     written_names,
 )
+from vlmcompress.models._placeholders import visual_features, visual_shape, wrong_settings
 from vlmcompress.models._read import (
     CONFIG_FILES,
     REGISTRY,

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from vlmcompress.common.messages import reason
+from vlmcompress.common.messages import foreign_errors, reason
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
 from vlmcompress.models import _experts
@@ -215,13 +215,13 @@ def quiet() -> Iterator[None]:
 def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the processor of the model in `path`. UserError when it cannot be loaded or takes no images."""
     check_processor(Path(path))
-    try:
+    remedy = "; copy the tokenizer and processor files from the source"
+    with foreign_errors(f"{path} has no usable processor", remedy):
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, TypeError, KeyError, AttributeError, ImportError) as error:
-        problem = f"{path} has no usable processor ({reason(error)})"
-        raise UserError(f"{problem}; copy the tokenizer and processor files from the source") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
+    if not isinstance(getattr(processor, "image_token", ""), str):
+        raise UserError(f"{path}: the processor's image_token is no text; copy the processor's files from the source")
     check_template(processor, path)
     return processor
 

@@ -7,6 +7,7 @@ Three of four blocks mix tokens by a Gated DeltaNet, a linear attention with a r
 from __future__ import annotations
 
 from vlmcompress.models._images import native, pixels
+from vlmcompress.models._placeholders import patch_grid
 from vlmcompress.models._spec import GATED_DELTA_NET, LLAMA, MTP, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
 
 SPEC = ModelSpec(
@@ -21,6 +22,7 @@ SPEC = ModelSpec(
     vision_attention="attn",
     image_token="image_token_id",
     layout=native,
+    placeholders=patch_grid,
     sizes=pixels,
     positions="mrope",
     visual_grid="thw",
@@ -30,4 +32,5 @@ SPEC = ModelSpec(
     draft=MTP,
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
+    tool_calls=("qwen3_coder", "<function="),
 )

@@ -21,7 +21,7 @@ from vlmcompress.common.messages import Finding
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.numerics import label
-from vlmcompress.planning.calibration_data import looked_at
+from vlmcompress.planning.calibration_data import encoded, looked_at
 from vlmcompress.planning.kv_cache import cache_finding
 from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
@@ -246,6 +246,7 @@ def _calibration(plan: Plan) -> list[Finding]:
     """Whether the run could read its calibration data, and how many samples they give."""
     try:
         preview = looked_at(plan)
+        sample = encoded(plan, preview) if preview and not plan.statistics else ""
     except UserError as error:
         return [Finding("calibration", False, str(error))]
     data = plan.recipe.calibrate.data
@@ -253,7 +254,8 @@ def _calibration(plan: Plan) -> list[Finding]:
         origin = plan.statistics.facts["calibration"]
         detail = f"statistics of {origin['samples']} samples of '{origin['source']}'"
     elif preview:
-        detail = f"{preview.count} samples of {data or 'the images bundled with the demo model'}"
+        source = data or "the images bundled with the demo model"
+        detail = f"{preview.count} samples of {source}; {preview.text}, {sample}"
     elif data and plan.reads_data:
         detail = f"{data}, which was not looked at"
     else:

@@ -52,6 +52,9 @@ class Calibrate(_Frozen):
     Attributes:
         data: folder of images, .jsonl, .parquet, data set folder or id on the Hub (see `hub.local`); None: the images
             bundled with a demo model.
+        columns: field (`image`, `video`, `question`, `answer`, `messages`, `id` or `family`) -> the column of `data` that it is
+            read from, where that has a name of its own.
+        skip_bad: how many rows that cannot be used are skipped, each with a note: below 1 a share, else a number.
         text: file of samples without images, of which one is mixed in for each sample of `data`.
         samples: how many samples to take, those of `text` included.
         max_length: longest sample in tokens; None: the model's context.
@@ -64,6 +67,8 @@ class Calibrate(_Frozen):
     """
 
     data: str | None = None
+    columns: dict[str, str] = {}
+    skip_bad: float = Field(default=0, ge=0, le=MOST)
     text: str | None = None
     samples: int = Field(default=128, ge=1, le=MOST)
     max_length: int | None = Field(default=None, ge=1, le=MOST)

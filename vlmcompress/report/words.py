@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from vlmcompress.common.text import figures, points, times
-from vlmcompress.results import Bench, Comparison, Ratio, Results, Suite, Verdict
+from vlmcompress.results import Bench, Comparison, Ratio, Results, Scored, Suite, Verdict
 
 VERDICTS: dict[Verdict, str] = {"pass": "pass", "fail": "fail", "inconclusive": "can't tell"}
 MODES = {"serve": "served", "offline": "offline"}
@@ -225,6 +225,18 @@ def agreement(suite: Suite) -> list[str]:
             "percentile (Kullback-Leibler)."
         )
     return lines
+
+
+def refused(suite: Suite, samples: Sequence[Scored], most: int = 20) -> list[str]:
+    """A sentence on the samples that a side could not answer, each with the reason; of many the first ones."""
+    if not any(suite.refused):
+        return []
+    named = [
+        (s.id, s.baseline_refused or s.candidate_refused) for s in samples if s.baseline_refused or s.candidate_refused
+    ]
+    parts = [f"{identity} ({why})" for identity, why in named[:most]]
+    parts += [f"and {len(named) - most} others"] if len(named) > most else []
+    return [f"Counted as wrong, as they were not answered: {'; '.join(parts)}."]
 
 
 def accuracy_method(suite: Suite) -> str:

@@ -133,7 +133,7 @@ def _calibrated(
     mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
     store = Collected(folders.beside(out, "resume"), mark, resume)
     distributed.barrier()
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), whole.naming():
         if "gradient" in needs:
             with phase("gradients"):
                 kept_gradients(store, vlm, inputs.batches, progress, recipe.calibrate.fisher, recipe.seed)

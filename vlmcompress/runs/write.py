@@ -18,7 +18,7 @@ from vlmcompress.checkpoint.write import write
 from vlmcompress.common import folders
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import size
-from vlmcompress.data.provenance import unseen
+from vlmcompress.data.provenance import left_out, unseen
 from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM, Source
@@ -152,7 +152,7 @@ def _manifest(
 
 def _of_plan(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     """Warnings about the plan's model and recipe, a line each. `origin`: of the data that were read, if any."""
-    data = _unread(plan) if origin is None else unseen(origin)
+    data = _unread(plan) if origin is None else [*left_out(origin), *unseen(origin)]
     return [*_untied(plan), *data, *_changed(plan.source)]
 
 

@@ -22,7 +22,7 @@ from vlmcompress.common.folders import link_or_copy, new_folder, save
 from vlmcompress.common.identity import content_hash, model_hash
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import duration
-from vlmcompress.data import bundled, data_hash, load_mixed
+from vlmcompress.data import Reading, bundled, data_hash, load_mixed
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import noninferiority, tasks
 from vlmcompress.evaluation.compare import LEVEL
@@ -150,7 +150,8 @@ def _calibration(setup: Setup) -> dict[str, Any]:
     described = settings.model_dump(exclude={"data", "text", "stats"})
     if images:
         text = hub.local(settings.text, "dataset") if settings.text else None
-        samples, texts = load_mixed(hub.local(images, "dataset"), text, samples=settings.samples, seed=setup.seed)
+        options: dict[str, Any] = {"samples": settings.samples, "seed": setup.seed, "reading": Reading.of(settings)}
+        samples, texts = load_mixed(hub.local(images, "dataset"), text, **options)
         described["samples_sha256"] = data_hash([*samples, *texts])
     if settings.stats:
         described["stats_sha256"] = content_hash([Path(settings.stats) / STATISTICS])
@@ -226,7 +227,7 @@ def _confirming(request: Request, setup: Setup, count: int) -> tuple[int, float 
     if request.confirm is None:
         return 0, None
     model, file = setup.model, Path(request.confirm)
-    suite = tasks.load_suite(request.suite, file, candidate=model, baseline=model)
+    suite = tasks.load_suite(request.suite, file, candidate=model, baseline=model, reading=setup.reading)
     subjects = _subjects(suite)
     unchanged = MeanDifference([0.0] * len(subjects), subjects)
     if noninferiority.verdict(unchanged, request.margin, LEVEL) != "pass":
