@@ -19,7 +19,6 @@ from vlmcompress.errors import UserError
 T = TypeVar("T")
 
 
-
 def _inside(name: str) -> str:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError("should be a place within the folder")
@@ -62,10 +61,10 @@ def read(kind: type[T], path: Path, remedy: str, version: int | None = None) -> 
         content = json_files.read(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not readable ({reason(error)}); {remedy}") from error
-    found = content.get("schema_version") if isinstance(content, dict) else None
-    if version is not None and found != version and type(found) is int:
-        remedy = "update vlmcompress" if found > version else remedy
-        raise UserError(f"{path} has schema {found}, this vlmcompress reads {version}; {remedy}")
+    stored = content.get("schema_version") if isinstance(content, dict) else None
+    if version is not None and stored != version and type(stored) is int:
+        remedy = "update vlmcompress" if stored > version else remedy
+        raise UserError(f"{path} has schema {stored}, this vlmcompress reads {version}; {remedy}")
     checked(kind, content, str(path), remedy)
     return content
 
