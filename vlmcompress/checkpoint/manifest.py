@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 Kind = Literal["text", "vision", "answer", "weight"]
 """A modality whose outputs an error is of, or the weights themselves."""
 _ByKind = dict[Kind, Amount]
-_Original = TypedDict("_Original", {"family": str, "source": str, "config_sha256": str, "headers_sha256": str})
+Original = TypedDict("Original", {"family": str, "source": str, "config_sha256": str, "headers_sha256": str})
 _Text = TypedDict("_Text", {"source": str, "samples": Count})
 _Cache = TypedDict("_Cache", {"maximum": _ByKind, "clipped": dict[Kind, Amount | None], "error": _ByKind})
 _Size = TypedDict("_Size", {"weights_before": Count, "weights_after": Count})
@@ -33,7 +33,7 @@ _Divergence = TypedDict("_Divergence", {"before": Number, "after": Number})
 _Tokens = TypedDict("_Tokens", {"image": str, "before": Count, "after": Count | None})
 _Bits = TypedDict("_Bits", {"bits": Number})
 _Formats = TypedDict("_Formats", {"from": str, "to": str})
-_File = TypedDict("_File", {"sha256": str, "size": Count})
+File = TypedDict("File", {"sha256": str, "size": Count})
 
 
 class _Recipe(TypedDict, total=False):
@@ -75,7 +75,7 @@ class Manifest(TypedDict):
 
     schema_version: int
     created_by: dict[str, str]  # versions of vlmcompress and of the packages that shape the result
-    model: _Original  # its name (on the Hub: id and commit), hashes of its config and of its safetensors headers
+    model: Original  # its name (on the Hub: id and commit), hashes of its config and of its safetensors headers
     recipe: _Recipe  # as resolved
     seed: int | None
     calibration: Data | None
@@ -91,7 +91,7 @@ class Manifest(TypedDict):
     size: _Size  # bytes of weights
     tensors: NotRequired[Count]
     timing: NotRequired[dict[str, Number]]  # phase of the run -> seconds, up to the writing of this file
-    files: dict[Place, _File]  # every file but this one
+    files: dict[Place, File]  # every file but this one
 
 
 def build(
