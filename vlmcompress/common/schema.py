@@ -26,6 +26,7 @@ def _inside(name: str) -> str:
 
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Size = Annotated[int, Field(ge=1, le=2**40)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Place = Annotated[str, AfterValidator(_inside)]
