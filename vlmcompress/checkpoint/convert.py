@@ -17,7 +17,7 @@ from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.checkpoint.stored import Stored
-from vlmcompress.checkpoint.write import Content, OutputTensor, write_folder
+from vlmcompress.checkpoint.write import Content, OutputTensor, cast_entry, write_folder
 from vlmcompress.common import folders
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import FORMATS
@@ -67,6 +67,7 @@ def convert(
     layers, tensors = _layers(stored, written), written_tensors(stored, writer)
     config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
+    config = stored.float_type.config(config)
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
     content = Content(tensors, stored, writer, layers, config, record, before, {}, _memory(written), stored.spec.family)
@@ -151,6 +152,7 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
         for prefix, pair in stored.kv_scales.items()
         for entry, local in zip(pair, writer.KV_SCALES or (), strict=True)
     }
+    memory = {disk: name for name, disk in stored.names.items()}
     unwanted = set(models.left_out(stored.names, [entry.name for entry in stored.entries]))
     tensors, done = list[OutputTensor](), set[str]()
     for entry in stored.entries:
@@ -158,7 +160,8 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
         if module is None:
             if entry.name not in unwanted:
                 name = kv.get(entry.name) or renamed.get(entry.name, entry.name)
-                tensors.append(OutputTensor(name, entry.spec, entry))
+                spec = stored.float_type.spec(memory.get(entry.name, entry.name), entry.spec)
+                tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
         elif module not in done:
             done.add(module)
             layer = stored.layers[module]

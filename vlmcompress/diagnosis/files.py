@@ -284,6 +284,26 @@ def _draft(subject: _Subject) -> str:
     return f"{spec.draft.prefix}, a head that drafts tokens: {len(names)} tensors, {carried}, in 16 bits"
 
 
+def _types(subject: _Subject) -> str:
+    """Whether the floating tensors of a quantized checkpoint are of one type, as transformers does not cast all of them."""
+    if "quantization_config" not in subject.config:
+        return "of a checkpoint that is not quantized every reader makes one type"
+    memory, packed = {disk: name for name, disk in subject.names.items()}, set[str]()
+    for layer in subject.stored.layers.values() if subject.stored else ():  # other formats have types of their own
+        packed |= {entry.name for entry in layer.entries.values()}
+    plain = {name: entry.spec for name, entry in subject.entries.items() if name not in packed}
+    plain = {name: spec for name, spec in plain.items() if not name.endswith("_global_scale")}
+    weights = [spec for name, spec in plain.items() if not name.endswith("_scale")]
+    kind = models.FloatType.of(subject.config, weights, spec=subject.spec, model=subject.meta_model)
+    if other := [name for name, spec in plain.items() if kind.spec(memory.get(name, name), spec) != spec]:
+        dtype = tensor_files.DTYPES[plain[other[0]].dtype]
+        raise UserError(
+            f"{len(other)} tensors are not in {kind.name}, the model's type, first '{other[0]}' in {dtype}: transformers "
+            "computes with tensors of a quantized checkpoint as they are, and fails; convert writes all in one type"
+        )
+    return f"{kind.name}, but for codes and what has a type of its own"
+
+
 def _values(subject: _Subject) -> str:
     for entry in subject.entries.values():
         dtype = tensor_files.DTYPES[entry.spec.dtype]
@@ -327,6 +347,7 @@ _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "reducer": (("weights", "config"), _reducer),
     "tensors": (("weights", "config"), _tensors),
     "layers": (("tensors",), _layers),
+    "types": (("tensors",), _types),
     "fused": (("weights", "config"), _fused),
     "names": (("tensors",), _names),
     "engine": (("tensors",), _engine),
