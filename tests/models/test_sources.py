@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from vlmcompress import models
+from vlmcompress import cli, models
 from vlmcompress.common import identity, model_folder
 from vlmcompress.errors import UserError
 
@@ -121,6 +122,10 @@ def test_an_adapter_beside_the_whole_model_is_not_applied(folder):
         state = model.state_dict()
         assert state.keys() == alone.keys() and all(torch.equal(state[name], alone[name]) for name in alone)
     assert "beside the whole model and are not applied" in models.asides(folder)[0]
+    with model_folder.whole(folder) as view:  # for vLLM, which would take it for weights of the model
+        assert view != folder and not list(view.glob("adapter_*"))
+        assert torch.equal(models.load(view).model.get_parameter(EMBEDDING), alone[EMBEDDING])
+    assert not view.exists()
     (folder / SINGLE).unlink()
     with pytest.raises(UserError, match="is a LoRA adapter and no model"):
         models.read_config(folder)
@@ -259,14 +264,36 @@ def test_what_belongs_to_a_model(folder):
         "tokenizer.model",
     ):
         (folder / name).write_text("x")
-    (folder / "additional_chat_templates").mkdir()
+    for name in ("additional_chat_templates", "reducer"):
+        (folder / name).mkdir()
+    (folder / "reducer" / "scorer.safetensors").write_text("what a checkpoint of ours carries")
+    (folder / "rng_state").symlink_to("gone")
+    models.check_files(folder)
     (folder / "additional_chat_templates" / "tools.jinja").write_text("x")
     named = {str(place) for place in model_folder.companions(folder)}
     assert named == {
         *("README.md", "LICENSE.txt", "Notice", "added_tokens.json", "vocab.json", "tokenizer.model", "tokenizer.json"),
         *("tokenizer_config.json", "processor_config.json", "generation_config.json", "chat_template.jinja"),
-        "additional_chat_templates/tools.jinja",
+        *("additional_chat_templates/tools.jinja", "reducer/scorer.safetensors"),
     }
     assert model_folder.left_behind(folder) == sorted([*leftovers, "checkpoint-10", "runs", "global_step10"])
     configure(folder, lambda config: config.update(auto_map={"AutoModel": "train.Y"}))
     assert Path("train.py") in model_folder.companions(folder)
+    (folder / "vocab.txt").symlink_to("gone")
+    with pytest.raises(UserError, match="vocab.txt is a device, a pipe or a link that leads nowhere"):
+        models.check_files(folder)
+
+
+def test_tokens_beyond_the_embedding(folder, tmp_path, capsys):
+    """A prompt with one of them fails in every engine: `check` objects, `quantize` says so and what else it leaves behind."""
+    processor = models.load_processor(folder)
+    processor.tokenizer.add_tokens([f"<new{number}>" for number in range(400)])
+    processor.save_pretrained(folder)
+    (folder / "trainer_state.json").write_text("{}")
+    assert cli.main(["check", str(folder), "--scheme", "rtn"]) == 2
+    line = r"has \d+ tokens for which the embedding of 384 rows has none, first '<new\d+>' \(384\); "
+    assert re.search(f"PROBLEM  tokenizer .*{line}add rows", capsys.readouterr().out)
+    assert cli.main(["quantize", str(folder), "-o", str(tmp_path / "out"), "--scheme", "rtn"]) == 0
+    assert re.search(f"warning: .*{line}a prompt with one of them fails", warned := capsys.readouterr().err)
+    assert "not copied, as no reader of a checkpoint asks for it: trainer_state.json\n" in warned
+    assert not (tmp_path / "out" / "trainer_state.json").exists()

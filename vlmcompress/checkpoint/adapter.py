@@ -214,8 +214,8 @@ def _rows(folder: Path, source: Source, sizes: Mapping[str, int]) -> int | None:
     if len(set(now.values())) > 1 and now != stored:
         rows_of_each = ", ".join(f"'{name}' {count}" for name, count in now.items())
         raise UserError(
-            f"{folder / WEIGHTS}: with the adapter embedding and output head have different rows ({rows_of_each}); merge it with PEFT "
-            "into the model that it was trained on, which has as many of both"
+            f"{folder / WEIGHTS}: with the adapter embedding and output head have different rows ({rows_of_each}); merge it "
+            "with PEFT into the model that it was trained on, which has as many of both"
         )
     rows = next(iter(now.values()))
     if "tokenizer" in replaced(source.path, folder) and (

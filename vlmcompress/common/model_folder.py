@@ -10,8 +10,10 @@ Of the other files those belong to a model that some reader of checkpoints asks 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Collection, Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -76,6 +78,22 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in weight_names(names, indexed, folder)]
 
 
+@contextlib.contextmanager
+def whole(folder: Path) -> Iterator[Path]:
+    """The folder, or within the context one of links to its files but for those that vLLM would take for weights of the model:
+    without an index it reads every safetensors file, also an adapter's."""
+    own = {path.name for path in weight_files(folder)}
+    others = {path.name for path in folder.glob("*.safetensors")} - own
+    if not others or (folder / INDEX).is_file():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="vlmcompress-model-") as view:
+        for path in folder.resolve().iterdir():
+            if path.name not in (*others, ADAPTER_CONFIG):
+                (Path(view) / path.name).symlink_to(path)
+        yield Path(view)
+
+
 def weight_map(index: Path) -> dict[str, str]:
     """Name of a tensor -> name of the file that holds it, of an index. Raises `UserError` for one that can't be read."""
     try:
@@ -129,6 +147,12 @@ def companions(folder: Path) -> list[Path]:
     if code and any(_refers_to_code(folder / place) for place in (Path("config.json"), *kept)):
         kept += code
     return sorted(set(kept))
+
+
+def belongs(place: Path) -> bool:
+    """Whether a file of this name, relative to a model's folder, may be one of its `companions`, its config or its weights."""
+    kinds = (*itertools.chain(*PROCESSING.values()), *_OTHERS, "*.py", "config.json", INDEX, "*.safetensors")
+    return _matches(place, kinds)
 
 
 def left_behind(folder: Path) -> list[str]:

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common import model_folder
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines import Answer, Request, Run, Settings, first_tokens
 from vlmcompress.errors import UserError
@@ -121,7 +122,6 @@ class Local:
 
     def _run(self, model: Path, requests: Sequence[Request], media: Path, settings: Settings) -> Generator[dict]:
         job = {
-            "model": str(model.resolve()),
             "media": str(media.resolve()),
             "images_per_prompt": max((request.images() for request in requests), default=0),
             "videos_per_prompt": max((request.videos() for request in requests), default=0),
@@ -130,7 +130,9 @@ class Local:
             "speculative": json.loads(self.speculative) if self.speculative else None,
         }
         lines = [asdict(request) for request in requests]
-        yield from self.events(job, lines, model, settings.start_timeout, settings.answer_timeout)
+        with model_folder.whole(model) as folder:
+            job["model"] = str(folder.resolve())
+            yield from self.events(job, lines, model, settings.start_timeout, settings.answer_timeout)
 
     def events(
         self, job: dict[str, Any], requests: Sequence[dict], model: Path, start_timeout: float, answer_timeout: float

@@ -81,6 +81,7 @@ from vlmcompress.models._vocabulary import (
     head_on_disk,
     is_tied,
     matrices,
+    rows_of,
     unembedded,
     untie,
     untied,

@@ -171,8 +171,8 @@ def open_model(
     if (path / "generation_config.json").is_file():
         with contextlib.suppress(OSError):  # not readable: that of the config, as in transformers
             options["generation_config"] = GenerationConfig.from_pretrained(path, local_files_only=True)
-    inside = f".{spec.experts}." if spec else None
-    plain = {name: entry for name, entry in stored.items() if inside is None or inside not in name}
+    inside = f".{spec.experts}." if spec else ""
+    plain = {name: entry for name, entry in stored.items() if not inside or inside not in name}
     if spec:
         meta_model = meta_model or build_meta_model(path)
         kind = _experts.without_experts(type(meta_model), spec)

@@ -102,6 +102,11 @@ def with_vocabulary(config: Mapping[str, object], rows: int) -> dict[str, object
     return changed | ({"text_config": {**text, "vocab_size": rows}} if nested else {})  # type: ignore[dict-item]
 
 
+def rows_of(model: PreTrainedModel) -> int:
+    """Number of rows of a model's token embedding."""
+    return model.get_parameter(f"{embedding_name(model)}.weight").shape[0]
+
+
 def unembedded(folder: Path, rows: int) -> str | None:
     """A message about tokens of a folder's tokenizer for which an embedding has no row; None: all have one."""
     ids: dict[str, int] = {}

@@ -203,9 +203,8 @@ def _processor(model: Path) -> Finding:
 
 def _vocabulary(plan: Plan) -> list[Finding]:
     """Whether the embedding has a row for each token; what an adapter changes of that is among the plan's problems."""
-    source, folder = plan.source, plan.recipe.inputs_folder
-    rows = source.meta_model.get_input_embeddings().weight.shape[0]
-    if plan.recipe.adapter or not (beyond := models.unembedded(folder, rows)):
+    rows = models.rows_of(plan.source.meta_model)
+    if plan.recipe.adapter or not (beyond := models.unembedded(plan.recipe.inputs_folder, rows)):
         return []
     return [Finding("tokenizer", False, f"{beyond}; add rows (resize_token_embeddings), or remove these tokens")]
 

@@ -163,8 +163,7 @@ def _of_plan(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
 def _of_folders(plan: Plan) -> list[str]:
     """Lines about what lies in the folders of model and adapter, and what became of it."""
     recipe, lines = plan.recipe, [*models.asides(plan.recipe.model), *adapter.notes(plan.recipe)]
-    rows = plan.source.meta_model.get_input_embeddings().weight.shape[0]
-    if beyond := models.unembedded(recipe.inputs_folder, rows):
+    if beyond := models.unembedded(recipe.inputs_folder, models.rows_of(plan.source.meta_model)):
         lines.append(f"{beyond}; a prompt with one of them fails")
     if left := model_folder.left_behind(recipe.model):
         rest = f" and {len(left) - 8} more" if len(left) > 8 else ""
