@@ -159,8 +159,9 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
         module = owner.get(entry.name)
         if module is None:
             if entry.name not in unwanted:
-                name = kv.get(entry.name) or renamed.get(entry.name, entry.name)
-                spec = stored.float_type.spec(memory.get(entry.name, entry.name), entry.spec)
+                name, spec = kv.get(entry.name) or renamed.get(entry.name, entry.name), entry.spec
+                if entry.name not in kv:
+                    spec = stored.float_type.spec(memory.get(entry.name, entry.name), spec)
                 tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
         elif module not in done:
             done.add(module)

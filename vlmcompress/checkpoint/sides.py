@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Mapping
@@ -149,11 +150,17 @@ def folder(model: str | Path, *engines: str) -> Path:
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
     _reducer(path)
-    for line in models.asides(path):
-        note(f"{path}: {line}")
+    _note_asides(path)
     if engines and (other := own_engine(path)) not in ("", *engines):
         raise UserError(f"{path} is for the engine {other} alone; use eval --engine {other}")
     return path
+
+
+@functools.cache
+def _note_asides(path: Path) -> None:
+    """Note once what lies in a checkpoint's folder as weights and is not part of it."""
+    for line in models.asides(path):
+        note(f"{path}: {line}")
 
 
 def origin() -> dict[str, Any]:

@@ -292,16 +292,18 @@ def _types(subject: _Subject) -> str:
     for layer in subject.stored.layers.values() if subject.stored else ():  # other formats have types of their own
         packed |= {entry.name for entry in layer.entries.values()}
     plain = {name: entry.spec for name, entry in subject.entries.items() if name not in packed}
-    plain = {name: spec for name, spec in plain.items() if not name.endswith("_global_scale")}
-    weights = [spec for name, spec in plain.items() if not name.endswith("_scale")]
+    scales = {name: spec for name, spec in plain.items() if name.endswith("_scale")}
+    weights = [spec for name, spec in plain.items() if name not in scales]
     kind = models.FloatType.of(subject.config, weights, spec=subject.spec, model=subject.meta_model)
-    if other := [name for name, spec in plain.items() if kind.spec(memory.get(name, name), spec) != spec]:
-        dtype = tensor_files.DTYPES[plain[other[0]].dtype]
+    other = [name for name, spec in plain.items() if kind.spec(memory.get(name, name), spec) != spec]
+    if wrong := [name for name in other if name not in scales or plain[name].dtype != "F32"]:
+        dtype = str(tensor_files.DTYPES[plain[wrong[0]].dtype]).removeprefix("torch.")
         raise UserError(
-            f"{len(other)} tensors are not in {kind.name}, the model's type, first '{other[0]}' in {dtype}: transformers "
+            f"{len(wrong)} tensors are not in {kind.name}, the model's type, first '{wrong[0]}' in {dtype}: transformers "
             "computes with tensors of a quantized checkpoint as they are, and fails; convert writes all in one type"
         )
-    return f"{kind.name}, but for codes and what has a type of its own"
+    wide = [name for name in other if not name.endswith("_global_scale")]
+    return f"{kind.name}" + (f", but {len(wide)} scales in float32, with which vLLM alone computes" if wide else "")
 
 
 def _values(subject: _Subject) -> str:

@@ -59,7 +59,8 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     report.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
     report.append(_processor(recipe.inputs_folder))
     report += _vocabulary(plan)
-    report += [Finding("folder", True, line) for line in [*models.asides(recipe.model), *adapter.notes(recipe)]]
+    lines = [*models.asides(recipe.model), *adapter.notes(recipe), *models.cast_text(plan.source)]
+    report += [Finding("folder", True, line) for line in lines]
     report += _names(plan, engine)
     report += _reducer(plan, engine)
     report += _draft(plan)
