@@ -3,8 +3,8 @@
 `W' = W + s B A` with `s = alpha / r` (LoRA, arXiv 2106.09685), or `alpha / sqrt(r)` (rsLoRA, arXiv 2312.03732); with DoRA
 (arXiv 2402.09353) the rows of W' are then given the lengths of its magnitude vector. An adapter of an embedding is `(B A)^T`.
 Parameters that were trained whole (`modules_to_save`, biases, an embedding with rows for more tokens) take the place of the
-base's. All this is refused by name: other
-methods of PEFT, convolutions, what changes the base's own weights (PiSSA, OLoRA, CorDA), and a head that shares its weight.
+base's. All this is refused by name: other methods of PEFT, convolutions, what changes the base's own weights (PiSSA, OLoRA,
+CorDA), and a head that shares its weight.
 
 Names of layers are those of the transformers in which the adapter was trained, and are translated as names on disk are.
 """

@@ -267,12 +267,11 @@ def plan_tensors(
     if layers or values:
         raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
     for module, scales in kv_scales.items():
-        # An attention module has no tensor of its own: its name and type are those of a layer below it.
+        # An attention module has no tensor of its own: its name is that of a layer below it, and so is the type, in which
+        # transformers computes attention.
         below, sibling = next((name, disk) for name, disk in names.items() if name.startswith(f"{module}."))
         prefix = written[below].removesuffix(below.removeprefix(f"{module}."))
-        stored = scales.to(
-            tensor_files.DTYPES[specs[sibling].dtype]
-        )  # transformers computes attention in the scales' type
+        stored = scales.to(tensor_files.DTYPES[specs[sibling].dtype])
         for local, scale in zip(exporter.KV_SCALES or (), stored.reshape(2, 1), strict=True):
             tensors.append(OutputTensor(prefix + local, Spec.of(scale), scale))
     return tensors
