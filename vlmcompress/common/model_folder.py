@@ -82,8 +82,7 @@ def weight_files(folder: Path) -> list[Path]:
 def whole(folder: Path) -> Iterator[Path]:
     """The folder, or within the context one of links to its files but for those that vLLM would take for weights of the model:
     without an index it reads every safetensors file, also an adapter's."""
-    own = {path.name for path in weight_files(folder)}
-    others = {path.name for path in folder.glob("*.safetensors")} - own
+    others = {path.name for path in folder.glob("*.safetensors")} - {path.name for path in weight_files(folder)}
     if not others or (folder / INDEX).is_file():
         yield folder
         return
