@@ -179,12 +179,12 @@ def shape_of_letters(folder: Path) -> list[str]:
 
 
 def other_file(folder: Path, target: str) -> list[str]:
-    (folder / "llava" / "notes.txt").symlink_to(target)
+    (folder / "llava" / "LICENSE").symlink_to(target)
     return quantize(folder)
 
 
-case("notes.txt is a device, a pipe or a link", target="/dev/zero")(other_file)
-case("notes.txt is a device, a pipe or a link", target="nowhere")(other_file)
+case("LICENSE is a device, a pipe or a link", target="/dev/zero")(other_file)
+case("LICENSE is a device, a pipe or a link", target="nowhere")(other_file)
 
 
 @case("holds itself")

@@ -18,7 +18,7 @@ from vlmcompress.checkpoint import manifest, reducer_block, tokenizers
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.checkpoint.stored import Stored
-from vlmcompress.checkpoint.write import Content, OutputTensor, write_folder
+from vlmcompress.checkpoint.write import Content, OutputTensor, cast_entry, write_folder
 from vlmcompress.common import folders
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import FORMATS
@@ -71,6 +71,7 @@ def convert(
     layers, tensors = _layers(stored, written, writer), written_tensors(stored, writer)
     config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
+    config = stored.float_type.config(config)
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
     if format == "compressed-tensors" and stored.scale_dtype is None:
@@ -168,13 +169,16 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
             unwanted |= {entry.name for entry in pair}
         else:
             kv |= {entry.name: prefix + local for entry, local in zip(pair, writer.KV_SCALES, strict=True)}
+    memory = {disk: name for name, disk in stored.names.items()}
     tensors, done = list[OutputTensor](), set[str]()
     for entry in stored.entries:
         module = owner.get(entry.name)
         if module is None:
             if entry.name not in unwanted:
-                name = kv.get(entry.name) or renamed.get(entry.name, entry.name)
-                tensors.append(OutputTensor(name, entry.spec, entry))
+                name, spec = kv.get(entry.name) or renamed.get(entry.name, entry.name), entry.spec
+                if entry.name not in kv:
+                    spec = stored.float_type.spec(memory.get(entry.name, entry.name), spec)
+                tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
         elif module not in done:
             done.add(module)
             layer = stored.layers[module]

@@ -25,7 +25,7 @@ from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import Reader
-from vlmcompress.models import ModelSpec
+from vlmcompress.models import FloatType, ModelSpec
 from vlmcompress.numerics import Scheme
 
 _OPTIONAL = "g_idx"  # some writers leave it out where it says nothing
@@ -118,13 +118,19 @@ class Stored(Mapping[str, Quantized]):
         return {name: layer.scheme for name, layer in self.layers.items()}
 
     @cached_property
+    def float_type(self) -> FloatType:
+        """The type of the model's floating tensors, but for those of quantized layers."""
+        packed = {entry.name for layer in self.layers.values() for entry in layer.entries.values()}
+        plain = [entry.spec for entry in self.entries if entry.name not in packed]
+        return FloatType.of(self.config, plain, spec=self.spec, model=self.meta_model)
+
+    @cached_property
     def scale_dtype(self) -> torch.dtype | None:
-        """The model's 16-bit type where all scales are such numbers, whatever type they are stored in; else None: that type.
+        """The model's type where all scales are such numbers, whatever type they are stored in; else None: that type.
 
         Engines load scales in the model's type, and transformers computes in the type it finds.
         """
-        norm = self.names[f"{models.final_norm(self.spec)}.weight"]  # which no format quantizes
-        dtype = next(tensor_files.DTYPES[entry.spec.dtype] for entry in self.entries if entry.name == norm)
+        dtype = self.float_type.dtype
         for layer in self.layers.values():
             for scale in (layer.entries[local] for local in layer.entries if _is_scale(local, layer)):
                 value = tensor_files.read_tensor(scale)

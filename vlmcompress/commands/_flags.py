@@ -90,6 +90,7 @@ RECIPE_KEYS = {
     "group_size": "options.group_size",
     "rotate": "rotate",
     "adapter": "adapter",
+    "dtype": "dtype",
     "from_quantized": "from_quantized",
     "reduce": "reduce",
     "calib": "calibrate.data",
@@ -162,6 +163,7 @@ def recipe(parser: Parser) -> None:
     )
     parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
     adapter(parser)
+    parser.add_argument("--dtype", default=none, help="bfloat16, float16 or float32: what is not quantized, and scales")
     parser.add_argument(
         "--from-quantized", action="store_true", default=none, help="MODEL is FP8: quantize what it stands for"
     )

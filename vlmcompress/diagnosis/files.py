@@ -282,6 +282,28 @@ def _draft(subject: _Subject) -> str:
     return f"{spec.draft.prefix}, a head that drafts tokens: {len(names)} tensors, {carried}, in 16 bits"
 
 
+def _types(subject: _Subject) -> str:
+    """Whether the floating tensors of a quantized checkpoint are of one type, as transformers does not cast all of them."""
+    if "quantization_config" not in subject.config:
+        return "of a checkpoint that is not quantized every reader makes one type"
+    memory, packed = {disk: name for name, disk in subject.names.items()}, set[str]()
+    for layer in subject.stored.layers.values() if subject.stored else ():  # other formats have types of their own
+        packed |= {entry.name for entry in layer.entries.values()}
+    plain = {name: entry.spec for name, entry in subject.entries.items() if name not in packed}
+    scales = {name: spec for name, spec in plain.items() if name.endswith("_scale")}
+    weights = [spec for name, spec in plain.items() if name not in scales]
+    kind = models.FloatType.of(subject.config, weights, spec=subject.spec, model=subject.meta_model)
+    other = [name for name, spec in plain.items() if kind.spec(memory.get(name, name), spec) != spec]
+    if wrong := [name for name in other if name not in scales or plain[name].dtype != "F32"]:
+        dtype = str(tensor_files.DTYPES[plain[wrong[0]].dtype]).removeprefix("torch.")
+        raise UserError(
+            f"{len(wrong)} tensors are not in {kind.name}, the model's type, first '{wrong[0]}' in {dtype}: transformers "
+            "computes with tensors of a quantized checkpoint as they are, and fails; convert writes all in one type"
+        )
+    wide = [name for name in other if not name.endswith("_global_scale")]
+    return f"{kind.name}" + (f", but {len(wide)} scales in float32, with which vLLM alone computes" if wide else "")
+
+
 def _values(subject: _Subject) -> str:
     for entry in subject.entries.values():
         dtype = tensor_files.DTYPES[entry.spec.dtype]
@@ -340,6 +362,7 @@ _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "reducer": (("weights", "config"), _reducer),
     "tensors": (("weights", "config"), _tensors),
     "layers": (("tensors",), _layers),
+    "types": (("tensors",), _types),
     "fused": (("weights", "config"), _fused),
     "names": (("tensors",), _names),
     "engine": (("tensors",), _engine),

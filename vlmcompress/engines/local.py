@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common import model_folder
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines import Answer, Refusals, Request, Run, Settings, first_tokens
@@ -138,7 +139,6 @@ class Local:
 
     def _run(self, model: Path, requests: Sequence[Request], media: Path, settings: Settings) -> Generator[dict]:
         job = {
-            "model": str(model.resolve()),
             "media": str(media.resolve()),
             "images_per_prompt": max((request.images() for request in requests), default=0),
             "videos_per_prompt": max((request.videos() for request in requests), default=0),
@@ -147,8 +147,10 @@ class Local:
             "speculative": json.loads(self.speculative) if self.speculative else None,
         }
         lines = [asdict(request) for request in requests]
-        timeouts = settings.start_timeout, settings.answer_timeout
-        yield from self.events(job, lines, model, *timeouts, refusals=True)
+        with model_folder.whole(model) as folder:
+            job["model"] = str(folder.resolve())
+            timeouts = settings.start_timeout, settings.answer_timeout
+            yield from self.events(job, lines, model, *timeouts, refusals=True)
 
     def events(
         self,

@@ -122,6 +122,8 @@ class ModelSpec:
             they are not known, and a message about another number cannot say which to set.
         sizes: function that lists the settings of the processor with which images have fewer tokens; None where images of every
             size have as many.
+        float32: parameters, by parts of their names, that may be stored in float32 whatever the rest is in, as engines compute
+            with them in float32.
         inner: modules of a decoder block, by the end of their names, whose parameters act within a branch, between the layers
             that read the residual stream and those that write it.
         newlines: parameters besides the projector whose rows lie between visual tokens.
@@ -169,6 +171,7 @@ class ModelSpec:
     experts: str | None = None
     router: str | None = None
     vision_attention: str | None = None
+    float32: tuple[str, ...] = ()
     inner: tuple[str, ...] = ("self_attn.q_norm", "self_attn.k_norm")
     newlines: tuple[str, ...] = ()
     positions: Literal["1d", "mrope"] = "1d"

@@ -26,6 +26,7 @@ SPEC = ModelSpec(
     sizes=pixels,
     positions="mrope",
     visual_grid="thw",
+    float32=("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm"),
     mixed_blocks="Gated DeltaNet, which keeps a recurrent state",
     norm_offset=1.0,
     embedding_whole=True,

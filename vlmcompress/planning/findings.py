@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import models, targets
+from vlmcompress.checkpoint import adapter
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders
 from vlmcompress.common.messages import Finding
@@ -56,7 +57,10 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     except UserError as error:
         return [*report, Finding("model", False, str(error))]
     report.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
-    report.append(_processor(recipe.model))
+    report.append(_processor(recipe.inputs_folder))
+    report += _vocabulary(plan)
+    lines = [*models.asides(recipe.model), *adapter.notes(recipe), *models.cast_text(plan.source)]
+    report += [Finding("folder", True, line) for line in lines]
     report += _names(plan, engine)
     report += _reducer(plan, engine)
     report += _draft(plan)
@@ -196,6 +200,14 @@ def _processor(model: Path) -> Finding:
     except UserError as error:
         return Finding("processor", False, str(error))
     return Finding("processor", True, "tokenizer and image processor are there")
+
+
+def _vocabulary(plan: Plan) -> list[Finding]:
+    """Whether the embedding has a row for each token; what an adapter changes of that is among the plan's problems."""
+    rows = models.rows_of(plan.source.meta_model)
+    if plan.recipe.adapter or not (beyond := models.unembedded(plan.recipe.inputs_folder, rows)):
+        return []
+    return [Finding("tokenizer", False, f"{beyond}; add rows (resize_token_embeddings), or remove these tokens")]
 
 
 def _reducer(plan: Plan, engine: str) -> list[Finding]:

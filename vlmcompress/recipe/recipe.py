@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from vlmcompress import targets
 from vlmcompress.common import hub, yaml_files
+from vlmcompress.common.model_folder import is_adapter
 from vlmcompress.common.registry import FORMATS, SCHEMES, TARGETS
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
@@ -99,6 +100,8 @@ class Recipe(_Frozen):
         calibrate: the calibration data, or statistics collected before.
         adapter: folder of a LoRA adapter as PEFT writes it, which is merged into the model before anything else is done; a
             MODEL that is one stands for the base that it names, and it.
+        dtype: type of everything that is not quantized, and of scales; `auto` is that of config.json, or else that of most
+            weights.
         from_quantized: quantize what a source in FP8 stands for, in 16 bits; false: a quantized source is refused.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
@@ -129,6 +132,7 @@ class Recipe(_Frozen):
     reduce: ReducerChoice | None = None
     engine: Literal["vllm", "transformers"] = "vllm"
     adapter: Path | None = None
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     from_quantized: bool = False
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -188,6 +192,12 @@ class Recipe(_Frozen):
     def rotation(self) -> dict[str, Any] | None:
         """What decides the rotation, as statistics note it; None for none."""
         return {"kind": self.rotate, "seed": self.seed} if self.rotate else None
+
+    @property
+    def inputs_folder(self) -> Path:
+        """The folder of the tokenizer, processor and chat template that the written checkpoint has: the model's, unless the
+        adapter brings others."""
+        return adapters.inputs_folder(self.model, self.adapter)
 
     @property
     def exporter(self) -> ModuleType:
@@ -269,7 +279,7 @@ def resolve(
         targets.refuse(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     adapter = hub.local(recipe.adapter) if recipe.adapter else None
-    if adapters.is_adapter(model) and adapter is None:
+    if is_adapter(model) and adapter is None:
         adapter = model
         model = hub.local(adapters.base_of(adapter), weights=weights, code=recipe.trust_remote_code)
     return Resolved(recipe.model_copy(update={"model": model, "adapter": adapter}), origins)

@@ -167,7 +167,9 @@ def _loaded(recipe: Recipe, read: Path | None, progress: Progress) -> VLM:
     """The model that a recipe's run begins with, or what lies in `read`; its path is the recipe's."""
     made = None if read else make_source(recipe, progress)
     with phase("loading"):
-        vlm = models.load(read or (made.path if made else recipe.model), trust_remote_code=recipe.trust_remote_code)
+        dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+        path = read or (made.path if made else recipe.model)
+        vlm = models.load(path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
         return replace(vlm, path=recipe.model)
 
 

@@ -22,6 +22,7 @@ from vlmcompress.calibration.devices import accelerated, accelerator
 from vlmcompress.checkpoint import adapter, dequantized, rotate
 from vlmcompress.common import distributed, folders, hub, identity
 from vlmcompress.common.messages import note
+from vlmcompress.common.model_folder import adapter_files, weight_files
 from vlmcompress.common.progress import Progress, phase, silent
 from vlmcompress.data import Reading, encode_usable, load_mixed, provenance, video
 from vlmcompress.data.provenance import notes, token_counts
@@ -137,7 +138,8 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
     """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
     recipe, tokens = plan.recipe, plan.visual_tokens
     with phase("loading"):
-        vlm = models.load(plan.source.path, trust_remote_code=recipe.trust_remote_code)
+        dtype = plan.source.float_type.dtype
+        vlm = models.load(plan.source.path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
         vlm = replace(vlm, path=recipe.model)  # a rotated one is of this folder, too
     if plan.head:
         models.untie(vlm.model, vlm.spec)
@@ -245,7 +247,7 @@ def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learnt:
 def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
     """Hash everything that the results of the blocks depend on; where they are written is not among it."""
     source, settings = recipe.model, {key: value for key, value in recipe.plain().items() if key != "out"}
-    read = [*source.glob("*.safetensors"), *(recipe.adapter.glob("adapter_*") if recipe.adapter else ())]
+    read = [*weight_files(source), *(adapter_files(recipe.adapter) if recipe.adapter else ())]
     files = identity.unchanged(sorted(read))
     parts: list[Any] = [identity.source_identity(source), files, settings, origin, identity.versions()]
     parts.append(torch.get_num_threads())
