@@ -22,7 +22,7 @@ from vlmcompress.commands import REGISTRY as VERBS
 from vlmcompress.commands import _flags
 from vlmcompress.commands import _process as process
 from vlmcompress.commands._flags import Parser
-from vlmcompress.commands._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED, OK
+from vlmcompress.commands._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.messages import shortened, unusable
 from vlmcompress.errors import GateError, UserError
@@ -46,7 +46,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         UserError: an unknown verb or flag, or a bad value, or one that is no text.
     """
     for word in arguments:
-        if word.encode(errors="ignore").decode() != word:  # manifests and engines' settings, which are UTF-8, name files
+        if (
+            word.encode(errors="ignore").decode() != word
+        ):  # manifests and engines' settings, which are UTF-8, name files
             raise UserError(f"'{os.fsencode(word).decode(errors='backslashreplace')}' is not UTF-8; rename the file")
     verb = next((word for word in arguments if not word.startswith("-")), None)
     extra: list[str] = []

@@ -18,7 +18,9 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-@pytest.mark.parametrize("text", [nested(DEPTH), "[" + "{}," * 300 + '"[[[["]', '{"a": [1, 2.5, NaN, null]}', "7", r'"\ud83d\ude00"'])
+@pytest.mark.parametrize(
+    "text", [nested(DEPTH), "[" + "{}," * 300 + '"[[[["]', '{"a": [1, 2.5, NaN, null]}', "7", r'"\ud83d\ude00"']
+)
 def test_what_is_json(text):
     assert str(json_files.parse(text)) == str(json.loads(text)) == str(json_files.parse(text.encode()))
 

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.kit.command_line import loud  # noqa: F401
 from tests.kit import made_manifest
+from tests.kit.command_line import loud  # noqa: F401
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest

@@ -66,7 +66,7 @@ def streams() -> Iterator[None]:
     os.close(descriptor)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     stderr, sys.stderr = sys.stderr, cast(TextIO, _Unheard(sys.stderr))
     try:
         yield

@@ -151,7 +151,9 @@ def _started() -> int:
 def _number(variable: str, otherwise: int) -> int:
     text = os.environ.get(variable, "")
     if text and not re.fullmatch("[0-9]{1,9}", text):
-        raise NoNumber(f"the environment variable {variable} is '{text}', which is no number; start torchrun, or unset it")
+        raise NoNumber(
+            f"the environment variable {variable} is '{text}', which is no number; start torchrun, or unset it"
+        )
     return int(text or otherwise)
 
 

@@ -280,7 +280,9 @@ def start_process(
     try:
         open(os.environ.get(LOG_VARIABLE) or os.devnull, "ab").close()
     except OSError as error:
-        raise UserError(f"{LOG_VARIABLE}: cannot write {error.filename} ({error.strerror}); name another file") from error
+        raise UserError(
+            f"{LOG_VARIABLE}: cannot write {error.filename} ({error.strerror}); name another file"
+        ) from error
     with open(log, "wb") as sink:
         out = subprocess.PIPE if piped else sink
         return subprocess.Popen(

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import json_files, model_folder
+from typing_extensions import TypedDict
+
+from vlmcompress.common import json_files, model_folder, schema
 from vlmcompress.common.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILES, INDEX, PICKLES
 from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.common.tensor_files import Entry, read_entries
@@ -42,6 +44,23 @@ def mixture(config: Mapping[str, Any]) -> ModelSpec | None:
     return spec if spec and spec.experts else None
 
 
+_Object = dict[str, Any] | None
+
+
+class _Part(TypedDict, total=False):
+    architectures: list[str] | None
+    rope_parameters: _Object
+    rope_scaling: _Object
+    quantization_config: _Object
+
+
+class _Config(_Part, total=False):
+    """A config.json: the parts that are looked into before transformers, or an engine, reads all of it."""
+
+    text_config: _Part | None
+    vision_config: _Part | None
+
+
 def read_json(path: Path, what: str) -> dict:
     """Read the JSON object in `path`. `what` names the file in the message."""
     try:
@@ -50,6 +69,8 @@ def read_json(path: Path, what: str) -> dict:
         raise UserError(f"{what} {path} is not readable JSON ({error}); download it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{what} {path} holds no JSON object; download it again")
+    if path.name == "config.json":
+        schema.checked(_Config, content, f"{what} {path}", "restore it from the source")
     return content
 
 
