@@ -126,7 +126,7 @@ def _main(argv: list[str] | None) -> int:
         with process.stopping_signals(), process.stdout_kept_clean():
             code, data, text = VERBS.get(args.verb).run(args)
         if distributed.is_main():
-            escape = sys.stdout.encoding.lower() != "utf-8"
+            escape = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
             process.show(json.dumps(data, indent=1, default=str, ensure_ascii=escape) if as_json else text)
         return code
     except process.Stopped as stop:

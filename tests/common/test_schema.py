@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.checkpoint import draft_folder, draft_tensors, manifest
 from vlmcompress.checkpoint.draft_folder import Draft
-from vlmcompress.common import schema
 from vlmcompress.errors import UserError
 from vlmcompress.planning.visual_count import Pictures, Rule
 
@@ -63,7 +61,13 @@ def test_a_manifest(tmp_path):
     by_kind = {"text": 0.5, "vision": 0.25}
     file = tmp_path / manifest.MANIFEST
     content = made_manifest.manifest(
-        recipe={"scheme": "gptq", "skip": ["re:x"], "resize": {"keep": 0.5, "tokens": 9}, "model": "x", "engine": "vllm"},
+        recipe={
+            "scheme": "gptq",
+            "skip": ["re:x"],
+            "resize": {"keep": 0.5, "tokens": 9},
+            "model": "x",
+            "engine": "vllm",
+        },
         seed=3,
         calibration={"source": "x", "samples": 2, "tokens": {"text": 7}, "text": {"source": "y", "samples": 1}},
         errors={"a": by_kind},

@@ -81,7 +81,8 @@ def show(text: str) -> None:
         UserError: it cannot be written, as the disk is full; where its reader left, nobody wants it.
     """
     try:
-        print(text.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding), flush=True)
+        encoding = sys.stdout.encoding or "utf-8"  # of a StringIO it is None
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes what is left when it ends
         if isinstance(error, BrokenPipeError):

@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from vlmcompress.common import json_files
 from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
-
-T = TypeVar("T")
 
 
 def _inside(name: str) -> str:
@@ -33,8 +31,8 @@ Place = Annotated[str, AfterValidator(_inside)]
 """The name of a file within a folder."""
 
 
-def checked(kind: type[T], data: Any, where: str, remedy: str) -> T:
-    """`data`, from JSON, as a value of `kind`, without the keys that this has not; nothing is converted.
+def check(kind: Any, data: Any, where: str, remedy: str) -> None:
+    """Check that `data`, from JSON, is a value of `kind`; nothing is converted.
 
     Args:
         where, remedy: what the message begins and ends with: the file, and what to do.
@@ -43,12 +41,12 @@ def checked(kind: type[T], data: Any, where: str, remedy: str) -> T:
         UserError: it is no such value; the message says where it first differs.
     """
     try:
-        return _adapter(kind).validate_json(json.dumps(data), strict=True)
+        _adapter(kind).validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise UserError(f"{where}: {problem(error)}; {remedy}") from error
 
 
-def read(kind: type[T], path: Path, remedy: str, version: int | None = None) -> Any:
+def read(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
     """The JSON value in `path`, once it is found to be one of `kind`; all its keys.
 
     Args:
@@ -66,7 +64,7 @@ def read(kind: type[T], path: Path, remedy: str, version: int | None = None) -> 
     if version is not None and stored != version and type(stored) is int:
         remedy = "update vlmcompress" if stored > version else remedy
         raise UserError(f"{path} has schema {stored}, this vlmcompress reads {version}; {remedy}")
-    checked(kind, content, str(path), remedy)
+    check(kind, content, str(path), remedy)
     return content
 
 

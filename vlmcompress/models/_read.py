@@ -70,7 +70,7 @@ def read_json(path: Path, what: str) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{what} {path} holds no JSON object; download it again")
     if path.name == "config.json":
-        schema.checked(_Config, content, f"{what} {path}", "restore it from the source")
+        schema.check(_Config, content, f"{what} {path}", "restore it from the source")
     return content
 
 
