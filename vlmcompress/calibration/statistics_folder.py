@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 from vlmcompress.checkpoint import manifest
 from vlmcompress.common import identity, schema
 from vlmcompress.common.block_files import RUN, BlockFiles, block_file
+from vlmcompress.common.messages import foreign_errors
 from vlmcompress.common.schema import Amount, Count, Number, Place
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import ReducerChoice
@@ -122,7 +123,7 @@ class Collected(BlockFiles):
 
     def entropies(self) -> dict[int, dict[str, float]]:
         """Entropies that were saved: block -> measure -> bits."""
-        return {int(layer): bits for layer, bits in (self.noted("entropy") or {}).items()}
+        return {int(layer): bits for layer, bits in (self.noted("entropy", dict[str, dict[str, Number]]) or {}).items()}
 
     def save_entropy(self, layer: int, bits: Mapping[str, float]) -> None:
         """Write a block's entropies; they are on disk when this returns."""
@@ -163,18 +164,18 @@ class Statistics:
         """Read a block's statistics by group, on `device`, and its ranges of keys and values by attention module.
 
         Raises:
-            UserError: the folder has been replaced since it was read.
+            UserError: the folder has been replaced since it was read, or is damaged.
         """
         states: dict[str, dict[str, Tensor]] = {}
         path = self.folder / block_file(layer)
-        with safe_open(path, "pt", device) as file:
+        with foreign_errors(f"{path} is damaged", "; calibrate again"), safe_open(path, "pt", device) as file:
             if self.facts.get(RUN) not in (None, (file.metadata() or {}).get(RUN)):
                 raise UserError(f"{path} is of other statistics than {NAME} was: they were replaced; run again")
             for name in file.keys():  # noqa: SIM118
                 group, _, key = name.partition("/")
                 states.setdefault(group, {})[key] = file.get_tensor(name)
-        kv_ranges = states.pop("kv", {})
-        stats = {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}
+            kv_ranges = states.pop("kv", {})
+            stats = {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}
         for group, group_stats in stats.items():
             group_stats.sensitivity = self.sensitivities.get((layer, group))
         return stats, kv_ranges

@@ -115,7 +115,7 @@ def build(
         source: folder of the original checkpoint.
         family: name of its `ModelSpec`.
         recipe: the resolved recipe as plain data, with its `seed`.
-        calibration: None for a data-free scheme. This and the others are entries of the table above, by memory names of
+        calibration: None for a data-free scheme. This and the others are fields of `Manifest`, by memory names of
             layers; an `allocation`, `visual_tokens`, `recovery` or `devices` that is None is left out.
     """
     return {

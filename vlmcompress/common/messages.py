@@ -50,7 +50,8 @@ def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserErro
     except (UserError, MemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        name = type(error).__name__
+        if name == "OutOfMemoryError" or (not isinstance(error, Exception) and name != "PanicException"):
             raise
         raise kind(f"{what} ({reason(error)}){remedy}") from error
 
