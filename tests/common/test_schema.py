@@ -13,12 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 from tests.kit import made_manifest, tiny
+from tests.kit.made_results import make_results
 from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.checkpoint import draft_folder, draft_tensors, manifest
 from vlmcompress.checkpoint.draft_folder import Draft
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import threshold_file
 from vlmcompress.planning.visual_count import Pictures, Rule
+from vlmcompress.results import FILE, load
 
 OTHER = {str: [1], bool: "x", int: "x", float: "x", list: "x", dict: 7}
 """Type of a field -> a value of another."""
@@ -158,6 +161,25 @@ def test_a_draft(tmp_path, kind):
         (tmp_path / name).write_text(json.dumps(content))
     for name in (draft_folder.FACTS, "config.json"):
         assert not accepted(tmp_path / name, lambda: Draft.of(tmp_path))
+
+
+def test_thresholds(tmp_path):
+    content = {
+        "schema_version": threshold_file.SCHEMA_VERSION,
+        "model": {"source": "x", "encoder_sha256": "0", "encoder": {"patch_size": 14}},
+        "reduce": {"method": "dymu", "keep": 0.5, "thresholds": [0.5, 0.25]},
+    }
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps(content))
+    assert accepted(file, lambda: threshold_file.read(file)) == {"model.encoder.patch_size"}, "which is compared alone"
+
+
+def test_results(tmp_path):
+    file = tmp_path / FILE
+    file.write_text(make_results(samples=[], bench=None).model_dump_json(by_alias=True))
+    fields = accepted(file, lambda: load(tmp_path))
+    free = {".".join(field.split(".")[-2:-1]) for field in fields}
+    assert free <= {"machine", "engine", "options"}, "settings of any kind, which are shown"
 
 
 @pytest.fixture(scope="module")
