@@ -216,6 +216,8 @@ def kv_cache(ranges: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     """Describe the written checkpoint as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    from vlmcompress.checkpoint.manifest import error_kind, errors_text
+
     before, after = done["weights_before"], done["weights_after"]
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
     lines = [f"  weights   {f'{size(after)}, as they were' if before == after else changed}"]
@@ -231,10 +233,11 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
     for number, layer in enumerate(done["worst_layers"]):
-        error = ", ".join(f"{modality} {percentage(value)}" for modality, value in layer["error"].items())
+        error = ", ".join(f"{error_kind(modality)} {percentage(value)}" for modality, value in layer["error"].items())
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
     if done["worst_layers"]:
-        lines.append(f"  {'':<9} (squared error of a layer's output, relative to the output)")
+        of_layers = errors_text({layer["layer"]: layer["error"] for layer in done["worst_layers"]})
+        lines.append(f"  {'':<9} ({of_layers[:1].lower()}{of_layers[1:].rstrip('.')})")
     if done["kv_cache"]:
         worst = done["kv_cache"]["clipped"]["vision"]
         scales = (

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmcompress import readers
 from vlmcompress.common import json_files
 from vlmcompress.engines import reducer_support
 from vlmcompress.engines.local import how_it_ended, keep_log, last_words, start_process, stop_process
@@ -237,8 +238,8 @@ def vision_attention_flags(model: Path) -> list[str]:
 
 
 def name(model: Path) -> str:
-    """The model's name on the server, which is its folder's name."""
-    return model.resolve().name
+    """The model's name on the server, as launch files and cards have it."""
+    return readers.served_name(model)
 
 
 def example(model: Path, host: str, port: int) -> str:
