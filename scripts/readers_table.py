@@ -28,8 +28,8 @@ def row(engine: Engine, names: str, cell: Cell) -> str:
             *(f"with {trait.replace('_', ' ')} `{needs[0]}`" for trait, needs in cell.instead.items()),
         ]
     )
-    how, _, where = cell.how.partition(": ")
-    return f"| {engine.title} {engine.version} | {names} | {text} | {takes} | {how}: `{where}` |"
+    kind, _, where = cell.evidence.partition(": ")
+    return f"| {engine.title} {engine.version} | {names} | {text} | {takes} | {kind}: `{where}` |"
 
 
 def families(engine: Engine) -> list[str]:

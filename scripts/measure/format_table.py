@@ -97,8 +97,8 @@ def facts(folder: Path) -> dict:
 
     from vlmcompress.checkpoint import launch_files
 
-    known = asdict(launch_files.facts(json.loads((folder / "config.json").read_text()), {}, "OUT"))
-    return {key: known[key] for key in ("architecture", "method", "groups", "embeddings", "experts")}
+    every = asdict(launch_files.facts(json.loads((folder / "config.json").read_text()), {}, "OUT"))
+    return {key: every[key] for key in ("architecture", "method", "groups", "embeddings", "experts")}
 
 
 def render(rows: list[dict]) -> str:
@@ -124,12 +124,11 @@ def render(rows: list[dict]) -> str:
             lines.append(f"{head} | refused {why(row['refused'])} |{' |' * (1 + len(OTHERS))}")
             continue
         cells = ["runs" if row["vllm"] == "runs" else f"no {why(row['vllm'])}"]
-        known = row["facts"] | {
-            "groups": {key: readers.Group(**group) for key, group in row["facts"]["groups"].items()}
-        }
+        groups = {key: readers.Group(**group) for key, group in row["facts"]["groups"].items()}
+        checkpoint = readers.Facts("OUT", **row["facts"] | {"groups": groups})
         for name in OTHERS:
-            verdict = readers.verdict(name, readers.Facts("OUT", **known))
-            loads = "loads" if verdict.how.startswith("run") else "read"
+            verdict = readers.verdict(name, checkpoint)
+            loads = "loads" if verdict.evidence.startswith("run") else "read"
             cells.append(f"no {why(verdict.reason)}" if verdict.reason else loads)
         lines.append(f"{head} | {' | '.join(cells)} | {named(row['targets'], every)} |")
     return "\n".join([*lines, "", *(f"{number}. {text}" for number, text in enumerate(reasons, start=1))])

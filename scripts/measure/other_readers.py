@@ -114,13 +114,13 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
                 for folder, name in ((plain, "bf16"), (out, form)):
                     if not folder.exists():
                         convert(first, folder, name)
-                known = asdict(facts(json.loads((out / "config.json").read_text()), {}, "OUT"))
+                every = asdict(facts(json.loads((out / "config.json").read_text()), {}, "OUT"))
                 kept = ("architecture", "method", "groups", "embeddings", "experts")
                 yield {
                     "case": f"{family}: {form}, {case}",
                     "folder": str(out),
                     "plain": str(plain),
-                    "facts": {key: known[key] for key in kept},
+                    "facts": {key: every[key] for key in kept},
                 }
 
 
@@ -139,11 +139,11 @@ def load(jobs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
             return model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
 
     def plainly(folder: str, **options: Any) -> torch.Tensor:
-        model, found = transformers.AutoModelForImageTextToText.from_pretrained(
+        model, loaded = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype="auto", output_loading_info=True, **options
         )
         keys = ("missing_keys", "mismatched_keys", *(["unexpected_keys"] if not options else []))
-        if wrong := [f"{len(found[key])} {key.replace('_', ' ')}" for key in keys if found.get(key)]:
+        if wrong := [f"{len(loaded[key])} {key.replace('_', ' ')}" for key in keys if loaded.get(key)]:
             raise ValueError(", ".join(wrong))
         return logits(model)
 

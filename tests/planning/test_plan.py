@@ -266,11 +266,11 @@ def test_check_lists_everything(models, tmp_path):
         ("sglang", {"scheme": "fp8", "target": "a100"}, "decoder", "weight-only on A100"),
         ("sglang", {"scheme": "awq", "target": "cpu"}, "decoder", "NVIDIA GPU"),
         ("tensorrt-llm", {"scheme": "fp8", "target": "a100"}, "decoder", "no FP8 arithmetic"),
-        ("lmdeploy", {"scheme": "int8"}, "compressed-tensors", "4 bits in groups of 32 or 128"),
-        ("tensorrt-llm", {"scheme": "awq"}, "compressed-tensors", "FP8 by row"),
-        ("vllm", {"scheme": "rtn", "format": "gptq-v2", "options": {"symmetric": False}}, "gptq-v2", "zero points"),
-        ("transformers", {"scheme": "fp8", "format": "modelopt"}, "modelopt", "codes without their scales"),
-        ("transformers", {"scheme": "rtn", "format": "gguf"}, "gguf", "does not load the format gguf"),
+        ("lmdeploy", {"scheme": "int8"}, "format", "4 bits in groups of 32 or 128"),
+        ("tensorrt-llm", {"scheme": "awq"}, "format", "FP8 by row"),
+        ("vllm", {"scheme": "rtn", "format": "gptq-v2", "options": {"symmetric": False}}, "format", "zero points"),
+        ("transformers", {"scheme": "fp8", "format": "modelopt"}, "format", "codes without their scales"),
+        ("transformers", {"scheme": "rtn", "format": "gguf"}, "format", "does not load the format gguf"),
     ],
 )
 def test_engines_refuse(models, engine, settings, part, message):
@@ -279,9 +279,7 @@ def test_engines_refuse(models, engine, settings, part, message):
 
 @pytest.mark.parametrize("engine", ["lmdeploy", "tensorrt-llm"])
 def test_check_knows_families_of_other_engines(models, engine):
-    assert (
-        "LlavaForConditionalGeneration" in bad(models["llava"], engine, scheme="rtn")[f"{engine}: compressed-tensors"]
-    )
+    assert "LlavaForConditionalGeneration" in bad(models["llava"], engine, scheme="rtn")[f"{engine}: format"]
 
 
 @pytest.mark.parametrize(

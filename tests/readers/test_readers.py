@@ -16,8 +16,8 @@ from vlmcompress.readers import ENGINES, Facts, Group
 
 MEASURED = json.loads((ROOT / "eval" / "readers.json").read_text())
 KNOWN = {
-    case: Facts("OUT", **known | {"groups": {key: Group(**group) for key, group in known["groups"].items()}})
-    for case, known in MEASURED["facts"].items()
+    case: Facts("OUT", **values | {"groups": {key: Group(**group) for key, group in values["groups"].items()}})
+    for case, values in MEASURED["facts"].items()
 }
 RUNS = [
     pytest.param(run["versions"], reader, results, id=f"{reader}-{run['versions'][reader]}-{at}")
@@ -46,10 +46,10 @@ def test_zero_points_and_dequantizing() -> None:
     for run in MEASURED["runs"]:
         new = run["versions"]["transformers"].startswith(("5.23", "5.24"))
         for case, result in run["results"]["dequantize=True"].items():
-            known = KNOWN[case]
-            if known.experts or known.embeddings:
+            checkpoint = KNOWN[case]
+            if checkpoint.experts or checkpoint.embeddings:
                 continue
-            assert (result == "loads") is (not new or not known.several), f"{run['versions']}, {case}: {result}"
+            assert (result == "loads") is (not new or not checkpoint.several), f"{run['versions']}, {case}: {result}"
 
 
 def test_the_table_is_what_vllm_ran() -> None:
@@ -108,8 +108,8 @@ def test_evidence_is_there() -> None:
         for cell in engine.formats.values():
             if isinstance(cell, str):
                 continue
-            how, _, where = cell.how.partition(": ")
-            assert how in ("run", "read") and (how == "read" or (ROOT / where).is_file()), cell
+            kind, _, where = cell.evidence.partition(": ")
+            assert kind in ("run", "read") and (kind == "read" or (ROOT / where).is_file()), cell
 
 
 def test_a_summary_begins_with_what_is_not_there() -> None:
@@ -141,14 +141,14 @@ def test_an_engine_is_refused_before_it_starts(form: str, engine: str, message: 
     config = {"architectures": [QWEN]} | ({"quantization_config": FORMATS[form]} if FORMATS[form] else {})
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
-        readers.refuse(tmp_path, engine, "do something else")
+        readers.refuse(tmp_path, [engine], "do something else")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"quantization_config": {"quant_method": "quip"}}', None])
 def test_what_is_not_known_is_left_to_the_engine(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    readers.refuse(tmp_path, "vllm", "do something else")
+    readers.refuse(tmp_path, ["vllm"], "do something else")
 
 
 @pytest.mark.parametrize(("folder", "name"), [("x y", "x-y"), ("a.b_c-d", "a.b_c-d"), ("---", "model")])

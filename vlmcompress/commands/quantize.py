@@ -12,10 +12,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmcompress import readers
 from vlmcompress.commands import _flags, _process
 from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import OK, Outcome, evaluation_command, written_text
-from vlmcompress.common import distributed, hub
+from vlmcompress.common import distributed, hub, json_files
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.text import percentage, size, smaller, table
@@ -169,7 +170,8 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
-    served = recipe.get("engine", "vllm") == "vllm" and not other
+    facts = readers.read(json_files.read(out / "config.json"), out.name)
+    served = recipe.get("engine", "vllm") == "vllm" and readers.verdict("vllm", facts).reason is None
     engine = f" --engine {other} --baseline-engine hf" if other else " --engine hf"
     compare = evaluation_command(out, model, "" if served else engine)
     serve = f"vlmcompress serve {shlex.quote(str(out))}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from vlmcompress import readers
 from vlmcompress.commands import _flags
 from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import OK, Outcome
@@ -35,7 +34,6 @@ def run(args: argparse.Namespace) -> Outcome:
 
     if llamacpp_server.is_gguf(args.out):
         llamacpp_server.serve(args.out, args.host, args.port, args.max_model_len, _vllm_flags(args))
-    readers.refuse(args.out, "vllm", "write another format with vlmcompress export")
     from vlmcompress.engines.vllm.serve import serve
 
     serve(

@@ -26,13 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import readers
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines import Answer, Request, Run, Settings, first_tokens
 from vlmcompress.errors import UserError
 
 WORKER = Path(__file__).with_name("worker.py")
-REMEDY = "name another engine (--engine, --baseline-engine hf), or write another format with vlmcompress export"
 LOG_VARIABLE = "VLMCOMPRESS_ENGINE_LOG"
 
 _PREFIX = re.compile(
@@ -92,7 +90,6 @@ class Local:
                 f"sample '{filmed.id}' shows a video, and {self.title} is given none; take --engine vllm or hf"
             )
         settings, progress, model = settings or Settings(), progress or (lambda *_: None), Path(model)
-        readers.refuse(model, {"hf": "transformers"}.get(self.name, self.name), REMEDY)
         on_answer = on_answer or (lambda _: None)
         engine: dict[str, Any] = {}
         answers: dict[str, Answer] = {}

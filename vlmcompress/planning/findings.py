@@ -127,17 +127,17 @@ def _format(plan: Plan, engine: str) -> list[Finding]:
     facts = readers.read(
         config | ({"quantization_config": block} if block else {}), "OUT", experts=models.mixture(config) is not None
     )
-    verdict, name = readers.verdict(engine, facts), f"{engine}: {plan.recipe.format}"
+    verdict, name = readers.verdict(engine, facts), f"{engine}: format"
     if verdict.reason:
         remedy = (
             "choose another --scheme or --format, or --engine vllm" if engine != "vllm" else "choose another --format"
         )
         return [Finding(name, False, f"{verdict.reason}; {remedy}")]
     needs = f" with {', '.join(verdict.needs)}" if verdict.needs else ""
-    how = ", by its source; not run" if verdict.how.startswith("read") else ""
+    source = ", by its source; not run" if verdict.evidence.startswith("read") else ""
     loader = "; by vlmcompress.models.open_model" if verdict.loader else ""
     notes = "".join(f"; {note}" for note in verdict.notes)
-    return [Finding(name, True, f"{verdict.title} loads it{needs}{how}{loader}{notes}")]
+    return [Finding(name, True, f"{verdict.title} loads {plan.recipe.format}{needs}{source}{loader}{notes}")]
 
 
 def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:

@@ -10,6 +10,7 @@ Nothing here imports torch or reads more than config.json.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +38,10 @@ __all__ = [
 ]
 
 
+_EVAL = {"vllm": "vllm", "hf": "transformers", "llamacpp": "llamacpp", "openvino": "openvino"}
+"""Engines of `eval` by their names there -> in the table."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Whether an engine loads a checkpoint.
@@ -47,7 +52,7 @@ class Verdict:
         needs: packages that it takes beside the engine, as pip has them.
         notes: sentences on what to mind.
         loader: whether only `vlmcompress.models.open_model` loads it.
-        how: `run: TEST OR SCRIPT` or `read: SOURCE`; empty where the table knows nothing of the format.
+        evidence: `run: TEST OR SCRIPT` or `read: SOURCE`; empty where the table knows nothing of the format.
     """
 
     title: str
@@ -55,7 +60,7 @@ class Verdict:
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     loader: bool = False
-    how: str = ""
+    evidence: str = ""
 
 
 def verdict(engine: str, facts: Facts) -> Verdict:
@@ -74,7 +79,7 @@ def verdict(engine: str, facts: Facts) -> Verdict:
         needs,
         tuple(cell.notes[trait] for trait in traits if trait in cell.notes),
         any(trait in cell.loader for trait in traits),
-        cell.how,
+        cell.evidence,
     )
 
 
@@ -93,21 +98,21 @@ def summary(facts: Facts) -> str:
         each.title
         + (" by vlmcompress.models.open_model" if each.loader else "")
         + (f" ({', '.join(each.needs)})" if each.needs else "")
-        + (", by its source" if each.how.startswith("read") else "")
+        + (", by its source" if each.evidence.startswith("read") else "")
         for each in loads.values()
     ]
     without = "" if "vllm" in loads else f"not vLLM: {every['vllm'].reason}; "
     return without + "; ".join(texts)
 
 
-def refuse(folder: str | Path, engine: str, remedy: str) -> None:
-    """Raise `UserError` for a checkpoint that an engine is known not to load, before it starts.
+def refuse(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None:
+    """Raise `UserError` for a checkpoint that none of some engines is known to load, before they start.
 
-    Formats that the table does not have are the engine's to judge, as is a folder without a config.json.
+    Formats that the table does not have are the engines' to judge, as is a folder without a config.json.
 
     Args:
-        engine: its name in `ENGINES`.
-        remedy: what to do instead.
+        engines: their names in `ENGINES` or on the command line of `eval`.
+        remedy: what to do instead; empty: the engines of `eval` that load it.
     """
     try:
         config = json_files.read(Path(folder) / "config.json")
@@ -118,9 +123,17 @@ def refuse(folder: str | Path, engine: str, remedy: str) -> None:
     facts = replace(
         read(config, "model"), reducer=None
     )  # which engines refuse themselves, with the method's own reason
-    known = any(facts.format in row.formats for row in ENGINES.values())
-    if known and (reason := verdict(engine, facts).reason):
-        raise UserError(f"{ENGINES[engine].title} does not load {folder}: {reason}; {remedy}")
+    each = [verdict(_EVAL.get(name, name), facts) for name in engines]
+    in_table = any(facts.format in row.formats for row in ENGINES.values())
+    if not in_table or any(answer.reason is None for answer in each):
+        return
+    if not remedy:
+        loading = [name for name in _EVAL if verdict(_EVAL[name], facts).reason is None]
+        take = (
+            f"take --engine {' or '.join(loading)} (--baseline-engine, if it is the baseline), or " if loading else ""
+        )
+        remedy = f"{take}write another format with vlmcompress export"
+    raise UserError(f"{each[0].title} does not load {folder}: {each[0].reason}; {remedy}")
 
 
 def served_name(folder: str | Path) -> str:

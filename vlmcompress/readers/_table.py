@@ -56,7 +56,7 @@ class Cell:
 
     Attributes:
         text: the same in words, behind "reads".
-        how: `run: TEST OR SCRIPT` or `read: SOURCE`.
+        evidence: `run: TEST OR SCRIPT` or `read: SOURCE`.
         takes: config groups that are read; empty: all.
         several: whether a checkpoint may have several schemes.
         whole: False: several config groups are read only where none is aimed at the class `Linear`.
@@ -70,7 +70,7 @@ class Cell:
     """
 
     text: str
-    how: str
+    evidence: str
     takes: tuple[Numbers, ...] = ()
     several: bool = True
     whole: bool = True
@@ -290,14 +290,14 @@ ENGINES: Mapping[str, Engine] = {
         "llama.cpp",
         "of xllamacpp 2026.10",
         {"gguf": Cell("all that is written", "run: tests/engines/test_llamacpp.py")},
-        other="it reads GGUF, not {}; write the checkpoint by --format gguf",
+        other="it reads GGUF, not {}",
         reducers="own",
     ),
     "openvino": Engine(
         "OpenVINO GenAI",
         "2026.4",
         {"openvino": Cell("all that is written", "run: tests/engines/test_openvino.py")},
-        other="it reads graphs of its own, not {}; write the checkpoint by --format openvino",
+        other="it reads graphs of its own, not {}",
         reducers="own",
     ),
 }

@@ -184,6 +184,7 @@ def arguments_of(
         if value is not None and value < least:
             raise UserError(f"--{flag} is {value}, it should be at least {least}")
     config = _config(model)
+    readers.refuse(model, ["vllm"], "write another format with vlmcompress export")
     check_length(max_model_len, config)
     reducer = _reducer(model, config)
     arguments = [
