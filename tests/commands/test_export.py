@@ -51,10 +51,11 @@ def test_what_vllm_does_not_load_is_not_offered_to_it(checkpoint, tmp_path, capf
     assert cli.main(["export", str(tmp_path / "fp8"), "--format", "modelopt", "-o", str(tmp_path / "modelopt")]) == 0
     ask = ["eval", str(tmp_path / "modelopt"), "--baseline", str(DEMO_LLAVA), "--limit", "1"]
     assert cli.main([*ask, "--engine", "hf"]) == 2
-    assert "codes without their scales; take --engine vllm (" in capfd.readouterr().err
+    assert "codes without their scales; take eval --engine vllm (" in capfd.readouterr().err
     assert cli.main(["eval", str(tmp_path / "fp8"), "--baseline", str(DEMO_LLAVA), "--engine", "llamacpp"]) == 2
     assert (
-        "it reads GGUF, not compressed-tensors; take --engine vllm or hf (--baseline-engine, " in capfd.readouterr().err
+        "it reads GGUF, not compressed-tensors; take eval --engine vllm or hf (--baseline-engine, "
+        in capfd.readouterr().err
     )
 
 

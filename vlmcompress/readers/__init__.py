@@ -129,10 +129,8 @@ def refuse(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None
         return
     if not remedy:
         loading = [name for name in _EVAL if verdict(_EVAL[name], facts).reason is None]
-        take = (
-            f"take --engine {' or '.join(loading)} (--baseline-engine, if it is the baseline), or " if loading else ""
-        )
-        remedy = f"{take}write another format with vlmcompress export"
+        take = f"take eval --engine {' or '.join(loading)} (--baseline-engine, if it is the baseline), or "
+        remedy = f"{take if loading else ''}write another format with vlmcompress export"
     raise UserError(f"{each[0].title} does not load {folder}: {each[0].reason}; {remedy}")
 
 
