@@ -11,7 +11,7 @@ Nothing here imports torch or reads more than config.json.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcompress.common import json_files
@@ -120,9 +120,7 @@ def refuse(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None
         return
     if not isinstance(config, dict):
         return
-    facts = replace(
-        read(config, "model"), reducer=None
-    )  # which engines refuse themselves, with the method's own reason
+    facts = read(config, "model")  # without its reducer, which engines refuse themselves, with the method's own reason
     each = [verdict(_EVAL.get(name, name), facts) for name in engines]
     in_table = any(facts.format in row.formats for row in ENGINES.values())
     if not in_table or any(answer.reason is None for answer in each):
