@@ -97,10 +97,12 @@ def _kernels(recipe: Recipe, target: Target | None, engine: str) -> list[Finding
         key, name = targets.format_key(scheme), f"{engine}: {part}"
         if engine == "vllm" and target is None:
             report.append(Finding(name, True, f"reads {key}; name a --target to learn the kernel"))
+        elif target is None:
+            continue
         elif engine == "vllm":
             reason = target.refusal(key)
             report.append(Finding(name, reason is None, reason or f"{target.kernel(key)} kernel on {target.title}"))
-        elif engine in NVIDIA and target and (reason := _without_gain(engine, key, target)):
+        elif engine in NVIDIA and (reason := _without_gain(engine, key, target)):
             report.append(Finding(name, False, reason))
     return report
 

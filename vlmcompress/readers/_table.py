@@ -127,7 +127,7 @@ _VLLM = {
 _ONE_WIDTH = "one scheme for all layers"
 _OPTIMUM = "optimum finds no decoder blocks in it"
 _FUSED = "gptqmodel splits its gate_up_proj, which the files have in one"
-_TRANSFORMERS = {
+_TRANSFORMERS: dict[str, Cell | str] = {
     "bf16": Cell(_16_BITS, _LOADED, loader=("experts",)),
     "compressed-tensors": Cell(
         f"{_EVERY}; a quantized token embedding and experts by `vlmcompress.models.open_model`",
