@@ -75,8 +75,9 @@ def measure() -> list[dict]:
 
 
 def gains(targets, name: str, scheme) -> list[str]:
-    """Targets on which vLLM computes in a scheme; it reads no asymmetric GPTQ, and of `bf16` nothing but 16-bit numbers."""
-    if name.startswith("gptq") and not scheme.weights.symmetric:
+    """Targets on which vLLM computes in a scheme; of GPTQ it reads symmetric 4 and 8 bits, of `bf16` nothing but 16-bit
+    numbers."""
+    if name.startswith("gptq") and (not scheme.weights.symmetric or scheme.weights.bits not in (4, 8)):
         return []
     key = targets.format_key(None if name == "bf16" else scheme)
     machines = {name: targets.get(name) for name in targets.REGISTRY.names()}

@@ -95,7 +95,7 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
                     continue
                 first, plain = (place / family / f"{name}-{case}" for name in ("compressed-tensors", "bf16"))
                 if not first.exists() and case == "embeddings":
-                    settings = {"scheme": "rtn", "options": {"group_size": 32}, "embeddings": "w8a16"}
+                    settings = {"scheme": "rtn", "options": {"group_size": 32}, "embeddings": "w8a16", "head": "w4a16"}
                     quantize(Recipe.of(source, first, **settings))
                 elif not first.exists():
                     main, *others = (rtn.parts(source, scheme) for scheme in made[case])
