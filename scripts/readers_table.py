@@ -21,7 +21,7 @@ def rows(engine: Engine) -> list[str]:
 
 def row(engine: Engine, names: str, cell: Cell) -> str:
     """Engine, formats, what is read of them, what it takes, and how that is known."""
-    text = "; ".join([cell.text, *cell.notes.values(), *([] if cell.experts else ["no mixtures of experts"])])
+    text = "; ".join([cell.text, *cell.notes.values(), *(experts(cell))])
     takes = "; ".join(
         [
             ", ".join(cell.needs),
@@ -30,6 +30,13 @@ def row(engine: Engine, names: str, cell: Cell) -> str:
     )
     kind, _, where = cell.evidence.partition(": ")
     return f"| {engine.title} {engine.version} | {names} | {text} | {takes} | {kind}: `{where}` |"
+
+
+def experts(cell: Cell) -> list[str]:
+    """What is said of mixtures of experts, where not all are read."""
+    if cell.experts is None:
+        return []
+    return [f"experts of {', '.join(map(short, sorted(cell.experts)))} alone" if cell.experts else "no experts"]
 
 
 def families(engine: Engine) -> list[str]:

@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
     if not parser.parse_args().render:
-        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
+        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, measure())) + "\n]\n")
     rows = json.loads(RESULTS.read_text())
     print(render(rows))
     tried = [row for row in rows if "refused" not in row]

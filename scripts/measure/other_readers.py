@@ -158,15 +158,17 @@ def load(jobs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
     readers: dict[str, Callable[[str], torch.Tensor]] = {"transformers": plainly, "dequantize=True": dequantized}
     if importlib.util.find_spec("gptqmodel"):
         readers["gptqmodel"] = by_gptqmodel
+    right = {}
     for job in jobs:
         model = transformers.AutoModelForImageTextToText.from_pretrained(job["plain"], dtype=torch.float32)
-        right = logits(model)
-        for name, read in readers.items():
-            reads = {"gptqmodel": ("awq", "gptq"), "dequantize=True": ("compressed-tensors",)}.get(name, ("",))
-            if not any(form in job["case"] for form in reads):
+        right[job["case"]] = logits(model)
+    for name, read in readers.items():  # GPTQModel's loader last, which changes transformers for the whole process
+        formats = {"gptqmodel": ("awq", "gptq"), "dequantize=True": ("compressed-tensors",)}.get(name, ("",))
+        for job in jobs:
+            if not any(form in job["case"] for form in formats):
                 continue
             try:
-                apart = float((read(job["folder"]) - right).norm() / right.norm())
+                apart = float((read(job["folder"]) - right[job["case"]]).norm() / right[job["case"]].norm())
                 result = "loads" if apart < CLOSE else f"loads, and its logits are off by {apart:.0%}"
             except BaseException as error:
                 lines = [line for line in str(error).splitlines() if line.strip()] or [""]
@@ -203,8 +205,21 @@ def keep(measured: dict[str, Any]) -> None:
     for reader, results in measured["results"].items():
         run["results"][reader] = run["results"].get(reader, {}) | results
     runs.sort(key=lambda run: [int(part) for part in run["versions"]["transformers"].split(".")])
-    text = json.dumps({"facts": content["facts"] | measured["facts"], "runs": runs}, indent=1)
-    RESULTS.write_text(text + "\n")
+    RESULTS.write_text(dump({"facts": content["facts"] | measured["facts"], "runs": runs}))
+
+
+def dump(content: dict[str, Any]) -> str:
+    """Write as JSON, facts and results with a case a line."""
+
+    def lines(entries: dict[str, Any], indent: str) -> str:
+        return "{\n" + ",\n".join(f"{indent} {json.dumps(k)}: {json.dumps(v)}" for k, v in entries.items()) + "}"
+
+    runs = []
+    for run in content["runs"]:
+        results = ",\n".join(f"   {json.dumps(k)}: {lines(v, '   ')}" for k, v in run["results"].items())
+        runs.append(f'  {{"versions": {json.dumps(run["versions"])},\n  "results": {{\n{results}}}}}')
+    facts = lines(content["facts"], " ")
+    return f'{{"facts": {facts},\n"runs": [\n' + ",\n".join(runs) + "\n]}\n"
 
 
 def render(content: dict[str, Any]) -> str:

@@ -163,6 +163,6 @@ def _unread(cell: Cell, facts: Facts) -> str | None:
         return f"of {facts.format} it reads only {cell.text}"
     if not cell.whole and len(groups) > 1 and whole:
         return "it reads several config groups only where all of them are aimed at names"
-    if facts.experts and not cell.experts:
-        return f"of {facts.format} it reads no mixtures of experts"
+    if facts.experts and cell.experts is not None and facts.architecture not in cell.experts:
+        return f"of {facts.format} it reads no experts of {facts.architecture}"
     return cell.lacking.get(facts.architecture)

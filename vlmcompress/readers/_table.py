@@ -55,13 +55,14 @@ class Cell:
     """What an engine reads of a format.
 
     Attributes:
-        text: the same in words, behind "reads".
+        text: the same in words, after "reads".
         evidence: `run: TEST OR SCRIPT` or `read: SOURCE`.
         takes: config groups that are read; empty: all.
         several: whether a checkpoint may have several schemes.
         whole: False: several config groups are read only where none is aimed at the class `Linear`.
         first: the name that a sole config group must have; empty: any.
-        vocabulary: whether the token embedding may be quantized; experts: whether a mixture of experts may.
+        vocabulary: whether the token embedding may be quantized.
+        experts: architectures whose mixture of experts is read; None: all.
         needs: packages beside the engine, as pip has them.
         instead: trait of a checkpoint (a property of `Facts`) -> packages that it needs in the place of `needs`.
         notes: trait -> what to mind.
@@ -76,7 +77,7 @@ class Cell:
     whole: bool = True
     first: str = ""
     vocabulary: bool = True
-    experts: bool = True
+    experts: frozenset[str] | None = None
     needs: tuple[str, ...] = ()
     instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -126,7 +127,6 @@ _VLLM = {
 }
 _ONE_WIDTH = "one scheme for all layers"
 _OPTIMUM = "optimum finds no decoder blocks in it"
-_FUSED = "gptqmodel splits its gate_up_proj, which the files have in one"
 _TRANSFORMERS: dict[str, Cell | str] = {
     "bf16": Cell(_16_BITS, _LOADED, loader=("experts",)),
     "compressed-tensors": Cell(
@@ -145,9 +145,8 @@ _TRANSFORMERS: dict[str, Cell | str] = {
         _LOADED,
         (_PACKED_4,),
         vocabulary=False,
-        experts=False,
+        experts=frozenset(),
         needs=("transformers>=5.15", "gptqmodel", "accelerate"),
-        lacking={"Glm4vForConditionalGeneration": _FUSED},
     ),
     **dict.fromkeys(
         ("gptq", "gptq-v2"),
@@ -156,10 +155,9 @@ _TRANSFORMERS: dict[str, Cell | str] = {
             _LOADED,
             several=False,
             vocabulary=False,
-            experts=False,
+            experts=frozenset(),
             needs=("transformers>=5.15", "gptqmodel", "optimum", "accelerate"),
             lacking={
-                "Glm4vForConditionalGeneration": _FUSED,
                 "Idefics3ForConditionalGeneration": _OPTIMUM,
                 "SmolVLMForConditionalGeneration": _OPTIMUM,
             },
@@ -167,9 +165,10 @@ _TRANSFORMERS: dict[str, Cell | str] = {
     ),
     "modelopt": "it does not know ModelOpt's files, of which it loads codes without their scales",
 }
+_EXPERTS = frozenset({"Glm4vMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"})
 _GPTQMODEL = {
-    "awq": Cell("4 bits", _LOADED, (_PACKED_4,), vocabulary=False, experts=False),
-    **dict.fromkeys(("gptq", "gptq-v2"), Cell(_EVERY, _LOADED, vocabulary=False, experts=False)),
+    "awq": Cell("4 bits", _LOADED, (_PACKED_4,), vocabulary=False, experts=_EXPERTS),
+    **dict.fromkeys(("gptq", "gptq-v2"), Cell(_EVERY, _LOADED, vocabulary=False, experts=_EXPERTS)),
 }
 _READ_SGLANG = "read: srt/layers/quantization"
 _SGLANG = {
@@ -250,7 +249,7 @@ ENGINES: Mapping[str, Engine] = {
         architectures=frozenset(
             {
                 *("Gemma4ForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
-                *("Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration"),
+                *("Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration", *_EXPERTS),
             }
         ),
         absent="it finds no weights of {} under the names that its files have",
