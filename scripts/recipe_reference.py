@@ -77,8 +77,10 @@ def _options(registry: Any) -> str:
     rows = []
     for name in registry.names():
         options = registry.get(name).Options
-        also = ", ".join(f"`{alias}`" for alias in registry.aliases(name))
-        rows += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.{f' Also {also}.' if also else ''}\n"]
+        presets = registry.constant(name, "PRESETS") or ()
+        also = [f"`{alias}`" for alias in (*registry.aliases(name), *presets)]
+        named = f" Also {', '.join(also)}." if also else ""
+        rows += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.{named}\n"]
         if dataclasses.fields(options):
             rows += [] if _attributes(options) else [f"{_plain(inspect.getdoc(options) or '')}\n"]
             rows.append(_table(options))
@@ -148,6 +150,8 @@ def _type(hint: Any, limits: str = "") -> str:
         words = " or ".join(_type(argument) for argument in arguments if argument is not type(None))
     elif origin is tuple:
         words = f"list of {' or '.join(f'{argument}s' for argument in _type(arguments[0]).split(' or '))}"
+    elif origin is dict:
+        words = f"mapping of {_type(arguments[0])} to {_type(arguments[1])}"
     else:
         words = "keys below" if isinstance(hint, type) and issubclass(hint, BaseModel) else str(hint)
     return f"{words}, {limits}" if limits else words

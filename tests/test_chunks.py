@@ -7,6 +7,8 @@ or asks for the first bytes of a file on the Hub (`common/test_hub.py`).
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,13 +19,16 @@ from torch import Tensor
 
 from tests.kit.quant_data import inputs, statistics, weight
 from vlmcompress.calibration import entropy, solve
+from vlmcompress.calibration.solve import BlockResult, QuantMethod, solve_block
 from vlmcompress.common import json_files, tensor_files
 from vlmcompress.evaluation import paired
+from vlmcompress.models import Group
 from vlmcompress.numerics import NVFP4, Format, _fp4, _rounding, rotation, round_to_nearest
-from vlmcompress.quantizers import _cholesky, _columns, _ranges, awq, gptq_plus
+from vlmcompress.quantizers import REGISTRY, _cholesky, _columns, _ranges, awq, gptq_plus
 from vlmcompress.statistics import collect
 from vlmcompress.statistics import inputs as gram_matrices
 from vlmcompress.statistics.collect import Collector
+from vlmcompress.statistics.inputs import GroupStats
 from vlmcompress.statistics.tokens import Reservoir
 
 PIECE, WIDTH = 8, 16
@@ -52,12 +57,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def in_pieces(compute: Callable[[], Any], **pieces: tuple[Any, int]) -> tuple[Any, Any]:
-    """What `compute` returns at once and in pieces; `pieces`: name of a constant -> its module, and its small value."""
+def in_pieces(compute: Callable[[], Any], **pieces: tuple[Any, ...]) -> tuple[Any, Any]:
+    """What `compute` returns at once and in pieces; `pieces`: name of a constant -> its modules, and its small value there."""
     whole = compute()
     with pytest.MonkeyPatch.context() as patch:
-        for name, (module, value) in pieces.items():
-            patch.setattr(module, name, value)
+        for name, (*modules, value) in pieces.items():
+            for module in modules:
+                patch.setattr(module, name, value)
         return whole, compute()
 
 
@@ -166,6 +172,51 @@ def test_rows_of_a_weight(rows, fmt, one_thread):
     whole, parts = in_pieces(used, _CACHED=(_rounding, PIECE * WIDTH))
     assert all(torch.equal(a, b) for a, b in zip(whole[:-1], parts[:-1], strict=True))
     torch.testing.assert_close(parts[-1], whole[-1])
+
+
+SCHEMES = [name for name in REGISTRY.names() if (module := REGISTRY.get(name)).scheme(module.Options()) is not None]
+DATA_FREE = [name for name in SCHEMES if not (module := REGISTRY.get(name)).needs(module.Options()).statistics]
+WIDE = [pytest.param(name, marks=[] if name in [*DATA_FREE, "gptq-plus"] else pytest.mark.slow) for name in SCHEMES]
+
+
+@functools.cache
+def observed(width: int) -> GroupStats:
+    """Statistics of inputs of a width."""
+    return statistics(inputs(width, tokens=200))
+
+
+def solved(scheme: str, rows: tuple[int, int], width: int) -> BlockResult:
+    """Two layers that read the same input, as a run solves them: ranges, codes, and the errors that are reported."""
+    module = REGISTRY.get(scheme)
+    method = QuantMethod(module, module.Options())
+    weights = {name: weight(size, width, size) for name, size in zip(("gate", "up"), rows, strict=True)}
+    needed = method.needs.statistics
+    stats = {"gate_up": copy.deepcopy(observed(width))} if needed else {}
+    return solve_block([Group(0, "gate_up", ("gate", "up"), None, "norm")], weights, stats, method, torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_of_layers_that_any_scheme_rounds(scheme, one_thread):
+    """Blocks of several rows are cut by pieces, too. Where a value lies between two codes the order of sums decides."""
+    small = {"_CACHED": (_rounding, 3 * 256), "_ROWS": (awq, _columns, _ranges, PIECE), "_CHUNK": (_fp4, PIECE * 256)}
+    whole, parts = in_pieces(lambda: solved(scheme, (128, 44), 256), **small)
+    for name, quantized in whole.weights.items():
+        assert (quantized.q != parts.weights[name].q).any(1).sum() <= 1
+        torch.testing.assert_close(parts.weights[name].scale.float(), quantized.scale.float())
+        for modality, error in whole.errors[name].items():
+            assert parts.errors[name][modality] == pytest.approx(error, rel=1e-3)
+            assert 0 < error < 0.1
+
+
+@pytest.mark.parametrize("scheme", WIDE)
+def test_a_layer_as_wide_as_those_of_7_billion_parameters(scheme):
+    """Of few rows, which are several pieces all the same. Oracle: what is left of the weights once they are read back."""
+    rows, width = (256, 64), 3584
+    result = solved(scheme, rows, width)
+    for name, size in zip(("gate", "up"), rows, strict=True):
+        original, rounded = weight(size, width, size), result.weights[name].dequantize(torch.float32)
+        assert rounded.shape == original.shape
+        assert 0 < (rounded - original).square().sum() < 0.2 * original.square().sum()
 
 
 @pytest.mark.parametrize("rows", SIZES)

@@ -21,6 +21,7 @@ from pathlib import Path
 from vlmcompress import engines, models
 from vlmcompress.common import hub, workers
 from vlmcompress.common.progress import Progress, silent
+from vlmcompress.data import Reading
 from vlmcompress.engines import Engine
 from vlmcompress.engines.data_parallel import DataParallel
 from vlmcompress.engines.hf import ENGINE as TRANSFORMERS
@@ -92,6 +93,8 @@ def evaluate(
     *,
     suites: Sequence[str | Path] = (),
     data: str | Path | None = None,
+    columns: Mapping[str, str] | None = None,
+    skip_bad: float = 0,
     engine: str | Engine = "vllm",
     baseline_engine: str | Engine | None = None,
     reduce: str | None = None,
@@ -99,6 +102,7 @@ def evaluate(
     ray: str | None = None,
     limit: int | None = None,
     seed: int = 0,
+    score: str = "auto",
     margins: Mapping[str, float] | None = None,
     journal: str | Path | None = None,
     progress: Progress = silent,
@@ -110,6 +114,8 @@ def evaluate(
         baseline: the original, or the report of an earlier evaluation of it.
         suites: names (`vlmcompress list suites`), task files or data; none: the bundled world.
         data: a local copy of the suite's data; alone: questions and answers.
+        columns: of questions and answers, field of a sample (`image`, `question`, `answer`, ...) -> the column it is read from.
+        skip_bad: how many of their rows may be skipped as they cannot be used: below 1 a share, else a number.
         engine: `vllm`, `hf` (transformers) or `openai:URL`, or an engine.
         baseline_engine: the same for the baseline; None: the same engine.
         reduce: `METHOD:KEEP`, attached to the candidate, whatever it carries; with `hf` only.
@@ -117,6 +123,7 @@ def evaluate(
         ray: a Ray cluster whose workers share the questions: `auto`, `HOST:PORT` of its head, or `local` for one made here.
         limit: the most questions to ask of each suite.
         seed: seed of the choice of questions, and of the engine.
+        score: how answers to `data` of your own are scored: `auto`, or see `vlmcompress eval --help`.
         margins: the drop in accuracy that is allowed, as a share, by suite; "" for all others.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
         progress: called with (label, done, total).
@@ -134,9 +141,11 @@ def evaluate(
         baseline_engine=before,
         limit=limit,
         seed=seed,
+        score=score,
         margin=margins,
         journal=Path(journal) if journal else None,
         progress=progress,
+        reading=Reading(columns or {}, skip_bad),
     )
     data_path = Path(data) if data else None
     if ray is None:

@@ -11,6 +11,10 @@ class UserError(Exception):
     """Input that the user has to mend. The message is one line: what was wrong, where, and what to do."""
 
 
+class BadSample(UserError):
+    """A sample that cannot be used, as the message says, while others can."""
+
+
 class GateError(Exception):
     """A quality gate was not met (exit code 1)."""
 

@@ -111,6 +111,8 @@ class Scored(_Record):
 
     `*_tokens` are those of the prompt that the language model got, `*_visual` those of images among them, where known.
     `*_parsed` is False where the task found no answer in the text. `kl` is the divergence of the first token's distribution.
+    `*_refused` says why the model or its engine raised for the question; it then counts as wrong, for both sides where the
+    baseline raised.
     """
 
     id: str
@@ -130,6 +132,8 @@ class Scored(_Record):
     candidate_visual: Count | None = None
     image: str = ""
     kl: float | None = None
+    baseline_refused: str = ""
+    candidate_refused: str = ""
 
     @property
     def change(self) -> Literal[0, 1, 2]:
@@ -149,8 +153,10 @@ class Comparison(_Record):
         both, baseline_only, candidate_only, neither: counts of right answers where scores are 0 or 1, else None.
         detectable: the smallest true drop that n samples like these would show with 80% power.
         margin, verdict: the allowed drop, and whether the candidate is shown to stay within it.
+        sensitive: False where the baseline gets too little right for a loss of the margin to show, so that nothing can pass.
         needed: number of samples, in images as large, that would decide an inconclusive verdict, if the true difference is
             the observed one.
+        largest: number of samples about the image that has most of them; 0 in results from before this field.
     """
 
     n: Count
@@ -172,12 +178,19 @@ class Comparison(_Record):
     detectable: float
     margin: float
     verdict: Verdict
+    sensitive: bool = True
     needed: Count | None = None
+    largest: Count = 0
 
     @property
     def unit(self) -> str:
         """What the interval counts: images, or samples where no two are about the same image."""
         return "images" if self.clusters < self.n else "samples"
+
+    @property
+    def heavy(self) -> bool:
+        """Whether one image has enough of the samples to lose the margin by itself."""
+        return self.clusters < self.n and self.largest > self.margin * self.n
 
     @property
     def missing(self) -> int | None:
@@ -201,9 +214,10 @@ class Divergence(_Record):
 
 
 class Suite(_Record):
-    """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `*_tokens`: counts (baseline, candidate), over all samples.
+    """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `refused`, `*_tokens`: counts (baseline, candidate) of all samples.
 
-    `derived_ids`: the data had no ids for some samples, which go by a hash of their content.
+    `scoring` says how `metric` is given, `choice` how it was chosen where a look at the baseline's answers did; `derived_ids`:
+    the data had no ids for some samples, which go by a hash of their content.
     """
 
     name: str
@@ -219,11 +233,13 @@ class Suite(_Record):
     agreement: Share
     divergence: Divergence | None = None
     unparsed: Counts = (0, 0)
+    refused: Counts = (0, 0)
     empty: Counts = (0, 0)
     cut_off: Counts = (0, 0)
     prompt_tokens: Counts = (0, 0)
     visual_tokens: Counts | None = None
     scoring: str = ""
+    choice: str = ""
     derived_ids: bool = False
 
 
@@ -328,11 +344,15 @@ class Rule(_Record):
 
 
 class Gate(_Record):
-    """A gate's outcome: the worst of its rules (fail, then inconclusive, then pass)."""
+    """A gate's outcome: the worst of its rules (fail, then inconclusive, then pass).
+
+    `file` is the content of the gate's file, by which results that are joined later are judged again.
+    """
 
     name: str
     verdict: Verdict
     rules: list[Rule]
+    file: dict[str, Any] = {}
 
 
 class Results(_Record):
@@ -393,8 +413,8 @@ def load(path: str | Path) -> Results:
 
 
 def joined(new: Results, old: Results) -> Results:
-    """Add to `new` the accuracy or the speed that only `old` has, if both are of the same checkpoints."""
+    """Add to `new` the accuracy or the speed that only `old` has, and its gate, if both are of the same checkpoints."""
     if new.identity() != old.identity():
         return new
-    missing = [name for name in ("suites", "samples", "pictures", "bench") if not getattr(new, name)]
+    missing = [name for name in ("suites", "samples", "pictures", "bench", "gate") if not getattr(new, name)]
     return new.model_copy(update={name: getattr(old, name) for name in missing})

@@ -5,7 +5,9 @@
     scripts/measure/bench_photo.py                              goes on from ROWS
     scripts/measure/bench_photo.py --model build/demo-photo-robust
     scripts/measure/bench_photo.py --summarise                  figures of what there is so far
-    scripts/measure/bench_photo.py --summarise --plot FILE.svg  README's picture
+    scripts/measure/bench_photo.py --summarise --save           also writes eval/photo.json
+    scripts/measure/bench_photo.py --render                     prints the docs' table from that file
+    scripts/measure/bench_photo.py --render --plot FILE.svg     README's picture
 
 The model is assembled first by `scripts/train/assemble_demo_photo.py`. All questions about the first IMAGES images of a
 split are asked greedily in transformers, by `shared_answers.py`: what a reducer leaves of an image runs once for all of
@@ -46,6 +48,7 @@ from vlmcompress.hf_hooks.learning import learn
 from vlmcompress.recipe.reducer import ReducerChoice, choose
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "eval" / "photo.json"
 SHARES = (0.5, 0.25, 1 / 9, 0.75, 1 / 3)  # the most asked for first
 SEEDS = 3
 METHODS: dict[str, list[dict[str, Any]]] = {
@@ -186,21 +189,37 @@ def _change(exact: Tensor, full: Tensor, mask: Tensor, clusters: Tensor) -> list
 
 
 def render(summary: dict[str, Any]) -> str:
-    """A table in Markdown: a line a row, differences at each share, overall and where background covers half."""
-    groups = dict.fromkeys(figure["group"] for figure in summary["figures"])
-    shares = sorted({round(figure["keep"], 3) for figure in summary["figures"]}, reverse=True)
-    lines = []
-    for band in ("all", *(f"{low:.0%}-{min(high, 1):.0%}" for low, high in BANDS)):
-        lines += [f"\n{band}: {summary['full'].get(band)}% of {summary['counts'].get(band)} with all tokens", ""]
-        lines += [
-            "| reducer | " + " | ".join(f"{share:.0%}" for share in shares) + " |",
-            "|---" * (len(shares) + 1) + "|",
-        ]
-        for group in groups:
-            cells = {round(f["keep"], 3): f[band] for f in summary["figures"] if f["group"] == group and band in f}
-            shown = (f"{cells[share][0]:+.1f} ± {cells[share][1]:.1f}" if share in cells else "" for share in shares)
-            lines.append(f"| {group} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+    """The docs' table: a line a row, differences at each share, and at the smallest where background covers so much."""
+    shares, smallest = sorted(SHARES, reverse=True), min(SHARES)
+    bands = [f"{low:.0%}-{min(high, 1):.0%}" for low, high in BANDS]
+    cells: dict[str, dict[str, str]] = {}
+    for figure in summary["figures"]:
+        nearest = min(shares, key=lambda share: abs(share - figure["left"]))
+        note = f" ({figure['left']:.0%})" if abs(figure["left"] / nearest - 1) > 0.1 else ""
+        row = cells.setdefault(figure["group"], {})
+        row[f"{nearest:.0%}"] = "{:+.1f} ± {:.1f}".format(*figure["all"]) + note
+        if nearest == smallest:
+            row |= {band: "{:+.1f} ± {:.1f}".format(*figure[band]) for band in bands if band in figure}
+    columns = [*(f"{share:.0%}" for share in shares), *bands]
+    lines = [
+        f"{summary['counts']['all']:,} questions about {summary['images']:,} scenes of the {summary['split']} split; with all "
+        f"tokens {summary['full']['all']}% are right, by share of background "
+        + ", ".join(f"{summary['full'][band]}%" for band in bands)
+        + ".",
+        "",
+        f"| kept | {' | '.join(columns[: -len(bands)])} | "
+        + " | ".join(f"{smallest:.0%}, background {band}" for band in bands)
+        + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    order = sorted(cells, key=lambda group: -_value(cells[group].get("25%", "-99 ± 0")))
+    return "\n".join(
+        [*lines, *(f"| `{group}` | " + " | ".join(cells[group].get(c, "") for c in columns) + " |" for group in order)]
+    )
+
+
+def _value(cell: str) -> float:
+    return float(cell.split(" ")[0])
 
 
 def plot(summary: dict[str, Any]) -> str:
@@ -231,12 +250,16 @@ def main() -> None:
     parser.add_argument("--scorer", type=Path, help="file of `vlmcompress learn-reducer`, for the row of `learned`")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves")
     parser.add_argument("--summarise", action="store_true", help="measure nothing")
+    parser.add_argument("--save", action="store_true", help="write RESULTS")
+    parser.add_argument("--render", action="store_true", help="print the docs' table of RESULTS")
     args = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)
-    if not args.summarise:
+    if not args.summarise and not args.render:
         measure(args)
-    summary = summarise(args)
+    summary = json.loads(RESULTS.read_text()) if args.render else summarise(args)
+    if args.save:
+        RESULTS.write_text(json.dumps(summary, indent=1) + "\n")
     if args.plot:
         args.plot.write_text(plot(summary))
     print(render(summary))

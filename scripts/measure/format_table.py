@@ -99,7 +99,7 @@ def facts(folder: Path) -> dict:
     from vlmcompress.checkpoint import launch_files
 
     every = asdict(launch_files.facts(json.loads((folder / "config.json").read_text()), {}, "OUT"))
-    return {key: every[key] for key in ("architecture", "method", "groups", "embeddings", "experts")}
+    return {key: every[key] for key in ("architecture", "method", "groups", "embeddings", "experts", "kept_layers")}
 
 
 def render(rows: list[dict]) -> str:

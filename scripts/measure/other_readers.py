@@ -115,7 +115,7 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
                     if not folder.exists():
                         convert(first, folder, name)
                 every = asdict(facts(json.loads((out / "config.json").read_text()), {}, "OUT"))
-                kept = ("architecture", "method", "groups", "embeddings", "experts")
+                kept = ("architecture", "method", "groups", "embeddings", "experts", "kept_layers")
                 yield {
                     "case": f"{family}: {form}, {case}",
                     "folder": str(out),

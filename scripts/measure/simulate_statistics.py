@@ -1,16 +1,20 @@
 #!/usr/bin/env python
-"""Check by simulated compressions, whose true drop is known, that verdicts are wrong no more often than they may be.
+"""Check by simulated compressions, whose true loss is known, that verdicts are wrong no more often than they may be.
 
-    scripts/measure/simulate_statistics.py            all settings, about ten minutes
-    scripts/measure/simulate_statistics.py --quick    a few, for CI
+    scripts/measure/simulate_statistics.py --save      54 settings and 11 mixes of sizes, 2,000 evaluations of each kind;
+                                                       an hour of one core; writes eval/statistics.json
+    scripts/measure/simulate_statistics.py --render    prints the docs' tables from that file
+    scripts/measure/simulate_statistics.py --quick     a few settings, 200 evaluations each
 
-For every setting (kind of score, samples, images, share of answers that change both ways) and true drop: how often the
-verdict at a margin of one point is wrong, and how often the 95% interval holds the truth. A pass is wrong where the drop is
-at the margin or beyond it, a fail where it's at the margin or below; both may happen in 2.5%. The bootstrap's false passes
-stand beside ours. Then:
+For every setting (kind of score, samples, images, share of answers that change both ways) and true loss: how often the verdict
+at a margin of one point is wrong, and how often the 95% interval holds the truth. A pass is wrong where the loss is the margin
+or more, a fail where it's the margin or less; both may happen in 2.5%. The bootstrap's wrong passes stand beside ours. Then:
 
+- images of two sizes, documents with many questions and photos with one, where losses go with size: documents lose all, or
+  half, or answers one by one, or photos do, or both; sizes as they are or drawn. Beside our bound the two that differ in the
+  further image that loses all: of the mean size of a random question's image, and of the largest size;
 - few images, at margins that so many can just confirm, losing one answer here and there or all answers of an image;
-- power at the `detectable` drop and with the `needed` samples (80% each), and false verdicts over ten families (2.5%);
+- power at the `detectable` loss and with the `needed` samples (80% each), and wrong verdicts over ten families (2.5%);
 - how many images a verdict takes: from the number on at which a candidate that changes nothing passes, and where one that
   loses and wins some answers passes in four of five evaluations.
 
@@ -23,18 +27,20 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vlmcompress.evaluation import noninferiority
 from vlmcompress.evaluation.compare import families
-from vlmcompress.evaluation.paired import MeanDifference
+from vlmcompress.evaluation.paired import MeanDifference, below_zero, sums_by_image
 
+RESULTS = Path(__file__).resolve().parents[2] / "eval" / "statistics.json"
 MARGIN, LEVEL = 0.01, 0.95
 QUANTILE = 1.959963985
 DROPS = (0.0, 0.005, 0.01, 0.03)
@@ -62,6 +68,53 @@ class Setting:
 
 
 MAGNITUDES = {"right/wrong": [1.0], "thirds": [1 / 3, 2 / 3, 1.0], "anls": [1.0, 1.0, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15]}
+IMAGES = ((False, 0.0), (True, 0.0), (True, 0.7))
+SETTINGS = [
+    Setting(kind, n, shared, together, churn)
+    for kind, n, (shared, together), churn in product(MAGNITUDES, (300, 1000, 3000), IMAGES, (0.0, 0.02))
+]
+QUICK = [Setting("right/wrong", 300, True, 0.7, 0.02), Setting("thirds", 300, False, 0.0, 0.02)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Documents of `questions` questions each beside photos of one. `drawn`: each image is a document with the probability
+    documents / (documents + photos), so that their number differs from one evaluation to the next."""
+
+    documents: int
+    questions: int
+    photos: int
+    margin: float
+    drawn: bool = False
+
+    def __str__(self) -> str:
+        images = self.documents + self.photos
+        if self.drawn:
+            return f"{images:,} images, {self.documents / images:.1%} of them with {self.questions}"
+        return f"{self.documents} x {self.questions} + {self.photos:,}"
+
+
+MIXES = (
+    Sizes(10, 20, 800, 0.02),
+    Sizes(10, 10, 900, 0.01),
+    Sizes(40, 6, 760, 0.01),
+    Sizes(20, 10, 800, 0.02),
+    Sizes(50, 4, 800, 0.01),
+    Sizes(100, 10, 4000, 0.02),
+    Sizes(1, 100, 900, 0.05),
+    Sizes(40, 5, 760, 0.01, drawn=True),
+    Sizes(50, 4, 450, 0.02, drawn=True),
+    Sizes(150, 5, 2850, 0.01, drawn=True),
+    Sizes(30, 20, 2970, 0.05, drawn=True),
+)
+LOST = {
+    "whole": "documents, all answers",
+    "half": "documents, half of the answers",
+    "each": "documents, one by one",
+    "photos": "photos",
+    "both": "documents, all answers, and photos",
+}
+BOUNDS = {"mean": "mean size", "largest": "largest size", "ours": "ours"}
 
 
 def draw(rng: np.random.Generator, s: Setting, drop: float, n: int | None = None) -> Data:
@@ -75,6 +128,40 @@ def draw(rng: np.random.Generator, s: Setting, drop: float, n: int | None = None
     size = choices[(fate[1] * len(choices)).astype(int)]
     lost = s.churn + drop / choices.mean()
     return np.where(fate[0] < lost, -size, np.where(fate[0] < lost + s.churn, size, 0.0)), images
+
+
+def draw_sizes(rng: np.random.Generator, mix: Sizes, lost: str, drop: float, churn: float) -> Data:
+    """Differences with a true mean of -drop, of images whose losses go with their size; photos change both ways, too."""
+    images = mix.documents + mix.photos
+    documents = rng.binomial(images, mix.documents / images) if mix.drawn else mix.documents
+    photos = images - documents
+    # shares of what documents and photos hold that is lost, from the expected numbers of both
+    all_documents, total = mix.documents * mix.questions, mix.documents * mix.questions + mix.photos
+    share = drop * total / all_documents if lost not in ("photos", "both") else drop * total / all_documents / 2
+    of_documents = 0.0 if lost == "photos" else min(share, 1.0)
+    of_photos = {"photos": drop * total / mix.photos, "both": drop * total / mix.photos / 2}.get(lost, 0.0)
+    if lost == "each":
+        pages = -(rng.random((documents, mix.questions)) < of_documents).astype(float)
+    else:
+        part = mix.questions // 2 if lost == "half" else mix.questions
+        pages = np.zeros((documents, mix.questions))
+        pages[:, :part] = -(rng.random((documents, 1)) < min(of_documents * mix.questions / part, 1.0)).astype(float)
+    fate = rng.random(photos)
+    single = np.where(fate < of_photos + churn, -1.0, np.where(fate < of_photos + 2 * churn, 1.0, 0.0))
+    names = np.concatenate([np.repeat(np.arange(documents), mix.questions), documents + np.arange(photos)])
+    return np.concatenate([pages.ravel(), single]), names
+
+
+def passes_by(data: Data, margin: float) -> dict[str, bool]:
+    """Whether each bound of `BOUNDS` rules out a loss of the margin."""
+    sums, sizes = sums_by_image(*data)
+    further = {"mean": (sizes**2).sum() / sizes.sum(), "largest": sizes.max()}
+    passes = {}
+    for name, size in further.items():
+        scales, counts = np.unique(sums + margin * sizes, return_counts=True)
+        p = below_zero(np.append(scales, -size * (1 - margin)), np.append(counts, 1.0))
+        passes[name] = data[0].mean() > -margin and p < NOMINAL
+    return passes | {"ours": noninferiority.verdict(MeanDifference(*data), margin, LEVEL) == "pass"}
 
 
 def bootstrap_passes(rng: np.random.Generator, data: Data, draws: int = 300) -> bool:
@@ -96,7 +183,7 @@ def bootstrap_passes(rng: np.random.Generator, data: Data, draws: int = 300) -> 
     return bool(np.quantile(means, level) > -MARGIN)
 
 
-def verdicts(rng: np.random.Generator, setting: Setting, drop: float, runs: int) -> dict:
+def verdicts(rng: np.random.Generator, setting: Setting, drop: float, runs: int) -> dict[str, Any]:
     """Measure the rates of verdicts over simulated evaluations with one true drop."""
     passes = fails = covered = resampled = 0
     for run in range(runs):
@@ -111,14 +198,35 @@ def verdicts(rng: np.random.Generator, setting: Setting, drop: float, runs: int)
             covered += (mean.p_at_most(-drop) if mean.mean > -drop else mean.p_at_least(-drop)) >= NOMINAL
         if drop == MARGIN and run < RESAMPLED:
             resampled += bootstrap_passes(rng, data)
-    rates = {
-        "setting": str(setting),
-        "drop": drop,
-        "pass": passes / runs,
-        "fail": fails / runs,
-        "coverage": covered / runs,
-    }
+    rates = {**asdict(setting), "drop": drop, "pass": passes / runs, "fail": fails / runs, "coverage": covered / runs}
     return rates | ({"bootstrap_pass": resampled / min(runs, RESAMPLED)} if drop == MARGIN else {})
+
+
+def of_sizes(rng: np.random.Generator, mix: Sizes, runs: int) -> dict[str, Any]:
+    """Wrong passes by each bound and wrong fails at the margin, the worst of churn and of what is lost; and the loss that each
+    bound rules out where nothing changed."""
+    wrong: dict[str, dict[str, float]] = {}
+    for lost, churn in product(LOST, (0.0, 0.02)):
+        if lost == "half" and mix.margin * (1 + mix.photos / (mix.documents * mix.questions)) > 0.5:
+            continue  # documents can't lose so much
+        rates = dict.fromkeys([*BOUNDS, "fail"], 0)
+        for _ in range(runs):
+            data = draw_sizes(rng, mix, lost, mix.margin, churn)
+            for name, passed in passes_by(data, mix.margin).items():
+                rates[name] += passed
+            rates["fail"] += noninferiority.verdict(MeanDifference(*data), mix.margin, LEVEL) == "fail"
+        worst = wrong.setdefault(lost, dict.fromkeys(rates, 0.0))
+        wrong[lost] = {name: max(worst[name], count / runs) for name, count in rates.items()}
+    names = np.concatenate([np.repeat(np.arange(mix.documents), mix.questions), mix.documents + np.arange(mix.photos)])
+    unchanged = np.zeros(len(names)), names
+    ruled_out = {}
+    for bound in BOUNDS:
+        low, high = 0.0, 1.0
+        while high - low > 1e-4:
+            middle = (low + high) / 2
+            low, high = (low, middle) if passes_by(unchanged, middle)[bound] else (middle, high)
+        ruled_out[bound] = high
+    return {"images": str(mix), **asdict(mix), "wrong": wrong, "ruled_out": ruled_out}
 
 
 def power_at_detectable(rng: np.random.Generator, setting: Setting, runs: int) -> float:
@@ -157,7 +265,7 @@ def decided_with_needed(rng: np.random.Generator, setting: Setting, runs: int) -
     return decided / done if done >= runs / 4 else None
 
 
-def few_images(rng: np.random.Generator, runs: int, images: int, questions: int, margin: float) -> dict:
+def few_images(rng: np.random.Generator, runs: int, images: int, questions: int, margin: float) -> dict[str, Any]:
     """Rates of wrong verdicts on few images if the drop is the margin, by what is lost: answers here and there, or all of an
     image, each without other changes and with as many wins and losses more in 2% of the answers."""
     names = np.repeat(np.arange(images), questions)
@@ -170,15 +278,14 @@ def few_images(rng: np.random.Generator, runs: int, images: int, questions: int,
             d = np.where(lost, -1.0, np.where(change < churn, -1.0, np.where(change < 2 * churn, 1.0, 0.0)))
             rows.append(noninferiority.verdict(MeanDifference(d, names), margin, LEVEL))
         worst = {name: max(rate, rows.count(name) / runs) for name, rate in worst.items()}
-    lossless = noninferiority.verdict(MeanDifference(np.zeros(len(names)), names), margin, LEVEL)
-    low = MeanDifference(np.zeros(len(names)), names).limits(LEVEL)[0]
+    unchanged = MeanDifference(np.zeros(len(names)), names)
     return {
         "images": images,
         "questions": questions,
         "margin": margin,
         **worst,
-        "lossless": lossless,
-        "rules_out": -low,
+        "lossless": noninferiority.verdict(unchanged, margin, LEVEL),
+        "rules_out": -unchanged.limits(LEVEL)[0],
     }
 
 
@@ -201,129 +308,166 @@ def false_families(rng: np.random.Generator, runs: int, count: int = 10, margin:
             groups = {}
             for i, drop in enumerate(drops):
                 d, images = draw(rng, setting, drop)
-                groups[str(i)] = (
-                    np.where(d > 0, 0.0, 1.0).tolist(),
-                    np.where(d < 0, 0.0, 1.0).tolist(),
-                    images.tolist(),
-                )
-            verdicts = [family.verdict for family in families(groups, margin=margin).values()]
+                before, after = np.where(d > 0, 0.0, 1.0).tolist(), np.where(d < 0, 0.0, 1.0).tolist()
+                groups[str(i)] = (before, after, images.tolist())
+            judged = [family.verdict for family in families(groups, margin=margin).values()]
             if drops[-1]:
-                any_fails += "fail" in verdicts
+                any_fails += "fail" in judged
             else:
-                all_pass += set(verdicts) == {"pass"}
+                all_pass += set(judged) == {"pass"}
     return {"any_fails": any_fails / runs, "all_pass": all_pass / runs}
 
 
-def settings(quick: bool) -> Iterator[Setting]:
-    """List the settings that are simulated."""
-    images = [(False, 0.0), (True, 0.0), (True, 0.7)]
-    if quick:
-        yield Setting("right/wrong", 300, True, 0.7, 0.02)
-        yield Setting("thirds", 300, False, 0.0, 0.02)
-        return
-    for kind, n, (shared, together), churn in product(MAGNITUDES, (300, 1000, 3000), images, (0.0, 0.02)):
-        yield Setting(kind, n, shared, together, churn)
-
-
-def summarise(rows: list[dict]) -> dict[str, float]:
-    """Compute the worst and the mean rates of false verdicts."""
-    wrong_pass = [row["pass"] for row in rows if row["drop"] >= MARGIN]
-    wrong_fail = [row["fail"] for row in rows if row["drop"] <= MARGIN]
-    coverage = [row["coverage"] for row in rows]
-    at = [row for row in rows if row["drop"] == MARGIN]
+def simulate(settings: Sequence[Setting], mixes: Sequence[Sizes], runs: int, seed: int) -> dict[str, Any]:
+    """Simulate everything, and print the rates of each setting as they come."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    print(f"{'setting':64} {'drop':>5} {'pass':>6} {'fail':>6} {'covers':>7} {'bootstrap pass':>15}")
+    for setting, drop in product(settings, DROPS):
+        row = verdicts(rng, setting, drop, runs)
+        rows.append(row)
+        resampled = f"{row['bootstrap_pass']:15.1%}" if "bootstrap_pass" in row else ""
+        rates = f"{row['pass']:6.1%} {row['fail']:6.1%} {row['coverage']:7.1%} {resampled}"
+        print(f"{setting!s:64} {100 * drop:5.1f} {rates}".rstrip(), flush=True)
+    sizes = []
+    for mix in mixes:
+        sizes.append(of_sizes(rng, mix, runs))
+        print(json.dumps(sizes[-1]), flush=True)
+    shown, decided, few = [], [], max(100, runs // 10)
+    for setting in [s for s in settings if s.n < 3000]:
+        shown.append(power_at_detectable(rng, setting, few))
+        if (share := decided_with_needed(rng, setting, few // 2)) is not None:
+            decided.append(share)
+    needed = {
+        f"{margin:g}": [
+            noninferiority.min_images_to_pass(margin, LEVEL),
+            *(images_needed(rng, margin, questions) for questions in (1, 4)),
+        ]
+        for margin in MARGINS
+    }
     return {
-        "false_pass_worst": max(wrong_pass),
-        "false_pass_at_margin": sum(row["pass"] for row in at) / len(at),
-        "false_fail_worst": max(wrong_fail),
-        "false_fail_at_margin": sum(row["fail"] for row in at) / len(at),
-        "false_fail_no_drop_worst": max(row["fail"] for row in rows if row["drop"] == 0),
-        "coverage_worst": min(coverage),
-        "coverage_mean": sum(coverage) / len(coverage),
-        "bootstrap_false_pass_worst": max(row["bootstrap_pass"] for row in at),
-        "bootstrap_false_pass_at_margin": sum(row["bootstrap_pass"] for row in at) / len(at),
+        "runs": runs,
+        "seed": seed,
+        "nominal": NOMINAL,
+        "settings": rows,
+        "sizes": sizes,
+        "few_images": [few_images(rng, runs, *case) for case in FEW],
+        "images_needed": needed,
+        "power_at_detectable": [min(shown), float(np.mean(shown)), max(shown)],
+        "decided_with_needed": [min(decided), float(np.mean(decided)), max(decided)],
+        "families": false_families(rng, runs // 5),
     }
 
 
-def markdown(rows: list[dict]) -> str:
-    """Render the docs' table: verdicts by true drop, the mean over settings and the worst of those that should be rare."""
+def render(results: Mapping[str, Any]) -> str:
+    """The docs' tables: verdicts by true loss over the settings, losses that go with size, few images."""
+    rows, sizes = results["settings"], results["sizes"]
+    graded = len({tuple(row[key] for key in asdict(SETTINGS[0])) for row in rows if row["kind"] != "right/wrong"})
+    count = len(rows) // len(DROPS)
+    at_margin = [row for row in rows if row["drop"] == MARGIN]
+    boot = {
+        shared: [100 * row["bootstrap_pass"] for row in at_margin if row["shared"] == shared]
+        for shared in (False, True)
+    }
+    coverage = [row["coverage"] for row in rows]
     lines = [
+        f"{count} settings ({count - graded} of right/wrong scores, {graded} of graded ones; 300 to 3,000 samples, one or "
+        f"several questions an image), margin one point, {results['runs']:,} simulated evaluations for each true loss; means "
+        "over the settings, the worst setting in brackets:",
+        "",
         "| true loss, points | one question an image: passes | fails | several questions an image: passes | fails |",
         "|---|---|---|---|---|",
     ]
     for drop in DROPS:
         cells = ["1, the margin: both are wrong" if drop == MARGIN else f"{100 * drop:g}"]
-        for shared in (False, True):
-            chosen = [row for row in rows if row["drop"] == drop and ("one a picture" not in row["setting"]) == shared]
-            for verdict, wrong in (("pass", drop >= MARGIN), ("fail", drop <= MARGIN)):
-                rates = [100 * row[verdict] for row in chosen] or [math.nan]
-                worst = f" ({max(rates):.1f}%)" if wrong else ""
-                cells.append(f"{sum(rates) / len(rates):.1f}%{worst}")
+        for shared, (verdict, wrong) in product((False, True), (("pass", drop >= MARGIN), ("fail", drop <= MARGIN))):
+            rates = [100 * row[verdict] for row in rows if row["drop"] == drop and row["shared"] == shared]
+            cells.append(_mean(rates, wrong))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def tables(rng: np.random.Generator, runs: int) -> tuple[list[dict], dict[str, list[int | None]]]:
-    """Simulate few images and the images that a verdict takes, and print both as the docs' tables."""
-    few = [few_images(rng, runs, *case) for case in FEW]
-    print(
-        "| images, questions of each | margin, points | wrong passes | wrong fails | no answer changed |\n|---|---|---|---|---|"
-    )
-    for row in few:
+    lines += [
+        "",
+        f"A bootstrap passes the loss of one point in {_mean(boot[False], True)} and {_mean(boot[True], True)}. The 95% "
+        f"intervals hold the truth in {min(coverage):.1%} to {max(coverage):.1%}.",
+        "",
+        "Losses that go with size, documents with many questions beside photos with one; the true loss is the margin, the rate "
+        "the worst of five kinds of loss with and without other changes. Beside ours two simpler bounds, whose further image "
+        "that loses all has the mean or the largest size:",
+        "",
+        "| documents x questions + photos | margin, points | wrong passes: mean size | largest size | ours | wrong fails "
+        "| nothing changed, ruled out, points: largest size | ours |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sizes:
+        worst = {name: max(rates[name] for rates in row["wrong"].values()) for name in (*BOUNDS, "fail")}
+        cells = [row["images"], f"{100 * row['margin']:g}", *(f"{rate:.1%}" for rate in worst.values())]
+        cells += [f"{100 * row['ruled_out'][name]:.1f}" for name in ("largest", "ours")]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Few images; the true loss is the margin. The worse rate of answers lost here and there and of images that lose all of "
+        "their answers, with and without fair changes in 2% of the others:",
+        "",
+        "| images, questions of each | margin, points | wrong passes | wrong fails | no answer changed |",
+        "|---|---|---|---|---|",
+    ]
+    for row in results["few_images"]:
         verdict = "pass" if row["lossless"] == "pass" else "can't tell"
-        print(
+        lines.append(
             f"| {row['images']}, {row['questions']} | {100 * row['margin']:g} | {row['pass']:.1%} | {row['fail']:.1%} "
             f"| {verdict}: a loss of {100 * row['rules_out']:.1f} points is ruled out |"
         )
-    needed = {
-        f"{100 * margin:g}": [
-            noninferiority.min_images_to_pass(margin, LEVEL),
-            *(images_needed(rng, margin, each) for each in (1, 4)),
-        ]
-        for margin in MARGINS
-    }
-    print(
-        "\n| margin, points | nothing changed | some changed, 1 question an image | some changed, 4 questions an image |"
-    )
-    print("|---|---|---|---|")
-    for margin, (least, alone, shared) in needed.items():
-        print(f"| {margin} | {least:,} | about {alone:,} | about {shared:,} |")
-    print(flush=True)
-    return few, needed
+    (least, middle, most), (fewest, mean, top) = results["power_at_detectable"], results["decided_with_needed"]
+    lines += [
+        "",
+        f"A loss that a report calls detectable is seen in {least:.0%} to {most:.0%} ({middle:.0%} on average; 80% promised), "
+        f"and the samples that it asks for decide in {fewest:.0%} to {top:.0%} ({mean:.0%}). Over ten families any fails "
+        f"wrongly in {results['families']['any_fails']:.1%}, all pass wrongly in {results['families']['all_pass']:.1%}.",
+    ]
+    return "\n".join(lines)
+
+
+def render_images(results: Mapping[str, Any]) -> str:
+    """The docs' table of how many images a verdict takes."""
+    lines = [
+        "| margin, points | nothing changed | some changed, 1 question an image | some changed, 4 questions an image |",
+        "|---|---|---|---|",
+    ]
+    for margin, (least, alone, shared) in results["images_needed"].items():
+        lines.append(f"| {100 * float(margin):g} | {least:,} | about {alone:,} | about {shared:,} |")
+    return "\n".join(lines)
+
+
+def _mean(percentages: Sequence[float], worst: bool) -> str:
+    """The mean of some percentages, and the largest in brackets."""
+    mean = sum(percentages) / len(percentages) if percentages else math.nan
+    return f"{mean:.1f}%" + f" ({max(percentages, default=math.nan):.1f}%)" * worst
 
 
 def main() -> None:
     """Simulate and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="few settings, few runs")
-    parser.add_argument("--runs", type=int, help="simulated evaluations per setting and drop; default 1000, quick 200")
+    parser.add_argument("--runs", type=int, help="simulated evaluations per setting and loss; default 2000, quick 200")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="write RESULTS")
+    parser.add_argument(
+        "--render", nargs="?", const="verdicts", choices=("verdicts", "images"), help="print a docs' table"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default eval/statistics.json")
     args = parser.parse_args()
-    runs, rng = args.runs or (200 if args.quick else 1000), np.random.default_rng(args.seed)
-    rows, power = [], {}
-    print(f"{'setting':64} {'drop':>5} {'pass':>6} {'fail':>6} {'covers':>7} {'bootstrap pass':>15}")
-    for setting in settings(args.quick):
-        for drop in DROPS:
-            row = verdicts(rng, setting, drop, runs)
-            rows.append(row)
-            resampled = f"{row['bootstrap_pass']:15.1%}" if "bootstrap_pass" in row else ""
-            rates = f"{row['pass']:6.1%} {row['fail']:6.1%} {row['coverage']:7.1%} {resampled}"
-            print(f"{row['setting']:64} {100 * drop:5.1f} {rates}".rstrip(), flush=True)
-    print(f"\n{markdown(rows)}\n", flush=True)
-    few, images = tables(rng, runs)
-    for setting in [s for s in settings(args.quick) if s.n < 3000]:
-        both = power_at_detectable(rng, setting, runs // 2), decided_with_needed(rng, setting, runs // 5)
-        power[str(setting)] = both
-        decided = "hardly any is undecided" if both[1] is None else f"decided with the needed {both[1]:.0%}"
-        print(f"{setting!s:64} shown at the detectable drop {both[0]:.0%}, {decided}", flush=True)
-    by_family = false_families(rng, runs // 5)
-    print(f"ten families: any fails falsely {by_family['any_fails']:.1%}, all pass falsely {by_family['all_pass']:.1%}")
-    detectable = [shown for shown, _ in power.values()]
-    needed = [decided for _, decided in power.values() if decided is not None]
-    summary: dict = {"runs": runs, "evaluations": runs * len(rows), "nominal": NOMINAL, **summarise(rows)}
-    summary |= {"few_images": few, "images_needed": images}
-    summary |= {"power_at_detectable": [min(detectable), float(np.mean(detectable)), max(detectable)]}
-    summary |= {"decided_with_needed": [min(needed), float(np.mean(needed)), max(needed)], "families": by_family}
-    print(json.dumps(json.loads(json.dumps(summary), parse_float=lambda text: round(float(text), 4))))
+    if args.render:
+        results = json.loads(args.results.read_text())
+        print((render_images if args.render == "images" else render)(results))
+    else:
+        runs = args.runs or (200 if args.quick else 2000)
+        chosen = (QUICK, MIXES[:1]) if args.quick else (SETTINGS, MIXES)
+        results = json.loads(
+            json.dumps(simulate(*chosen, runs, args.seed)), parse_float=lambda text: round(float(text), 4)
+        )
+        print(f"\n{render(results)}\n\n{render_images(results)}")
+        if args.save:
+            args.results.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

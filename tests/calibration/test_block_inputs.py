@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from tests.kit.batched_samples import samples, wide
-from tests.kit.pictures import picture
+from tests.kit.pictures import picture, refused
 from vlmcompress.calibration import devices, gradient_pass
 from vlmcompress.calibration.behind_reducer import decoder, reduced
-from vlmcompress.calibration.block_inputs import bucket_by_length, collate
+from vlmcompress.calibration.block_inputs import bucket_by_length, capture_block_inputs, collate
 from vlmcompress.data import Sample, encode
 from vlmcompress.data.video import Video
+from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import parse
+from vlmcompress.runs.inputs import Inputs
 
 pytestmark = pytest.mark.representatives
 
@@ -54,6 +56,29 @@ def test_videos_run_together(model, loaded, monkeypatch):
     films = [Video([picture(84, 56, seed) for seed in range(count)], "x") for count in (4, 2, 2, 2)]
     filmed = [Sample(f"v{n}", (), "what" + n * "?", "red", videos=(film,)) for n, film in enumerate(films)]
     same_together_and_alone(vlm, encode([*samples(), *filmed], vlm), monkeypatch)
+
+
+def test_samples_that_the_model_raises_for_are_named(loaded):
+    """Those alone, of a batch with others; where it raises for all, that is no fault of a sample's."""
+    vlm = loaded("llava")
+    rows = encode([Sample(f"s{n}", (), "what" + n * "?", "red") for n in range(6)], vlm)
+    mark = vlm.processor.tokenizer("?", add_special_tokens=False)["input_ids"][0]
+
+    def refuse(_, args) -> None:
+        if any(count in (2, 5) for count in (args[0] == mark).sum(1).tolist()):
+            raise RuntimeError("too odd")
+
+    inputs = Inputs(vlm, rows, None, names=[f"row {number}" for number in range(6)])
+    hook = vlm.model.get_input_embeddings().register_forward_pre_hook(refuse)
+    try:
+        refused(lambda: capture_block_inputs(vlm, rows), "cannot take 2 of the samples", "RuntimeError: too odd")
+        says = r"^row 2: the model raises \(RuntimeError: too odd\); drop it; so it does for 1 other$"
+        with pytest.raises(UserError, match=says), inputs.naming():
+            capture_block_inputs(vlm, rows)
+        with pytest.raises(RuntimeError, match="too odd"):
+            capture_block_inputs(vlm, [rows[2], rows[5]])
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize("model", ["llava", "qwen2_5_vl", "qwen3_vl"])

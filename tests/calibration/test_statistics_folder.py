@@ -192,7 +192,7 @@ def test_no_forward_pass_and_no_encoding(world, tmp_path, monkeypatch):
         raise AssertionError("the model was run")
 
     monkeypatch.setattr(torch.nn.Linear, "forward", never)
-    monkeypatch.setattr(inputs, "encode", never)
+    monkeypatch.setattr(inputs, "encode_usable", never)
     quantize(stored(world, "llava", tmp_path / "out", "gptq", options={"group_size": 64}))
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.kit.tiny import build
 from vlmcompress import cli, models
 from vlmcompress.checkpoint import adapter
 from vlmcompress.models import Source
+from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe import resolve
 
 LAYERS = ["q_proj", "v_proj", "down_proj", "qkv", "fc1"]  # of the decoder and of both kinds of tower
@@ -144,3 +145,81 @@ def test_bad_adapters_end_in_a_line(case, good, tmp_path, capsys):
 def test_a_tied_head_is_refused(bases, tmp_path):
     trained(bases["gemma3"], tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
     assert "shares the embedding's weights" in (adapter.problem(tmp_path / "adapter", Source.of(bases["gemma3"])) or "")
+
+
+def resized(base, out, **settings):
+    """As `trained`, of a model that was given rows for eight more tokens; the tokenizer that has them lies beside."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(base)
+    rows = model.get_input_embeddings().weight.shape[0] + 8
+    fresh = rows - len(processor.tokenizer)
+    processor.tokenizer.add_tokens([f"<new{number}>" for number in range(fresh)])
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    wrapped = get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": ["q_proj"]} | settings))
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    wrapped.save_pretrained(out, save_embedding_layers="auto" if settings else True)
+    processor.save_pretrained(out)
+    return wrapped.merge_and_unload().state_dict(), rows
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2-5-vl", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("qwen2-5-vl", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
+        ("gemma3", {}),  # one matrix, which PEFT saves twice
+    ],
+    ids=["whole", "low rank", "tied"],
+)
+def test_added_tokens_come_with_their_rows(bases, family, settings, tmp_path):
+    """Oracle: PEFT's own merging. What is written has the adapter's tokenizer, and rows for its tokens."""
+    expected, rows = resized(bases[family], tmp_path / "adapter", **settings)
+    out = tmp_path / "out"
+    assert cli.main(["quantize", str(tmp_path / "adapter"), "-o", str(out), "--scheme", "none"]) == 0
+    vlm = models.load(out)
+    assert vlm.model.get_input_embeddings().weight.shape[0] == rows == len(vlm.processor.tokenizer)
+    state = vlm.model.state_dict()
+    assert all(torch.equal(state[name], value.to(state[name].dtype)) for name, value in expected.items())
+
+
+def test_tokens_without_rows_are_refused(bases, tmp_path, capsys):
+    """Added in training, with an embedding that was not saved: there is nothing to go on with but the base's tokenizer."""
+    resized(bases["qwen2-5-vl"], tmp_path / "adapter", modules_to_save=["embed_tokens", "lm_head"])
+    without(tmp_path / "adapter", "lm_head")
+    command = ["check", str(tmp_path / "adapter"), "--scheme", "rtn"]
+    assert cli.main(command) == 2
+    assert "embedding and output head have different rows" in capsys.readouterr().out
+    without(tmp_path / "adapter", "embed_tokens")
+    assert cli.main(command) == 2
+    assert re.search(
+        r"has 8 tokens for which the embedding of 384 rows has none, first .*; save", capsys.readouterr().out
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "adapter" / name).unlink()
+    assert cli.main(command) == 0
+
+
+def test_the_adapters_tokenizer_and_template_are_taken(bases, tmp_path, capsys):
+    """In calibration and in what is written. A template in tokenizer_config.json, as older trainers save it, wins over the
+    base's file. What the adapter does not bring is the base's."""
+    base, folder, out = bases["qwen2-5-vl"], tmp_path / "adapter", tmp_path / "out"
+    trained(base, folder)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    template = (base / "chat_template.jinja").read_text().replace("assistant", "helper")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    shutil.copyfile(base / "tokenizer.json", folder / "tokenizer.json")
+    assert (base / "chat_template.jinja").read_text() != template
+    assert cli.main(["quantize", str(folder), "-o", str(out), "--scheme", "none"]) == 0
+    assert "the adapter's own tokenizer and chat template are taken" in capsys.readouterr().err
+    vlm = models.load(out)
+    assert vlm.processor.chat_template == template and (out / "chat_template.jinja").read_text() == template
+    assert (out / "processor_config.json").read_bytes() == (base / "processor_config.json").read_bytes()
+    identity = adapters.sha256(folder)
+    inputs = resolve({"model": str(folder), "scheme": "none"}).recipe.inputs_folder
+    assert models.load_processor(inputs).chat_template == template
+    assert resolve({"model": str(base), "scheme": "none"}).recipe.inputs_folder == base
+    (folder / "chat_template.jinja").write_text(template)
+    assert adapters.sha256(folder) != identity

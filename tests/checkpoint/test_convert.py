@@ -168,6 +168,17 @@ def test_scales_of_the_kv_cache_keep_their_values(ours, tmp_path):
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (start / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("scheme", "name"), [("fp8", "bf16"), ("w4-asymmetric", "awq"), ("w4-symmetric", "gptq")])
+def test_scales_of_the_kv_cache_are_left_out_with_a_warning(ours, tmp_path, scheme, name):
+    """Where a format has no place for them. All else is what it is without a KV cache in FP8."""
+    record = convert(ours("llava", scheme, kv_cache=True), tmp_path / "out", name)
+    assert [line for line in record["warnings"] if "scales of the FP8 KV cache were left out" in line]
+    convert(ours("llava", scheme), tmp_path / "plain", name)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+    assert all(check.ok for check in diagnose(tmp_path / "out")), diagnose(tmp_path / "out")
+
+
 def test_another_tools_awq(ours, tmp_path):
     """As AutoAWQ left them: numbers under older names, no manifest, no `sym`. Oracle: auto-round's unpacking."""
     convert(ours("qwen2-5-vl", "w4-asymmetric"), tmp_path / "awq", "awq")
@@ -207,7 +218,7 @@ def test_another_tools_compressed_tensors_becomes_ours(ours, tmp_path):
 
 
 def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path):
-    """Scales that BF16 does not hold stay 16-bit floats; nothing is rounded."""
+    """Scales that BF16 does not hold stay 16-bit floats; nothing is rounded, and a warning says what that means."""
     convert(ours("llava", "w4-symmetric"), tmp_path / "gptq", "gptq")
 
     def finer(weights, config):
@@ -215,7 +226,8 @@ def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path
             weights[name] = (weights[name].float() * 1.001).half()
 
     edited(tmp_path / "gptq", finer)
-    convert(tmp_path / "gptq", tmp_path / "out", "compressed-tensors")
+    record = convert(tmp_path / "gptq", tmp_path / "out", "compressed-tensors")
+    assert "transformers does not compute with both types" in record["warnings"][-1]
     before, after = Stored.of(tmp_path / "gptq"), Stored.of(tmp_path / "out")
     for name in before:
         assert after[name][0].scale.dtype == torch.float16
@@ -227,7 +239,6 @@ def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path
     [
         ("w8a16", {}, "awq", "4-bit integer weights"),
         ("w4-asymmetric", {}, "gptq", "symmetric weights only"),
-        ("fp8", {"kv_cache": True}, "bf16", "no scales of an FP8 KV cache"),
         ("int8", {}, "modelopt", "ModelOpt files hold"),
         ("fp8", {}, "compressed-tensors", "is compressed-tensors already"),
         ("fp8", {}, "awk", "unknown format 'awk'; did you mean 'awq'"),
@@ -282,7 +293,7 @@ def block(**values):
         (block(sym=None), "sym None"),
         (block(dynamic={"+:(": {}}), "no regular expression"),
         (block(quant_method="bitsandbytes"), "of kind 'bitsandbytes', which is not read"),
-        (block(dynamic=[1]), "do not belong together|no regular"),
+        (block(dynamic=[1]), "is none of gptq"),
     ],
 )
 def test_damaged_files_are_refused(change, message, ours, tmp_path):

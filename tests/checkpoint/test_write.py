@@ -17,7 +17,7 @@ from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint import write as checkpoint
-from vlmcompress.common import tensor_files
+from vlmcompress.common import model_folder, tensor_files
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 
@@ -31,8 +31,8 @@ def source(tmp_path_factory) -> Path:
     """A tiny LLaVA with a model card."""
     folder = build("llava", tmp_path_factory.mktemp("models") / "llava")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# original\n")
-    (folder / "sub").mkdir()
-    (folder / "sub" / "note.txt").write_text("kept")
+    (folder / "checkpoint-10").mkdir()
+    (folder / "checkpoint-10" / "trainer_state.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"not to be copied")
     return folder
 
@@ -88,7 +88,7 @@ def test_names_that_an_engine_does_not_find_are_put_right(tmp_path, family):
     drafts = models.draft_tensors(models.REGISTRY.get(family).SPEC, expected)  # transformers saves none
     expected = {name: value for name, value in expected.items() if name not in drafts}
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
-    index = json.loads((tmp_path / "saved-out" / tensor_files.INDEX).read_text())
+    index = json.loads((tmp_path / "saved-out" / model_folder.INDEX).read_text())
     assert index["weight_map"].keys() == expected.keys()
     configs = [json.loads((tmp_path / f"{kind}-out" / "config.json").read_text()) for kind in ("hub", "saved")]
     assert configs[0] == configs[1] or drafts
@@ -132,16 +132,10 @@ def test_config_and_other_files(source, out):
     assert list(new) == [*old, "quantization_config"]
     assert new.pop("quantization_config") == compressed_tensors.configs(parts["layers"])["config.json"]
     assert new == old
-    for name in (
-        "tokenizer.json",
-        "chat_template.jinja",
-        "processor_config.json",
-        "generation_config.json",
-        "sub/note.txt",
-    ):
+    for name in ("tokenizer.json", "chat_template.jinja", "processor_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert (out / "README.source.md").read_bytes() == (source / "README.md").read_bytes()
-    assert not (out / "pytorch_model.bin").exists()
+    assert not (out / "pytorch_model.bin").exists() and not (out / "checkpoint-10").exists()
 
 
 def test_an_odd_dtype_survives(source, tmp_path):

@@ -127,7 +127,7 @@ def empty_calibration_file(folder: Path) -> list[str]:
 
 @case("column|question")
 def no_columns(folder: Path) -> list[str]:
-    (folder / "calib.jsonl").write_text('{"picture": "0.png"}\n')
+    (folder / "calib.jsonl").write_text('{"pixels": "0.png"}\n')
     return []
 
 

@@ -210,7 +210,7 @@ USAGE = [
         "flags of vllm serve go behind --, as in vlmcompress serve OUT -- --tens",
     ),
     (["serve", "o", "--prot", "9"], "did you mean '--port'? Flags of vllm serve go behind --"),
-    (["quantize", "m", "--scheme", "FP8", "--bits", "4"], "scheme 'fp8' has no options, got 'options.bits'; remove it"),
+    (["quantize", "m", "--scheme", "Fp8", "--bits", "4"], "scheme 'fp8' has no options, got 'options.bits'; remove it"),
     (["quantize", "m", "--scheme", "rtn", "--bits", "four"], "--bits: invalid int value: 'four'"),
     (["plan", "m", "--target", "a100-80gb"], "unknown target 'a100-80gb'; did you mean 'a100'?"),
     (["plan", "m", "--target", "rtx4080"], "unknown target 'rtx4080'; choose from a100, a100-40gb"),

@@ -24,6 +24,7 @@ from vlmcompress.checkpoint.draft_folder import Draft
 from vlmcompress.common import identity
 from vlmcompress.data import Sample
 from vlmcompress.data.encode import ANSWER, TEXT, VISION, encode_prompt
+from vlmcompress.engines.vllm import installed, speculation
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 from vlmcompress.runs import eagle3, teacher_cache
@@ -176,8 +177,9 @@ def test_vllm_guesses_as_in_training_and_answers_as_ever(draft, reduced, data):
     ],
     ids=lambda flags: " ".join(flags) or "hidden",
 )
-def test_every_kind_in_vllm(family, flags, data, tmp_path):
-    """What the test above shows of one form, of all, with plain RoPE, too; of Medusa with few words and a reducer."""
+def test_every_kind_in_vllm(family, flags, data, tmp_path, capsys):
+    """What the test above shows of one form, of all, with plain RoPE, too; of Medusa with few words and a reducer, and in vLLM
+    0.33, which has none any more, that it is refused."""
     target, out = roomy(family, tmp_path / "target"), tmp_path / "draft"
     if "medusa" in flags:
         source, target = target, tmp_path / "reduced"
@@ -185,9 +187,14 @@ def test_every_kind_in_vllm(family, flags, data, tmp_path):
         assert cli.main(["quantize", str(source), "-o", str(target), *reduce]) == 0
     block = ("--block-size", BLOCK) if flags else ()
     assert cli.main(list(map(str, ["draft", target, "-o", out, "--calib", data, *FEW, *flags, *block]))) == 0
+    assert ("note: vLLM serves Medusa heads up to 0.32" in capsys.readouterr().err) is ("medusa" in flags)
     image = data.parent / "0.png"
     job = {"folder": str(target), "dtype": "float32", "max_tokens": 16, "image": str(image), "block_size": BLOCK}
     setting = draft_folder.speculative_config(out, target)
+    if "medusa" in flags and installed().numbers >= speculation.MEDUSA_ENDS:
+        with pytest.raises(UserError, match="no Medusa any more"):
+            speculation.checked(target, json.dumps(setting))
+        return
     expected, drafted = asked(
         "speculation", [job | {"speculative": None}, job | {"speculative": setting, "alone": True}]
     )

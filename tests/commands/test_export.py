@@ -59,6 +59,14 @@ def test_what_vllm_does_not_load_is_not_offered_to_it(checkpoint, tmp_path, capf
     )
 
 
+def test_what_was_left_out_is_said(tmp_path, capsys):
+    rtn.write(DEMO_LLAVA, tmp_path / "ct", rtn.SCHEMES["fp8"], kv_cache=True)
+    assert cli.main(["export", str(tmp_path / "ct"), "--format", "bf16", "-o", str(tmp_path / "out"), "--json"]) == 0
+    said = capsys.readouterr()
+    (warning,) = json.loads(said.out)["warnings"]
+    assert "as bf16 has no place for them" in warning and said.err.splitlines()[-1] == f"warning: {warning}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

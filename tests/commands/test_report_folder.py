@@ -11,8 +11,10 @@ from tests.kit.made_results import make_bench, make_results
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.commands._conclude import check_folder, conclude
+from vlmcompress.commands._outcome import OK, UNDECIDED
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import accuracy
+from vlmcompress.evaluation import gate as gates
 from vlmcompress.report import files
 from vlmcompress.results import Side, load
 
@@ -59,7 +61,8 @@ def test_what_is_refused(tmp_path, capsys):
 
 
 def test_the_same_two_fill_one_report(tmp_path):
-    """What is expected of a candidate before it is asked is what its results say afterwards; a killed run goes on."""
+    """What is expected of a candidate before it is asked is what its results say afterwards; a killed run goes on. The gate
+    that the accuracy was judged by stays, and judges the speed when it comes; only the call that named it ends by it."""
     row = {"id": "0", "question": "0?", "answer": "0?", "image": picture(tmp_path, "0.png")}
     data = write_rows(tmp_path / "data.jsonl", row)
     before, after = checkpoint(tmp_path / "before"), checkpoint(tmp_path / "after")
@@ -73,11 +76,18 @@ def test_the_same_two_fill_one_report(tmp_path):
     check_folder(report, sides, overwrite=False)
     options = accuracy.EvalOptions(engine, engine, journal=report / files.JOURNAL)
     results = accuracy.evaluate(after, before, [None], data, options)
-    conclude(results, None, report, overwrite=False)
+    speed_rule = gates.SpeedRule(metric="request_throughput", at_least=0.01)
+    gate = gates.GateFile(name="both", suites={"*": gates.SuiteRules(margin=0.5)}, speed=[speed_rule])
+    assert conclude(results, gate, report, overwrite=False)[0] == UNDECIDED
+    assert [rule.value for rule in load(report).gate.rules][1] == "not measured"
     check_folder(report, sides, overwrite=False)
     speed = results.model_copy(update={"suites": [], "samples": [], "bench": make_bench()})
-    conclude(speed, None, report, overwrite=False)
+    assert conclude(speed, None, report, overwrite=False)[0] == OK
     assert load(report).suites == results.suites and load(report).bench == speed.bench
+    assert load(report).gate == gates.judge(load(report), gate) and load(report).gate.rules[1].verdict == "pass"
+    damaged = load(report).gate.model_copy(update={"file": {"suites": 3}})
+    with pytest.raises(UserError, match="gate both is damaged: suites is 3"):
+        gates.recorded(damaged)
     assert accuracy.described(report, engine) == results.baseline, "a baseline may be an earlier report"
 
 

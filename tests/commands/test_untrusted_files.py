@@ -179,12 +179,12 @@ def shape_of_letters(folder: Path) -> list[str]:
 
 
 def other_file(folder: Path, target: str) -> list[str]:
-    (folder / "llava" / "notes.txt").symlink_to(target)
+    (folder / "llava" / "LICENSE").symlink_to(target)
     return quantize(folder)
 
 
-case("notes.txt is a device, a pipe or a link", target="/dev/zero")(other_file)
-case("notes.txt is a device, a pipe or a link", target="nowhere")(other_file)
+case("LICENSE is a device, a pipe or a link", target="/dev/zero")(other_file)
+case("LICENSE is a device, a pipe or a link", target="nowhere")(other_file)
 
 
 @case("holds itself")
@@ -252,6 +252,7 @@ def template(folder: Path, kind: str, scheme: str) -> list[str]:
         "text": "{{ 'x' * 100000000000 }}",
         "itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "syntax": "{% for %}",
+        "indent": "{{ messages | tojson(indent=999999999) }}",
     }[kind]
     file.write_text(file.read_text() + texts)
     return tokens(folder) if scheme == "tokens" else quantize(folder)
@@ -263,6 +264,7 @@ case("is not usable: a short conversation takes more than", kind="loops", scheme
 case("is not usable: a short conversation takes more than", kind="text", scheme="rtn")(template)
 case("is not usable: maximum recursion depth", kind="itself", scheme="rtn")(template)
 case("is not usable: line ", kind="syntax", scheme="rtn")(template)
+case("is not usable: a short conversation takes more than 1 GiB", kind="indent", scheme="rtn")(template)
 
 
 def budget(folder: Path, bits: str) -> list[str]:

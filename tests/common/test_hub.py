@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 
 from tests.kit import calibration_rows, tiny
 from tests.kit.command_line import loud  # noqa: F401
@@ -234,6 +234,9 @@ def test_refusals(online):
     online.add("org/tables", {"a.jsonl": b"{}", "b.jsonl": b"{}"}, kind="dataset")
     online.add("org/nothing", {"README.md": b""}, kind="dataset")
     online.add("org/bare", {"config.json": b"{}"})
+    index = b'{"weight_map": {"a": "a.safetensors"}}'
+    both = {"model.safetensors": b"", "model.safetensors.index.json": index, "a.safetensors": b""}
+    online.add("org/both", {"config.json": b"{}", **both})
     for name, kind, line in [
         (
             "org/missing",
@@ -244,6 +247,7 @@ def test_refusals(online):
         ("org/pickled", "model", "has only pickled weights"),
         ("org/other", "model", "has no config.json"),
         ("org/bare", "model", r"has no \*.safetensors file"),
+        ("org/both", "model", "model org/both holds two sets of weights"),
         ("org/gated", "model", r"is gated; accept its terms at http.*/org/gated and log in with: hf auth login$"),
         ("org/tables", "dataset", r"has several tables \(a.jsonl, b.jsonl\); name one, like org/tables:a.jsonl$"),
         ("org/tables:c", "dataset", "has no 'c'; it has a.jsonl, b.jsonl$"),
@@ -268,6 +272,17 @@ def test_half_a_download_is_not_taken_for_whole(online, monkeypatch):
             hub.local(*arguments)
     with pytest.raises(UserError, match="not whole in the cache"):
         hub.local("org/tiny", weights="headers")
+
+
+def test_an_adapter_with_its_tokenizer(online):
+    """Also where a config.json lies beside it; merged weights make a model of it, of which the adapter is no part."""
+    files = dict.fromkeys(("adapter_model.safetensors", "tokenizer.json", "chat_template.jinja", "config.json"), b"{}")
+    files["adapter_config.json"] = b'{"base_model_name_or_path": "org/base"}'
+    online.add("org/adapter", files | {"optimizer.pt": b""})
+    assert {path.name for path in hub.local("org/adapter").iterdir()} == files.keys()
+    online.add("org/merged", files | {"model.safetensors": b""})
+    assert {path.name for path in hub.local("org/merged").iterdir()} >= {"model.safetensors", "config.json"}
+    assert "adapter_model.safetensors" not in {path.name for path in hub.local("org/merged").iterdir()}
 
 
 def test_python_code_only_on_request(online):
@@ -332,3 +347,8 @@ def test_libraries_stay_offline(online, monkeypatch):
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert (hub.local("org/tiny") / "config.json").is_file()
     assert constants.HF_HUB_OFFLINE is True
+
+
+def test_errors_are_of_the_library_that_sends_requests():
+    """httpx of huggingface_hub 1, httpx2 of 2."""
+    assert isinstance(get_session(), hub.http_library().Client)

@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.kit.pictures import file_of, picture, refused
 from vlmcompress.data.samples import LazyImages, from_reference, open_image
+from vlmcompress.errors import UserError
 
 
 def pixels(data: bytes) -> np.ndarray:
@@ -121,7 +122,7 @@ def test_damaged_everywhere_never_crashes():
         try:
             open_image(broken, "row 1")
         except Exception as error:
-            assert type(error).__name__ == "UserError", position
+            assert isinstance(error, UserError), position
 
 
 def test_decompression_bomb_is_refused_by_its_header():

@@ -166,10 +166,10 @@ def test_folders_without_images(tmp_path):
         ("a.jsonl", "[1]\n", "line 1 is a list"),
         (
             "a.jsonl",
-            '{"picture": 1, "q": 2}\n',
-            "needs a column question (beside image, if there are images), or messages, or conversations; found: picture, q",
+            '{"pixels": 1, "q": 2}\n',
+            "needs a column question (beside image, if there are images), or messages, or conversations; found: pixels, q",
         ),
-        ("a.jsonl", '{"Image_path": "a", "question": "x"}', "no column image, and 'Image_path' is not read; rename it"),
+        ("a.jsonl", '{"Image_a": "a", "question": "x"}', "no column image, and 'Image_a' is not read; rename it"),
         ("a.jsonl", '{"image": [], "question": "x"}\n{"image": []}\n', "a.jsonl line 2: question is missing"),
         ("a.json", "{}", "not a list of rows"),
         ("a.json", "[", "not valid JSON"),

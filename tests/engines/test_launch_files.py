@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib.metadata
 import io
 import json
 import os
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.kit import launching, rtn
+from tests.kit import forks, launching, rtn
 from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
 from tests.kit.processes import session_ends
@@ -31,6 +32,7 @@ from vlmcompress.launch import compose
 from vlmcompress.recipe.reducer import parse
 
 pytestmark = pytest.mark.engine
+PROGRAMS = Path(sys.executable).parent
 
 FIELDS = ["served_model_name", "max_model_len", "limit_mm_per_prompt", "enable_prefix_caching", "kv_cache_dtype"]
 FIELDS += ["max_num_batched_tokens", "speculative_config", "mm_encoder_only", "attention_backend"]
@@ -69,6 +71,38 @@ def test_vllm_reads_every_line(tmp_path: Path) -> None:
         assert ("FLASHINFER" in namespace["attention_backend"]) is (form == "fp8" and not encoding)
 
 
+# vLLM's own command and lm-eval's models of vLLM, in a process that has imported the engine.
+COMMANDS = """
+import importlib, io, json, contextlib, runpy, sys
+said = {}
+for words in json.loads(sys.argv[-1]):
+    sys.argv[:] = ["vllm", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            runpy.run_path(PROGRAM, run_name="__main__")
+        except SystemExit as end:
+            said[" ".join(words)] = [end.code or 0, out.getvalue()[-2000:]]
+for name in ("vllm_causallms", "vllm_vlms"):
+    importlib.import_module(f"lm_eval.models.{name}")
+print("SAID", json.dumps(said))
+"""
+
+
+def test_vllms_own_command_and_lm_eval_start() -> None:
+    """Both ask for the version of a distribution `vllm`, which the CPU build's is not called (`scripts/name_vllm.py`)."""
+    words = [["--version"], ["serve", "--help"]]
+    code = COMMANDS.replace("PROGRAM", repr(str(PROGRAMS / "vllm")))
+    done = subprocess.run(
+        [forks.python(*forks.VLLM), "-c", code, json.dumps(words)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    said = json.loads(line.removeprefix("SAID "))
+    assert {words: code for words, (code, _) in said.items()} == dict.fromkeys(map(" ".join, words), 0)
+    assert said["--version"][1].strip() == importlib.metadata.version("vllm")
+    assert "usage: vllm serve" in said["serve --help"][1]
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo in INT8 with half of its visual tokens, in a folder whose name has a space."""
@@ -79,19 +113,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def running(checkpoint: Path, script: str, *arguments: str, **variables: str) -> Iterator[str]:
-    """The address of a server that a launch file starts. `vllm` is a program here that runs vLLM's server, as the CPU build's
-    own command line dies of its distribution's name (see `engines.vllm.server`)."""
-    programs = checkpoint.parent / "programs"
-    programs.mkdir(exist_ok=True)
-    server = ROOT / "vlmcompress" / "engines" / "vllm" / "server.py"
-    (programs / "vllm").write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{server}" "$@"\n')
-    (programs / "vllm").chmod(0o755)
+    """The address of a server that a launch file starts by the `vllm` of this environment. Compiling the model takes minutes
+    on a CPU, so it is left out."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    path = {
+        "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    }
     log = checkpoint.parent / f"{script}{''.join(arguments)}.log"
-    command = ["sh", str(checkpoint / "serve" / script), *arguments]
+    command = ["sh", str(checkpoint / "serve" / script), *arguments, "--enforce-eager"]
     with log.open("wb") as sink:
         child = subprocess.Popen(
             command,

@@ -271,7 +271,7 @@ def test_serve_becomes_a_server_that_ends_cleanly(unquantized, tmp_path):
         (["serve", "{}", "--max-model-len", "10000000"], "--max-model-len is 10000000; give 1 to "),
         (["doctor", "{}", "--engine", "llamacpp"], "give the same weights by --source CHECKPOINT"),
         (["doctor", "{}", "--engine", "llamacpp", "--source", "{}"], "is GGUF, too; give the checkpoint that "),
-        (["doctor", "{}"], "is GGUF, which doctor does not examine"),
+        (["doctor", "{}", "--source", "{}"], "is for llama.cpp, and not compared with --source; leave that out"),
     ],
 )
 def test_what_can_not_be_done_with_gguf_is_refused_in_one_line(command, reason, unquantized, capsys):

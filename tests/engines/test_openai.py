@@ -165,6 +165,22 @@ def test_bad_answers_name_the_sample(server: Server, tmp_path: Path, case: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_one_refusal_does_not_end_the_run(server: Server, tmp_path: Path) -> None:
+    """As long as no more are refused than the settings allow; what concerns all requests ends it at once."""
+
+    def reply(body: dict) -> Reply:
+        bad = "what 2" in json.dumps(body)
+        return (400, '{"error": {"message": "no such image"}}') if bad else (200, json.dumps(GOOD))
+
+    server.reply = reply
+    answers = ask(server, tmp_path, count=5, refusals=1).answers
+    assert [name for name, answer in answers.items() if answer.refused] == ["q2"] and len(answers) == 5
+    assert answers["q2"].refused == "HTTP 400: no such image"
+    server.reply = lambda _: (401, "who are you?")
+    with pytest.raises(UserError, match="HTTP 401"):
+        ask(server, tmp_path, count=5, refusals=5)
+
+
 def test_silence_times_out(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other requests under way end with it."""
     monkeypatch.setattr(openai, "RETRIES", 0)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit import calibration_rows, tiny
+from tests.kit import calibration_rows, lane, tiny
 from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines import reducer_support
-from vlmcompress.engines.vllm import conformance
+from vlmcompress.engines.vllm import PYTHON_VARIABLE, conformance
 from vlmcompress.engines.vllm.conformance_plan import make_questions
-from vlmcompress.engines.vllm.conformance_reference import Reference
+from vlmcompress.engines.vllm.conformance_reference import Expected, Reference
 from vlmcompress.recipe import resolve
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.runs.quantize import quantize
@@ -78,47 +80,77 @@ def written(world: Path, out: Path, family: str, reducer: str, scheme: str) -> P
     return out
 
 
-def answered(folders: dict[str, Path], questions: list[Any], media: Path) -> dict[str, dict[str, Any]]:
-    """What each checkpoint says to each question, one engine after the other in one process."""
-    rounds = [{"name": "all", "ask": [question.id for question in questions], "sampling": {"max_tokens": 4}}]
-    options = {"max_model_len": 2048, "max_num_seqs": 4, "limit_mm_per_prompt": {"image": 2, "video": 0, "audio": 0}}
-    plans = [
-        {"name": name, "model": str(folder), "config": models.read_config(folder), "options": options, "rounds": rounds}
-        for name, folder in folders.items()
-    ]
-    lines = [{"id": question.id, "messages": question.messages} for question in questions]
-    job = {"engines": plans, "media": str(media)}
-    events = conformance.ENGINE.events(job, lines, media, 600, 600)
-    with contextlib.closing(events):
-        return {event["id"]: event for event in events if event["event"] == "answer"}
+@dataclass(frozen=True)
+class Asked:
+    """Checkpoints, what is asked of each, and transformers' answers by the names of checkpoint and question."""
+
+    folders: dict[str, Path]
+    questions: list[Any]
+    expected: dict[tuple[str, str], Expected]
+    media: Path
 
 
-def check(world: Path, folder: Path, combinations: list[tuple[str, str, str]]) -> None:
-    questions = make_questions(world / "media", 4, None, False, seed=0).plain
+def ask_transformers(world: Path, folder: Path, combinations: list[tuple[str, str, str]]) -> Asked:
+    """Write the checkpoints, and ask transformers."""
+    questions, expected = make_questions(world / "media", 4, None, False, seed=0).plain, {}
     folders = {
         " ".join(names): written(world, folder / " ".join(names).replace(":", "-"), *names) for names in combinations
     }
-    answers = answered(folders, questions, world / "media")
-    wrong = {}
     for name, out in folders.items():
-        if "error" in answers[name]:
-            wrong[name] = answers[name]["error"]
-            continue
         reference = Reference(out, "auto")
         with reference.reduced(reducer_block.read(models.read_config(out))):
             for question in questions:
-                record, expected = answers[name]["rounds"]["all"][question.id], reference.ask(question.messages, 1)
-                gaps = [abs(math.exp(value) - math.exp(expected.first[token])) for token, value in record["best"][0]]
-                if record["prompt"] != expected.prompt or max(gaps) > 0.02:
-                    wrong[name] = f"{question.id}: {len(record['prompt'])} tokens, probabilities {max(gaps):.3f} apart"
+                expected[name, question.id] = reference.ask(question.messages, 1)
+    return Asked(folders, questions, expected, world / "media")
+
+
+def answered(asked: Asked) -> tuple[str, dict[str, dict[str, Any]]]:
+    """vLLM's version, and what each checkpoint says to each question, one engine after the other in one process."""
+    rounds = [{"name": "all", "ask": [question.id for question in asked.questions], "sampling": {"max_tokens": 4}}]
+    options = {"max_model_len": 2048, "max_num_seqs": 4, "limit_mm_per_prompt": {"image": 2, "video": 0, "audio": 0}}
+    plans = [
+        {"name": name, "model": str(folder), "config": models.read_config(folder), "options": options, "rounds": rounds}
+        for name, folder in asked.folders.items()
+    ]
+    lines = [{"id": question.id, "messages": question.messages} for question in asked.questions]
+    job = {"engines": plans, "media": str(asked.media)}
+    with contextlib.closing(conformance.ENGINE.events(job, lines, asked.media, 600, 600)) as events:
+        ready, *answers = [event for event in events if event["event"] in ("ready", "answer")]
+    return ready["engine"]["version"], {event["id"]: event for event in answers}
+
+
+def check(asked: Asked) -> str:
+    """Returns vLLM's version."""
+    (version, answers), wrong = answered(asked), {}
+    for (name, number), expected in asked.expected.items():
+        if "error" in answers[name]:
+            wrong[name] = answers[name]["error"]
+            continue
+        record = answers[name]["rounds"]["all"][number]
+        gaps = [abs(math.exp(value) - math.exp(expected.first[token])) for token, value in record["best"][0]]
+        if record["prompt"] != expected.prompt or max(gaps) > 0.02:
+            wrong[name] = f"{number}: {len(record['prompt'])} tokens, probabilities {max(gaps):.3f} apart"
     assert wrong == {}
+    return version
 
 
-def test_a_few(world, tmp_path):
-    check(world, tmp_path, FEW)
+@pytest.fixture(scope="module")
+def few(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    return ask_transformers(world, tmp_path_factory.mktemp("few"), FEW)
+
+
+def test_a_few(few: Asked) -> None:
+    check(few)
+
+
+def test_a_few_in_the_other_vllm(few: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scripts/test --slow` runs all tests of engines there."""
+    monkeypatch.setenv("PYTHONPATH", lane.environment()["PYTHONPATH"])
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    assert check(few) == "0.33.0"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", SERVED, ids=" ".join)
 def test_all(world, tmp_path, pair):
-    check(world, tmp_path, [combination for combination in REST if combination[:2] == pair])
+    check(ask_transformers(world, tmp_path, [combination for combination in REST if combination[:2] == pair]))

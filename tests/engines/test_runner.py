@@ -125,6 +125,17 @@ def test_a_process_deaf_to_sigterm_is_killed(tmp_path: Path, broken, monkeypatch
     assert wait_until_gone(int(pid.read_text()))
 
 
+def test_a_dead_engine_is_noticed_while_its_child_lives(tmp_path: Path, broken) -> None:
+    """As vLLM's workers do when its core has died: the child has the engine's output open and is deaf to SIGTERM."""
+    pid = tmp_path / "pid"
+    broken(f"""echo '{{"event": "ready", "engine": {{}}}}'; (trap '' TERM; sleep 60) & echo $! > {pid}; kill -9 $$""")
+    began = time.monotonic()
+    with pytest.raises(UserError, match="vLLM died .signal SIGKILL."):
+        ask(tmp_path, answer_timeout=40)
+    assert time.monotonic() - began < 30
+    assert wait_until_gone(int(pid.read_text()))
+
+
 def test_last_words(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert last_words(log) == ""
@@ -154,15 +165,21 @@ ENGINE.answer("some/model", [Request("a", [{"role": "user", "content": "x"}])], 
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, sent: signal.Signals) -> None:
-    """Ctrl-C, kill and kill -9 of the parent, while the worker's lifeline (its real code) is waiting."""
+# What an engine may be busy with. The second keeps Python's lock, so that neither threads nor handlers of signals run.
+BUSY = {"asleep": "time.sleep(60)", "in a computation": "ctypes.PyDLL(None).sleep(60)"}
+
+
+@pytest.mark.parametrize("busy", BUSY)
+@pytest.mark.parametrize("sent", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGKILL], [signal.SIGINT] * 2])
+def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, sent: list[signal.Signals], busy: str) -> None:
+    """Ctrl-C, kill, kill -9 and impatient Ctrl-C of the parent, while the worker's lifeline (its real code) is waiting. A child
+    of the worker's is deaf to SIGTERM."""
     pid, up = tmp_path / "pid", tmp_path / "up"
     code = (
-        "import pathlib, time; from vlmcompress.engines.worker import end_with_parent; "
-        f"end_with_parent(); pathlib.Path('{up}').touch(); time.sleep(60)"
+        "import ctypes, pathlib, signal, time; from vlmcompress.engines.worker import end_with_parent; "
+        f"end_with_parent(); signal.signal(signal.SIGTERM, lambda *_: None); pathlib.Path('{up}').touch(); {BUSY[busy]}"
     )
-    broken(f'sleep 60 & echo $! > {pid}; {sys.executable} -c "{code}"')
+    broken(f"(trap '' TERM INT; sleep 60) & echo $! > {pid}; {sys.executable} -c \"{code}\"; sleep 60")
     command, env = [sys.executable, "-c", PARENT, str(tmp_path)], {**os.environ, "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env)
     while not up.exists():
@@ -170,7 +187,9 @@ def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, sent: signal.Sig
         time.sleep(0.05)
     time.sleep(0.2)
     assert parent.poll() is None and alive(int(pid.read_text()))
-    parent.send_signal(sent)
+    for sig in sent:
+        parent.send_signal(sig)
+        time.sleep(0.5)
     parent.wait(20)
     assert wait_until_gone(int(pid.read_text()))
 

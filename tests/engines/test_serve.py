@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import io
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,9 +22,12 @@ from PIL import Image
 
 from tests.kit.processes import session_ends
 from tests.kit.tiny import build
+from tests.kit.vllm_source import package
+from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines import Request, Settings, get
-from vlmcompress.engines.vllm.serve import arguments_of, example, remarks, serve
+from vlmcompress.engines.vllm import ENGINE, ENVIRONMENT, PYTHON_VARIABLE, Installed
+from vlmcompress.engines.vllm.serve import arguments_of, example, line_of, remarks, serve
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
 
@@ -87,6 +92,88 @@ def test_kv_scales_ask_for_an_fp8_cache(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text(json.dumps(config))
     arguments = arguments_of(checkpoint)
     assert arguments[arguments.index("--kv-cache-dtype") + 1] == "fp8"
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen3-5-moe", "llava"])
+@pytest.mark.parametrize("shows", ["tools", "nothing", "another form"])
+def test_requests_may_bring_tools_where_the_template_shows_them(family: str, shows: str, tmp_path: Path) -> None:
+    """By the family's parser of vLLM's, where the template has its form; what the user says wins."""
+    folder, spec = build(family, tmp_path / family), models.REGISTRY.get(family).SPEC
+    parser, mark = spec.tool_calls or ("none", "<tool_call>")
+    texts = {
+        "tools": f"{{% if tools %}}{mark}{{% endif %}}",
+        "nothing": mark,
+        "another form": "{% if tools %}<call>{% endif %}",
+    }
+    (folder / "chat_template.jinja").write_text(texts[shows])
+    arguments = arguments_of(folder)
+    added = shows == "tools" and family != "llava"
+    assert (arguments[-3:] == ["--enable-auto-tool-choice", "--tool-call-parser", parser]) is added
+    assert any(f"whose calls '{parser}' reads" in line for line in remarks(arguments)) is added
+    refused = arguments_of(folder, extra=["--no-enable-auto-tool-choice"])
+    assert "--tool-call-parser" not in refused and refused[-1] == "--no-enable-auto-tool-choice"
+
+
+def test_vllm_has_the_parsers() -> None:
+    """Those of the version that is installed, from its source."""
+    text = (package() / "tool_parsers/__init__.py").read_text()
+    (table,) = [
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_TOOL_PARSERS_TO_REGISTER"
+    ]
+    parsers = {spec.tool_calls[0] for spec in models.all_specs() if spec.tool_calls}
+    assert len(parsers) > 4 and parsers <= set(ast.literal_eval(table))
+
+
+def test_the_printed_line_starts_the_same_server(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variables that `serve` sets and the flag that its server adds, both on CPUs only."""
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")  # which the shell has, too
+    arguments = arguments_of(checkpoint)
+    for cpu in (True, False):
+        monkeypatch.setattr("vlmcompress.engines.vllm.serve.installed", lambda cpu=cpu: Installed("0.32.0", cpu=cpu))
+        words = shlex.split(line_of(arguments))
+        start = words.index("vllm")
+        set_here = dict(word.split("=", 1) for word in words[:start])
+        assert set_here == {
+            name: value
+            for name, value in ENVIRONMENT.items()
+            if name != "VLLM_NO_USAGE_STATS" and (cpu or not name.startswith("VLLM_CPU"))
+        }
+        assert words[start:] == ["vllm", "serve", *arguments, *(["--enforce-eager"] if cpu else [])]
+    chosen = arguments_of(checkpoint, extra=["--no-enforce-eager"])
+    monkeypatch.setattr("vlmcompress.engines.vllm.serve.installed", lambda: Installed("0.32.0", cpu=True))
+    assert line_of(chosen).endswith("--no-enforce-eager")
+
+
+FP8 = {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "group", "said"),
+    [
+        (Installed("0.32.0+cpu", cpu=True, reference_fp8=True), FP8, True),
+        (Installed("0.32.0+cpu", cpu=True, reference_fp8=True, plugin=True), FP8, False),
+        (Installed("0.33.0+cpu", cpu=True, reference_fp8=True), FP8, False),
+        (Installed("0.32.0+cpu", cpu=True), FP8, False),
+        (Installed("0.32.0", reference_fp8=True), FP8, False),
+        (Installed("0.32.0+cpu", cpu=True, reference_fp8=True), {"weights": FP8["weights"] | {"type": "int"}}, False),
+    ],
+)
+def test_what_is_slow_is_said(
+    engine: Installed, group: dict, said: bool, checkpoint: Path, monkeypatch, capsys
+) -> None:
+    """FP8 without the plugin on a processor where torch has a reference kernel only; before the engine starts."""
+    config = {"quantization_config": {"config_groups": {"group_0": group}}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("vlmcompress.engines.vllm.installed", lambda: engine)
+    monkeypatch.setenv(PYTHON_VARIABLE, "/bin/false")
+    with pytest.raises(UserError, match="could not start"):
+        ENGINE.answer(checkpoint, [Request("a", [])], media=checkpoint)
+    line = "note: FP8 is slow in vLLM 0.32.0+cpu on this processor, which has AMX: its products take oneDNN's reference kernel"
+    assert (line in capsys.readouterr().err) is said
 
 
 def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.places import ROOT
 from tests.kit.processes import alive, wait_until_gone
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.engines.vllm.serve import server
+from vlmcompress.engines.vllm.serve import free_port, server
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
 
@@ -88,3 +89,48 @@ def test_no_orphan_when_the_parent_is_killed(checkpoint: Path, broken, tmp_path:
     parent.send_signal(signal.SIGKILL)
     parent.wait(20)
     assert wait_until_gone(int(child.read_text()))
+
+
+# In the place of vLLM's: a process that imports anew and one that does not, both deaf to SIGTERM and without a trace of their
+# environment, as vLLM's are, whose titles are written there.
+SERVER = """
+import os, signal, subprocess, sys, time
+def main():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    fork = os.fork()
+    if not fork:
+        time.sleep(60)
+    with open(os.environ["PIDS"], "w") as file:
+        file.write(f"{os.getpid()} {child.pid} {fork} ")
+    time.sleep(60)
+"""
+
+
+def test_nothing_is_left_of_a_server_that_is_killed(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
+    """`serve` itself, which is the server then; others of its process group stay."""
+    entry = tmp_path / "path/vllm/entrypoints/launchers/api_server/entry.py"
+    entry.parent.mkdir(parents=True)
+    entry.write_text(SERVER)
+    platforms = tmp_path / "path/vllm/platforms"
+    platforms.mkdir()
+    (platforms / "__init__.py").write_text("class current_platform:\n    is_cpu = staticmethod(lambda: True)\n")
+    for folder in ("", "entrypoints", "entrypoints/launchers", "entrypoints/launchers/api_server"):
+        (tmp_path / "path/vllm" / folder / "__init__.py").touch()
+    pids, other = tmp_path / "pids", tmp_path / "other"
+    code = f"from vlmcompress.engines.vllm.serve import serve; serve({str(checkpoint)!r}, port={free_port()})"
+    shell = f'sleep 60 & echo $! > {other}; exec {sys.executable} -c "{code}"'
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}", "PIDS": str(pids)}
+    parent = subprocess.Popen(["sh", "-c", shell], env=env, stderr=subprocess.DEVNULL, start_new_session=True)
+    end = time.monotonic() + 60
+    while not (pids.exists() and pids.read_text().endswith(" ")) and time.monotonic() < end:
+        assert parent.poll() is None
+        time.sleep(0.05)
+    server, *children = map(int, pids.read_text().split())
+    assert server == parent.pid and all(map(alive, children))
+    time.sleep(1.2)  # in which it is looked up who there is
+    os.kill(server, signal.SIGKILL)
+    parent.wait(20)
+    assert all(map(wait_until_gone, children))
+    assert alive(int(other.read_text()))
+    os.kill(int(other.read_text()), signal.SIGKILL)

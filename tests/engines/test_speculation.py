@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.kit import rtn
 from tests.kit.engine import asked
 from tests.kit.tiny import build
-from vlmcompress.engines.vllm import serve, speculation
+from vlmcompress.engines.vllm import Installed, installed, serve, speculation
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 from vlmcompress.runs.quantize import quantize
@@ -40,7 +40,7 @@ def hybrid(tmp_path_factory) -> Path:
 @pytest.fixture
 def cpu(monkeypatch) -> None:
     """An engine on a CPU without the package of `suffix`, wherever this runs."""
-    monkeypatch.setattr(speculation, "_engine", lambda: (False, True))
+    monkeypatch.setattr(speculation, "installed", lambda: Installed("0.33.0+cpu", cpu=True))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,30 @@ def test_what_goes_on_to_vllm(plain, cpu):
 def test_a_state_that_a_cpu_can_not_speculate_with(hybrid, cpu, monkeypatch):
     with pytest.raises(UserError, match="qwen3-5 has Gated DeltaNet.* CPU build lacks the .Triton. kernel"):
         serve.arguments_of(hybrid, speculative=json.dumps(MTP))
-    monkeypatch.setattr(speculation, "_engine", lambda: (False, False))
+    monkeypatch.setattr(speculation, "installed", lambda: Installed("0.33.0"))
     assert json.loads(serve.arguments_of(hybrid, speculative=json.dumps(MTP))[-1]) == MTP
 
 
 def test_the_engine_is_asked_what_it_has():
     pytest.importorskip("vllm")
-    assert speculation._engine()[0] is HAS_SUFFIX
+    engine = installed()
+    assert engine.suffix is HAS_SUFFIX and engine.plugin and engine.numbers >= (0, 32)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+@pytest.mark.parametrize("named", [True, False])
+def test_medusa_ends_with_vllm_0_32(plain, named, version, tmp_path, monkeypatch):
+    """Named, or found by the draft's folder, as `--draft` leaves it to vLLM 0.32."""
+    monkeypatch.setattr(speculation, "installed", lambda: Installed(version))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MedusaModel"], "model_type": "medusa"}))
+    setting = {"model": str(tmp_path), "num_speculative_tokens": 3} | ({"method": "medusa"} if named else {})
+    if version == "0.32.0":
+        assert json.loads(serve.arguments_of(plain, speculative=json.dumps(setting))[-1]) == setting
+        return
+    with pytest.raises(
+        UserError, match="no Medusa any more since 0.33, and this is 0.33.0; serve with vLLM 0.32, or train"
+    ):
+        serve.arguments_of(plain, speculative=json.dumps(setting))
 
 
 @pytest.mark.engine

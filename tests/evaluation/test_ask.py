@@ -13,11 +13,15 @@ import pytest
 from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.processes import wait_until_gone
-from vlmcompress.engines import Settings
+from vlmcompress.engines import Refusals, Run, Settings
 from vlmcompress.errors import UserError
+from vlmcompress.evaluation.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.evaluation.tasks import load_suite
+from vlmcompress.report.files import write
+from vlmcompress.report.findings import Findings
+from vlmcompress.report.text import terminal
 
 
 @pytest.fixture
@@ -91,6 +95,60 @@ def test_only_what_is_missing_is_asked(folder: Path) -> None:
         assert len(fresh.asked) == 4
 
 
+class Refusing(Echo):
+    """Says what `question` makes of a request, and refuses those of some ids."""
+
+    def __init__(self, *names: str):
+        super().__init__(question)
+        self.names = names
+
+    def answer(self, model, requests, *, on_answer, settings, **_) -> Run:
+        refusals = Refusals(str(model), settings.refusals)
+        run = super().answer(model, [r for r in requests if r.id not in self.names], on_answer=on_answer)
+        for name in [request.id for request in requests if request.id in self.names]:
+            run.answers[name] = refusals.add(name, "too odd")
+            on_answer(run.answers[name])
+        return run
+
+
+@pytest.fixture
+def many(folder: Path) -> Path:
+    rows = [
+        {"id": f"r{number}", "image": "a.png", "question": f"q{number}", "answer": f"q{number}"} for number in range(40)
+    ]
+    return write_rows(folder / "many.jsonl", *rows)
+
+
+def test_refused_samples_count_as_wrong_and_are_asked_again(folder: Path, many: Path) -> None:
+    with open_journal(folder / "journal.jsonl") as journal:
+        answers = ask(folder, Refusing("r3", "r9"), "many.jsonl", journal=journal)
+        assert {s.id for s in answers.samples if not s.score} == {"r3", "r9"} and all(s.parsed for s in answers.samples)
+        assert [s.answer.refused for s in answers.samples if s.id == "r3"] == ["too odd"]
+        later = Refusing("r9")
+        answers = ask(folder, later, "many.jsonl", journal=journal)
+        assert [r.id for r in later.asked] == ["r3"] and {s.id for s in answers.samples if not s.score} == {"r9"}
+    with pytest.raises(
+        UserError, match="sample 'r4' can't be answered by .*: too odd; so it is with 4 others, too many"
+    ):
+        ask(folder, Refusing(*(f"r{number}" for number in range(5))), "many.jsonl")
+
+
+def test_a_refusal_of_the_baseline_counts_for_both_sides(folder: Path, many: Path) -> None:
+    """Or the candidate would win a question for nothing; one of the candidate alone is its loss. A report says which."""
+    other = checkpoint(folder / "other")
+    options = EvalOptions(Refusing("r1", "r2"), Refusing("r1", "r3"))
+    results = evaluate(other, folder / "model", [many], None, options)
+    scores = {s.id: (s.baseline_score, s.candidate_score) for s in results.samples}
+    assert (scores["r1"], scores["r2"], scores["r3"], scores["r4"]) == ((0, 0), (1, 0), (0, 0), (1, 1))
+    (suite,) = results.suites
+    assert suite.refused == (2, 2) and suite.empty == (0, 0) and suite.agreement == 1.0
+    text = terminal(Findings(results))
+    assert "Counted as wrong, as they were not answered: r1 (too odd); r2 (too odd); r3 (too odd)." in text
+    write(results, folder / "report")
+    again = evaluate(other, folder / "report", [many], None, options)
+    assert again.suites[0].overall == suite.overall and again.suites[0].refused == (2, 2)
+
+
 def test_scores_that_cannot_be_paired(folder: Path) -> None:
     (folder / "functions.py").write_text(
         "def score(doc, results): return {'bleu': ('a', 'b')}\ndef mean(x): return 0\n"
@@ -137,6 +195,9 @@ from vlmcompress.engines.vllm import ENGINE
 from vlmcompress.evaluation.ask import ask_suite
 from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.evaluation.tasks import load_suite
+from vlmcompress.report.files import write
+from vlmcompress.report.findings import Findings
+from vlmcompress.report.text import terminal
 with open_journal(Path({str(path)!r})) as journal:
     suite = load_suite("world", candidate={str(DEMO_LLAVA)!r}, baseline={str(DEMO_LLAVA)!r}, limit=200)
     ask_suite({str(DEMO_LLAVA)!r}, suite, ENGINE, journal=journal)

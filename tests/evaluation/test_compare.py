@@ -46,6 +46,22 @@ def test_the_verdict_is_where_the_limits_are(lost, n) -> None:
     assert (comparison.needed is not None) == (expected == "inconclusive")
 
 
+@pytest.mark.parametrize("right, passes", [(0, False), (1, False), (7, False), (30, True), (400, True)])
+def test_what_could_not_fail_does_not_pass(right, passes) -> None:
+    """No answer differs. A margin of a point: the baseline must be right in clearly more than a point of the questions, as a
+    candidate that loses all of them has to fail; graded scores likewise."""
+    n = 400
+    for score in (1.0, 0.5):
+        scores = [score] * right + [0.0] * (n - right)
+        comparison = compare(scores, scores)
+        if score == 1.0 or right in (0, 400):
+            assert comparison.sensitive == passes
+        assert comparison.verdict == ("pass" if comparison.sensitive else "inconclusive")
+        assert comparison.needed is None
+        everything = compare(scores, [0.0] * n)
+        assert (everything.verdict == "fail") == comparison.sensitive
+
+
 def test_nothing_lost_passes_from_the_number_on_that_poisson_asks_for() -> None:
     """No loss in n refutes a rate of 1% when n is about 3.7 / 1%: P(0 losses) = 2.5%. Shared images: as many of them."""
     least = noninferiority.min_images_to_pass(0.01, 0.95)
@@ -54,7 +70,7 @@ def test_nothing_lost_passes_from_the_number_on_that_poisson_asks_for() -> None:
     assert compare(*answers(least - 1, 0, 0, 0)).verdict == "inconclusive"
     few = compare(*answers(200, 0, 0, 0))
     assert (few.unit, few.missing) == ("samples", pytest.approx(least - 200, abs=1))
-    shared = compare(*answers(112, 0, 0, 0), [i % 12 for i in range(112)])
+    shared = compare(*answers(120, 0, 0, 0), [i % 12 for i in range(120)])
     assert (shared.unit, shared.missing) == ("images", pytest.approx(least - 12, abs=5))
 
 

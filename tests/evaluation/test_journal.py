@@ -8,10 +8,12 @@ import resource
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from vlmcompress.engines import Answer, Request, Settings
 from vlmcompress.errors import UserError
@@ -80,6 +82,31 @@ def test_damage_elsewhere_is_refused(tmp_path: Path) -> None:
     path.write_text('{"key": "a", "entry": 1}\nnonsense\n')
     with pytest.raises(UserError, match="line 2 is damaged"), open_journal(path):
         pass
+
+
+SPOILT = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda c: st.lists(c, max_size=2) | st.dictionaries(st.text(max_size=4), c, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from([field.name for field in fields(Answer)]), SPOILT, st.booleans(), st.booleans())
+def test_an_entry_of_any_kind_is_an_answer_or_refused(tmp_path_factory, name, value, lacks, whole) -> None:
+    """A property: one field of another type, or missing, or something else in the place of the entry."""
+    entry = {key: item for key, item in asdict(ANSWER).items() if not (lacks and key == name)}
+    path = tmp_path_factory.getbasetemp() / "spoilt.jsonl"
+    path.write_text(
+        json.dumps({"key": "k", "entry": value if whole else entry if lacks else entry | {name: value}}) + "\n"
+    )
+    with open_journal(path) as journal:
+        try:
+            (answer,) = journal.answered({"a": "k"}).values()
+        except UserError as error:
+            assert "run again" in str(error)
+        else:
+            assert isinstance(answer.text, str) and isinstance(answer.prompt_tokens, int) and answer.id == "a"
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:

@@ -264,8 +264,8 @@ def test_blocks_of_fp8_are_multiplied_block_by_block():
             block = slice(64 * i, 64 * i + 64), slice(128 * j, 128 * j + 128)
             expected[block] = q.float()[block] * scale[i, j]
     assert torch.equal(QTensor(q, scale, None, fmt).dequantize(torch.float32), expected)
-    back, _ = fp8.read({"weight": q, "weight_scale_inv": scale}, Scheme(fmt), (96, 200))
+    back, _ = fp8.read({"weight": q, "weight_scale": scale}, Scheme(fmt), (96, 200))
     assert torch.equal(back.dequantize(torch.float32), expected)
     config = {"quant_method": "fp8", "weight_block_size": [64, 128]}
-    scheme = fp8.scheme_in(config, ("x",), {"weight_scale_inv": Spec("F32", (2, 2))}, (96, 200))
+    scheme = fp8.scheme_in(config, ("x",), {"weight_scale": Spec("F32", (2, 2))}, (96, 200))
     assert scheme == SCHEMES["fp8-block"]

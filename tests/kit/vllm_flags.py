@@ -12,8 +12,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     configurations of the engine, too, which reads their model.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    except ImportError:  # in vLLM 0.32
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     parser = make_arg_parser(FlexibleArgumentParser())
     refused = []

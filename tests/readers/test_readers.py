@@ -157,3 +157,22 @@ def test_what_is_not_known_is_left_to_the_engine(content: str | None, tmp_path: 
 @pytest.mark.parametrize(("folder", "name"), [("x y", "x-y"), ("a.b_c-d", "a.b_c-d"), ("---", "model")])
 def test_a_folder_has_one_name_on_servers(folder: str, name: str, tmp_path: Path) -> None:
     assert readers.served_name(tmp_path / folder) == name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kept"),
+    [
+        (r"-:(?:model\.language_model\.layers\.0\.linear_attn\.in_proj_b)$", True),
+        (r"+:model\.language_model\.layers\.0\.mlp\.down_proj", False),
+        (r"-:(?:model\.vision_tower\.encoder\.layers)(?:\..*)?$", False),
+        ("-:.*mtp.*", False),
+        (r"-:(?:lm_head|language_model\.lm_head)$", False),
+    ],
+)
+def test_optimum_reads_no_patterns(pattern: str, kept: bool) -> None:
+    """It takes all layers of the decoder blocks for quantized, as Qwen3.5's small projections show, which are not."""
+    block = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "dynamic": {pattern: {}}}
+    read = readers.read({"architectures": [QWEN], "quantization_config": block}, "OUT")
+    assert read.kept_layers is kept
+    assert (readers.verdict("transformers", read).reason is None) is not kept
+    assert readers.verdict("vllm", read).reason is None

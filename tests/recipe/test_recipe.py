@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
 from vlmcompress.recipe import SCHEMES, Recipe, resolve
 from vlmcompress.recipe.layers import assign, bundled, merge
 
@@ -60,16 +63,65 @@ def test_target_gives_the_scheme():
 
 def test_presets_of_other_tools_are_schemes_of_ours(tmp_path):
     """In any case, from flags, files and Python, recorded by our name; each alias is in one file and no entry's name."""
-    presets = {"W4A16": "gptq-plus", "w4a16_asym": "gptq-plus", "INT4": "gptq-plus", "W8A8": "int8", "W8A16": "w8a16"}
-    presets |= {"FP8_DYNAMIC": "fp8", "FP8": "fp8", "FP8-static": "fp8-static", "NVFP4": "nvfp4", "GPTQ": "gptq"}
-    for preset, scheme in presets.items():
-        recipe = resolve(BASE, write(tmp_path, f"scheme: {preset}")).recipe
+    names = {"w4a16": "gptq-plus", "w4a16_asym": "gptq-plus", "INT4": "gptq-plus", "W8A8": "int8", "W8A16": "w8a16"}
+    names |= {"FP8_DYNAMIC": "fp8", "fp8": "fp8", "Fp8": "fp8", "FP8": "fp8-static", "FP8-static": "fp8-static"}
+    names |= {"NVFP4": "nvfp4", "GPTQ": "gptq", "fp8-block": "fp8-block", "unquantized": "none"}
+    for name, scheme in names.items():
+        recipe = resolve(BASE, write(tmp_path, f"scheme: {name}")).recipe
         assert (recipe.scheme, recipe.plain()["scheme"]) == (scheme, scheme)
     on_target = resolve(BASE | {"target": "A100"})
     assert (on_target.recipe.target, on_target.origin("scheme")) == ("a100", "target a100")
     aliases = [alias for name in SCHEMES for alias in SCHEMES.aliases(name)]
-    assert len(aliases) == len(set(aliases)) > 3 and not {*aliases} & {*SCHEMES.names()}
+    assert len(aliases) == len(set(aliases)) and not {*aliases} & {*SCHEMES.names()}
     assert all(alias == alias.lower() and "_" not in alias for alias in aliases)
+
+
+OUR_REASONS = ("W2A4", "W3A4", "W4A4", "W2A8", "W3A8", "W4A8", "W5A8", "W6A8", "W7A8", "MXFP8A16")
+
+
+@pytest.mark.parametrize("name", [name for name in PRESET_SCHEMES if name not in OUR_REASONS])
+def test_a_preset_means_what_it_means_there(name, capsys):
+    """Oracle: compressed-tensors' own table: bits, zero points, which weights share a scale, and activations."""
+    theirs = preset_name_to_scheme(name, ["Linear"])
+    recipe = resolve(BASE | {"scheme": name}).recipe
+    if theirs.weights is None:
+        assert recipe.number_formats is None
+        return
+    group = QuantizationConfig(config_groups={"group_0": theirs}).to_dict()["config_groups"]["group_0"]
+    assert recipe.number_formats == compressed_tensors.scheme_of(group)
+    config = compressed_tensors.quantization_config([(recipe.number_formats, ["Linear"])], [])
+    ours = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    for mine, their in ((ours.weights, theirs.weights), (ours.input_activations, theirs.input_activations)):
+        assert (mine is None) == (their is None)
+        if mine is not None:
+            for key in ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic"):
+                assert getattr(mine, key) == getattr(their, key), key
+    assert getattr(recipe.options, "mixed", False) is False
+    small = resolve(BASE | {"scheme": name.lower()}).recipe
+    said = "is compressed-tensors' preset" in capsys.readouterr().err
+    assert (
+        said
+        == ((small.scheme, small.options) != (recipe.scheme, recipe.options))
+        == (name in ("FP8", "NVFP4", "W8A16"))
+    )
+
+
+@pytest.mark.parametrize("name", OUR_REASONS)
+def test_a_preset_that_is_not_written_says_why(name):
+    assert name in PRESET_SCHEMES
+    with pytest.raises(UserError, match=f"^scheme {name}: .*; take "):
+        resolve(BASE | {"scheme": name})
+
+
+def test_options_beside_a_preset(tmp_path):
+    """They go before its own, and its own before those of a file that another place names it over."""
+    beside = resolve(BASE | {"scheme": "W8A16", "options": {"group_size": 32}}).recipe
+    assert (beside.scheme, beside.options.group_size) == ("w8a16", 32)
+    file = write(tmp_path, "scheme: gptq\noptions: {symmetric: false, bits: 3}\n")
+    over = resolve(BASE | {"scheme": "W4A16"}, file).recipe
+    assert (over.scheme, over.options.symmetric, over.options.bits) == ("gptq-plus", True, 4)
+    head = resolve(BASE | {"scheme": "rtn", "head": "w4a16"}).recipe
+    assert head.parts["output head"].weights.symmetric
 
 
 def test_options_are_those_of_the_scheme():

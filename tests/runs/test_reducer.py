@@ -133,7 +133,7 @@ def test_a_reduced_original_wants_its_reducer_named(models, tmp_path, capsys):
 def test_data_that_nothing_reads_are_not_read(models, tmp_path, monkeypatch, extra):
     """No sample is encoded or run where no layer of the language model is quantized; the manifest says so."""
     calibration_rows.write(tmp_path, 2, lambda i: f"{i}.png")
-    monkeypatch.setattr(inputs, "encode", lambda *_args, **_more: pytest.fail("samples were encoded"))
+    monkeypatch.setattr(inputs, "encode_usable", lambda *_args, **_more: pytest.fail("samples were encoded"))
     keys = {"reduce": "dart:0.25", "calibrate": {"data": str(tmp_path / "calib.jsonl")}, "out": str(tmp_path / "out")}
     done = quantize(recipe(models["llava"], **keys, **extra))
     assert done.manifest["calibration"] is None

@@ -29,13 +29,26 @@ from torch.utils._pytree import tree_map_only
 from vlmcompress import models
 from vlmcompress.calibration.devices import accelerated, float_products, sent
 from vlmcompress.common import distributed
+from vlmcompress.common.messages import reason
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import IGNORED, VISION, Inputs
+from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, ModelSpec
 
 TOKENS = 2048  # of a batch with its padding, at most, unless it is a single sample
 PADDING = 1 / 8  # of a batch's tokens, at most
 _ROOM = 0.2  # share of an accelerator's free memory that may be taken by what batches keep between two blocks
+
+
+class Refused(UserError):
+    """The model raises for some samples: their numbers -> why."""
+
+    def __init__(self, reasons: dict[int, str]):
+        number, why = next(iter(reasons.items()))
+        super().__init__(
+            f"the model cannot take {len(reasons)} of the samples, the first is number {number + 1} ({why})"
+        )
+        self.reasons = reasons
 
 
 class StopForward(Exception):
@@ -99,25 +112,50 @@ def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progres
     Args:
         samples: from `encode`, one sample each.
         progress: called with (label, done, total).
+
+    Raises:
+        Refused: the model's code raises for some of a batch.
     """
     paths = models.decoder_layers(vlm.model, vlm.spec)
     batches: list[Batch] = []
     last = len(paths) - 1
     with _stubs(vlm.model, paths, lambda *call: recorder.record(batches[-1], *call)), accelerated(vlm.model) as device:
         recorder = _Recorder(device, last)
-        chosen = distributed.shard(bucket_by_length(samples))
-        for done, rows in enumerate(chosen, start=1):
+
+        def run(rows: list[int]) -> None:
             inputs = collate([samples[row] for row in rows])
             batches.append(Batch(rows, inputs.pop("modality").cpu(), device))
             add_positions(inputs, vlm.spec)
             inputs = {key: sent(value, device) for key, value in inputs.items()}
             with suppress(StopForward), float_products(vlm.model):
                 vlm.model(**inputs, use_cache=False)
+
+        chosen = distributed.shard(bucket_by_length(samples))
+        for done, rows in enumerate(chosen, start=1):
+            try:
+                run(rows)
+            except (UserError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # whatever the model's code raises
+                if reasons := _alone(run, rows, [row for others in chosen for row in others]):
+                    raise Refused(reasons) from error
+                raise
             batches[-1].added.append(None)  # nothing is added behind the last block
             batches[-1].calls.append(((), {}))  # nor has the output head, which comes there, other arguments
             batches[-1].added.append(None)
             progress("capturing block inputs", done, len(chosen))
     return batches
+
+
+def _alone(run: Callable[[list[int]], None], rows: Sequence[int], every: Sequence[int]) -> dict[int, str]:
+    """Which samples of a batch the model raises for by themselves, and why; none where it raises for all that are tried."""
+    reasons, tried = dict[int, str](), [*rows, *[row for row in every if row not in rows][:3]]
+    for row in tried:
+        try:
+            run([row])
+        except Exception as error:
+            reasons[row] = f"{type(error).__name__}: {reason(error)}"
+    return {} if len(reasons) == len(tried) else {row: why for row, why in reasons.items() if row in rows}
 
 
 class _Recorder:

@@ -274,7 +274,7 @@ def _errors(
     if stats is None or "gram" not in stats.needs:
         return {"weight": _weight_error(weight, quantized)}
     step = math.ceil(len(weight) / _ROWS)
-    weight, q = weight[::step], _rows(quantized, slice(None, None, step)).dequantize(torch.float32)
+    weight, q = weight[::step], quantized.dequantize(torch.float32, slice(None, None, step))
     errors = stats.error(q - weight, weight)
     added = {} if act is None else stats.rounding_error(q, weight, lambda x: round_activations(x, act, input_scale))
     return {modality: error + added.get(modality, 0.0) for modality, error in errors.items()}
@@ -285,18 +285,10 @@ def _weight_error(weight: Tensor, quantized: QTensor) -> float:
     sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
     for rows in row_chunks(weight):
         part = weight[rows]
-        difference = _rows(quantized, rows).dequantize(torch.float32).sub_(part)
+        difference = quantized.dequantize(torch.float32, rows).sub_(part)
         sums += torch.stack([difference.square_().sum(), part.square().sum()])
     error, size = sums.tolist()
     return error / max(size, 1e-30)
-
-
-def _rows(quantized: QTensor, rows: slice) -> QTensor:
-    """Some rows of a quantized weight."""
-    scale, zero = quantized.scale, quantized.zero_point
-    if scale.dim() > 1:  # not per matrix
-        scale, zero = scale[rows], None if zero is None else zero[rows]
-    return replace(quantized, q=quantized.q[rows], scale=scale, zero_point=zero)
 
 
 def warnings(results: Iterable[BlockResult]) -> list[str]:

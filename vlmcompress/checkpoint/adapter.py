@@ -2,8 +2,9 @@
 
 `W' = W + s B A` with `s = alpha / r` (LoRA, arXiv 2106.09685), or `alpha / sqrt(r)` (rsLoRA, arXiv 2312.03732); with DoRA
 (arXiv 2402.09353) the rows of W' are then given the lengths of its magnitude vector. An adapter of an embedding is `(B A)^T`.
-Parameters that were trained whole (`modules_to_save`, biases) take the place of the base's. All this is refused by name: other
-methods of PEFT, convolutions, what changes the base's own weights (PiSSA, OLoRA, CorDA), and a head that shares its weight.
+Parameters that were trained whole (`modules_to_save`, biases, an embedding with rows for more tokens) take the place of the
+base's. All this is refused by name: other methods of PEFT, convolutions, what changes the base's own weights (PiSSA, OLoRA,
+CorDA), and a head that shares its weight.
 
 Names of layers are those of the transformers in which the adapter was trained, and are translated as names on disk are.
 """
@@ -14,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,17 @@ from vlmcompress.checkpoint.changed import Change
 from vlmcompress.checkpoint.write import OutputTensor
 from vlmcompress.common import tensor_files
 from vlmcompress.common.identity import unchanged
+from vlmcompress.common.model_folder import ADAPTER_CONFIG as CONFIG
+from vlmcompress.common.model_folder import ADAPTER_WEIGHTS as WEIGHTS
+from vlmcompress.common.model_folder import adapter_files
 from vlmcompress.common.tensor_files import Entry
 from vlmcompress.errors import UserError
 from vlmcompress.models import Source
-from vlmcompress.recipe.adapter import CONFIG, WEIGHTS, read_config
+from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.adapter import inputs_folder, read_config, replaced
 
 RECORD = ".adapter.json"
+_TRAINED, _OF_BASE_MODULE = re.compile(r"\.modules_to_save(\.default)?\."), ".original_module."
 _PREFIX, _WRAPPED = "base_model.model.", ".base_layer."  # the latter of parameters of a layer that has an adapter
 _PARTS = {
     "lora_A.weight": "a",
@@ -81,13 +87,32 @@ class Low:
         return merged * (lengths / merged.norm(dim=1))[:, None]
 
 
+@dataclass(frozen=True)
+class Merge:
+    """What an adapter makes of its base.
+
+    Attributes:
+        changes: parameter (memory name) -> what becomes of it.
+        rows: rows of embedding and output head, where the adapter was trained with another vocabulary; None: the base's.
+    """
+
+    changes: Mapping[str, Change]
+    rows: int | None = None
+
+
 def problem(folder: Path, source: Source) -> str | None:
     """Why an adapter can't be merged into a model, from the headers of both; None where it can."""
     try:
-        _changes(folder, source)
+        _merge(folder, source)
     except UserError as error:
         return str(error)
     return None
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """Lines about what a recipe's adapter brings besides weights."""
+    kinds = replaced(recipe.model, recipe.adapter)
+    return [f"the adapter's own {' and '.join(kinds)} are taken in the place of the base's"] if kinds else []
 
 
 def write(
@@ -107,22 +132,27 @@ def write(
     Raises:
         UserError: the adapter is damaged, not of this model, or of a kind that is not merged.
     """
-    files = sorted({entry.file for entry in source.entries.values()}) + [folder / CONFIG, folder / WEIGHTS]
-    mark = json.dumps([source.config, unchanged(files)], sort_keys=True)
+    read = sorted({entry.file for entry in source.entries.values()}) + adapter_files(folder)
+    mark = json.dumps([source.config, unchanged(read)], sort_keys=True)
     if changed.has(out, RECORD, mark):
         return
-    made, disk = _changes(folder, source), {name: memory for memory, name in source.names.items()}
+    merge, disk = _merge(folder, source), {name: memory for memory, name in source.names.items()}
     _check_finite(folder)
-    tensors = []
+    tensors, vocabulary = [], _vocabulary(source)
     for entry in source.entries.values():
-        change = made.get(disk.get(entry.name, ""))
+        memory, spec = disk.get(entry.name, ""), entry.spec
+        if merge.rows and memory in vocabulary:
+            spec = replace(spec, shape=(merge.rows, *spec.shape[1:]))
+        change = merge.changes.get(memory)
         origin = entry if change is None else changed.lazily(entry, change, torch.device(device))
-        tensors.append(OutputTensor(entry.name, entry.spec, origin))
-    changed.write(source.path, out, tensors, source.config, (RECORD, mark), progress=progress)
+        tensors.append(OutputTensor(entry.name, spec, origin))
+    config = models.with_vocabulary(source.config, merge.rows) if merge.rows else source.config
+    files = inputs_folder(source.path, folder)
+    changed.write(source.path, out, tensors, config, (RECORD, mark), files=files, progress=progress)
 
 
-def _changes(folder: Path, source: Source) -> dict[str, Change]:
-    """What becomes of each parameter that an adapter changes, by memory name."""
+def _merge(folder: Path, source: Source) -> Merge:
+    """What an adapter makes of its base, from headers; the values of a head are read that shares the embedding's."""
     config = read_config(folder)
     _check_kind(folder, config)
     entries = _entries(folder)
@@ -138,18 +168,64 @@ def _changes(folder: Path, source: Source) -> dict[str, Change]:
             whole[name] = entry
     memory = models.memory_names(source.meta_model, [*(f"{name}.weight" for name in layers), *whole])
     made: dict[str, Change] = {}
+    tied, vocabulary, sizes = models.tied_names(source.meta_model), _vocabulary(source), dict[str, int]()
     for name, entry in whole.items():
-        shape = _stored_shape(folder, name, memory[name], source)
-        if entry.spec.shape != shape:
+        parameter = memory[name]
+        if parameter in tied and parameter not in source.names and _same(entry, whole, memory, tied[parameter]):
+            continue  # PEFT saves a shared matrix twice
+        shape = _stored_shape(folder, name, parameter, source)
+        if parameter in vocabulary and len(entry.spec.shape) == 2 and entry.spec.shape[1:] == shape[1:]:
+            sizes[parameter] = entry.spec.shape[0]
+        elif entry.spec.shape != shape:
             raise UserError(f"{folder / WEIGHTS}: '{name}' is {list(entry.spec.shape)}, the base's is {list(shape)}")
-        made[memory[name]] = _value(entry)
+        made[parameter] = _value(entry)
+    rows = _rows(folder, source, sizes)
     for name, parts in layers.items():
         parameter = memory[f"{name}.weight"]
-        low = _low(folder, config, name, parts, source, parameter)
+        shape = _stored_shape(folder, name, parameter, source)
+        shape = (rows, *shape[1:]) if rows and parameter in vocabulary else shape
+        low = _low(folder, config, name, parts, source, parameter, shape)
         made[parameter] = _both(made[parameter], low.merged) if parameter in made else low.merged
     if not made:
         raise UserError(f"{folder / WEIGHTS} has no adapter of any layer; give the folder that PEFT wrote")
-    return made
+    return Merge(made, rows)
+
+
+def _vocabulary(source: Source) -> list[str]:
+    """Memory names of the weights with a row for each token that the base stores: the embedding's, and the output head's."""
+    names = (f"{models.embedding_name(source.meta_model)}.weight", f"{source.spec.lm_head}.weight")
+    return [name for name in names if name in source.names]
+
+
+def _same(entry: Entry, whole: Mapping[str, Entry], memory: Mapping[str, str], parameter: str) -> bool:
+    """Whether a tensor of the adapter is that which it has of another parameter as well."""
+    other = next((whole[name] for name in whole if memory[name] == parameter), None)
+    return other is not None and torch.equal(tensor_files.read_tensor(entry), tensor_files.read_tensor(other))
+
+
+def _rows(folder: Path, source: Source, sizes: Mapping[str, int]) -> int | None:
+    """The rows of embedding and output head by an adapter that has them whole (`sizes`); None: as many as in the base.
+
+    Raises:
+        UserError: it has another number of one of them alone, or its tokenizer has tokens beyond.
+    """
+    stored = {name: source.stored[source.names[name]].shape[0] for name in _vocabulary(source)}
+    now = stored | dict(sizes)
+    if len(set(now.values())) > 1 and now != stored:
+        rows_of_each = ", ".join(f"'{name}' {count}" for name, count in now.items())
+        raise UserError(
+            f"{folder / WEIGHTS}: with the adapter embedding and output head have different rows ({rows_of_each}); merge it "
+            "with PEFT into the model that it was trained on, which has as many of both"
+        )
+    rows = next(iter(now.values()))
+    if "tokenizer" in replaced(source.path, folder) and (
+        beyond := models.unembedded(inputs_folder(source.path, folder), rows)
+    ):
+        raise UserError(
+            f"{folder}: {beyond}; save the adapter with the embedding that it was trained with (modules_to_save, or "
+            "save_embedding_layers=True), or remove its tokenizer files to go on with the base's"
+        )
+    return rows if now != stored else None
 
 
 def _value(entry: Entry) -> Change:
@@ -161,13 +237,19 @@ def _both(first: Change, then: Change) -> Change:
 
 
 def _low(
-    folder: Path, config: Mapping[str, Any], name: str, parts: Mapping[str, Entry], source: Source, parameter: str
+    folder: Path,
+    config: Mapping[str, Any],
+    name: str,
+    parts: Mapping[str, Entry],
+    source: Source,
+    parameter: str,
+    shape: tuple[int, ...],
 ) -> Low:
-    """The adapter of one layer, whose shapes fit. `name`: of the layer in the adapter; `parts`: by the ends of their names."""
+    """The adapter of one layer. `name`: of the layer in the adapter; `parts`: by the ends of their names; `shape`: of the
+    weight that it is added to."""
     file, entries = folder / WEIGHTS, {_PARTS[part]: entry for part, entry in parts.items()}
     if not {"a", "b"} <= entries.keys():
         raise UserError(f"{file}: '{name}' lacks {'lora_A' if 'b' in entries else 'lora_B'}; copy the file again")
-    shape = _stored_shape(folder, name, parameter, source)
     module = source.meta_model.get_submodule(parameter.rpartition(".")[0])
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise UserError(f"{file}: '{name}' is a {type(module).__name__}, which is not merged; merge it with PEFT")
@@ -240,6 +322,12 @@ def _entries(folder: Path) -> dict[str, Entry]:
     names = [
         (entry.name.removeprefix(_PREFIX).replace(_WRAPPED, "."), entry)
         for entry in tensor_files.read_entries(folder / WEIGHTS)
+        if _OF_BASE_MODULE not in entry.name
+    ]
+    # PEFT saves an embedding that was trained whole as well under the name that it has while it is trained
+    there = {name for name, _ in names}
+    names = [
+        (plain, entry) for name, entry in names if (plain := _TRAINED.sub(".", name)) == name or plain not in there
     ]
     entries = dict(names)
     if len(entries) < len(names):

@@ -14,12 +14,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from vlmcompress.common.quantization_keys import INTEGERS, MADE, refuse_unknown
 from vlmcompress.errors import UserError
 
 METHOD = "auto-round"
+_NUMBERS = ("bits", "group_size", "sym")
+_INPUTS = {"act_data_type", "act_dynamic", "act_group_size", "act_sym"}  # which say nothing where `act_bits` are 16
 _PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 
@@ -35,15 +38,24 @@ def translated(block: Mapping[str, Any]) -> dict[str, Any]:
             f"of auto-round's files those of integers packed as GPTQ or AutoAWQ do are read, with 16-bit activations; this is "
             f"data_type {kind!r}, packing_format {packing!r}, act_bits {inputs!r}"
         )
-    numbers = {"bits": block.get("bits"), "group_size": block.get("group_size"), "sym": block.get("sym", True)}
+    _check(block, {"packing_format", "extra_config"})
+    numbers = {key: block.get(key, True if key == "sym" else None) for key in _NUMBERS}
     if "awq" in packing:
         return {"quant_method": "awq", "version": "gemm", "zero_point": True, **numbers}
     version = "gptq" if packing == "auto_round:auto_gptq" else "gptq_v2"
-    dynamic = {f"+:.*{_searched(str(name))}": dict(numbers) | dict(values) for name, values in overrides.items()}
+    dynamic: dict[str, dict] = {}
+    for name, values in overrides.items():
+        _check(values, (), f"extra_config.{name}.")
+        dynamic[f"+:.*{_searched(str(name))}"] = {key: values.get(key, value) for key, value in numbers.items()}
     blocks = block.get("block_name_to_quantize") or ()
     if forms := "|".join(map(_within, blocks.split(",") if isinstance(blocks, str) else blocks)):
         dynamic[f"-:(?!(?:.*\\.)?(?:{forms}))"] = {}
     return {"quant_method": "gptq", "checkpoint_format": version, **numbers, "dynamic": dynamic}
+
+
+def _check(values: Any, further: Collection[str], at: str = "") -> None:
+    """Raise `UserError` for what a block or its entry of a layer says that is not read; `further`: keys of a block alone."""
+    refuse_unknown(values, {*_NUMBERS, *further}, MADE | _INPUTS, INTEGERS, at)
 
 
 def _within(block: str) -> str:

@@ -1,6 +1,6 @@
 """Write a 16-bit checkpoint with some tensors changed, which a run begins with: rotated, or with an adapter merged.
 
-Tensors are read, changed and written one by one; other files are copied.
+Tensors are read, changed and written one by one; the other files that belong to the model are copied.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.checkpoint.write import WEIGHTS, OutputTensor, write_json, write_weights
+from vlmcompress.checkpoint.write import OutputTensor, write_json, write_weights
 from vlmcompress.common import folders, tensor_files
+from vlmcompress.common.model_folder import companions
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry
 from vlmcompress.common.text import parse_size
@@ -34,15 +35,17 @@ def write(
     config: Mapping[str, Any],
     record: tuple[str, str],
     *,
+    files: Path | None = None,
     shard_size: str = "5GB",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the folder `out`, which appears whole or not at all, in the place of an earlier one.
 
     Args:
-        source: folder whose other files are copied.
+        source: folder that the tensors are of.
         config: content of config.json.
         record: name and text of a file that says what `out` was made of.
+        files: folder whose other files are copied; None: the source.
         progress: called with bytes written and bytes in all.
     """
     name, mark = record
@@ -50,12 +53,10 @@ def write(
     with folders.new_folder(out) as tree:
         write_weights(tree, list(tensors), parse_size(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
         write_json(tree / "config.json", dict(config))
-        for file in sorted(path for path in source.rglob("*") if path.is_file()):
-            place = file.relative_to(source)
-            hidden = any(part.startswith(".") for part in place.parts)
-            if not hidden and not file.name.endswith(WEIGHTS) and str(place) != "config.json":
-                (tree / place).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, tree / place)
+        files = files or source
+        for place in companions(files):
+            (tree / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(files / place, tree / place)
         (tree / name).write_text(mark, encoding="utf-8")
 
 

@@ -1,7 +1,8 @@
 """Write a quantized checkpoint anew without quantizing again: in another format, or with other values of some tensors.
 
 `convert` packs the same codes and scales otherwise. What the new format can express is equal bit for bit when it is unpacked;
-what it cannot express is refused by name before a byte is written.
+what it cannot express is refused by name before a byte is written. Only scales of an FP8 KV cache are left out with a warning:
+engines then keep keys and values in 16 bits.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.checkpoint import manifest, reducer_block
+from vlmcompress.checkpoint import manifest, reducer_block, tokenizers
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.checkpoint.stored import Stored
-from vlmcompress.checkpoint.write import Content, OutputTensor, write_folder
+from vlmcompress.checkpoint.write import Content, OutputTensor, cast_entry, write_folder
 from vlmcompress.common import folders
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.exporters import Writer, files_problems, problems
+from vlmcompress.exporters import Format, Writer, files_problems, problems
 
 
 def convert(
@@ -62,13 +63,29 @@ def convert(
         raise UserError(fault)
     carried = reducer_block.read(stored.config)
     reducer = carried.reducer.plain() if carried else None
-    for reason in files_problems(writer, source, stored.spec.family, stored.meta_model.config.to_dict(), reducer):
+    model_config = stored.meta_model.config.to_dict()
+    for reason in files_problems(writer, source, stored.spec.family, model_config, reducer):
         raise UserError(reason)
-    layers, tensors = _layers(stored, written), written_tensors(stored, writer)
+    if problem := tokenizers.compare(writer, source, model_config).problem:
+        raise UserError(problem)
+    layers, tensors = _layers(stored, written, writer), written_tensors(stored, writer)
     config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
+    config = stored.float_type.config(config)
     before, record = _record(stored, format)
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
+    if format == "compressed-tensors" and stored.scale_dtype is None:
+        record["warnings"].append(
+            "scales are numbers that the model's own type does not hold: transformers does not compute with both types, vLLM "
+            "may round them; format bf16 runs everywhere"
+        )
+    if stored.kv_scales and writer.KV_SCALES is None:
+        record["recipe"] = record["recipe"] | {"kv_cache": None}
+        record["kv_cache"] = {}  # its errors
+        record["warnings"].append(
+            f"the scales of the FP8 KV cache were left out, as {format} has no place for them: engines keep keys and values in "
+            "16 bits"
+        )
     content = Content(tensors, stored, writer, layers, config, record, before, {}, _memory(written), stored.spec.family)
     with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
@@ -106,7 +123,7 @@ def rewrite_tensors(
         tensors,
         stored,
         FORMATS.get(stored.format),
-        _layers(stored, stored.names),
+        _layers(stored, stored.names, stored.reader),
         config,
         record | dict(entries),
         record["size"]["weights_before"],
@@ -122,10 +139,10 @@ def _memory(written: Mapping[str, str]) -> dict[str, str]:
     return {name: parameter for parameter, name in written.items()}
 
 
-def _layers(stored: Stored, written: Mapping[str, str]) -> Layers:
-    """Which layers are quantized. `written`: memory name of a parameter -> its name in the output."""
+def _layers(stored: Stored, written: Mapping[str, str], format: Format) -> Layers:
+    """Which layers are quantized. `written`: memory name of a parameter -> its name in the output, which is in `format`."""
     names = [entry.name for entry in stored.entries]
-    kv_cache = bool(stored.kv_scales)
+    kv_cache = bool(stored.kv_scales) and format.KV_SCALES is not None
     return layers_of(stored.schemes, stored.meta_model, written, stored.spec, stored=names, kv_cache=kv_cache)
 
 
@@ -143,22 +160,25 @@ def check(stored: Stored, layers: Layers, writer: Writer) -> None:
 def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
     """What a format has in the place of each of a checkpoint's tensors. Raises `UserError` for what it cannot hold."""
     written = models.written_names(stored.names, stored.spec)
-    check(stored, _layers(stored, written), writer)
+    check(stored, _layers(stored, written, writer), writer)
     renamed = {disk: written[memory] for memory, disk in stored.names.items()}
     owner = {entry.name: name for name, layer in stored.layers.items() for entry in layer.entries.values()}
-    kv = {
-        entry.name: prefix + local
-        for prefix, pair in stored.kv_scales.items()
-        for entry, local in zip(pair, writer.KV_SCALES or (), strict=True)
-    }
-    unwanted = set(models.left_out(stored.names, [entry.name for entry in stored.entries]))
+    unwanted, kv = set(models.left_out(stored.names, [entry.name for entry in stored.entries])), dict[str, str]()
+    for prefix, pair in stored.kv_scales.items():
+        if writer.KV_SCALES is None:
+            unwanted |= {entry.name for entry in pair}
+        else:
+            kv |= {entry.name: prefix + local for entry, local in zip(pair, writer.KV_SCALES, strict=True)}
+    memory = {disk: name for name, disk in stored.names.items()}
     tensors, done = list[OutputTensor](), set[str]()
     for entry in stored.entries:
         module = owner.get(entry.name)
         if module is None:
             if entry.name not in unwanted:
-                name = kv.get(entry.name) or renamed.get(entry.name, entry.name)
-                tensors.append(OutputTensor(name, entry.spec, entry))
+                name, spec = kv.get(entry.name) or renamed.get(entry.name, entry.name), entry.spec
+                if entry.name not in kv:
+                    spec = stored.float_type.spec(memory.get(entry.name, entry.name), spec)
+                tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
         elif module not in done:
             done.add(module)
             layer = stored.layers[module]

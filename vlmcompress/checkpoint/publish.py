@@ -120,7 +120,6 @@ def push(upload: Upload, *, private: bool = False) -> str:
     Raises:
         UserError: the user has set HF_HUB_OFFLINE, no token, no access, or no connection.
     """
-    import httpx
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -142,7 +141,7 @@ def push(upload: Upload, *, private: bool = False) -> str:
             )
     except HfHubHTTPError as error:
         raise UserError(_refused(upload.repository, error)) from error
-    except httpx.HTTPError as error:
+    except hub.http_library().HTTPError as error:
         raise UserError(
             f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}); "
             "run it again, what has arrived is not sent twice"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from vlmcompress import __version__, models, readers
 from vlmcompress.checkpoint import card, manifest, reducer_block
 from vlmcompress.common import hub
+from vlmcompress.common.messages import note
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.errors import UserError
 from vlmcompress.models import read_json, shards
@@ -148,9 +150,17 @@ def folder(model: str | Path, *engines: str) -> Path:
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
     _reducer(path)
+    _note_asides(path)
     if engines:
         readers.refuse(path, [engine for engine in engines if not engine.startswith("openai")])
     return path
+
+
+@functools.cache
+def _note_asides(path: Path) -> None:
+    """Note once what lies in a checkpoint's folder as weights and is not part of it."""
+    for line in models.asides(path):
+        note(f"{path}: {line}")
 
 
 def origin() -> dict[str, Any]:

@@ -25,11 +25,12 @@ from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import Reader
-from vlmcompress.models import ModelSpec
+from vlmcompress.models import FloatType, ModelSpec
 from vlmcompress.numerics import Scheme
 
 _OPTIONAL = "g_idx"  # some writers leave it out where it says nothing
-_SCALES = ("scales", "weight_scale", "weight_scale_inv")
+_SCALES = ("scales", "weight_scale")
+_KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,21 @@ class Stored(Mapping[str, Quantized]):
         config = models.read_config(path)
         block = _block(path, config)
         name, reader = _format(path, block)
+        try:
+            reader.check(block)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"quantization_config is none of {name} ({error}); restore it from the source") from error
         spec = models.spec_for(config)
         meta_model = models.build_meta_model(path)
         entries = list(models.stored_tensors(path).values())
         kv_scales = _kv_scales(entries, reader)
+        if not kv_scales and (
+            key := next((key for key in _KV_KEYS if (block.get("quantization") or block).get(key)), "")
+        ):
+            raise UserError(
+                f"quantization_config has {key}, and the checkpoint has no scales of keys and values; take it out of the "
+                "config where the weights alone are wanted"
+            )
         cached = {entry.name for pair in kv_scales.values() for entry in pair}
         layers = _layers(meta_model, spec, [e for e in entries if e.name not in cached], block, reader)
         inside = {entry.name for layer in layers.values() for entry in layer.entries.values()}
@@ -106,13 +118,19 @@ class Stored(Mapping[str, Quantized]):
         return {name: layer.scheme for name, layer in self.layers.items()}
 
     @cached_property
+    def float_type(self) -> FloatType:
+        """The type of the model's floating tensors, but for those of quantized layers."""
+        packed = {entry.name for layer in self.layers.values() for entry in layer.entries.values()}
+        plain = [entry.spec for entry in self.entries if entry.name not in packed]
+        return FloatType.of(self.config, plain, spec=self.spec, model=self.meta_model)
+
+    @cached_property
     def scale_dtype(self) -> torch.dtype | None:
-        """The model's 16-bit type where all scales are such numbers, whatever type they are stored in; else None: that type.
+        """The model's type where all scales are such numbers, whatever type they are stored in; else None: that type.
 
         Engines load scales in the model's type, and transformers computes in the type it finds.
         """
-        norm = self.names[f"{models.final_norm(self.spec)}.weight"]  # which no format quantizes
-        dtype = next(tensor_files.DTYPES[entry.spec.dtype] for entry in self.entries if entry.name == norm)
+        dtype = self.float_type.dtype
         for layer in self.layers.values():
             for scale in (layer.entries[local] for local in layer.entries if _is_scale(local, layer)):
                 value = tensor_files.read_tensor(scale)
@@ -161,7 +179,10 @@ def _block(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
     """Name and module of the format that a config block is of."""
     method = models.quantization_method(block)
-    if method == "gptq" and block.get("checkpoint_format") == "gptq_v2":
+    versions = {block[key] for key in ("checkpoint_format", "format") if block.get(key)} if method == "gptq" else set()
+    if len(versions) > 1:
+        raise UserError(f"{path}: checkpoint_format and format differ in quantization_config; mend it")
+    if "gptq_v2" in versions:
         method = "gptq-v2"
     for name in FORMATS.names():
         module = FORMATS.get(name)
@@ -189,13 +210,18 @@ def _layers(
     meta_model: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: Reader
 ) -> dict[str, StoredLayer]:
     """Find the quantized linear layers, and check that their tensors are there in the right shapes."""
-    matrices = models.matrices(meta_model)
+    matrices, other_names = models.matrices(meta_model), getattr(reader, "OTHER_NAMES", {})
     by_layer: dict[str, dict[str, Entry]] = {}
     memory = models.memory_names(meta_model, [entry.name for entry in entries])
     for entry in entries:
         module, _, local = memory[entry.name].rpartition(".")
         if module in matrices:
-            by_layer.setdefault(module, {})[local] = entry
+            local, tensors = other_names.get(local, local), by_layer.setdefault(module, {})
+            if local in tensors:
+                raise UserError(
+                    f"tensors '{tensors[local].name}' and '{entry.name}' are the same by two names; remove one"
+                )
+            tensors[local] = entry
     layers = {}
     for module, tensors in by_layer.items():
         prefixes = {entry.name.rpartition(".")[0] for entry in tensors.values()}
@@ -232,11 +258,13 @@ def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str,
         sides = [[side for side in shape if side != 1] for shape in (actual.shape, spec.shape)]
         if not (floats or actual.dtype == spec.dtype) or sides[0] != sides[1]:
             raise UserError(
-                f"tensor '{prefix}.{local}' is {actual.dtype} {list(actual.shape)}, its scheme needs {spec.dtype} "
+                f"tensor '{tensors[local].name}' is {actual.dtype} {list(actual.shape)}, its scheme needs {spec.dtype} "
                 f"{list(spec.shape)}; download the checkpoint again"
             )
     if extra := sorted(tensors.keys() - needed.keys() - {"bias"}):
-        raise UserError(f"tensor '{prefix}.{extra[0]}' has no place in a layer of this scheme; it cannot be converted")
+        raise UserError(
+            f"tensor '{tensors[extra[0]].name}' has no place in a layer of this scheme; it cannot be converted"
+        )
 
 
 def _check_plain(stored: Stored) -> None:

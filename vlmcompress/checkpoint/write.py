@@ -2,38 +2,40 @@
 
 Nothing goes through transformers' saving: tensors that do not change are copied as bytes, under the names they had, so
 what an engine could read before it can read now; names that vLLM does not find are put right (`models.written_names`).
-Every other file (tokenizer, processor, chat template, ...) is copied too. One layer is in memory at a time. Equal inputs
-give byte-identical files.
+The other files that belong to a model (tokenizer, processor, chat template, ...) are copied too. One layer is in memory
+at a time. Equal inputs give byte-identical files.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from vlmcompress.checkpoint import card, launch_files, manifest, reducer_block
+from vlmcompress.checkpoint import card, launch_files, manifest, reducer_block, tokenizers
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import folders, json_files, tensor_files
+from vlmcompress.common import folders, tensor_files
 from vlmcompress.common.layer_names import Layers
+from vlmcompress.common.model_folder import INDEX, companions
 from vlmcompress.common.progress import phase, phase_seconds
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.common.text import parse_size
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import Format, Parts, Writer
 from vlmcompress.models import (
-    CONFIG_FILES,
+    FloatType,
     left_out,
     load_processor,
     quiet,
+    read_config,
     refuse_quantized,
     spec_for,
     stored_bytes,
@@ -44,9 +46,6 @@ from vlmcompress.models import (
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
-
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-_WRITTEN = ("config.json", card.CARD, MANIFEST, *CONFIG_FILES)  # written anew, not copied
 
 Quantized = tuple[QTensor, Scheme, Tensor | None]
 """A linear layer's weight, its scheme, the scale of static activations."""
@@ -100,8 +99,10 @@ def write(
     layers: Layers,
     manifest: dict,
     original: Path | None = None,
+    files: Path | None = None,
     entries: Mapping[str, Entry] | None = None,
     written: Mapping[str, str] | None = None,
+    float_type: FloatType | None = None,
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
     reducer: ReducerChoice | None = None,
@@ -123,9 +124,11 @@ def write(
         exporter: the format that is written, a module of `vlmcompress.exporters`.
         layers: which layers are quantized, for the config block.
         manifest: what `manifest.build` returned; files and sizes are added here.
-        original: folder of the checkpoint that the source was made of, whose other files are copied; None: the source.
+        original: folder of the checkpoint that the source was made of; None: the source.
+        files: folder whose other files are copied; None: that of the original.
         entries: name of a tensor of the source -> where its bytes are; None: those that it stores.
         written: memory name of a parameter -> its name in `out`; None: `names`.
+        float_type: the type of floating tensors; None: each has the one in which it is stored.
         changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
         reducer: the reducer of visual tokens that the checkpoint is to carry; None for none.
@@ -137,19 +140,23 @@ def write(
         progress: called with bytes written and bytes in all.
     """
     folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
-    config = json_files.read(source / "config.json")
+    config = read_config(source, weights=False)
     refuse_quantized(source, config)
     spec = spec_for(config)
     stored = list((stored_tensors(source) if entries is None else entries).values())
-    tensors = plan_tensors(stored, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
+    tensors = plan_tensors(
+        stored, quantized, names, written or names, changed or {}, kv_scales or {}, exporter, float_type
+    )
     config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in stored]) | dict(settings or {})
     config = untied(config) if spec.lm_head in quantized else config  # such a head shares no weight
+    config = float_type.config(config) if float_type else config
     if reducer:
         config = reducer_block.write(config, reducer, counter)
     before = stored_bytes(original or source)
     memory = {(written or names)[parameter]: parameter for parameter in names}
     parts = (tensors, quantized, exporter, layers, config, manifest, before, extra_files or {}, memory, spec.family)
-    return write_folder(original or source, out, Content(*parts), shard_size=shard_size, progress=progress)
+    original = original or source
+    return write_folder(original, out, Content(*parts), files=files, shard_size=shard_size, progress=progress)
 
 
 def write_folder(
@@ -157,12 +164,14 @@ def write_folder(
     out: Path,
     content: Content,
     *,
+    files: Path | None = None,
     shard_size: str | int,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
-    """Write `out`, which `folders.check` has allowed, with copies of the other files of `source`; return its manifest."""
-    limit = parse_size(shard_size, "shard_size")
-    copied = [(file, place) for file, place in _other_files(source) if str(place) not in content.extra_files]
+    """Write `out`, which `folders.check` has allowed, with copies of the other files of `files` (None: `source`); return its
+    manifest."""
+    limit, warnings = parse_size(shard_size, "shard_size"), list[str]()
+    copied = [(file, place) for file, place in _other_files(files or source) if str(place) not in content.extra_files]
     needed = sum(tensor.spec.nbytes for tensor in content.tensors)
     folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))
     with folders.new_folder(out) as tree:
@@ -180,11 +189,17 @@ def write_folder(
             shutil.copyfile(file, tree / place)
         with phase("writing"):
             if hasattr(content.exporter, "write_files"):
-                after = content.exporter.write_files(tree, content.family, _parts(tree, content, source.name), progress)
+                parts = _parts(tree, content, source.name)
+                after = content.exporter.write_files(tree, content.family, parts, progress)
+                tokens = tokenizers.compare(content.exporter, tree, parts.config)
+                if tokens.problem:
+                    raise UserError(tokens.problem)
+                warnings += [tokens.warning] if tokens.warning else []
             else:
                 after = write_weights(tree, content.tensors, limit, content.quantized, content.exporter, progress)
         size = {"weights_before": content.before, "weights_after": after}
         record = content.manifest | {"size": size, "tensors": len(content.tensors), "timing": phase_seconds()}
+        record["warnings"] = [*record.get("warnings", ()), *warnings]
         launch_files.write(tree, record, out.name)
         (tree / card.CARD).write_text(card.render(record, tree, out.name), encoding="utf-8")
         record["files"] = manifest.hash_files(tree)
@@ -210,21 +225,9 @@ def _parts(tree: Path, content: Content, title: str) -> Parts:
 
 
 def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
-    """List the files to copy, with their place in the output; the source's model card is kept under another name, and launch
-    files that we wrote for the source are left out."""
-    ours = (source / MANIFEST).is_file()
-    for folder, subfolders, files in os.walk(source):
-        if ours and Path(folder) == source:
-            subfolders[:] = [name for name in subfolders if name != launch_files.FOLDER]
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in sorted(files):
-            place = Path(folder, name).relative_to(source)
-            if name.startswith(".") or name.endswith(WEIGHTS):
-                continue
-            if str(place) == card.CARD:
-                yield Path(folder, name), Path(card.SOURCE_CARD)
-            elif str(place) not in _WRITTEN:
-                yield Path(folder, name), place
+    """List the files to copy, with their place in the output; the source's model card is kept under another name."""
+    for place in companions(source):
+        yield source / place, Path(card.SOURCE_CARD) if str(place) == card.CARD else place
 
 
 def plan_tensors(
@@ -235,6 +238,7 @@ def plan_tensors(
     changed: Mapping[str, Tensor],
     kv_scales: Mapping[str, Tensor],
     exporter: Writer,
+    float_type: FloatType | None = None,
 ) -> list[OutputTensor]:
     """List what is written in the place of each of an unquantized checkpoint's tensors; arguments as of `write`."""
     layers = {names[f"{module}.weight"]: module for module in quantized}
@@ -242,39 +246,59 @@ def plan_tensors(
     if overlap := layers.keys() & values.keys():
         raise ValueError(f"both quantized and changed: {sorted(overlap)}")
     tensors, renamed = list[OutputTensor](), {disk: written[memory] for memory, disk in names.items()}
-    unwanted = left_out(names, [entry.name for entry in entries])
+    memory = {disk: name for name, disk in names.items()}
+    unwanted, specs = left_out(names, [entry.name for entry in entries]), dict[str, Spec]()
     for entry in entries:
         name = renamed.get(entry.name, entry.name)
         if name in unwanted:
             continue
+        spec = float_type.spec(memory.get(entry.name, entry.name), entry.spec) if float_type else entry.spec
+        specs[entry.name] = spec
         if entry.name in layers:
             module = layers.pop(entry.name)
             weight, scheme, _ = quantized[module]
-            if tuple(weight.q.shape) != entry.spec.shape:
-                raise ValueError(f"{entry.name} is {entry.spec.shape}, its quantized form {tuple(weight.q.shape)}")
+            if tuple(weight.q.shape) != spec.shape:
+                raise ValueError(f"{entry.name} is {spec.shape}, its quantized form {tuple(weight.q.shape)}")
             prefix = name.removesuffix("weight")
             rows, columns = weight.q.shape
-            for local, spec in exporter.specs(scheme, rows, columns, Spec.of(weight.scale).dtype).items():
-                tensors.append(OutputTensor(prefix + local, spec, (module, local)))
+            for local, local_spec in exporter.specs(scheme, rows, columns, Spec.of(weight.scale).dtype).items():
+                tensors.append(OutputTensor(prefix + local, local_spec, (module, local)))
         elif entry.name in values:
             value = values.pop(entry.name)
-            if tuple(value.shape) != entry.spec.shape:
-                raise ValueError(f"{entry.name} is {entry.spec.shape}, its new value {tuple(value.shape)}")
-            stored = value.to(tensor_files.DTYPES[entry.spec.dtype])  # a config may load float32 as bfloat16
-            tensors.append(OutputTensor(name, entry.spec, stored))
+            if tuple(value.shape) != spec.shape:
+                raise ValueError(f"{entry.name} is {spec.shape}, its new value {tuple(value.shape)}")
+            tensors.append(OutputTensor(name, spec, value.to(tensor_files.DTYPES[spec.dtype])))
         else:
-            tensors.append(OutputTensor(name, entry.spec, entry))
+            tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
     if layers or values:
         raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
-    dtypes = {entry.name: entry.spec.dtype for entry in entries}
     for module, scales in kv_scales.items():
-        # An attention module has no tensor of its own: its name and type are those of a layer below it.
-        memory, sibling = next((memory, disk) for memory, disk in names.items() if memory.startswith(f"{module}."))
-        prefix = written[memory].removesuffix(memory.removeprefix(f"{module}."))
-        stored = scales.to(tensor_files.DTYPES[dtypes[sibling]])  # transformers computes attention in the scales' type
+        # An attention module has no tensor of its own: its name is that of a layer below it, and so is the type, in which
+        # transformers computes attention.
+        below, sibling = next((name, disk) for name, disk in names.items() if name.startswith(f"{module}."))
+        prefix = written[below].removesuffix(below.removeprefix(f"{module}."))
+        stored = scales.to(tensor_files.DTYPES[specs[sibling].dtype])
         for local, scale in zip(exporter.KV_SCALES or (), stored.reshape(2, 1), strict=True):
             tensors.append(OutputTensor(prefix + local, Spec.of(scale), scale))
     return tensors
+
+
+def cast_entry(entry: Entry, spec: Spec) -> Entry | Callable[[], Tensor]:
+    """A stored tensor in the type of `spec`: the entry itself, or a function that reads it. The latter raises `UserError` for
+    numbers that are too large for the type."""
+    if entry.spec.dtype == spec.dtype:
+        return entry
+
+    def make() -> Tensor:
+        stored = tensor_files.read_tensor(entry)
+        value = stored.to(tensor_files.DTYPES[spec.dtype])
+        if not torch.equal(value.isfinite(), stored.isfinite()):
+            raise UserError(
+                f"tensor '{entry.name}' has numbers too large for {value.dtype}; use --dtype bfloat16 or float32"
+            )
+        return value
+
+    return make
 
 
 def output_specs(
@@ -351,7 +375,7 @@ def write_weights(
     if len(files) > 1:
         weight_map = {name: file_name for file_name, specs in zip(file_names, files, strict=True) for name in specs}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(tree / tensor_files.INDEX, index)
+        write_json(tree / INDEX, index)
     return total
 
 

@@ -45,15 +45,17 @@ def conclude(
     Args:
         gate: rules to judge by; None: nothing is judged and the exit code is 0.
         folder: where to write a report. The accuracy or speed in an earlier report of the same checkpoints is kept, so that
-            `eval` and `bench` fill one report.
+            `eval` and `bench` fill one report, and its gate judges both.
         overwrite: an earlier report may be one that can't be read.
     """
     if folder and (earlier := _earlier(Path(folder), overwrite)):
         results = joined(results, earlier)
-    if gate:
-        results = results.model_copy(update={"gate": gates.judge(results, gate)})
+    # a gate that an earlier call was given judges what this call has measured, too; its verdict is in the report alone
+    rules = gate or (gates.recorded(results.gate) if results.gate else None)
+    if rules:
+        results = results.model_copy(update={"gate": gates.judge(results, rules)})
     files = write(results, folder) if folder else {}
-    code = EXIT[results.gate.verdict] if results.gate else OK
+    code = EXIT[results.gate.verdict] if gate and results.gate else OK
     data = {"ok": code == OK, **results.to_dict(pictures=False), "files": {kind: str(p) for kind, p in files.items()}}
     findings = Findings(results)
     lines = [terminal(findings), "", *findings.headline]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from vlmcompress.common.registry import SCHEMES, TARGETS
+from vlmcompress.common.registry import TARGETS
 from vlmcompress.errors import UserError, closest, did_you_mean
 
 
@@ -90,9 +90,12 @@ RECIPE_KEYS = {
     "group_size": "options.group_size",
     "rotate": "rotate",
     "adapter": "adapter",
+    "dtype": "dtype",
     "from_quantized": "from_quantized",
     "reduce": "reduce",
     "calib": "calibrate.data",
+    "columns": "calibrate.columns",
+    "skip_bad": "calibrate.skip_bad",
     "text": "calibrate.text",
     "samples": "calibrate.samples",
     "all_experts": "calibrate.all_experts",
@@ -151,7 +154,7 @@ def recipe(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default=none, help=MODEL)
     parser.add_argument("-o", "--out", default=none, help="folder to write")
     parser.add_argument("--recipe", metavar="FILE", help="YAML file, or the name of a bundled recipe")
-    parser.add_argument("--scheme", type=SCHEMES.name, default=none, help="see vlmcompress list schemes")
+    parser.add_argument("--scheme", default=none, help="see vlmcompress list schemes")
     parser.add_argument(
         "--bits", type=int, metavar="N", default=none, help="of a weight: short for --set options.bits=N"
     )
@@ -160,6 +163,7 @@ def recipe(parser: Parser) -> None:
     )
     parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
     adapter(parser)
+    parser.add_argument("--dtype", default=none, help="bfloat16, float16 or float32: what is not quantized, and scales")
     parser.add_argument(
         "--from-quantized", action="store_true", default=none, help="MODEL is FP8: quantize what it stands for"
     )
@@ -220,6 +224,7 @@ def data(parser: Parser, samples: str = "128") -> None:
         default=none,
         help="folder of images, .jsonl, .parquet or data set",
     )
+    rows(parser)
     parser.add_argument("--text", metavar="FILE", default=none, help="text samples to mix in, one for each of DATA")
     parser.add_argument(
         "--samples",
@@ -233,6 +238,49 @@ def data(parser: Parser, samples: str = "128") -> None:
         "--all-experts", action="store_true", default=none, help="show every expert of a mixture all calibration tokens"
     )
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random; default: 0")
+
+
+class _Columns(argparse.Action):
+    """Joins the pairs of all `--columns` flags."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        columns = dict(getattr(namespace, self.dest, None) or {})
+        for pair in values.split(","):
+            field, _, column = (part.strip() for part in pair.partition("="))
+            if not field or not column:
+                raise UserError(
+                    f"--columns {values}: '{pair}' names no column; write FIELD=COLUMN, like question=query"
+                )
+            columns[field] = column
+        setattr(namespace, self.dest, columns)
+
+
+def _skipped(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < float("inf"):
+        raise UserError(f"--skip-bad {text} is no number of rows; give one, or a share below 1")
+    return number
+
+
+def rows(parser: Parser) -> None:
+    """The flags that say how rows of data are read."""
+    parser.add_argument(
+        "--columns",
+        action=_Columns,
+        metavar="FIELD=COLUMN,...",
+        default=argparse.SUPPRESS,
+        help="columns of DATA with names of their own, e.g. image=img,question=query,answer=label",
+    )
+    parser.add_argument(
+        "--skip-bad",
+        type=_skipped,
+        metavar="N|SHARE",
+        default=argparse.SUPPRESS,
+        help="rows that cannot be used and may be skipped; default: 0",
+    )
 
 
 def rotation(parser: argparse.ArgumentParser) -> None:

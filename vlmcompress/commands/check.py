@@ -50,12 +50,13 @@ def _devices(recipe: Recipe, tp: int) -> Finding:
     """Check whether vLLM can split the model in the recipe's format over `tp` devices."""
     from vlmcompress import models
     from vlmcompress.common.messages import Finding
+    from vlmcompress.common.model_folder import has_weights
     from vlmcompress.errors import UserError
     from vlmcompress.planning import devices
     from vlmcompress.planning.plan import make_plan
 
     try:
-        outlined = not recipe.from_quantized and not models.has_weights(recipe.model)
+        outlined = not recipe.from_quantized and not has_weights(recipe.model)
         source = models.Source.outline(recipe.model) if outlined else None
         problem = devices.problem(make_plan(recipe, source=source, refuse=False), tp)
     except UserError as error:

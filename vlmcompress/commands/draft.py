@@ -14,6 +14,7 @@ from vlmcompress.commands import _flags
 from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import OK, Outcome, written_text
 from vlmcompress.common import distributed, hub
+from vlmcompress.common.messages import note
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import table
 from vlmcompress.errors import UserError
@@ -55,7 +56,10 @@ def options(parser: Parser) -> None:
         help="most tokens that the draft can guess; default: 32000",
     )
     parser.add_argument(
-        "--kind", choices=("eagle3", "medusa"), default=DEFAULTS["kind"], help="of the head; default: eagle3"
+        "--kind",
+        choices=("eagle3", "medusa"),
+        default=DEFAULTS["kind"],
+        help="of the head; default: eagle3. medusa is served by vLLM up to 0.32 alone",
     )
     parser.add_argument(
         "--from", dest="base", metavar="DRAFT", help="begin with a draft of another checkpoint of the same base model"
@@ -111,6 +115,8 @@ def run(args: argparse.Namespace) -> Outcome:
     recipe = resolve(values | {"scheme": "none"}).recipe
     assert recipe.out is not None
     base = _base(args)
+    if training.kind == "medusa":
+        note("vLLM serves Medusa heads up to 0.32; 0.33 has none any more. --kind eagle3 stays")
     engine = engines.get("vllm") if (args.engine or _there()) == "vllm" else None
     options: dict[str, Any] = {"base": base, "engine": engine, "resume": args.resume, "overwrite": args.overwrite}
     with closing(ProgressBar()) as progress:

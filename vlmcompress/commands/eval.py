@@ -43,6 +43,14 @@ def options(parser: Parser) -> None:
         metavar="FILE",
         help="local copy of the suite's data; alone: questions and answers",
     )
+    _flags.rows(parser)
+    parser.add_argument(
+        "--score",
+        default="auto",
+        metavar="NAME",
+        help="of data of your own: exact, normalized, contains, anls, regex:PATTERN or FILE.py:FUNCTION; default: auto, which "
+        "looks at the baseline's first answers",
+    )
     parser.add_argument(
         "--engine", default="vllm", metavar="NAME", help="vllm, hf, llamacpp, openvino or openai:URL; default: vllm"
     )
@@ -106,6 +114,8 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             args.baseline or args.out,
             suites=_suites(args.suite),
             data=args.data,
+            columns=getattr(args, "columns", None),
+            skip_bad=getattr(args, "skip_bad", 0),
             engine=args.engine,
             baseline_engine=args.baseline_engine,
             reduce=args.reduce,
@@ -113,6 +123,7 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             ray=args.ray,
             limit=args.limit,
             seed=args.seed,
+            score=args.score,
             margins=margins,
             journal=Path(args.report) / JOURNAL if args.report else None,
             progress=progress,

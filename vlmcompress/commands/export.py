@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -37,9 +38,11 @@ def run(args: argparse.Namespace) -> Outcome:
 def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
     """Write `source` in another format; `args` are those of `converting`."""
     _process.import_transformers()
+    from vlmcompress.checkpoint import manifest
     from vlmcompress.checkpoint.convert import convert
 
     out = Path(args.out)
+    earlier = manifest.read(source).get("warnings", ()) if (source / manifest.MANIFEST).is_file() else ()
     with closing(ProgressBar()) as bar:
         record = convert(
             source,
@@ -50,7 +53,10 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
             progress=lambda written, total: bar("writing", written, total),
         )
     seconds, changed, sizes = time.monotonic() - args.began, record["converted"], record["size"]
-    data = {"ok": True, "out": str(out), **changed, **sizes, "seconds": round(seconds, 3)}
+    warnings = [line for line in record["warnings"] if line not in earlier]
+    for line in warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    data = {"ok": True, "out": str(out), **changed, **sizes, "warnings": warnings, "seconds": round(seconds, 3)}
     rows = [
         ("format", f"{changed['from']} -> {changed['to']}"),
         ("weights", size(sizes["weights_after"])),

@@ -41,8 +41,9 @@ def run(args: argparse.Namespace) -> Outcome:
 def _registered(registry: Registry) -> Entries:
     entries = [{"name": name, "about": registry.summary(name)} for name in registry.names()]
     for entry in entries:
-        if aliases := registry.aliases(entry["name"]):
-            entry["about"] += f" (also {', '.join(aliases)})"
+        also = [*registry.aliases(entry["name"]), *(registry.constant(entry["name"], "PRESETS") or ())]
+        if also:
+            entry["about"] += f" (also {', '.join(also)})"
     return entries
 
 

@@ -23,6 +23,7 @@ from vlmcompress.common.text import percentage, size, smaller, table
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
+    from vlmcompress.data import Preview
     from vlmcompress.planning.plan import Plan
     from vlmcompress.recipe import Resolved
 
@@ -90,7 +91,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, ov
     if recipe.out is not None:
         folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)
     plan = make_plan(recipe)
-    samples = preview.count if (preview := looked_at(plan)) else None
+    preview = looked_at(plan)
     if recipe.out is not None and plan.statistics:
         folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
     if plan.budget and plan.statistics and not plan.recipe.rotate:
@@ -104,14 +105,14 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, ov
         "ok": True,
         **plan.to_dict(),
         "devices": devices.choices(plan),
-        "samples": samples,
+        "samples": preview.count if preview else None,
         "origins": resolved.origins,
     }
-    return OK, data, plan_text(plan, resolved, samples)
+    return OK, data, plan_text(plan, resolved, preview)
 
 
-def plan_text(plan: Plan, resolved: Resolved, samples: int | None) -> str:
-    """A plan as text: settings with their origins, layers, sizes. `samples`: number of calibration samples; None: not known."""
+def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
+    """A plan as text: settings with their origins, layers, sizes. `preview`: of the calibration samples; None: not read."""
     from vlmcompress.planning import devices
 
     flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
@@ -126,7 +127,7 @@ def plan_text(plan: Plan, resolved: Resolved, samples: int | None) -> str:
         rows.append((row.part, group, row.format, row.blocks, layers))
     calibrate, data = plan.recipe.calibrate, "no data needed"
     if plan.needs_data or (calibrate.data and plan.reads_data):
-        data = f"{samples or f'at most {calibrate.samples}'} samples"
+        data = f"{preview.count} samples; {preview.text}" if preview else f"at most {calibrate.samples} samples"
     if plan.statistics:
         data = f"statistics of {plan.statistics.facts['calibration']['samples']} samples, no forward pass"
     ratio = "as they are"

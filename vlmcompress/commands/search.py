@@ -187,12 +187,14 @@ def _confirmed(search_request: Request, winner: Path, progress: ProgressBar) -> 
     from vlmcompress.evaluation import gate as gates
 
     gate = gates.chosen(None, search_request.margin)
-    model = hub.local(search_request.base["model"])
+    model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
     results = evaluate(
         winner,
         model,
         suites=[search_request.suite] if search_request.suite else (),
         data=search_request.confirm,
+        columns=calibrate.get("columns"),
+        skip_bad=calibrate.get("skip_bad", 0),
         engine=search_request.engine,
         seed=search_request.seed,
         margins=gates.margins(gate),

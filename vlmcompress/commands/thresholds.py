@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from vlmcompress.commands import _flags
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
@@ -15,12 +16,13 @@ GROUP = "compress"
 PLACE = 27
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     none = argparse.SUPPRESS
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .json")
     parser.add_argument("--keep", metavar="SHARE", default="1/3", help="of the tokens, on average; default: 1/3")
     parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
+    _flags.rows(parser)
     parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples; default: 128")
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of their choice; default: 0")
     parser.set_defaults(set=[])

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from vlmcompress.common.messages import note
+from vlmcompress.common.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, PICKLES, weight_names
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import size
 from vlmcompress.errors import UserError
@@ -31,9 +32,7 @@ TRAIN, TEST = ("train",), ("test", "validation", "val", "dev")
 TABLES = (".parquet", ".jsonl", ".ndjson", ".json")
 IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif")
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _NO_TABLES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _HEAD = 1 << 16  # bytes of a weight file that are requested first; the header of most fits
 _LARGEST_HEADER = 100_000_000  # bytes, the same limit as in safetensors
@@ -85,42 +84,41 @@ Choose = Callable[[Collection[str], Callable[[str], str]], Chosen]
 """A choice among the names of a repository's files; the second argument gives the text of a file."""
 
 
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-
-
 def model_files(
     repository: Repository, weights: Weights, code: bool, names: Collection[str], read: Callable[[str], str]
 ) -> Chosen:
     """The files of a model: configuration, tokenizer, processor, weights, model card, licence and, with `code`, Python."""
-    if "config.json" not in names and _ADAPTER[0] in names:
-        if _ADAPTER[1] not in names:
-            raise UserError(f"{repository.what} has no {_ADAPTER[1]}; ask its authors for safetensors")
-        return Chosen(list(_ADAPTER))
-    if "config.json" not in names:
-        raise UserError(f"{repository.what} has no config.json; give one that transformers loads")
     patterns = (*_MODEL_FILES, "*.py") if code else _MODEL_FILES
     top = [name for name in names if "/" not in name or fnmatch(name, "additional_chat_templates/*.jinja")]
-    files = [name for name in top if _matches(name, patterns) and (name == _INDEX or not name.endswith(".index.json"))]
+    files = [name for name in top if _matches(name, patterns) and (name == INDEX or not name.endswith(".index.json"))]
     shards = [] if weights == "none" else _shards(repository, names, read)
-    return Chosen(sorted({*files, *shards})) if weights == "values" else Chosen(sorted(files), shards)
-
-
-def _shards(repository: Repository, names: Collection[str], read: Callable[[str], str]) -> list[str]:
-    """The weight files that transformers reads: those of the index, or the only one."""
-    if _INDEX in names:
-        try:
-            return sorted(set(json.loads(read(_INDEX))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{repository.what}: {_INDEX} has no usable weight_map; ask its authors") from error
-    shards = [name for name in sorted(names) if "/" not in name and name.endswith(".safetensors")]
-    if not shards and any(_matches(name, _PICKLES) for name in names):
+    if ADAPTER_CONFIG in names and not ("config.json" in names and (shards or weights == "none")):
+        if ADAPTER_WEIGHTS not in names:
+            raise UserError(f"{repository.what} has no {ADAPTER_WEIGHTS}; ask its authors for safetensors")
+        return Chosen(sorted({*files, ADAPTER_WEIGHTS}))
+    if "config.json" not in names:
+        raise UserError(f"{repository.what} has no config.json; give one that transformers loads")
+    if weights == "none":
+        return Chosen(sorted(files))
+    if not shards and any(_matches(name, PICKLES) for name in names):
         raise UserError(
             f"{repository.what} has only pickled weights (.bin/.pt), which can run code when read and are not "
             "fetched; convert them with transformers' save_pretrained (it writes safetensors)"
         )
     if not shards:
         raise UserError(f"{repository.what} has no *.safetensors file; give one that transformers loads")
-    return [_SINGLE] if _SINGLE in shards else shards
+    return Chosen(sorted({*files, *shards})) if weights == "values" else Chosen(sorted(files), shards)
+
+
+def _shards(repository: Repository, names: Collection[str], read: Callable[[str], str]) -> list[str]:
+    """The files of a repository's weights."""
+    indexed = None
+    if INDEX in names:
+        try:
+            indexed = set(json.loads(read(INDEX))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{repository.what}: {INDEX} has no usable weight_map; ask its authors") from error
+    return weight_names([name for name in names if "/" not in name], indexed, repository.what)
 
 
 def data_files(repository: Repository, splits: Sequence[str], names: Collection[str], _read: object) -> Chosen:
@@ -196,9 +194,17 @@ def _some(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def http_library() -> Any:
+    """The library by which huggingface_hub sends requests, and whose errors it passes on: httpx, from 2.0 on httpx2."""
+    try:
+        from huggingface_hub.utils import httpx
+    except ImportError:  # before 1.33 it does not say
+        import httpx
+    return httpx
+
+
 def fetch(repository: Repository, choose: Choose) -> Path:
     """Fetch the chosen files, as far as the cache lacks them, and return the path to open. UserError: they cannot be had."""
-    import httpx
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -209,7 +215,7 @@ def fetch(repository: Repository, choose: Choose) -> Path:
     try:
         try:
             listing: Any = HfApi().repo_info(**repository.where, files_metadata=True, timeout=_TIMEOUT)
-        except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
+        except (OSError, http_library().HTTPError, HfHubHTTPError) as error:
             return _from_cache(repository, choose, error)
         sizes = {file.rfilename: file.size or 0 for file in listing.siblings or ()}
         chosen = choose(sizes, read)
@@ -217,7 +223,7 @@ def fetch(repository: Repository, choose: Choose) -> Path:
         if _missing(repository, folder.name, chosen.headers):
             folder = _with_headers(repository, folder, chosen)
         return folder / chosen.path
-    except (OSError, httpx.HTTPError, HfHubHTTPError, ValueError) as error:
+    except (OSError, http_library().HTTPError, HfHubHTTPError, ValueError) as error:
         raise UserError(_explained(repository, error)) from error
 
 
@@ -333,7 +339,6 @@ def _first_bytes(repository: Repository, name: str, commit: str, count: int) -> 
 
 def _explained(repository: Repository, error: Exception) -> str:
     """The message for a failed download: in one line what went wrong and what to do."""
-    import httpx
     from huggingface_hub import constants, errors
 
     what, host, dataset = repository.what, constants.ENDPOINT, repository.kind == "dataset"
@@ -353,7 +358,7 @@ def _explained(repository: Repository, error: Exception) -> str:
     nowhere = f"{what} is no path here and not whole in the cache"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{nowhere}, and HF_HUB_OFFLINE is set; {by_hand}"
-    if isinstance(error, httpx.TransportError | errors.LocalEntryNotFoundError):
+    if isinstance(error, http_library().TransportError | errors.LocalEntryNotFoundError):
         return f"{nowhere}, and {host} cannot be reached; {by_hand}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return f"{what} could not be fetched ({first}); run it again (files that arrived are kept), or {by_hand}"

@@ -28,6 +28,7 @@ from vlmcompress.common._hub_fetch import (
     Weights,
     data_files,
     fetch,
+    http_library,
     model_files,
     split_files,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "TRAIN",
     "Repository",
     "facts",
+    "http_library",
     "identity",
     "local",
     "offline",

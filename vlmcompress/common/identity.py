@@ -20,18 +20,9 @@ from importlib import metadata
 from pathlib import Path
 
 from vlmcompress.common import hub
+from vlmcompress.common.model_folder import ADAPTER_CONFIG, processing_files, weight_files
 
 _PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compressed-tensors", "safetensors")
-
-_MODEL_FILES = (
-    "*.safetensors",
-    "*config.json",
-    "token*",
-    "vocab*",
-    "merges*",
-    "*.model",
-    "chat_template*",
-)  # what a model's answers depend on; not reports
 
 
 def versions() -> dict[str, str]:
@@ -48,7 +39,7 @@ def versions() -> dict[str, str]:
 def source_identity(source: Path) -> dict:
     """Name (on the Hub: id and commit) of the original, hashes of its config and of its headers (names, shapes, places)."""
     headers = hashlib.sha256()
-    for file in sorted(source.glob("*.safetensors")):
+    for file in _weights(source):
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             headers.update(stream.read(min(length, file.stat().st_size)))
@@ -66,8 +57,9 @@ def sha256(path: Path) -> str:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a folder that a model's answers depend on, sorted by name."""
-    return sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
+    """The files of a folder that a model's answers depend on, sorted by name; not reports."""
+    configs = [path for path in folder.glob("*config.json") if path.name != ADAPTER_CONFIG]
+    return sorted({*_weights(folder), *configs, *(folder / place for place in processing_files(folder))})
 
 
 def unchanged(files: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -99,7 +91,11 @@ def model_hash(folder: Path) -> str:
 
 def weights_hash(folder: Path) -> str:
     """`content_hash` of a model's weight files."""
-    return content_hash(sorted(folder.glob("*.safetensors")))
+    return content_hash(_weights(folder))
+
+
+def _weights(folder: Path) -> list[Path]:
+    return [path for path in weight_files(folder) if path.is_file()]
 
 
 @functools.cache

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vlmcompress.common import distributed
+from vlmcompress.errors import UserError
 
 _UNUSABLE = {errno.ENAMETOOLONG: "the path is too long", errno.ELOOP: "its links lead in a circle"}
 
@@ -30,6 +33,26 @@ def reason(error: BaseException, longest: int = 300) -> str:
         return text
     whole = re.match(rf".{{1,{longest - 1}}}[.;](?=\s)", text)
     return whole[0].rstrip(";.") if whole else text[: longest - 4].rpartition(" ")[0] + " ..."
+
+
+@contextlib.contextmanager
+def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserError) -> Iterator[None]:
+    """Make one line of whatever other people's code (a tokenizer, a processor, a template) raises in the context.
+
+    Args:
+        what, remedy: the line before and after the reason, which stands in brackets.
+        kind: the class of the error.
+
+    Panics of Rust, in which tokenizers are written, are no `Exception`. A lack of memory is no fault of the input's.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what} ({reason(error)}){remedy}") from error
 
 
 def unusable(error: BaseException) -> str | None:

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from vlmcompress.common import json_files
+from vlmcompress.common.model_folder import SINGLE
 from vlmcompress.errors import UserError
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 # In the serializer's order, which is also by width: later entries come first in a file.
 DTYPES: dict[str, torch.dtype] = {

@@ -2,7 +2,16 @@
 
 # ruff: noqa: F401  # what is imported here is what the package offers
 
-from vlmcompress.data.encode import encode, encode_prompt, render
+from vlmcompress.data.encode import encode, encode_prompt, encode_usable, render
 from vlmcompress.data.provenance import data_hash, provenance
 from vlmcompress.data.samples import Sample
-from vlmcompress.data.sources import Preview, bundled, load_mixed, load_samples, preview, refuse_missing
+from vlmcompress.data.sources import (
+    Preview,
+    Reading,
+    Samples,
+    bundled,
+    load_mixed,
+    load_samples,
+    preview,
+    refuse_missing,
+)

@@ -21,18 +21,21 @@ into other tiles once a later turn brings another.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from jinja2.exceptions import TemplateError
+from PIL import Image
 from torch import Tensor
 
-from vlmcompress.common.messages import reason
+from vlmcompress.common.messages import foreign_errors, reason
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data import video
 from vlmcompress.data.samples import Sample
-from vlmcompress.errors import UserError
+from vlmcompress.data.sources import PLAIN, Reading, refusal
+from vlmcompress.errors import BadSample, UserError
 
 if TYPE_CHECKING:
     from vlmcompress.models import VLM
@@ -44,7 +47,8 @@ IGNORED, TEXT, VISION, ANSWER = range(4)
 PIXELS = frozenset({"pixel_values", "pixel_values_videos"})  # inputs with what a sample shows
 MOST = 2 << 30
 """Bytes of encoded samples that are kept; others are encoded on each access."""
-PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, OverflowError, TemplateError)
+SKIPPED = 0.1
+"""The share of samples that a model may refuse in a calibration, whatever `Reading.skip_bad` says."""
 
 
 def encode(
@@ -57,18 +61,90 @@ def encode(
             model reads half an image.
         progress: called with (label, done, total).
     """
-    batches = []
+    batches, features = [], Features(vlm)
     for sample in samples:
-        batches.append(_encode_one(sample, vlm, max_length))
+        batches.append(_encode_one(sample, features, max_length))
         progress("encoding samples", len(batches), len(samples))
     return batches
 
 
+@dataclass(frozen=True)
+class Usable:
+    """Inputs of the samples that a model takes, the numbers of these, and what was skipped: name -> why."""
+
+    batches: list[Inputs]
+    numbers: list[int]
+    skipped: dict[str, str]
+
+
+def encode_usable(
+    samples: Sequence[Sample],
+    vlm: VLM,
+    source: str,
+    *,
+    max_length: int | None = None,
+    reading: Reading = PLAIN,
+    progress: Progress = silent,
+) -> Usable:
+    """Encode samples as `encode` does, without those that the model, its processor or its context does not take.
+
+    Args:
+        source: what messages call the place that the samples are from.
+
+    Raises:
+        UserError: more than `SKIPPED` of them, and more than may be skipped, are not taken; or something is wrong with all.
+    """
+    features = Features(vlm)
+    usable = Usable([], [], {})
+    for number, sample in enumerate(samples):
+        try:
+            usable.batches.append(_encode_one(sample, features, max_length))
+            usable.numbers.append(number)
+        except BadSample as error:
+            usable.skipped[sample.name] = str(error)
+        progress("encoding samples", number + 1, len(samples))
+    bad = len(usable.skipped)
+    many = bad > SKIPPED * len(samples) and not reading.allows(bad, len(samples))
+    if bad and (many or not usable.batches):
+        raise UserError(refusal(source, usable.skipped, len(samples), reading.skip_bad))
+    return usable
+
+
 def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
     """Encode a sample without its answer: model inputs ready for `model.generate`."""
-    inputs = _process(sample, sample.prompt(), _shown(sample, vlm.processor), vlm.processor, generation=True)
-    _check_vision(sample, inputs, vlm)
+    inputs = _process(sample, sample.prompt(), _shown(sample, vlm.processor), vlm, generation=True)
+    _check_vision(sample, inputs, Features(vlm))
     return inputs
+
+
+def check_placeholders(vlm: VLM) -> None:
+    """Raise `UserError` where a setting of the processor makes it write other placeholders than the model has features."""
+    noise = torch.randint(0, 256, (200, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = Image.fromarray(noise.numpy())
+    with contextlib.suppress(BadSample):  # which says nothing about other images
+        encode_prompt(Sample("a test image", (image,), "What is shown?", origin="a test image"), vlm)
+
+
+class Features:
+    """A model's numbers of visual features, and what it raises for images that it cannot take; each shape is asked for once."""
+
+    def __init__(self, vlm: VLM):
+        self.vlm = vlm
+        self._results: dict[Any, int | str] = {}
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> int | str:
+        """The number of features that inputs bring; a text: why the model cannot take them."""
+        from vlmcompress import models  # which brings transformers along
+
+        key = models.visual_shape(self.vlm, inputs)
+        if key not in self._results:
+            try:
+                self._results[key] = models.visual_features(self.vlm, inputs)
+            except MemoryError:
+                raise
+            except Exception as error:  # whatever the model's code raises
+                self._results[key] = reason(error)
+        return self._results[key]
 
 
 def render(sample: Sample, processor: Any, *, answer: bool = False) -> str:
@@ -86,20 +162,21 @@ def chat_template(processor: Any) -> str:
     raise UserError("the model has no chat template; copy chat_template.jinja of the original into its folder")
 
 
-def _encode_one(sample: Sample, vlm: VLM, max_length: int | None) -> Inputs:
+def _encode_one(sample: Sample, features: Features, max_length: int | None) -> Inputs:
+    vlm = features.vlm
     turns, shown = sample.conversation(), _shown(sample, vlm.processor)
-    inputs = _process(sample, turns, shown, vlm.processor, generation=False)
+    inputs = _process(sample, turns, shown, vlm, generation=False)
     length = inputs["input_ids"].shape[1]
     context = getattr(vlm.model.config.get_text_config(), "max_position_embeddings", None) or length
     limit = min(context, max_length or context)
     if length > limit:
         vision = int(_visual(inputs["input_ids"], vlm).sum())
         what = "context" if limit == context else "max_length"
-        raise UserError(
+        raise BadSample(
             f"{sample.name} has {length} tokens ({vision} of them visual), more than the {what} of {limit}; "
             f"shrink its {'videos' if sample.videos else 'images'}, shorten its text, or drop it"
         )
-    _check_vision(sample, inputs, vlm)
+    _check_vision(sample, inputs, features)
     inputs["modality"] = _modality(sample, turns, shown, inputs, vlm)
     return inputs
 
@@ -117,13 +194,10 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
     questions = [p["text"] for t in turns if t["role"] == "user" for p in t["content"] if p["type"] == "text"]
     for kind, mark in marks.items():
         if mark and any(mark in text for text in questions):
-            raise UserError(f"{sample.name}: its text contains '{mark}', this model's mark for {kind}s; remove it")
-    try:
-        text = processor.apply_chat_template(
-            turns, chat_template=chat_template(processor), add_generation_prompt=generation
-        )
-    except PROCESSOR_ERRORS as error:
-        raise UserError(f"{sample.name}: the chat template refuses it ({reason(error)})") from error
+            raise BadSample(f"{sample.name}: its text contains '{mark}', this model's mark for {kind}s; remove it")
+    template = chat_template(processor)
+    with foreign_errors(f"{sample.name}: the chat template refuses it", kind=BadSample):
+        text = processor.apply_chat_template(turns, chat_template=template, add_generation_prompt=generation)
     for kind, mark in marks.items():
         count = sum(part["type"] == kind for turn in turns for part in turn["content"])
         if mark and text.count(mark) != count:
@@ -136,8 +210,9 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
     return text
 
 
-def _process(sample: Sample, turns: list[Turn], shown: Shown, processor: Any, *, generation: bool) -> Inputs:
+def _process(sample: Sample, turns: list[Turn], shown: Shown, vlm: VLM, *, generation: bool) -> Inputs:
     """Model inputs of some of a sample's turns: chat template and processor, with what is shown in the order of the turns."""
+    processor = vlm.processor
     _render(sample, turns, processor, generation=generation)
     rest = {"image": iter(shown["image"]), "video": (frames for frames, _ in shown["video"])}
     content = [
@@ -148,37 +223,72 @@ def _process(sample: Sample, turns: list[Turn], shown: Shown, processor: Any, *,
         for turn in turns
     ]
     try:
-        inputs = processor.apply_chat_template(
-            content,
-            chat_template=chat_template(processor),
-            add_generation_prompt=generation,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs=video.arguments(shown["video"]),
-        )
-    except PROCESSOR_ERRORS as error:
-        raise UserError(f"{sample.name}: the model's processor refuses it ({reason(error)}); drop it") from error
+        with foreign_errors(f"{sample.name}: the model's processor refuses it", "; drop it", BadSample):
+            inputs = processor.apply_chat_template(
+                content,
+                chat_template=chat_template(processor),
+                add_generation_prompt=generation,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                processor_kwargs=video.arguments(shown["video"]),
+            )
+    except BadSample as error:
+        if remedy := _wrong_settings(vlm):
+            raise UserError(f"{str(error).removesuffix('; drop it')}; {remedy}") from error
+        raise
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def _check_vision(sample: Sample, inputs: Inputs, vlm: VLM) -> None:
-    """Check that placeholders occur where images or videos do, and as many as features if the inputs tell their number."""
-    placeholders = int(_visual(inputs["input_ids"], vlm).sum())
-    images, features = len(sample.images) + len(sample.videos), None
-    if grids := [inputs[name].prod(-1).sum() for name in ("image_grid_thw", "video_grid_thw") if name in inputs]:
-        merged = vlm.processor.image_processor.merge_size**2
-        features = int(sum(grids)) // merged
-        if len(grids) == 2 and (inputs["input_ids"] == _image_token_id(vlm)).sum() != grids[0] // merged:
-            raise UserError(
-                f"{sample.name} shows images and a video, which {type(vlm.processor).__name__} marks alike; give one of the two"
-            )
-    if bool(placeholders) != bool(images) or features not in (None, placeholders):
-        expected = f"{images} images or videos" if features is None else f"{features} visual features"
+def _check_vision(sample: Sample, inputs: Inputs, features: Features) -> None:
+    """Check that ids are those of rows of the embedding, and that there are as many placeholders as visual features."""
+    vlm, ids = features.vlm, inputs["input_ids"]
+    visual = _visual(ids, vlm)
+    placeholders, shown = int(visual.sum()), len(sample.images) + len(sample.videos)
+    if bool(placeholders) != bool(shown):
         raise UserError(
-            f"{sample.name}: {placeholders} placeholder tokens for {expected}; processor files and config.json "
-            "do not belong together"
+            f"{sample.name}: {placeholders} placeholder tokens for {shown} images or videos; {_image_token_remedy(ids, vlm)}"
         )
+    embeddings: Any = vlm.model.get_input_embeddings()
+    rows = embeddings.num_embeddings
+    if (largest := int(ids.masked_fill(visual, 0).max())) >= rows:
+        raise UserError(
+            f"{sample.name}: the tokenizer gives id {largest}, and the model's embedding has {rows} rows; tokenizer and "
+            "config.json do not belong together"
+        )
+    if not shown:
+        return
+    grids = [inputs[name].prod(-1).sum() for name in ("image_grid_thw", "video_grid_thw") if name in inputs]
+    merged = vlm.processor.image_processor.merge_size**2 if len(grids) == 2 else 1
+    if len(grids) == 2 and (ids == _image_token_id(vlm)).sum() != grids[0] // merged:
+        raise BadSample(
+            f"{sample.name} shows images and a video, which {type(vlm.processor).__name__} marks alike; give one of the two"
+        )
+    count = features(inputs)
+    what = "videos" if sample.videos else "image" if shown == 1 else "images"
+    if isinstance(count, str):
+        raise BadSample(f"{sample.name}: the model cannot take its {what} ({count}); drop it")
+    if count != placeholders:
+        problem = f"{sample.name}: {placeholders} placeholder tokens for {count} visual features"
+        if remedy := _wrong_settings(vlm):
+            raise UserError(f"{problem}; {remedy}")
+        raise BadSample(f"{problem}; processor files and config.json do not belong together, or its {what} is too odd")
+
+
+def _wrong_settings(vlm: VLM) -> str | None:
+    from vlmcompress import models  # which brings transformers along
+
+    return models.wrong_settings(vlm)
+
+
+def _image_token_remedy(ids: Tensor, vlm: VLM) -> str:
+    """What to do about a prompt with an image in which the placeholder that config.json names does not occur."""
+    key, expected = vlm.spec.image_token, _image_token_id(vlm)
+    for owner in (vlm.processor.tokenizer, vlm.processor):
+        token = getattr(owner, "image_token_id", None)
+        if isinstance(token, int) and token != expected and (ids == token).any():
+            return f"the processor writes {token}, config.json's {key} is {expected}; set {key} to {token}"
+    return "processor files and config.json do not belong together"
 
 
 def _modality(sample: Sample, turns: list[Turn], shown: Shown, inputs: Inputs, vlm: VLM) -> Tensor:
@@ -202,7 +312,7 @@ def _answer_span(sample: Sample, turns: list[Turn], index: int, shown: Shown, id
     text = "".join(part["text"] for part in turns[index]["content"] if part["type"] == "text")
     other = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in text)
     altered = [*turns[:index], {**turns[index], "content": [{"type": "text", "text": other}]}, *turns[index + 1 :]]
-    changed = _process(sample, altered, shown, vlm.processor, generation=False)["input_ids"][0]
+    changed = _process(sample, altered, shown, vlm, generation=False)["input_ids"][0]
     start = _agreement(ids, changed)
     end = len(ids) - min(_agreement(ids.flip(0), changed.flip(0)), len(ids) - start)
     if start == len(ids) == len(changed):
@@ -251,7 +361,7 @@ class Encoded(Sequence[Inputs]):
     """
 
     def __init__(self, samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None, most: int = MOST) -> None:
-        self._samples, self._vlm, self._max_length = samples, vlm, max_length
+        self._samples, self._features, self._max_length = samples, Features(vlm), max_length
         self._room, self._kept = most, dict[int, Inputs]()
 
     def __len__(self) -> int:
@@ -268,7 +378,7 @@ class Encoded(Sequence[Inputs]):
             raise IndexError(index)
         inputs = self._kept.get(index)
         if inputs is None:
-            inputs = encode([self._samples[index]], self._vlm, max_length=self._max_length)[0]
+            inputs = _encode_one(self._samples[index], self._features, self._max_length)
             size = sum(value.nbytes for value in inputs.values())
             if size <= self._room:
                 self._room -= size

@@ -19,6 +19,7 @@ from torch import Tensor
 from vlmcompress.common import hub
 from vlmcompress.data.encode import ANSWER, TEXT, VISION, chat_template
 from vlmcompress.data.samples import Sample
+from vlmcompress.data.sources import skipped_lines
 
 
 def provenance(
@@ -30,6 +31,7 @@ def provenance(
     processor: Any = None,
     text: tuple[Sequence[Sample], str | Path] | None = None,
     requested: int | None = None,
+    skipped: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Describe calibration data, ready for JSON.
 
@@ -41,6 +43,7 @@ def provenance(
         processor: the processor whose chat template's hash is recorded.
         text: the mixed-in samples of text alone, and where they came from; `sha256` does not cover them.
         requested: how many samples the recipe asks for; recorded where there are fewer.
+        skipped: samples that were left out: name -> why.
 
     In the result `images` counts different images (and `videos`, where there are some, videos), whatever the number of samples
     that show each; `prompts` counts the samples whose question is one of ours, as the data had none.
@@ -59,6 +62,8 @@ def provenance(
         facts["text"] = {**_source(text[1]), "sha256": data_hash(text[0]), "samples": len(text[0])}
     if requested is not None and len(batches) < requested:
         facts["asked"] = requested
+    if skipped:
+        facts["skipped"] = dict(skipped)
     if prompts := Counter(sample.question for sample in samples if sample.prompted):
         facts["prompts"] = dict(sorted(prompts.items()))
     if seed is not None:
@@ -79,6 +84,11 @@ def notes(facts: dict[str, Any]) -> list[str]:
         many = f"one of {len(prompts)} prompts, like {like}" if len(prompts) > 1 else f"the prompt {like}"
         lines.append(f"{facts['source']} has images without questions; each gets {many}")
     return lines
+
+
+def left_out(facts: Mapping[str, Any]) -> list[str]:
+    """The notes about samples that were skipped, a line each; of many the first ones."""
+    return skipped_lines(facts.get("skipped", {}))
 
 
 def unseen(facts: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from vlmcompress.common.messages import reason
-from vlmcompress.errors import UserError
+from vlmcompress.errors import BadSample, UserError
 
 RATE, FRAMES = 2.0, 32
 """Frames of a second, or of a whole video, where the model's processor names neither: as in vLLM."""
@@ -35,7 +35,7 @@ MOST = 4 << 30
 
 
 def check(processor: Any, name: str, images: bool) -> None:
-    """Raise `UserError` where a model's processor takes no videos, or none beside images.
+    """Raise `BadSample` where a model's processor takes no videos, or none beside images.
 
     Args:
         name: what messages call the sample that shows one.
@@ -43,18 +43,18 @@ def check(processor: Any, name: str, images: bool) -> None:
     """
     kind, video_processor = type(processor).__name__, getattr(processor, "video_processor", None)
     if video_processor is None or not getattr(processor, "video_token", None):
-        raise UserError(f"{name} shows a video, which {kind} does not take; give images in its place")
+        raise BadSample(f"{name} shows a video, which {kind} does not take; give images in its place")
     if images and {*video_processor.model_input_names} & {*processor.image_processor.model_input_names}:
-        raise UserError(
+        raise BadSample(
             f"{name} shows images and a video, of which {kind} would keep the video alone; give one of the two"
         )
 
 
 def refuse(samples: Iterable[Any]) -> None:
-    """Raise `UserError` if one of the samples, which a reducer is to see, shows a video."""
+    """Raise `BadSample` if one of the samples, which a reducer is to see, shows a video."""
     for sample in samples:
         if sample.videos:
-            raise UserError(
+            raise BadSample(
                 f"{sample.name} shows a video, and reducers learn and are calibrated from images; drop the row"
             )
 
@@ -87,7 +87,7 @@ class Video:
 
         images = [np.asarray(image) for image in self.source]
         if len({image.shape for image in images}) != 1:
-            raise UserError(f"{self.name} has {len(images)} frames, not of one size; give images of one size")
+            raise BadSample(f"{self.name} has {len(images)} frames, not of one size; give images of one size")
         height, width, _ = images[0].shape
         indices = list(range(len(images)))
         return np.stack(images), VideoMetadata(len(images), width=width, height=height, frames_indices=indices)
@@ -100,7 +100,7 @@ class Video:
             try:
                 return _file_digest(self.source, self.source.stat().st_mtime_ns)
             except OSError as error:
-                raise UserError(f"{self.name} cannot be read ({error.strerror}); give a video file") from error
+                raise BadSample(f"{self.name} cannot be read ({error.strerror}); give a video file") from error
         digest = hashlib.sha256()
         for image in self.source:
             digest.update(f"{image.width}x{image.height}:".encode() + image.tobytes())
@@ -109,7 +109,7 @@ class Video:
     def save(self, folder: Path) -> Path:
         """A file of the video in `folder`, for engines, named by its content; a link to the original where that can be."""
         if not isinstance(self.source, bytes | Path):
-            raise UserError(f"{self.name} is a list of frames, and engines are given files; give a video file")
+            raise BadSample(f"{self.name} is a list of frames, and engines are given files; give a video file")
         suffix = self.source.suffix if isinstance(self.source, Path) else ".mp4"  # OpenCV looks at the content
         file = folder / f"{self.digest().hex()[:32]}{suffix}"
         if not file.exists():
@@ -138,7 +138,7 @@ class Video:
             chosen[:] = [_chosen(metadata, video_processor)]
             size = len(chosen[0]) * metadata.width * metadata.height * 3
             if size > MOST:
-                raise UserError(
+                raise BadSample(
                     f"{self.name}: {len(chosen[0])} frames of {metadata.width}x{metadata.height} take "
                     f"{size / 2**30:.0f} GiB, more than {MOST >> 30}; make the video smaller"
                 )
@@ -152,7 +152,7 @@ class Video:
         except UserError:
             raise
         except Exception as error:  # decoders and processors raise anything on damaged files
-            raise UserError(
+            raise BadSample(
                 f"{self.name} cannot be decoded ({reason(error)}); write it again, or drop the row"
             ) from error
 

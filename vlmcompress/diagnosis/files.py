@@ -10,17 +10,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models, readers
-from vlmcompress.checkpoint import launch_files, manifest, reducer_block
+from vlmcompress.checkpoint import launch_files, manifest, reducer_block, tokenizers
 from vlmcompress.checkpoint.layer_targets import misnamed, misread
 from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.common import identity, tensor_files
 from vlmcompress.common.messages import Finding, reason
+from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry
 from vlmcompress.common.text import size, smaller
 from vlmcompress.engines import reducer_support
@@ -41,20 +43,14 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
     """
     if not Path(path).is_dir():
         raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
-    for file, kind, engine in (
-        ("model.gguf", "GGUF", "llamacpp"),
-        ("openvino_language_model.xml", "OpenVINO", "openvino"),
-    ):
-        if (path / file).is_file():
-            raise UserError(
-                f"{path} is {kind}, which doctor does not examine; ask it: vlmcompress eval --engine {engine}"
-            )
     if source is not None and not source.is_dir():
         raise UserError(f"--source {source} is not a folder; give that of the original")
     subject = _Subject(Path(path), source)
+    if subject.other and source is not None:
+        raise UserError(f"{path} is for {subject.other.TITLE}, and not compared with --source; leave that out")
     checks: dict[str, Finding] = {}
     with models.quiet():
-        for name, (needs, examine) in _EXAMINATIONS.items():
+        for name, (needs, examine) in (_OF_OTHERS if subject.other else _EXAMINATIONS).items():
             failed = [need for need in needs if not checks[need].ok]
             if failed:
                 checks[name] = Finding(name, False, f"not examined because of: {', '.join(failed)}")
@@ -73,6 +69,11 @@ class _Subject:
 
     def __init__(self, path: Path, source: Path | None):
         self.path, self.source = path, source
+
+    @functools.cached_property
+    def other(self) -> Any:
+        """The module of a format whose weights are not examined; None: they are."""
+        return next((FORMATS.get(name) for file, name in _OTHERS.items() if (self.path / file).is_file()), None)
 
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
@@ -290,6 +291,28 @@ def _draft(subject: _Subject) -> str:
     return f"{spec.draft.prefix}, a head that drafts tokens: {len(names)} tensors, {carried}, in 16 bits"
 
 
+def _types(subject: _Subject) -> str:
+    """Whether the floating tensors of a quantized checkpoint are of one type, as transformers does not cast all of them."""
+    if "quantization_config" not in subject.config:
+        return "of a checkpoint that is not quantized every reader makes one type"
+    memory, packed = {disk: name for name, disk in subject.names.items()}, set[str]()
+    for layer in subject.stored.layers.values() if subject.stored else ():  # other formats have types of their own
+        packed |= {entry.name for entry in layer.entries.values()}
+    plain = {name: entry.spec for name, entry in subject.entries.items() if name not in packed}
+    scales = {name: spec for name, spec in plain.items() if name.endswith("_scale")}
+    weights = [spec for name, spec in plain.items() if name not in scales]
+    kind = models.FloatType.of(subject.config, weights, spec=subject.spec, model=subject.meta_model)
+    other = [name for name, spec in plain.items() if kind.spec(memory.get(name, name), spec) != spec]
+    if wrong := [name for name in other if name not in scales or plain[name].dtype != "F32"]:
+        dtype = str(tensor_files.DTYPES[plain[wrong[0]].dtype]).removeprefix("torch.")
+        raise UserError(
+            f"{len(wrong)} tensors are not in {kind.name}, the model's type, first '{wrong[0]}' in {dtype}: transformers "
+            "computes with tensors of a quantized checkpoint as they are, and fails; convert writes all in one type"
+        )
+    wide = [name for name in other if not name.endswith("_global_scale")]
+    return f"{kind.name}" + (f", but {len(wide)} scales in float32, with which vLLM alone computes" if wide else "")
+
+
 def _values(subject: _Subject) -> str:
     for entry in subject.entries.values():
         dtype = tensor_files.DTYPES[entry.spec.dtype]
@@ -325,6 +348,21 @@ def _processor(subject: _Subject) -> str:
     return type(processor).__name__
 
 
+def _tokenizer(subject: _Subject) -> str:
+    engine = subject.other.TITLE
+    tokens = tokenizers.compare(subject.other, subject.path, {})
+    if tokens.problem:
+        raise UserError(tokens.problem)
+    if not tokens.texts:
+        return f"not compared, as {engine} is not installed"
+    return tokens.warning or f"{engine} reads {tokens.texts} texts as the model does"
+
+
+def _further(subject: _Subject) -> str:
+    return f"not examined, {subject.other.TITLE} alone reads them; ask it: vlmcompress eval --engine {subject.other.ENGINE}"
+
+
+_OTHERS = {"model.gguf": "gguf", "openvino_language_model.xml": "openvino"}
 _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "manifest": ((), _manifest),
     "files": (("manifest",), _files),
@@ -333,6 +371,7 @@ _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "reducer": (("weights", "config"), _reducer),
     "tensors": (("weights", "config"), _tensors),
     "layers": (("tensors",), _layers),
+    "types": (("tensors",), _types),
     "fused": (("weights", "config"), _fused),
     "names": (("tensors",), _names),
     "engine": (("tensors",), _engine),
@@ -341,4 +380,11 @@ _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "values": (("weights",), _values),
     "size": (("manifest", "weights"), _size),
     "processor": ((), _processor),
+}
+_OF_OTHERS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
+    "manifest": ((), _manifest),
+    "files": (("manifest",), _files),
+    "processor": ((), _processor),
+    "tokenizer": (("processor",), _tokenizer),
+    "weights": ((), _further),
 }

@@ -57,6 +57,7 @@ class Settings:
         logprobs: report this many of the most likely first tokens with their log-probabilities.
         start_timeout: seconds until the model must be loaded.
         answer_timeout: seconds in which at least one more answer must come.
+        refusals: the most requests that the engine may refuse (see `Answer.refused`); one more ends the run.
     """
 
     max_tokens: int = 32
@@ -67,6 +68,7 @@ class Settings:
     logprobs: int = 0
     start_timeout: float = 1800.0
     answer_timeout: float = 900.0
+    refusals: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Answer:
 
     `first` maps the text of the most likely first tokens to their log-probabilities (natural, of the whole vocabulary);
     None if it was not asked for. `prompt_tokens` are those that the language model got, `visual_tokens` those of images among
-    them, where the engine tells. Tokens with equal text count as one, with the sum of their probabilities.
+    them, where the engine tells. Tokens with equal text count as one, with the sum of their probabilities. `refused` says why
+    the model or the engine raised for the request; then there is no answer, and the text is empty.
     """
 
     id: str
@@ -85,6 +88,7 @@ class Answer:
     output_tokens: int
     first: dict[str, float] | None = None
     visual_tokens: int | None = None
+    refused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,24 @@ class Run:
     answers: dict[str, Answer]
     engine: dict[str, Any]
     seconds: float
+
+
+@dataclass
+class Refusals:
+    """Counts the requests that an engine refuses. `model`: what messages call the model; `allowed`: how many there may be."""
+
+    model: str
+    allowed: int
+    count: int = 0
+
+    def add(self, identity: str, why: str) -> Answer:
+        """The answer in the place of one that was refused. Raises `UserError` when there are more than allowed."""
+        self.count += 1
+        if self.count > self.allowed:
+            others = f"{self.count - 1} other{'s' * (self.count > 2)}"
+            many = f"; so it is with {others}, too many to leave them out" if self.allowed else ""
+            raise UserError(f"sample '{identity}' can't be answered by {self.model}: {why}{many}")
+        return Answer(identity, "", "refused", 0, 0, refused=why)
 
 
 def first_tokens(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -137,7 +159,7 @@ class Engine(Protocol):
             on_answer: called with each answer as it arrives, before the call returns.
 
         Raises:
-            UserError: the engine can't start, fails, stalls, or refuses a request.
+            UserError: the engine can't start, fails, stalls, or refuses more requests than the settings allow.
         """
         ...
 

@@ -25,7 +25,7 @@ from vlmcompress.common import hub
 from vlmcompress.common.identity import model_hash
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.workers import Failed, Workers
-from vlmcompress.engines import Answer, Engine, Request, Run, Settings, media_file
+from vlmcompress.engines import Answer, Engine, Refusals, Request, Run, Settings, media_file
 from vlmcompress.engines.local import WORKER, Local
 from vlmcompress.errors import UserError
 
@@ -69,6 +69,7 @@ class DataParallel:
         shared = Part(_portable(self.engine), str(folder), hub.identity(folder), model_hash(folder), settings)
         jobs = _Jobs(shared, divide(requests, self._batch(settings), PARTS * self.workers.size), Path(media).resolve())
         answers: dict[str, Answer] = {}
+        refusals = Refusals(str(folder), settings.refusals)
         runs: dict[int, Run] = {}
         progress(f"{label}: {len(jobs)} parts, {self.workers.name}", 0, len(requests))
         with contextlib.closing(self.workers.map(answer_part, jobs)) as results:
@@ -77,6 +78,8 @@ class DataParallel:
                     raise UserError(run.reason)
                 runs[index] = run
                 for answer in run.answers.values():
+                    if answer.refused:
+                        refusals.add(answer.id, answer.refused)
                     answers[answer.id] = answer
                     if on_answer:
                         on_answer(answer)

@@ -58,29 +58,24 @@ def answers(engine, requests, job: dict):
     for (_, videos), group in groups.items():
         size = 1 if videos else job["settings"]["max_num_seqs"] or IN_FLIGHT
         for at in range(0, len(group), size):
-            batch = group[at : at + size]
-            try:
-                inputs = engine.encode(batch)
-            except Exception as error:
-                yield refused(engine, batch, error)
-                return
-            yield from engine.generate(batch, inputs, job["settings"])
+            yield from answered(engine, group[at : at + size], job["settings"])
+
+
+def answered(engine, batch: list[dict], settings: dict) -> list[tuple]:
+    """The answers to a batch. Where it fails, its halves are asked, down to the request for which processor or model raise."""
+    try:
+        return list(engine.generate(batch, engine.encode(batch), settings))
+    except Exception as error:
+        if len(batch) == 1:
+            return [(batch[0]["id"], error)]
+    half = len(batch) // 2
+    return answered(engine, batch[:half], settings) + answered(engine, batch[half:], settings)
 
 
 def count(request: dict, kind: str) -> int:
     """The number of a request's parts of a type."""
     contents = [message["content"] for message in request["messages"] if isinstance(message["content"], list)]
     return sum(part["type"] == kind for content in contents for part in content)
-
-
-def refused(engine, batch: list[dict], error: Exception):
-    """Find the request of a batch that can't be encoded, and the error that it raises."""
-    for request in batch:
-        try:
-            engine.encode([request])
-        except Exception as of_request:
-            return request["id"], of_request
-    return batch[0]["id"], error
 
 
 class Engine:
@@ -90,7 +85,8 @@ class Engine:
         import torch
         from transformers import AutoProcessor
 
-        from vlmcompress.models import open_model
+        from vlmcompress.data.encode import check_placeholders
+        from vlmcompress.models import VLM, open_model, quiet, read_config, spec_for
 
         settings, folder = job["settings"], job["model"]
         self.folder = folder
@@ -114,6 +110,9 @@ class Engine:
         names = [f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index")]
         ids = [getattr(model.config, name, None) for name in names]
         self.visual = torch.tensor([token for token in ids if token is not None])
+        if job.get("images_per_prompt") and (family := spec_for(read_config(folder))):
+            with quiet():
+                check_placeholders(VLM(self.model, self.processor, family, Path(folder)))
         self.attached = self._attach(job.get("reduce"))
         self.reduce = None if self.attached is None else str(self.attached.chosen)
 

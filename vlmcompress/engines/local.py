@@ -5,8 +5,9 @@ Whatever happens (an error, a timeout, Ctrl-C, even `kill -9` of this process), 
 outlive the call: its standard input is held open here and closes when this process ends. The engine's log goes to a temporary
 file; if the engine fails, its last meaningful lines become the error's text. `VLMCOMPRESS_ENGINE_LOG=FILE` appends it to FILE.
 
-An engine that dies while it answers is started once more, with the requests that are still open. Dying while it loads is
-final, and so is silence: both would only take as long again.
+An engine that dies while it answers is started once more, with the requests that are still open. Where it dies again and
+requests may be refused, it is started to answer them one at a time: the one at which it dies is refused, as vLLM's engine dies
+of an exception in a model's code. Dying while it loads is final, and so is silence: both would only take as long again.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common import model_folder
+from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress
-from vlmcompress.engines import Answer, Request, Run, Settings, first_tokens
+from vlmcompress.engines import Answer, Refusals, Request, Run, Settings, first_tokens
 from vlmcompress.errors import UserError
 
+DEADLY = 3
+"""The most requests of a run that may each end the engine."""
 WORKER = Path(__file__).with_name("worker.py")
 LOG_VARIABLE = "VLMCOMPRESS_ENGINE_LOG"
 
@@ -59,6 +64,7 @@ class Local:
         speculative: JSON of vLLM's `--speculative-config`, already checked.
         batch: requests that it computes together, in their order, unless the settings say; 0: as they come.
         videos: whether it takes videos.
+        remark: function that gives a line to be said of a checkpoint before it is loaded, or None.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Local:
     speculative: str | None = None
     batch: int = 0
     videos: bool = False
+    remark: Callable[[Path], str | None] = lambda model: None
 
     def answer(
         self,
@@ -93,35 +100,45 @@ class Local:
         on_answer = on_answer or (lambda _: None)
         engine: dict[str, Any] = {}
         answers: dict[str, Answer] = {}
-        unanswered, seconds, crashes = list(requests), 0.0, 0
+        unanswered, seconds, crashes, restarts, deadly = list(requests), 0.0, 0, 0, 0
+        refusals = Refusals(str(model), settings.refusals)
         while True:
             progress(f"{label}: starting {self.title}", len(answers), len(requests))
             began: float | None = None
+            alone = crashes > 1
+            asking = replace(settings, max_num_seqs=1) if alone else settings
             try:
-                with contextlib.closing(self._run(model, unanswered, Path(media), settings)) as events:
+                with contextlib.closing(self._run(model, unanswered, Path(media), asking)) as events:
                     for event in events:
                         if event["event"] == "ready":
                             began, engine = time.monotonic(), event["engine"]
                         else:
-                            answer = _answer(event)
+                            refused = event["event"] == "refused"
+                            answer = refusals.add(event["id"], event["message"]) if refused else _answer(event)
                             answers[answer.id] = answer
                             on_answer(answer)
                         progress(label, len(answers), len(requests))
                 break
             except Crash as crash:
-                unanswered, crashes = [request for request in unanswered if request.id not in answers], crashes + 1
-                if crashes > 1:
-                    raise Crash(f"{crash}; it had been started again after a first crash") from crash
+                unanswered = [request for request in unanswered if request.id not in answers]
+                crashes, restarts = crashes + 1, restarts + 1
+                if alone and unanswered:
+                    request, deadly, crashes = unanswered.pop(0), deadly + 1, 0
+                    answers[request.id] = refusals.add(request.id, f"the engine died of it: {crash}")
+                    on_answer(answers[request.id])
+                if crashes > 1 and unanswered and (refusals.count >= refusals.allowed or deadly >= DEADLY):
+                    where = f"{len(unanswered)} requests had no answer, the first is sample '{unanswered[0].id}'"
+                    raise Crash(f"{crash}; it had been started again after a first crash; {where}") from crash
                 if not unanswered:
                     break
+                unanswered = _by_kind(unanswered)
                 progress(f"{label}: {crash}; {len(unanswered)} still to answer", len(answers), len(requests))
             finally:
                 seconds += time.monotonic() - began if began else 0.0
-        return Run(answers, engine | {"restarts": crashes}, round(seconds, 2))
+        return Run(answers, engine | {"restarts": restarts}, round(seconds, 2))
 
     def _run(self, model: Path, requests: Sequence[Request], media: Path, settings: Settings) -> Generator[dict]:
         job = {
-            "model": str(model.resolve()),
             "media": str(media.resolve()),
             "images_per_prompt": max((request.images() for request in requests), default=0),
             "videos_per_prompt": max((request.videos() for request in requests), default=0),
@@ -130,20 +147,32 @@ class Local:
             "speculative": json.loads(self.speculative) if self.speculative else None,
         }
         lines = [asdict(request) for request in requests]
-        yield from self.events(job, lines, model, settings.start_timeout, settings.answer_timeout)
+        with model_folder.whole(model) as folder:
+            job["model"] = str(folder.resolve())
+            timeouts = settings.start_timeout, settings.answer_timeout
+            yield from self.events(job, lines, model, *timeouts, refusals=True)
 
     def events(
-        self, job: dict[str, Any], requests: Sequence[dict], model: Path, start_timeout: float, answer_timeout: float
+        self,
+        job: dict[str, Any],
+        requests: Sequence[dict],
+        model: Path,
+        start_timeout: float,
+        answer_timeout: float,
+        refusals: bool = False,
     ) -> Generator[dict]:
-        """Run a worker and yield its `ready` and `answer` events. Closing the generator ends the worker.
+        """Run a worker and yield its `ready`, `answer` and `refused` events. Closing the generator ends the worker.
 
         Args:
             job: settings for the worker, to which the path of the requests' file is added.
             model: the model, for error messages.
+            refusals: whether requests may be refused; without it the first one is an error.
 
         Raises:
             UserError: the engine can't start, is silent for too long, or refuses a request; `Crash` if it died.
         """
+        if line := self.remark(model):
+            note(line)
         with tempfile.TemporaryDirectory(prefix="vlmcompress-engine-") as folder:
             log, path = Path(folder, "engine.log"), Path(folder, "requests.jsonl")
             path.write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
@@ -151,7 +180,10 @@ class Local:
             command = [self.interpreter(), str(WORKER), str(self.module), str(Path(folder, "job.json"))]
             worker = start_process(command, self.environment(), log)
             try:
-                yield from self._watch(worker, log, model, start_timeout, answer_timeout)
+                for event in self._watch(worker, log, model, start_timeout, answer_timeout):
+                    if event["event"] == "refused" and not refusals:
+                        Refusals(str(model), 0).add(event["id"], event["message"])
+                    yield event
             finally:
                 stop_process(worker)
                 keep_log(log)
@@ -162,7 +194,7 @@ class Local:
         lines, limit, started = _lines(worker), start_timeout, False
         while True:
             try:
-                line = lines.get(timeout=limit)
+                line = _next(lines, worker, limit)
             except queue.Empty:
                 silence = "gave no answer for" if started else "had not loaded the model after"
                 raise UserError(f"{self.title} {silence} {limit:g} s with {model}{last_words(log)}") from None
@@ -181,11 +213,17 @@ class Local:
         message = event["message"]
         if event["stage"] == "import":
             return UserError(f"{self.title} can't be imported by {self.interpreter()} ({message}); {self.advice}")
-        if event["stage"] == "request":
-            return UserError(f"sample '{event['id']}' can't be answered by {model}: {message}")
         if "root cause" in message or "Failed to init server" in message:  # vLLM's and llama.cpp's reason is in the log
             return UserError(f"{self.title} could not load {model}{last_words(log)}")
-        return UserError(f"{self.title} could not load {model}: {message}")
+        return UserError(f"{self.title} could not load {model}: {message.removeprefix('UserError: ')}")
+
+
+def _by_kind(requests: Sequence[Request]) -> list[Request]:
+    """Requests in the order in which an engine takes them that answers those with equally many images together."""
+    groups: dict[tuple[int, int], list[Request]] = {}
+    for request in requests:
+        groups.setdefault((request.images(), request.videos()), []).append(request)
+    return [request for group in groups.values() for request in group]
 
 
 def _answer(event: dict) -> Answer:
@@ -209,6 +247,24 @@ def _lines(worker: subprocess.Popen) -> queue.Queue[bytes | None]:
     return lines
 
 
+def _next(lines: queue.Queue[bytes | None], worker: subprocess.Popen, limit: float) -> bytes | None:
+    """The worker's next line; None once it has ended, even where a process that it started keeps its output open.
+
+    Raises:
+        queue.Empty: there was none for `limit` seconds.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        ended = worker.poll() is not None  # before the wait: what it wrote last has arrived after it
+        try:
+            return lines.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
+        except queue.Empty:
+            if ended:
+                return None
+            if time.monotonic() > deadline:
+                raise
+
+
 def start_process(
     command: Sequence[str], environment: dict[str, str], log: Path, *, piped: bool = True
 ) -> subprocess.Popen:
@@ -226,15 +282,27 @@ def start_process(
 
 
 def stop_process(process: subprocess.Popen, grace: float = 5.0) -> None:
-    """End a process that leads a session, with all its children: by SIGTERM, after `grace` seconds by SIGKILL."""
-    for sig, wait in ((signal.SIGTERM, grace if process.poll() is None else 0.0), (signal.SIGKILL, 10.0)):
+    """End a process that leads a session, with all its children: by SIGTERM, after `grace` seconds by SIGKILL.
+
+    What interrupts the wait is passed on when all are killed.
+    """
+
+    def send(sig: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, sig)
+
+    try:
+        if process.poll() is None:
+            send(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+    finally:
+        send(signal.SIGKILL)
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(wait)
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
+            process.wait(10.0)
 
 
 def how_it_ended(code: int) -> str:

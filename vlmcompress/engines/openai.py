@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from vlmcompress.common.progress import Progress
-from vlmcompress.engines import MEDIA, Answer, Request, Run, Settings, first_tokens, media_file
+from vlmcompress.engines import MEDIA, Answer, Refusals, Request, Run, Settings, first_tokens, media_file
 from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 IN_FLIGHT = 8  # requests, unless the settings say
 RETRIES = 4
 CONNECT_TIMEOUT = 10.0  # seconds
+REFUSED = (400, 413, 415, 422, 500)  # HTTP codes that concern the request alone, if only some have them
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class OpenAI:
             async with self._client(settings) as client:
                 await self._check_model(client, str(model))
                 began = time.monotonic()
-                session = _Session(client, self.url, str(model), Path(media), settings)
+                refusals = Refusals(f"{model} at {self.url}", settings.refusals)
+                session = _Session(client, self.url, str(model), Path(media), settings, refusals)
                 async for answer in session.answers(requests):
                     answers[answer.id] = answer
                     if on_answer:
@@ -122,6 +124,7 @@ class _Session:
     model: str
     media: Path
     settings: Settings
+    refusals: Refusals
 
     async def answers(self, requests: Sequence[Request]) -> AsyncIterator[Answer]:
         """Yield answers as they arrive; the first failure cancels all open requests."""
@@ -158,6 +161,8 @@ class _Session:
         except openai.APIConnectionError as error:
             raise UserError(f"{self.url} can't be reached any more, at {sample} ({_reason(error)})") from error
         except openai.APIStatusError as error:
+            if error.status_code in REFUSED:
+                return self.refusals.add(request.id, _status(error))
             raise UserError(f"{sample} can't be answered by {self.model} at {self.url}: {_status(error)}") from error
         try:
             return replace(_parse(json.loads(raw.text)), id=request.id)

@@ -89,6 +89,10 @@ class Engine:
         self.longest = min(positions, limit) if limit > 0 else positions
         threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
         options = {"INFERENCE_NUM_THREADS": threads} | (EXACT if settings["dtype"] == "float32" else {})
+        if (
+            threads == 1
+        ):  # OpenVINO 2026.4 divides by zero (SIGFPE) where it compiles a graph in bfloat16 for one thread
+            options |= {"INFERENCE_PRECISION_HINT": "f32"}
         self.pipeline = openvino_genai.VLMPipeline(folder, "CPU", **options)
 
     @staticmethod

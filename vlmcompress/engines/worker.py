@@ -6,17 +6,19 @@ library. ENGINE.py is loaded by path, too, and has
     PACKAGE                              what must be importable
     start(job) -> (engine, description)
     answers(engine, requests, job)       yields (id, answer) as they are ready; an exception in place of an answer says
-                                         that the request is refused. An exception raised means that the engine is broken.
+                                         that the request is refused, and the next ones follow. An exception raised means
+                                         that the engine is broken.
 
 One line of standard output is one event:
 
     {"event": "ready", "engine": {...}}          the model is loaded
     {"event": "answer", "id", "text", "finish", "prompt_tokens", "output_tokens", "first": [[token, logprob], ...] | null}
-    {"event": "error", "stage": "import" | "start" | "request", "id", "message"}
+    {"event": "refused", "id", "message"}        there is no answer to this request
+    {"event": "error", "stage": "import" | "start", "message"}
     {"event": "done"}
 
 Output that libraries print goes to standard error. Standard input is a lifeline: when it closes, the parent is gone and
-the whole process group ends.
+the whole process group is killed, by a process of its own, whatever the others are busy with.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import traceback
 
 
@@ -39,13 +40,22 @@ def claim_stdout():
 
 
 def end_with_parent() -> None:
-    """Kill our process group when standard input closes."""
+    """Have our process group killed when standard input closes. To be called before there are threads.
 
-    def wait() -> None:
-        sys.stdin.buffer.read()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
+    A thread would not do: a computation that keeps Python's lock keeps it from running, a signal's handler, too, and where this
+    process has died, those that it had started go on. The process that watches is in the group itself, so that no other group
+    can have got its number, and leaves it to the parent to end it with SIGKILL.
+    """
+    if os.fork():
+        return
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # or who reads them waits for this process, too
+        os.dup2(null, stream)
+    while os.read(0, 4096):
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def one_line(error: Exception) -> str:
@@ -77,15 +87,15 @@ def events(module, job: dict):
     with open(job["requests"], encoding="utf-8") as file:
         for name, answer in module.answers(engine, map(json.loads, file), job):
             if isinstance(answer, Exception):
-                yield {"event": "error", "stage": "request", "id": name, "message": one_line(answer)}
-                return
+                yield {"event": "refused", "id": name, "message": one_line(answer)}
+                continue
             yield {"event": "answer", "id": name, **answer}
     yield {"event": "done"}
 
 
 def main() -> None:
-    out = claim_stdout()
     end_with_parent()
+    out = claim_stdout()
     module_file, job_file = sys.argv[1:]
     with open(job_file, encoding="utf-8") as file:
         job = json.load(file)
@@ -94,7 +104,7 @@ def main() -> None:
             print(json.dumps(event), file=out, flush=True)
     except Exception:
         traceback.print_exc()
-        os._exit(1)  # Python's own end waits for the thread that reads standard input, and aborts
+        os._exit(1)
     os._exit(0)  # all is written; the engine's own shutdown only costs time
 
 

@@ -18,11 +18,13 @@ from pathlib import Path
 from vlmcompress.checkpoint import sides
 from vlmcompress.common import hub
 from vlmcompress.common.progress import Progress
+from vlmcompress.data.sources import PLAIN, Reading
 from vlmcompress.engines import Answer, Engine, Settings
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation import tasks
+from vlmcompress.evaluation import free_answers, tasks
 from vlmcompress.evaluation.ask import Sample, SuiteAnswers, ask_suite
 from vlmcompress.evaluation.compare import MARGIN, by_family, changed_answers, compare, divergence, families, pairs
+from vlmcompress.evaluation.free_answers import Score
 from vlmcompress.evaluation.journal import Journal, open_journal
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.evaluation.tasks import LoadedSuite
@@ -41,7 +43,9 @@ class EvalOptions:
         engine, baseline_engine: the engines of the candidates and of the baseline.
         limit, seed: how many questions of each suite are chosen (None: all), and the seed of the choice.
         margin: suite -> allowed drop; "" stands for all other suites.
+        score: how answers to plain data are scored, see `free_answers.checked`.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
+        reading: how rows of plain data are read.
     """
 
     engine: Engine
@@ -49,9 +53,11 @@ class EvalOptions:
     limit: int | None = None
     seed: int = 0
     margin: Mapping[str, float] | None = None
+    score: str = free_answers.AUTO
     settings: Settings = Settings(logprobs=FIRST_TOKENS)
     journal: Path | None = None
     progress: Progress | None = None
+    reading: Reading = PLAIN
 
     def margin_of(self, suite: str) -> float:
         margins = {"": MARGIN, **(self.margin or {})}
@@ -100,18 +106,23 @@ def evaluate_all(
             baseline=Path(recorded.baseline.path) if recorded else baseline,
             limit=options.limit,
             seed=options.seed,
+            reading=options.reading,
         )
         for name in suites or [None]
     ]
+    named = free_answers.checked(options.score, loaded)
     # From the report first: where it lacks a suite, that is said before an engine starts.
     replayed = [_replay(recorded, suite.name) for suite in loaded] if recorded else None
     with ExitStack() as stack:
         journal = stack.enter_context(open_journal(options.journal)) if options.journal else None
         before = replayed or [_answers(baseline, suite, options, journal, "baseline") for suite in loaded]
+        scores = [free_answers.choose(named, *both) for both in zip(loaded, before, strict=True)]
+        before = [score.applied(answers) if score else answers for score, answers in zip(scores, before, strict=True)]
         original = recorded.baseline if recorded else sides.side(baseline, before[0].engine)
         for path in candidates:
             after = [_answers(path, suite, options, journal, "candidate") for suite in loaded]
-            compared = list(zip(loaded, before, after, strict=True))
+            after = [score.applied(answers) if score else answers for score, answers in zip(scores, after, strict=True)]
+            compared = list(zip(loaded, before, after, scores, strict=True))
             yield _results(original, sides.side(path, after[0].engine), compared, options, recorded)
 
 
@@ -142,13 +153,17 @@ def _answers(
 def _results(
     baseline: Side,
     candidate: Side,
-    compared: Sequence[tuple[LoadedSuite, SuiteAnswers, SuiteAnswers]],
+    compared: Sequence[tuple[LoadedSuite, SuiteAnswers, SuiteAnswers, Score | None]],
     options: EvalOptions,
     recorded: Results | None,
 ) -> Results:
     suites, samples, pictures = [], [], {}
-    for suite, before, after in compared:
+    for suite, before, after, score in compared:
         summary, scored = summarise(suite, before, after, options.margin_of(suite.name))
+        if score:
+            summary = summary.model_copy(
+                update={"metric": score.metric, "scoring": score.about, "choice": score.choice}
+            )
         if recorded:  # replayed answers do not say where they were cut off
             cut_off = _suite(recorded, suite.name).cut_off[0]
             summary = summary.model_copy(update={"cut_off": (cut_off, summary.cut_off[1])})
@@ -181,7 +196,9 @@ def summarise(
         return sum(map(count, before.samples)), sum(map(count, after.samples))
 
     # an engine may not report visual tokens
-    reported = all(sample.answer.visual_tokens is not None for sample in (*before.samples, *after.samples))
+    taken = [sample for sample in (*before.samples, *after.samples) if not sample.answer.refused]
+    reported = all(sample.answer.visual_tokens is not None for sample in taken)
+    both = [s for s in scored if not s.baseline_refused and not s.candidate_refused]
     return Suite(
         name=suite.name,
         metric=suite.metric,
@@ -193,10 +210,11 @@ def summarise(
         max_tokens=suite.max_tokens,
         overall=compare(*pairs(scored), margin=margin),
         families=families(by_family(scored), margin=margin),
-        agreement=sum(normalise(s.baseline) == normalise(s.candidate) for s in scored) / len(scored),
+        agreement=sum(normalise(s.baseline) == normalise(s.candidate) for s in both) / max(len(both), 1),
         divergence=summary,
         unparsed=total(lambda sample: not sample.parsed),
-        empty=total(lambda sample: not sample.text),
+        refused=total(lambda sample: bool(sample.answer.refused)),
+        empty=total(lambda sample: not sample.text and not sample.answer.refused),
         cut_off=total(lambda sample: sample.answer.finish == "length"),
         prompt_tokens=total(lambda sample: sample.answer.prompt_tokens),
         visual_tokens=total(lambda sample: sample.answer.visual_tokens or 0) if reported else None,
@@ -214,8 +232,8 @@ def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scor
         expected=after.expected,
         baseline=before.text,
         candidate=after.text,
-        baseline_score=before.score,
-        candidate_score=after.score,
+        baseline_score=0.0 if before.answer.refused else before.score,
+        candidate_score=0.0 if before.answer.refused or after.answer.refused else after.score,
         baseline_parsed=before.parsed,
         candidate_parsed=after.parsed,
         baseline_tokens=before.answer.prompt_tokens,
@@ -224,6 +242,8 @@ def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scor
         candidate_visual=after.answer.visual_tokens,
         image=after.image,
         kl=kl,
+        baseline_refused=before.answer.refused or "",
+        candidate_refused=after.answer.refused or "",
     )
 
 
@@ -270,10 +290,23 @@ def _replay(recorded: Results, name: str) -> SuiteAnswers:
             score=s.baseline_score,
             parsed=s.baseline_parsed,
             image=s.image,
-            answer=Answer(s.id, s.baseline, "stop", s.baseline_tokens, 0, visual_tokens=s.baseline_visual),
+            answer=_recorded_answer(s),
         )
         for s in recorded.samples
         if s.suite == name
     )
     sha256 = _suite(recorded, name).sha256
     return SuiteAnswers(samples, sha256, {}, recorded.baseline.engine, 0.0, len(samples))
+
+
+def _recorded_answer(s: Scored) -> Answer:
+    finish = "refused" if s.baseline_refused else "stop"
+    return Answer(
+        s.id,
+        s.baseline,
+        finish,
+        s.baseline_tokens,
+        0,
+        visual_tokens=s.baseline_visual,
+        refused=s.baseline_refused or None,
+    )

@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,20 @@ from vlmcompress.evaluation import journal as journals
 from vlmcompress.evaluation.journal import Journal
 from vlmcompress.evaluation.tasks import LoadedSuite, Place, metric, quiet
 
+REFUSED = 0.1
+"""The share of a suite's samples that an engine may refuse."""
+
+SEPARATOR = " | "  # between several reference answers, where they are one text
+
 
 @dataclass(frozen=True)
 class Sample:
     """One answered question.
 
     Attributes:
-        expected: the reference answer, or several joined by ` | `.
+        expected: the reference answer, or several joined by `SEPARATOR`.
         text: the answer, cut at the task's stop strings.
-        score: in 0 to 1; 0 where no answer could be parsed from the text (`parsed` is False).
+        score: in 0 to 1; 0 where no answer could be parsed from the text (`parsed` is False), or where it was refused.
         image: name of the images or videos that the question is about, equal for equal images.
     """
 
@@ -140,13 +145,14 @@ class _JournalledEngine:
         keys = {request.id: journals.key(self._identity, request, self._settings) for request in requests}
         answers = {} if self._journal is None else self._journal.answered(keys)
         rest = [request for request in requests if request.id not in answers]
+        settings = replace(self._settings, refusals=int(REFUSED * len(requests)))
         self.resumed += len(answers)
         if rest:
             run = self._engine.answer(
                 self._model,
                 rest,
                 media=self._media,
-                settings=self._settings,
+                settings=settings,
                 label=self._label,
                 progress=self._progress,
                 on_answer=lambda answer: self._keep(keys[answer.id], answer),
@@ -157,11 +163,12 @@ class _JournalledEngine:
             key = f"engine {self._identity.engine} {self._identity.model}"
             if self.about:
                 self._journal.write(key, self.about)
-            self.about = self._journal.read(key) or {}
+            written = self._journal.read(key)
+            self.about = written if isinstance(written, dict) else {}
         return answers
 
     def _keep(self, key: str, answer: Answer) -> None:
-        if self._journal is not None:
+        if self._journal is not None and not answer.refused:  # another run may get further
             self._journal.add(key, answer)
 
 
@@ -174,10 +181,10 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
         id=place.id,
         family=place.family,
         question="".join(part["text"] for part in last["content"] if part["type"] == "text").strip(),
-        expected=" | ".join(targets),
+        expected=SEPARATOR.join(targets),
         text=answer.text.strip(),
-        score=_score(place, row, name),
-        parsed=bool(row.get("parsed", True)),
+        score=0.0 if answer.refused else _score(place, row, name),
+        parsed=bool(row.get("parsed", True)) or bool(answer.refused),
         image="+".join(files) or f"text:{place.id}",
         answer=answer,
     )

@@ -4,7 +4,8 @@
     comparison.verdict, comparison.needed                        # "inconclusive", 1840
     by_family = families({"chart": (before, after, images), ...}, margin=0.05)
 
-- **Interval and verdict**: the bounds of `paired`, clustered by image, and the two one-sided tests of `noninferiority`.
+- **Interval and verdict**: the bounds of `paired`, clustered by image, and the two one-sided tests of `noninferiority`. A pass
+  counts only where the baseline gets enough right for a loss to show.
 - **p** of no difference: signs of the images' sums are flipped; exact for right/wrong scores, else 20,000 random draws
   with a fixed seed. Without shared images the exact one is McNemar's test.
 - **Families**: p-values are adjusted by Holm's method (Scand. J. Statist. 6, 1979). A family *fails* if its one-sided test
@@ -111,7 +112,7 @@ def _compare(pairs: Pairs, margin: float, level: float) -> tuple[Comparison, flo
         raise ValueError("scores must be in 0 to 1")
     if not 0 < margin < 1 or not 0 < level < 1:
         raise ValueError(f"margin {margin} and level {level} must be between 0 and 1")
-    images = range(n) if clusters is None else clusters
+    images = list(range(n) if clusters is None else clusters)
     differences = [float(c) - float(b) for b, c in zip(baseline, candidate, strict=True)]
     difference = paired.MeanDifference(differences, images)
     low, high = difference.limits(level)
@@ -119,6 +120,8 @@ def _compare(pairs: Pairs, margin: float, level: float) -> tuple[Comparison, flo
     binary = {*map(float, baseline), *map(float, candidate)} <= {0.0, 1.0}
     counts = Counter(zip(map(bool, baseline), map(bool, candidate), strict=True)) if binary else {}
     verdict = noninferiority.verdict(difference, margin, level)
+    sensitive = verdict != "pass" or noninferiority.sensitive(baseline, images, margin, level)
+    verdict = verdict if sensitive else "inconclusive"
     comparison = Comparison(
         n=n,
         clusters=len(sums),
@@ -138,7 +141,9 @@ def _compare(pairs: Pairs, margin: float, level: float) -> tuple[Comparison, flo
         detectable=noninferiority.detectable(difference, level),
         margin=margin,
         verdict=verdict,
-        needed=noninferiority.needed(difference, margin, level) if verdict == "inconclusive" else None,
+        sensitive=sensitive,
+        needed=noninferiority.needed(difference, margin, level) if sensitive and verdict == "inconclusive" else None,
+        largest=max(Counter(images).values()),
     )
     return comparison, noninferiority.p_within(difference, margin)
 

@@ -82,7 +82,8 @@ def judge(results: Results, gate: GateFile) -> Gate:
     if gate.size is not None:
         judged.append(_size(results, gate.size))
     order: list[Verdict] = ["fail", "inconclusive", "pass"]
-    return Gate(name=gate.name, verdict=min((rule.verdict for rule in judged), key=order.index), rules=judged)
+    verdict = min((rule.verdict for rule in judged), key=order.index)
+    return Gate(name=gate.name, verdict=verdict, rules=judged, file=gate.model_dump(mode="json", exclude_defaults=True))
 
 
 def chosen(file: str | Path | None, max_drop: float | None) -> GateFile | None:
@@ -129,6 +130,16 @@ def load(name: str | Path) -> GateFile:
     if not gate.suites and not gate.speed and gate.size is None:
         raise UserError(f"gate {path} has no rules; give suites, speed or size")
     return gate
+
+
+def recorded(gate: Gate) -> GateFile | None:
+    """The rules that an outcome was judged by; None in results from before they were kept. UserError: they are damaged."""
+    try:
+        return GateFile.model_validate(gate.file) if gate.file else None
+    except ValidationError as error:
+        raise UserError(
+            f"the report's gate {gate.name} is damaged: {_problem(error)}; judge it again with --gate"
+        ) from error
 
 
 def _bundled() -> dict[str, Path]:
@@ -216,8 +227,11 @@ def _drop(suite: str, family: str | None, c: Comparison) -> Rule:
     reason = ""
     if c.verdict == "inconclusive":
         reason = f"{c.clusters:,} {c.unit} can't tell"
-        if c.missing:
+        if not c.sensitive:
+            reason = f"the baseline scores {100 * c.baseline:.1f}%, too little for a loss of the margin to show"
+        elif c.missing:
             reason += f"; about {c.missing:,} more would, if the difference stays the same"
+            reason += f"; one has {c.largest / c.n:.0%} of the samples" * c.heavy
     return Rule(
         name=f"{suite}: {'accuracy' if family is None else family}",
         verdict=c.verdict,

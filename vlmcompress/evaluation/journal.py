@@ -13,14 +13,18 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from vlmcompress.common import json_files
 from vlmcompress.common.identity import model_files, unchanged
 from vlmcompress.engines import Answer, Request, Settings
 from vlmcompress.errors import UserError
 
+_ANSWER = TypeAdapter(Answer)
 SETTINGS = ("max_model_len", "dtype", "logprobs")  # beside max_tokens, those that an answer depends on
 
 
@@ -72,9 +76,17 @@ class Journal:
         return len(self._entries)
 
     def answered(self, keys: Mapping[str, str]) -> dict[str, Answer]:
-        """id -> answer, for those of `keys` (id -> key) that are in the journal."""
+        """id -> answer, for those of `keys` (id -> key) that are in the journal. UserError: an entry is no answer."""
         entries = {identity: self._entries[key] for identity, key in keys.items() if key in self._entries}
-        return {identity: Answer(**entry | {"id": identity}) for identity, entry in entries.items()}
+        try:
+            return {
+                identity: replace(_ANSWER.validate_python(entry), id=identity) for identity, entry in entries.items()
+            }
+        except ValidationError as error:
+            where = ".".join(map(str, error.errors()[0]["loc"]))
+            raise UserError(
+                f"{self.path}: an answer's {where or 'entry'} is not right; remove the file and run again"
+            ) from error
 
     def add(self, key: str, answer: Answer) -> None:
         self.write(key, asdict(answer))
@@ -113,7 +125,7 @@ class Journal:
             os.ftruncate(self._file, end)
         for number, line in enumerate(content[:end].splitlines(), 1):
             try:
-                row = json.loads(line)
+                row = json_files.parse(line)
                 self._entries[row["key"]] = row["entry"]
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{self.path} line {number} is damaged; remove the file and run again") from error

@@ -28,7 +28,6 @@ from vlmcompress.errors import UserError
 from vlmcompress.evaluation import benchmarks, local_data
 
 MAX_TOKENS = 256  # lm-eval's default
-SCORING = "Exact match after case folding, collapsing spaces and dropping a final full stop."
 Ask = Callable[[Sequence[Request]], Mapping[str, Answer]]
 
 
@@ -172,7 +171,7 @@ class Documents(list):
 
 
 class Conversations(ConfigurableTask):
-    """A task whose prompts are the samples' turns, unchanged, scored by exact match.
+    """A task whose prompts are the samples' turns, unchanged; scored by exact match, until `free_answers` scores them.
 
     Args:
         samples: the samples, each with an answer.
@@ -186,6 +185,7 @@ class Conversations(ConfigurableTask):
                 "family": sample.family,
                 "question": sample.question,
                 "answer": sample.answer,
+                "references": list(sample.references) or [sample.answer or ""],
                 "images": sample.images,
                 "videos": sample.videos,
                 "turns": sample.prompt(),
@@ -199,7 +199,7 @@ class Conversations(ConfigurableTask):
                 "custom_dataset": lambda **_: {"test": rows},
                 "test_split": "test",
                 "doc_to_text": "question",
-                "doc_to_target": "answer",
+                "doc_to_target": "references",
                 "doc_to_image": local_data.shown,
                 "process_results": benchmarks.exact,
                 "generation_kwargs": {
@@ -209,7 +209,6 @@ class Conversations(ConfigurableTask):
                     "temperature": 0.0,
                 },
                 "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-                "metadata": {"scoring": SCORING},
             }
         )
 

@@ -22,7 +22,8 @@ from typing import Any
 from PIL import Image
 
 from vlmcompress.common import hub, json_files
-from vlmcompress.data.samples import LazyImages
+from vlmcompress.common.messages import foreign_errors
+from vlmcompress.data.samples import LazyImages, media_source
 from vlmcompress.data.sources import bundled
 from vlmcompress.data.video import Video
 from vlmcompress.errors import UserError
@@ -103,7 +104,9 @@ def video(doc: Mapping[str, Any]) -> list[Video]:
 
 def encoded(value: Mapping[str, Any]) -> bytes | Path:
     """The encoded bytes or path of an image as `datasets` stores it."""
-    return value["bytes"] if value["bytes"] is not None else Path(value["path"])
+    if not isinstance(value, Mapping) or (value.get("bytes") is None and value.get("path") is None):
+        raise UserError("an image of the data is empty; give its file")
+    return value["bytes"] if value.get("bytes") is not None else Path(value["path"])
 
 
 def png(image: Image.Image) -> bytes:
@@ -142,7 +145,7 @@ def _read(location: str, split: str, changed: int) -> Any:
     from datasets.table import InMemoryTable
 
     path = Path(location)
-    try:
+    with foreign_errors(f"{path} can't be read", "; write it again"):
         if (path / "dataset_info.json").is_file():
             dataset = datasets.load_from_disk(location)
         elif (path / "dataset_dict.json").is_file():
@@ -154,12 +157,10 @@ def _read(location: str, split: str, changed: int) -> Any:
                 dataset = datasets.Dataset(InMemoryTable(pa.concat_tables(tables, promote_options="permissive")))
             else:
                 dataset = datasets.Dataset.from_list([row for file in files for row in _json_lines(file)])
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise UserError(f"{path} can't be read ({' '.join(str(error).split())[:200]}); write it again") from error
-    for column in set(IMAGES) & set(dataset.column_names):
-        feature = _as_image(dataset.features[column], datasets)
-        dataset = dataset.cast_column(column, feature)
-    return dataset
+        for column in set(IMAGES) & set(dataset.column_names):
+            feature = _as_image(dataset.features[column], datasets)
+            dataset = dataset.cast_column(column, feature)
+        return dataset
 
 
 def _files(path: Path, split: str) -> list[Path]:
@@ -172,7 +173,7 @@ def _files(path: Path, split: str) -> list[Path]:
 
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of a JSON lines file; `image` and `images` become lists, their paths absolute."""
+    """Read the rows of a JSON lines file; `image` and `images` become lists of files as `datasets` stores them."""
     rows = []
     for number, line in enumerate(json_files.read_text(file).split("\n"), 1):
         if not line.strip():
@@ -181,9 +182,15 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
             row = json_files.parse(line)
         except ValueError as error:
             raise UserError(f"{file} line {number} is not valid JSON ({error}); write one object per line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{file} line {number} is a {type(row).__name__}; write one object per line")
         for column in {"image", "images"} & set(row):
             value = row[column] if isinstance(row[column], list) else [row[column]]
-            row[column] = [str(file.parent.resolve() / item) for item in value if item]
+            files = [media_source(item, file.parent.resolve(), f"{file.name} line {number}") for item in value if item]
+            row[column] = [
+                {"bytes": item, "path": None} if isinstance(item, bytes) else {"bytes": None, "path": str(item)}
+                for item in files
+            ]
         rows.append(row)
     return rows
 

@@ -7,11 +7,15 @@ Two one-sided tests, each with error (1 - level) / 2 (2.5% at 0.95, as ICH E9 re
 - **inconclusive** otherwise. A drop can be significant and yet inconclusive: it's there, but perhaps within the margin.
 
 Verdicts are monotone: with the bounds of `paired`, a smaller loss never gets a worse verdict.
+
+Nothing can be lost where the baseline is wrong. So an evaluation passes only what it could have failed (ICH E10's assay
+sensitivity): a candidate that loses all that the baseline got right must fail, or `sensitive` says no and a pass is void.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterable, Sequence
 
 from vlmcompress.evaluation.paired import NORMAL, MeanDifference
 from vlmcompress.results import Verdict
@@ -34,30 +38,32 @@ def p_within(difference: MeanDifference, margin: float) -> float:
     return difference.p_at_least(-margin)
 
 
+def sensitive(baseline: Sequence[float], images: Iterable[Hashable], margin: float, level: float) -> bool:
+    """Whether a candidate that gets nothing right would fail: the baseline gets enough right for a loss to show.
+
+    Args:
+        baseline: its scores in 0 to 1.
+    """
+    return verdict(MeanDifference([-score for score in baseline], images), margin, level) == "fail"
+
+
 def min_images_to_pass(margin: float, level: float) -> int:
-    """The smallest number of images with which a candidate that changes no answer passes; with fewer none can."""
+    """The smallest number of images, with as many questions each, with which a candidate that changes no answer passes; with
+    fewer none can."""
     return math.floor(math.log((1 - level) / 2) / math.log1p(-margin)) + 1
 
 
 def detectable(difference: MeanDifference, level: float, power: float = POWER) -> float:
     """The smallest true drop that as many samples like these would show (upper limit below 0) with probability `power`.
 
-    By the normal approximation. Changes in each direction are assumed at the observed rate plus one change, as few changes say
-    little about their rate; the drop is added on top.
+    Whole images are lost, of every size, beside changes that are as often for the better as for the worse; their number is
+    taken at its quantile 1 - `power`, by the normal approximation.
     """
-    alpha, beta = NORMAL.inv_cdf(0.5 + level / 2), NORMAL.inv_cdf(power)
-    images, size, mean = difference.images, difference.size, difference.mean
-    both_ways = max(difference.variance() + mean**2 - abs(mean) * size, 0.0) + size**2 / images
-
-    def shown(drop: float) -> bool:
-        spread = both_ways + drop * size
-        signal = drop * images - 0.5 * size  # with the continuity correction of half a change
-        return signal >= math.sqrt(images) * (alpha * math.sqrt(spread) + beta * math.sqrt(max(spread - drop**2, 0.0)))
-
+    error, deviate = (1 - level) / 2, NORMAL.inv_cdf(power)
     low, high = 0.0, 1.0
-    for _ in range(40):
+    while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if shown(middle) else (middle, high)
+        low, high = (low, middle) if difference.p_of_drop(middle, deviate) < error else (middle, high)
     return high
 
 

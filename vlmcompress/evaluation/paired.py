@@ -1,25 +1,37 @@
 """Confidence bounds and tests of a mean paired difference, clustered by image.
 
 Image i has m_i questions, whose differences (candidate minus baseline, in [-1, 1]) sum to S_i; the mean difference is
-sum S_i / sum m_i. Questions about one image may be lost together, so the images are the independent observations.
+sum S_i / sum m_i = S / n. Questions about one image may be lost together, so the images are the independent observations.
 
 **Bounds.** The p-value of "the true mean is at most D" is Gaffke's (Math. Methods Statist. 14, 2005, 451-467;
 Learned-Miller and Thomas, arXiv:1905.06208), with one further image that loses all of its questions:
 
-    P(sum_i E_i (S_i - D m_i) - E_0 M (1 + D) <= 0),   E_i independent standard exponentials,   M = sum m_i^2 / sum m_i
+    P(sum_i E_i (S_i + t_i) - E_0 L <= 0),   E_i independent standard exponentials,   sum_i t_i = -D n
 
-M is the size of the image of a random question, and sum m_i / M Kish's effective number of images (Survey Sampling, 1965).
+The t_i say which images lose what the hypothesis allows, and L how many questions the further image has. With m questions
+an image there is one way: t_i = -D m and L = (1 + D) m. Where their numbers differ, losses may go with size: a model may
+fail on the few documents that have most of the questions. All that the hypothesis allows beyond the observed mean x goes to
+the largest images then, down to a level L that is as high for all of them, like water:
+
+    t_i = max(m_i (1 + x) - L, 0) - x m_i                 with L such that sum_i t_i = -D n
+
+For an x chosen beforehand S_i + t_i + L is never negative and has the mean L under the hypothesis, so that the product of
+the (S_i + t_i + L) / L is at most 1 on average, whatever each image's chances are (inequality of means), and its inverse a
+p-value as well; Gaffke's is smaller. This takes the images' sizes as they are. So that images may also be a random draw of
+large and small ones, the p-value is the larger of this one and the one with t_i = -D m_i at the same L.
 
 - **No correlation has to be estimated.** Where questions of an image change together, the sums S_i are large. Where none
   changed, the further image bounds what was not seen: after k images without a change, the share of images that lose all
   is at most 1 - 0.025^(1/k), about 3.7 / k. No test of that error does better: with a larger share, k images without a
-  loss would be seen too often, however many questions each has.
+  loss would be seen too often, however many questions each has. One document with a tenth of all questions could lose
+  them with a probability of 97.5% and be seen to keep them: 9.75 points are not ruled out.
 - **One lost answer less never makes the p-value larger**, as it only raises an S_i.
 - **Special cases**, one question an image: without a win it is the exact binomial test (Clopper and Pearson, 1934), at
   D = 0 the exact McNemar test.
 
-That the error is at most the level is proven for two outcomes and a conjecture otherwise, without a known counterexample;
-`scripts/measure/simulate_statistics.py` counts. The bootstrap has no width when no answer differs, and too little when few do.
+That the error is at most the level is proven for two outcomes and a conjecture otherwise;
+`scripts/measure/simulate_statistics.py` counts, also where losses go with size. The bootstrap has no width when no answer
+differs, and too little when few do.
 
 **Tests of no difference** flip the signs of the images' sums S_i, as the two models could be swapped on any image: exact by
 enumeration for right/wrong scores (with one question an image the exact McNemar test), else by random draws.
@@ -69,7 +81,8 @@ class MeanDifference:
         self.mean = float(values.mean())
         self._image_size = float((sizes**2).sum() / self.n)  # M
         self.images = self.n / self._image_size
-        (self._sums, self._sizes), self._counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
+        (self._sums, self._sizes), counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
+        self._counts = counts.astype(np.float64)
         between_images = float(((sums - self.mean * sizes) ** 2).sum())
         between_questions = float(((values - self.mean) ** 2).sum())
         self._variance = between_images / (self.n * self._image_size)
@@ -91,22 +104,62 @@ class MeanDifference:
 
     def p_at_most(self, mean: float, times: float = 1.0) -> float:
         """One-sided p-value of "the true mean is at most `mean`". `times`: as if every image had been seen so many times."""
-        return self._tail(mean, -1.0, times)
+        return gaffke_p(self._sums, self._sizes, times * self._counts, mean)
 
     def p_at_least(self, mean: float, times: float = 1.0) -> float:
         """One-sided p-value of "the true mean is at least `mean`"."""
-        return self._tail(mean, 1.0, times)
+        return gaffke_p(-self._sums, self._sizes, times * self._counts, -mean)
 
-    def _tail(self, mean: float, end: float, times: float) -> float:
-        gaps = np.append(self._sums - mean * self._sizes, (end - mean) * self._image_size)
-        return below_zero(-end * gaps, np.append(times * self._counts, 1.0))
+    def p_of_drop(self, drop: float, deviate: float) -> float:
+        """The p-value of "nothing was lost" to expect if that share of the images, of every size, loses everything.
+
+        Of the others so many change as of the observed ones beyond their drift, as many to the better as to the worse.
+
+        Args:
+            deviate: normal deviate below the mean at which the number of lost images is taken.
+        """
+        second = self._variance + self.mean**2
+        fair = max(second - abs(self.mean) * self.size, 0.0) / second if second else 0.0
+        spread = math.sqrt((1 - drop) * (fair * second + drop) / self.images)
+        lost = max(drop - deviate * spread, 0.0)
+        rest = (1 - lost) * self._counts
+        sums = np.concatenate([-self._sizes, self._sums, -self._sums, 0 * self._sums])
+        counts = np.concatenate([lost * self._counts, fair / 2 * rest, fair / 2 * rest, (1 - fair) * rest])
+        return gaffke_p(-sums, np.tile(self._sizes, 4), counts, 0.0)
 
     def limits(self, level: float) -> tuple[float, float]:
         """The two-sided confidence interval of the mean; each limit errs with (1 - level) / 2."""
         tail = (1 - level) / 2
         # width of a bracket that mostly holds the limit
-        width = 4 * math.sqrt(self._variance / self.images) + 5 / self.images
+        width = 4 * math.sqrt(self._variance / self.images) + 5 * self._sizes.max() / self.n
         return _root(self.p_at_most, self.mean, width, -1.0, tail), _root(self.p_at_least, self.mean, width, 1.0, tail)
+
+
+def gaffke_p(sums: NDArray[np.float64], sizes: NDArray[np.float64], counts: NDArray[np.float64], limit: float) -> float:
+    """P-value of "the true mean is at most `limit`"; see the module.
+
+    Args:
+        sums, sizes: S_i and m_i of kinds of images; `counts`: how many there are of each, above 0 and not always whole.
+    """
+    n = float(counts @ sizes)
+    observed = max(float(counts @ sums) / n, limit)
+    room = (1 + observed) * sizes  # what an image may lose beyond the observed mean
+    level = water_level(room, counts, (observed - limit) * n)
+    allowed = [-limit * sizes]
+    if sizes.min() < sizes.max():
+        allowed.append(np.maximum(room - level, 0) - observed * sizes)
+    shapes = np.append(counts, 1.0)
+    return max(below_zero(np.append(sums + t, -level), shapes) for t in allowed)
+
+
+def water_level(heights: NDArray[np.float64], counts: NDArray[np.float64] | NDArray[np.int64], volume: float) -> float:
+    """The level L at which `volume` stands above: sum_i counts_i max(heights_i - L, 0) = volume; below all heights if it is
+    more than their differences."""
+    order = np.argsort(-heights)
+    number, total = np.cumsum(counts[order]), np.cumsum((counts * heights)[order])
+    levels = (total - volume) / number  # if just the first so many heights are above it
+    following = np.append(heights[order][1:], -np.inf)
+    return float(levels[np.argmax(levels >= following)])
 
 
 def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> float:

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.common import hub
+from vlmcompress.common.messages import note
 from vlmcompress.data import sources
 from vlmcompress.data.samples import Sample
+from vlmcompress.data.sources import PLAIN, Reading
 from vlmcompress.data.video import Video
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.evaluation import catalogue, local_data
@@ -96,6 +98,7 @@ def load_suite(
     baseline: str | Path,
     limit: int | None = None,
     seed: int = 0,
+    reading: Reading = PLAIN,
 ) -> LoadedSuite:
     """Load a suite and choose its samples.
 
@@ -105,6 +108,7 @@ def load_suite(
         data: local copy of a named suite's data; see `local_data`.
         candidate, baseline: checkpoints; the data bundled with a demo model is found beside them.
         limit: number of samples to choose, from all families in proportion, always the same ones for a seed.
+        reading: how rows of plain data are read.
 
     Raises:
         UserError: no such suite or data, no samples, ids that repeat, images that are missing.
@@ -112,6 +116,11 @@ def load_suite(
     if suite is None and data is not None:
         suite, data = data, None
     name = DEFAULT if suite is None else str(suite)
+    plain = name not in catalogue.names() and Path(name).suffix not in YAML
+    if reading != PLAIN and not plain:
+        raise UserError(
+            f"suite {name} says itself how its data are read; --columns and --skip-bad are for --data alone"
+        )
     if name in catalogue.names() or Path(name).suffix in YAML:
         bundled = sources.bundled(baseline, "test") or sources.bundled(candidate, "test")
         source = data or (bundled if name.partition("_")[0] in BESIDE else None)
@@ -123,7 +132,7 @@ def load_suite(
     elif Path(name).exists() or len(Path(name).parts) > 1 or Path(name).suffix:
         if data is not None:
             raise UserError(f"suite {name} is data already; leave out the data {data} beside it")
-        source, tasks = name, {CUSTOM: _custom(Path(name))}
+        return _custom(Path(name), reading, limit, seed)
     else:
         raise UserError(f"no suite is called '{name}'{did_you_mean(name, catalogue.names())}")
     name = Path(name).stem if Path(name).suffix in YAML else Path(name).name
@@ -202,17 +211,33 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _custom(path: Path) -> Any:
-    """Make a task of plain data; each row is one conversation."""
+def _custom(file: Path, reading: Reading, limit: int | None, seed: int) -> LoadedSuite:
+    """Load plain data, of which each row is one conversation, and choose samples; their images can all be decoded."""
     from vlmcompress.evaluation.lm import Conversations
 
-    path = hub.local(path, "dataset", splits=hub.TEST)
-    samples = sources.load_samples(path, samples=None, seed=0, check_images=False)
-    without = next((sample for sample in samples if not (sample.answer or "").strip()), None)
-    if without is not None:
-        raise UserError(f"{without.name} has no answer, so nothing can be scored; give every row an `answer`")
+    path = hub.local(file, "dataset", splits=hub.TEST)
+    loaded = sources.load_samples(path, samples=None, seed=0, check_images=False, answered=True, reading=reading)
+    samples, total = list(loaded), len(loaded) + len(loaded.skipped)
+    bad, looked_at = dict(loaded.skipped), set[str]()
+    while True:  # what is chosen in the place of a bad sample may be bad, too
+        named = all(sample.row_id is not None for sample in samples)  # others go by what they show
+        chosen = [
+            sample
+            for sample in (stratified(samples, limit, seed) if named else samples)
+            if sample.name not in looked_at
+        ]
+        looked_at.update(sample.name for sample in chosen)
+        if not (undecodable := sources.undecodable(chosen)):
+            break
+        bad |= undecodable
+        if not reading.allows(len(bad), total) or len(bad) == total:
+            raise UserError(sources.refusal(path.name, bad, total, reading.skip_bad))
+        for line in sources.skipped_lines(undecodable):
+            note(line)
+        samples = [sample for sample in samples if sample.name not in bad]
     with quiet():
-        return Conversations(CUSTOM, samples, sources.ids(path))
+        task = Conversations(CUSTOM, samples, [sample.row_id for sample in samples])
+    return _choose(file.name, str(file), {CUSTOM: task}, limit, seed)
 
 
 def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, seed: int) -> LoadedSuite:

@@ -5,6 +5,7 @@ have both. Optional:
 
     problems(layers) -> [str]       reasons why it cannot hold these layers together in one checkpoint
     SCALES                          the dtype of all its scales, for which quantizers then solve; without it that of the weights
+    OTHER_NAMES                     other names that its files have for a layer's tensors -> those in `specs`
     VOCABULARY                      True: output head and token embedding may be quantized, too
     GROUP_SIZE                      a literal: the group size of schemes that have one, where the recipe gives none
     ENGINE                          a literal: the engine (`engines.NAMES`) that alone reads its files
@@ -12,6 +13,9 @@ have both. Optional:
                                     `tree` has the source's other files already, `parts` is a `Parts`
     source_problems(folder, family, config) -> [str]         with it: reasons why it cannot hold a model
     reducer_problem(family, reducer) -> str | None           with it: why its engine lacks a reducer, as in recipes
+    token_ids(folder, config, texts) -> [[int]] | None       with it, where its engine has a tokenizer of its own: its tokens of
+                                    texts, by what was written into the folder or would be; None: the engine is not there
+    TITLE                           with it: a literal, the engine's name for people
 
 A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """
@@ -82,6 +86,10 @@ class Writer(Format, Protocol):
 @runtime_checkable
 class Reader(Format, Protocol):
     """A format that is read."""
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise `UserError` for what a checkpoint's block says that may change what the weights mean and is not read."""
+        ...
 
     def scheme_in(
         self, config: Mapping[str, Any], names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.common.layer_names import Layers, Names
+from vlmcompress.common.quantization_keys import INTEGERS, MADE, refuse_unknown
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.exporters._packing import pack_words, to_float16, unpack_words
@@ -137,6 +138,17 @@ def configs(layers: Layers, *, version: str) -> dict[str, dict]:
     return {"config.json": block, "quantize_config.json": block}
 
 
+def check(config: Mapping) -> None:
+    """Raise `UserError` for what the config's block says, or says of a layer, that is not read."""
+    only: dict[str, Any] = {**INTEGERS, "is_marlin_format": (False,)}
+    only |= dict.fromkeys(("format", "checkpoint_format"), ("gptq", "gptq_v2"))
+    numbers = {"bits", "group_size", "sym", "desc_act"}
+    refuse_unknown(config, numbers | {"dynamic"}, MADE | {"lm_head"}, only)
+    for pattern, override in (config.get("dynamic") or {}).items():
+        if not str(pattern).startswith("-:"):
+            refuse_unknown(override, numbers, MADE, INTEGERS, f"dynamic.{pattern}.")
+
+
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
     """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM.
 
@@ -153,6 +165,8 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
                 break
         except re.error as error:
             raise UserError(f"dynamic has {pattern!r}, which is no regular expression ({error})") from error
+    if numbers.get("desc_act") and "g_idx" not in stored:
+        raise UserError("the config says desc_act, and there is no g_idx of the order of the inputs; download it again")
     bits, group, symmetric = (numbers.get(key) for key in ("bits", "group_size", "sym"))
     if bits not in (2, 4, 8) or type(group) is not int or not isinstance(symmetric, bool):
         raise UserError(

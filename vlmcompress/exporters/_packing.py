@@ -35,7 +35,7 @@ def to_float16(scale: Tensor, what: str) -> Tensor:
     """Scales as float16, where that changes none of them.
 
     Raises:
-        UserError: a scale is too small, too large or too fine; `what` names the format.
+        UserError: a scale is too small, too large or too fine, or was cut off at the largest one; `what` names the format.
     """
     rounded = scale.to(torch.float16)
     changed = scale[rounded.float() != scale.float()]
@@ -44,6 +44,11 @@ def to_float16(scale: Tensor, what: str) -> Tensor:
         raise UserError(
             f"{count} of {scale.numel()} scales are no 16-bit floats, which {what} files hold, the first is {example:.3g}; "
             "write compressed-tensors"
+        )
+    if full := int((rounded == torch.finfo(torch.float16).max).sum()):  # where a quantizer solved for such scales
+        raise UserError(
+            f"{full} of {scale.numel()} scales would be larger than 65,504, the largest of the 16-bit floats that {what} files "
+            "hold; write compressed-tensors"
         )
     return rounded
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.common.layer_names import Layers, Names
+from vlmcompress.common.quantization_keys import INTEGERS, MADE, refuse_unknown
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.exporters._packing import pack_words, to_float16, unpack_words
@@ -106,6 +107,15 @@ def configs(layers: Layers) -> dict[str, dict]:
     return {"config.json": block}
 
 
+def check(config: Mapping) -> None:
+    """Raise `UserError` for what the config's block says that is not read; `dynamic` may name layers that are not quantized."""
+    read = {"version", "format", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "sym"}
+    only = {**INTEGERS, "desc_act": (False,), "checkpoint_format": ("gemm",)}
+    dynamic = config.get("dynamic") or {}
+    excepted = {"dynamic"} if all(str(pattern).startswith("-:") for pattern in dynamic) else set()
+    refuse_unknown(config, read | excepted, MADE | {"modules_to_not_convert", "lm_head"}, only)
+
+
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
     """The scheme of a linear layer `[out, in]` of a checkpoint with this `quantization_config`; None: it is not quantized.
 
@@ -114,7 +124,8 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     """
     if "qweight" not in stored:
         return None
-    version, bits = str(config.get("version", "gemm")).lower(), config.get("bits", config.get("w_bit"))
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    bits = config.get("bits", config.get("w_bit"))
     group = config.get("group_size", config.get("q_group_size"))
     if version != "gemm" or bits != 4 or type(group) is not int:
         raise UserError(

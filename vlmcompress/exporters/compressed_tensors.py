@@ -23,11 +23,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlmcompress.common.layer_names import EMBEDDING, Kept, Layers, Names
+from vlmcompress.common.quantization_keys import refuse_unknown
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import MXFP4, NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
@@ -41,6 +43,20 @@ _EXPONENTS = {
     "zp_dtype": "torch.uint8",
 }  # as in compressed-tensors' presets of microscaling
 _FLOAT8_SCALES = {"scale_dtype": "torch.float8_e4m3fn"}  # without it transformers has scales of activations in float32
+_OFFLINE = ("weight_input", "weight_output")  # places of transforms that the stored weights have gone through already
+_ABOUT = (
+    "quant_method",
+    "version",
+    "format",
+    "quantization_status",
+    "global_compression_ratio",
+    "run_compressed",
+    "provider",
+)
+_ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic")
+_OBSERVED = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # types of scales are seen by the tensors
+_ORDERS = {"actorder": ("weight", "static", False)}  # in which the inputs of a group are neighbours
+_KV_CACHE = {"num_bits": 8, "type": "float"}  # with one scale, found beforehand
 _OBSERVER = {"observer": "static_minmax"}  # as in compressed-tensors' preset
 
 
@@ -230,18 +246,56 @@ def _activation_args(scheme: Scheme) -> dict | None:
     return _args(fmt.kind, fmt.bits, "token" if fmt.dynamic else "tensor", dynamic=fmt.dynamic)
 
 
+def check(config: Mapping) -> None:
+    """Raise `UserError` for what the config's block says that is not read: rotations at run time, rounded outputs, ...
+
+    What a config group says of weights and activations has to be what we would write for its scheme.
+    """
+    places = [
+        args.get("location")
+        for transform in ((config.get("transform_config") or {}).get("config_groups") or {}).values()
+        for args in transform.get("apply", ())
+    ]
+    plain = {
+        "transform_config": all(place in _OFFLINE for place in places),
+        "sparsity_config": (config.get("sparsity_config") or {}).get("format") in (None, "dense"),
+        "kv_cache_scheme": _meaning(config.get("kv_cache_scheme") or {}) == _meaning(_KV_CACHE),
+    }
+    refuse_unknown(config, {"config_groups", "ignore", *(key for key, right in plain.items() if right)}, _ABOUT)
+    for name, group in (config.get("config_groups") or {}).items():
+        at = f"config_groups.{name}."
+        refuse_unknown(group, {"targets", "weights", "input_activations"}, {"format"}, at=at)
+        scheme = scheme_of(group)
+        written = {"weights": _weight_args(scheme.weights), "input_activations": _activation_args(scheme)}
+        for part, args in written.items():
+            if args is not None:
+                refuse_unknown(group[part], _ARGUMENTS, _OBSERVED, _ORDERS, f"{at}{part}.")
+                same = {key: (value,) for key, value in _meaning(args).items()}
+                refuse_unknown(_meaning(group[part]), (), (), same, f"{at}{part}.")
+
+
+def _meaning(args: Mapping) -> dict[str, Any]:
+    """What a config's arguments say of numbers, with compressed-tensors' defaults."""
+    group, defaults = args.get("group_size"), {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+    strategy = args.get("strategy") or ("tensor" if group is None else "channel" if group == -1 else "group")
+    return {key: args.get(key, value) for key, value in defaults.items()} | {
+        "strategy": strategy,
+        "group_size": group if strategy in ("group", "tensor_group") else None,
+        "block_structure": args.get("block_structure"),
+    }
+
+
 def scheme_of(group: Mapping) -> Scheme:
     """Read the scheme of a config group, ours or another tool's."""
-    weights, activations = group["weights"], group.get("input_activations")
-    rows, columns = weights.get("block_structure") or (1, weights.get("group_size"))
+    weights, activations = _meaning(group["weights"]), group.get("input_activations")
+    rows, columns = weights["block_structure"] or (1, weights["group_size"])
     group_size = {"channel": -1, "tensor": 0}.get(weights["strategy"], columns)
-    fmt = Format(weights["type"], weights["num_bits"], group_size, weights.get("symmetric", True), rows)
-    if activations is None:
+    fmt = Format(weights["type"], weights["num_bits"], group_size, weights["symmetric"], rows)
+    if not activations:
         return Scheme(fmt)
-    dynamic = activations["dynamic"] in (True, "local")
-    blocks = activations["strategy"] == "group" and activations.get("group_size") == MXFP4.group
-    mx = blocks and activations["type"] == "float"
-    return Scheme(fmt, ActFormat(activations["type"], activations["num_bits"], dynamic, mx))
+    args = _meaning(activations)
+    mx = (args["type"], args["strategy"], args["group_size"]) == ("float", "group", MXFP4.group)
+    return Scheme(fmt, ActFormat(args["type"], args["num_bits"], args["dynamic"] in (True, "local"), mx))
 
 
 def group_of(config: Mapping, name: str) -> str | None:

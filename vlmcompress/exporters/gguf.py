@@ -17,7 +17,7 @@ Source: llama.cpp's converter, `conversion/base.py`, and `gguf` 0.19.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
-from vlmcompress.exporters import Parts
+from vlmcompress.exporters import Parts, _gguf_tokens
 from vlmcompress.exporters._gguf_blocks import block_type, pack, row_bytes
 from vlmcompress.exporters._gguf_plan import Plan, check_complete, planned
 from vlmcompress.exporters._gguf_tokenizer import added_tokens, metadata
@@ -39,6 +39,7 @@ FORMAT = "gguf"
 KV_SCALES = None
 SCALES = torch.float16
 ENGINE = "llamacpp"
+TITLE = "llama.cpp"
 GROUP_SIZE = 32  # larger groups repeat their scale and save nothing
 MODEL, MMPROJ = "model.gguf", "mmproj.gguf"
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "NVFP4": 39}
@@ -106,6 +107,24 @@ def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str:
     )
 
 
+def token_ids(folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]] | None:
+    """llama.cpp's tokens of each text, by the file in a folder, or by what would be written; None: it is not installed.
+
+    Raises:
+        UserError: llama.cpp does not take the tokenizer, or none can be written of it.
+    """
+    if find_spec("gguf") is None:
+        return None
+    if (folder / MODEL).is_file():
+        import gguf
+
+        fields = gguf.GGUFReader(folder / MODEL).fields.items()
+        keys = {name: field.contents() for name, field in fields if name.startswith("tokenizer.")}
+    else:
+        keys = metadata(folder, config["text_config"]["vocab_size"], config)
+    return _gguf_tokens.token_ids(keys, texts, _add)
+
+
 def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:
     """Write the two files into the folder `tree`, which has the source's other files already; return bytes of tensors.
 
@@ -162,8 +181,7 @@ def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: l
 
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():
-        if value is not None:
-            _add(writer, key, value)
+        _add(writer, key, value)
     for plan in plans:
         kind = gguf.GGMLQuantizationType[plan.kind]
         writer.add_tensor_info(plan.name, plan.shape, np.dtype(np.float32), plan.nbytes, raw_dtype=kind)
@@ -183,7 +201,9 @@ def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: l
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """Add one metadata entry under the type that llama.cpp reads: unsigned for ints, float32 for floats."""
+    """Add one metadata entry under the type that llama.cpp reads: unsigned for ints, float32 for floats; none for None."""
+    if value is None:
+        return
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

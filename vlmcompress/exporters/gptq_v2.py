@@ -9,10 +9,10 @@ from functools import partial
 
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import _gptq
-from vlmcompress.exporters._gptq import problems, quantizes, scheme_in, specs
+from vlmcompress.exporters._gptq import check, problems, quantizes, scheme_in, specs
 from vlmcompress.numerics import Scheme
 
-__all__ = ["problems", "scheme_in", "specs", "quantizes"]
+__all__ = ["check", "problems", "scheme_in", "specs", "quantizes"]
 
 FORMAT = "gptq-v2"
 KV_SCALES = None

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.common.layer_names import Layers, Names
+from vlmcompress.common.quantization_keys import refuse_unknown
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
@@ -124,6 +125,22 @@ def _algorithm(layers: Layers) -> dict[str, Any]:
         return of(layers.schemes[0])
     quantized = {name: of(scheme) for names, scheme in layers.quantized.items() for name in names}
     return {"quant_algo": "MIXED_PRECISION", "quantized_layers": quantized}
+
+
+def check(config: Mapping) -> None:
+    """Raise `UserError` for what the config's block says, or says of a layer, that is not read.
+
+    `config_groups` say in other words what `quant_algo` says (ModelOpt's `convert_hf_quant_config_format`).
+    """
+    kv = [{"num_bits": 8, "type": "float", "dynamic": False}, "FP8"]
+    layer: dict[str, Any] = {"group_size": (0, 16), "has_zero_point": (False,), "pre_quant_scale": (False,)}
+    only = {**layer, "kv_cache_scheme": kv, "kv_cache_quant_algo": kv}
+    read = {"quant_algo", "quantized_layers", "ignore", "exclude_modules"}
+    refuse_unknown(config, read | {"quantization"}, {"quant_method", "producer", "config_groups", "version"}, only)
+    quantization = config.get("quantization") or {}
+    refuse_unknown(quantization, read, (), only, "quantization.")
+    for name, of_layer in ((quantization or config).get("quantized_layers") or {}).items():
+        refuse_unknown(of_layer, {"quant_algo"}, (), layer, f"quantized_layers.{name}.")
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:

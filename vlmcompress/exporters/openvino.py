@@ -15,7 +15,7 @@ processor. `preprocessor_config.json` is written even where the source has its s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ from vlmcompress.exporters import Parts
 from vlmcompress.exporters._packing import to_float16
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.openvino import REGISTRY, Family, Packed, pruning, write
+from vlmcompress.openvino import token_ids as _token_ids
 
 FORMAT = "openvino"
 KV_SCALES = None
 SCALES = torch.float16
 ENGINE = "openvino"
+TITLE = "OpenVINO"
 PACKAGES = ("openvino", "openvino_tokenizers", "accelerate")
 LANGUAGE = "openvino_language_model.xml"
 PROCESSOR = "processor_config.json"
@@ -129,6 +131,13 @@ def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def token_ids(folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]] | None:
+    """OpenVINO's tokens of each text, by the tokenizer that was written into a folder, or that would be; None: it is not
+    installed."""
+    installed = all(find_spec(package) for package in PACKAGES)
+    return _token_ids(folder, texts) if installed else None
 
 
 def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:

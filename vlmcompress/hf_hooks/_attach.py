@@ -46,6 +46,7 @@ class Attachment(Generic[Held]):
         self.text: nn.Module = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
         base = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
         _ATTACHED.add(vlm.model)
+        self._keep_pixels()
         try:
             self._before(vlm.model, self._no_labels)
             self._before(base, self._begin)
@@ -99,6 +100,26 @@ class Attachment(Generic[Held]):
         """Reduce the language model's arguments. `past`: slots of the cache, None when nothing has been left out of it."""
         raise NotImplementedError
 
+    def _keep_pixels(self) -> None:
+        """Have `generate` give the model its pixels. From transformers 5.18 on it encodes them beforehand, past all hooks, and
+        has forgotten how to repeat the patches of Qwen's images for beams."""
+        model: Any = self.vlm.model
+        if not hasattr(model, "_supports_mm_encoder_outputs"):
+            return
+        expand, patches = model._expand_inputs_for_generation, self.vlm.spec.visual_grid == "thw"
+
+        def expanded(expand_size: int = 1, **kwargs: Any) -> Any:
+            if expand_size > 1 and patches:
+                raise UserError(
+                    "beam search does not go with a reducer here; take transformers before 5.18, or one beam"
+                )
+            return expand(expand_size=expand_size, **kwargs)
+
+        model._supports_mm_encoder_outputs = lambda: False
+        model._expand_inputs_for_generation = expanded
+        for name in ("_supports_mm_encoder_outputs", "_expand_inputs_for_generation"):
+            self._undo.append(lambda name=name: delattr(model, name))  # type: ignore[misc]
+
     def _before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
@@ -114,6 +135,8 @@ class Attachment(Generic[Held]):
         call = Call.of(module, args, kwargs)
         if call.get("pixel_values_videos") is not None:
             raise UserError("visual tokens of videos are not reduced yet; give images, or detach the reducer")
+        if call.get("mm_encoder_outputs"):
+            raise UserError("images that are encoded already are not reduced; give pixel_values, or detach the reducer")
         self._call = call
         return None
 

@@ -12,6 +12,7 @@ from vlmcompress.models._load import (
     VLM,
     Source,
     build_meta_model,
+    cast_text,
     check_shapes,
     compressed,
     load,
@@ -51,12 +52,12 @@ from vlmcompress.models._names import (
     unfound_text,
     written_names,
 )
+from vlmcompress.models._placeholders import visual_features, visual_shape, wrong_settings
 from vlmcompress.models._read import (
-    CONFIG_FILES,
     REGISTRY,
     all_specs,
+    asides,
     check_files,
-    has_weights,
     mixture,
     quantization_block,
     quantization_method,
@@ -71,6 +72,7 @@ from vlmcompress.models._read import (
 )
 from vlmcompress.models._spec import HEAD, Draft, Group, LinearGroup, ModelSpec
 from vlmcompress.models._stream import Stream, Values, stream
+from vlmcompress.models._types import FloatType
 from vlmcompress.models._vocabulary import (
     PADDING,
     NormAndHead,
@@ -80,7 +82,10 @@ from vlmcompress.models._vocabulary import (
     head_on_disk,
     is_tied,
     matrices,
+    rows_of,
+    unembedded,
     untie,
     untied,
     with_head,
+    with_vocabulary,
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -19,17 +20,22 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     CompressedTensorsConfig,
+    GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from vlmcompress.common.messages import reason
+from vlmcompress.common import tensor_files
+from vlmcompress.common.messages import foreign_errors, reason
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
 from vlmcompress.models import _experts
 from vlmcompress.models._checks import check_architecture, check_experts, check_processor, check_total, unknown
 from vlmcompress.models._modules import decoder_blocks, draft_specs
-from vlmcompress.models._names import COMPUTED, disk_names, tied_names, unfound, written_names
+from vlmcompress.models._names import COMPUTED, disk_names, flattened, tied_names, unfound, written_names
 from vlmcompress.models._read import (
     all_specs,
     family_of,
@@ -41,6 +47,7 @@ from vlmcompress.models._read import (
 )
 from vlmcompress.models._spec import Group, ModelSpec
 from vlmcompress.models._template import endless
+from vlmcompress.models._types import Choice, FloatType
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,9 @@ def build_meta_model(path: str | Path, weights: bool = True, ours_only: bool = T
         raise unknown(content, [name for spec in all_specs() for name in spec.model_types])
     try:
         with quiet(), torch.device("meta"):
-            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            meta_model = AutoModelForImageTextToText.from_config(config)
+            meta_model = AutoModelForImageTextToText.from_config(
+                CONFIG_MAPPING[content["model_type"]].from_dict(content)
+            )
         if spec:
             _experts.split(meta_model, spec)
     except Exception as error:  # any value in a config can be wrong, and each raises something of its own
@@ -102,7 +110,7 @@ def load(
     Args:
         path: folder of a Hugging Face checkpoint.
         device: where the weights go.
-        dtype: floating-point type of the weights; None keeps that of the checkpoint.
+        dtype: floating-point type of the weights; None: that of the checkpoint (`FloatType`).
         trust_remote_code: run Python code that the folder brings along. Only then may its config have an `auto_map`.
     """
     path = Path(path)
@@ -116,54 +124,82 @@ def load(
     meta_model = build_meta_model(path)
     names = disk_names(meta_model, tensor_headers(path))
     check_shapes(path, meta_model, names)
-    options = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
+    _check_head(path, meta_model, names)
     with quiet():
         try:
-            model, info = open_model(path, meta_model, dtype=dtype or "auto", **options)
+            model, info = open_model(path, meta_model, dtype=dtype, trust_remote_code=trust_remote_code)
         except (RuntimeError, ValueError, OSError) as error:
-            raise UserError(f"{path} does not load ({reason(error)}); download it again") from error
+            raise UserError(f"{path} does not load ({reason(error)}); restore it from the source") from error
         processor = load_processor(path, trust_remote_code)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             first = sorted(map(str, info[what]))[0]
             raise UserError(f"{path}: {what.replace('_', ' ')} at load, first {first}; download it again")
-    _check_finite(model, path)
+    _check_finite(model, path, names)
     return VLM(model.eval().requires_grad_(False).to(device), processor, spec, path)
 
 
 def open_model(
-    path: str | Path, meta_model: PreTrainedModel | None = None, **options: Any
+    path: str | Path,
+    meta_model: PreTrainedModel | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`from_pretrained` of transformers with `output_loading_info`, but with the experts of a mixture one by one, and with
-    packed embeddings.
+    """`from_pretrained` of transformers with `output_loading_info`, but of the tensors that `stored_tensors` finds, with the
+    experts of a mixture one by one, and with packed embeddings.
 
-    transformers 5.17 builds the experts of a mixture fused, which compressed-tensors cannot quantize, and reads no
-    checkpoint of Qwen3-VL that has them one by one. So it opens the model without them, and they are put in.
+    transformers 5.17 would choose the weight files by rules of its own, and put adapters that lie beside them into the model
+    (`maybe_load_adapters` in `integrations/peft.py`), so it gets the tensors. It builds the experts of a mixture fused, which
+    compressed-tensors cannot quantize, and reads no checkpoint of Qwen3-VL that has them one by one. So it opens the model
+    without them, and they are put in.
 
     Args:
         path: folder of a checkpoint, plain or in compressed-tensors.
         meta_model: the model on the meta device, whose parts may be used in the result; None: it is made if needed.
+        dtype: floating-point type of the weights, or its name; "auto" or None: that of the checkpoint (`FloatType`).
+        trust_remote_code: run Python code that the folder brings along.
         options: further arguments of `from_pretrained`.
     """
-    config = read_config(path)
-    spec = mixture(config)
-    options |= {"output_loading_info": True, "local_files_only": True}
-    kind: Any = AutoModelForImageTextToText
-    if spec is None:
-        with _packed_embeddings():
-            model, info = kind.from_pretrained(path, **options)
-        return model, info | {"missing_keys": _lacking(info)}
-    meta_model, stored = meta_model or build_meta_model(path), stored_tensors(path)
-    kind = _experts.without_experts(type(meta_model), spec)
-    compressed(meta_model, config.get("quantization_config") or {})
-    with quiet(), _packed_embeddings():  # it would report the experts as left over
-        model, info = kind.from_pretrained(path, **options)
-    inside = f".{spec.experts}."
-    _experts.put_in(
-        model, meta_model, {key: stored[disk] for key, disk in disk_names(meta_model, stored).items() if inside in key}
-    )
-    unexpected = [key for key in info["unexpected_keys"] if inside not in key]
-    return model, info | {"missing_keys": _lacking(info), "unexpected_keys": unexpected}
+    path, content = Path(path), read_config(path)
+    spec, stored = mixture(content), stored_tensors(path)
+    config, kind = _class(path, content, trust_remote_code)
+    if dtype in (None, "auto"):
+        weights = [entry.spec for name, entry in stored.items() if "scale" not in name.rpartition(".")[2]]
+        dtype = FloatType.of(content, weights).dtype
+    if (path / "generation_config.json").is_file():
+        with contextlib.suppress(OSError):  # not readable: that of the config, as in transformers
+            options["generation_config"] = GenerationConfig.from_pretrained(path, local_files_only=True)
+    inside = f".{spec.experts}." if spec else ""
+    plain = {name: entry for name, entry in stored.items() if not inside or inside not in name}
+    if spec:
+        meta_model = meta_model or build_meta_model(path)
+        kind = _experts.without_experts(type(meta_model), spec)
+        compressed(meta_model, content.get("quantization_config") or {})
+    with contextlib.ExitStack() as opened:
+        files = {file: opened.enter_context(safe_open(file, "pt")) for file in {entry.file for entry in plain.values()}}
+        tensors = {flattened(name): files[entry.file].get_slice(name) for name, entry in plain.items()}
+        opened.enter_context(_packed_embeddings())
+        if spec:
+            opened.enter_context(quiet())  # it would report the experts as lacking
+        options |= {"config": config, "state_dict": tensors, "dtype": dtype, "output_loading_info": True}
+        model, info = kind.from_pretrained(None, **options)
+    model.name_or_path = model.config.name_or_path = str(path)  # where tools on transformers look for the files
+    if spec and meta_model is not None:
+        names = {key: disk for key, disk in disk_names(meta_model, stored).items() if inside in key}
+        _experts.put_in(model, meta_model, {key: stored[disk] for key, disk in names.items()})
+    return model, info | {"missing_keys": _lacking(info)}
+
+
+def _class(path: Path, content: dict[str, Any], trust_remote_code: bool) -> tuple[PreTrainedConfig, Any]:
+    """Config and class of a model: transformers' own, or those of the folder's Python code where it is trusted."""
+    reference = (content.get("auto_map") or {}).get("AutoModelForImageTextToText") if trust_remote_code else None
+    if reference:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=True)
+        return config, get_class_from_dynamic_module(reference, str(path), local_files_only=True)
+    config = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    return config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
 
 def _lacking(info: Mapping[str, Any]) -> set[str]:
@@ -215,13 +251,13 @@ def quiet() -> Iterator[None]:
 def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the processor of the model in `path`. UserError when it cannot be loaded or takes no images."""
     check_processor(Path(path))
-    try:
+    remedy = "; copy the tokenizer and processor files from the source"
+    with foreign_errors(f"{path} has no usable processor", remedy):
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, TypeError, KeyError, AttributeError, ImportError) as error:
-        problem = f"{path} has no usable processor ({reason(error)})"
-        raise UserError(f"{problem}; copy the tokenizer and processor files from the source") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
+    if not isinstance(getattr(processor, "image_token", ""), str):
+        raise UserError(f"{path}: the processor's image_token is no text; copy the processor's files from the source")
     check_template(processor, path)
     return processor
 
@@ -248,13 +284,37 @@ def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str])
             )
 
 
-def _check_finite(model: PreTrainedModel, path: Path) -> None:
+def _check_head(path: Path, meta_model: PreTrainedModel, names: Mapping[str, str]) -> None:
+    """Raise `UserError` for a tied parameter that is stored with values of its own: transformers 5 takes them (`tie_weights` in
+    `modeling_utils.py`), vLLM does not read them."""
+    for name, other in tied_names(meta_model).items():
+        if name not in names or other not in names:
+            continue
+        stored = stored_tensors(path)
+        values, shared = (tensor_files.map_tensors({key: stored[names[key]]})[key] for key in (name, other))
+        if not torch.equal(values, shared.to(values)):
+            raise UserError(
+                f"{path}: config.json has tie_word_embeddings, but '{names[name]}' is not '{names[other]}': transformers would "
+                "take it and vLLM would not; set tie_word_embeddings to false, at the top and in text_config, or remove it"
+            )
+
+
+def _check_finite(model: PreTrainedModel, path: Path, names: Mapping[str, str]) -> None:
     """Raise `UserError` for NaN and infinity. The sum of a tensor is not finite if an entry is not (or if it overflows)."""
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point() or torch.isfinite(tensor.sum(dtype=torch.float32)):
             continue
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"{path}: tensor '{name}' holds NaN or infinity; download the checkpoint again")
+        if torch.isfinite(tensor).all():
+            continue
+        stored = stored_tensors(path).get(names.get(name, ""))
+        if stored and torch.isfinite(tensor_files.read_tensor(stored)).all():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{path}: tensor '{name}' has numbers too large for {kind}; use --dtype bfloat16 or float32"
+            )
+        raise UserError(
+            f"{path}: tensor '{name}' holds NaN or infinity; take a checkpoint from before, or download this one again"
+        )
 
 
 @dataclass(frozen=True)
@@ -270,6 +330,7 @@ class Source:
         names: memory name of a parameter -> its name on disk.
         headers: whether there are weight files; without, `stored` is what config.json asks for.
         copies: name of a tensor that is not on disk -> that of the tensor whose value it has.
+        choice: the type of floating tensors that is asked for (`FloatType.of`).
     """
 
     path: Path
@@ -280,6 +341,7 @@ class Source:
     names: dict[str, str]
     headers: bool = True
     copies: Mapping[str, str] = field(default_factory=dict)
+    choice: Choice = "auto"
 
     @staticmethod
     def of(path: Path) -> Source:
@@ -287,8 +349,10 @@ class Source:
         config = read_config(path)
         spec = spec_for(config)
         model, headers = build_meta_model(path), tensor_headers(path)
+        names = disk_names(model, headers)
+        _check_head(path, model, names)
         stored = {name: Spec(header["dtype"], tuple(header["shape"])) for name, header in headers.items()}
-        return Source(path, config, spec, model, stored, disk_names(model, headers))
+        return Source(path, config, spec, model, stored, names)
 
     @staticmethod
     def outline(path: Path) -> Source:
@@ -313,6 +377,17 @@ class Source:
         return {name: replace(on_disk[self.copies.get(name, name)], name=name) for name in self.stored}
 
     @cached_property
+    def float_type(self) -> FloatType:
+        """The type of the model's floating tensors when it is loaded, and as they are written."""
+        return FloatType.of(self.config, self.stored.values(), self.choice, self.spec, self.meta_model)
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """Tensor name on disk -> type and shape in which it is written where it is not quantized."""
+        memory = {disk: name for name, disk in self.names.items()}
+        return {name: self.float_type.spec(memory.get(name, name), spec) for name, spec in self.stored.items()}
+
+    @cached_property
     def written(self) -> dict[str, str]:
         """Memory name of a parameter -> its name in a checkpoint made from this one, by which every engine finds it."""
         return written_names(self.names, self.spec)
@@ -335,3 +410,17 @@ class Source:
     def weights(self, group: Group) -> list[Spec]:
         """Type and shape on disk of each weight of a group."""
         return [self.stored[self.names[f"{name}.weight"]] for name in group.linears]
+
+
+def cast_text(source: Source) -> list[str]:
+    """A line about stored tensors that are written in another type, or stay in float32; empty where there is nothing to say."""
+    name = source.float_type.name
+    changed = [source.stored[key].dtype for key, spec in source.specs.items() if spec.dtype != source.stored[key].dtype]
+    if changed and source.choice == "auto":
+        kinds = " and ".join(sorted({str(tensor_files.DTYPES[dtype]).removeprefix("torch.") for dtype in changed}))
+        return [
+            f"{len(changed)} tensors are stored in {kinds} and written in {name}, the model's type (--dtype: another)"
+        ]
+    if name == "float32" and source.choice == "auto":
+        return ["the model is in float32, and so is what is not quantized: --dtype bfloat16 halves that"]
+    return []

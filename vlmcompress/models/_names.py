@@ -7,7 +7,7 @@ is right for hub names, for names saved by transformers 5 and for whatever a lat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,7 +24,16 @@ _QUANTIZED = frozenset(
 COMPUTED = "embed_tokens.embed_scale"
 """Gemma's factor of embeddings, which transformers takes from config.json and stores nowhere: where the embedding is quantized
 compressed-tensors makes it one of the stored tensors all the same."""
+_WRAPPERS = {
+    "module": "DataParallel, DistributedDataParallel and DeepSpeed",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "base_model.model": "PEFT",
+}
+"""Part of a name that a training library puts into all names -> the library."""
+_TOWERS = ("model.visual.", "model.vision_tower.", "model.vision_model.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_NESTED, _NESTED_TOWER = re.compile(r"^model\.(language_model\.){2,}"), re.compile(r"^model\.language_model\.visual\.")
 
 
 def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
@@ -49,16 +58,60 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
                     f"checkpoint tensor '{disk}' is of a quantized layer, and config.json has no quantization_config of it; "
                     "restore config.json, or give the 16-bit original"
                 )
-            where = f"in {type(model).__name__} (looked for '{memory}'); config.json and weights do not belong together"
-            raise UserError(f"checkpoint tensor '{disk}' has no place {where}")
+            where = f"in {type(model).__name__} (looked for '{memory}')"
+            raise UserError(f"checkpoint tensor '{disk}' has no place {where}; {_why_unplaced(disk)}")
         if memory in names:
             raise UserError(f"checkpoint tensors '{names[memory]}' and '{disk}' are both '{memory}'; remove one")
         names[memory] = disk
     missing = [name for name in state if not (name in names or name in tied_names(model) or name.endswith(COMPUTED))]
     if missing:
-        what = f"{len(missing)} tensors of {type(model).__name__}, first '{missing[0]}'"
-        raise UserError(f"checkpoint lacks {what}; download it again")
+        raise UserError(_why_missing(model, missing))
     return names
+
+
+def _why_unplaced(disk: str) -> str:
+    """Why a tensor of a checkpoint has no place in the model, as far as its name tells, and what to do."""
+    parts = disk.split(".")
+    if any(part.startswith(("lora_", "base_layer", "modules_to_save")) for part in parts):
+        return "it is of a model with a PEFT adapter that is not merged; save the merged one (merge_and_unload)"
+    for part, wrapper in _WRAPPERS.items():
+        if f".{part}." in f".{disk}":
+            return (
+                f"'{part}.' is put into names by {wrapper}; save the model that it wraps, or take it out of all names"
+            )
+    return "config.json and weights do not belong together"
+
+
+def _why_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
+    """The message for a checkpoint that lacks tensors of a model: `missing`, by their memory names."""
+    if [name.rpartition(".")[0] for name in missing] == ["lm_head"]:
+        where = ""
+        if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+            where = "in text_config alone, where transformers does not look"
+        tied = f"ties it to the embedding {where}" if where else "does not tie it to the embedding"
+        return (
+            f"checkpoint has no output head, and config.json {tied}; where both share their weights, write "
+            '"tie_word_embeddings": true at the top of config.json'
+        )
+    prefix = next((prefix for prefix in _TOWERS if all(name.startswith(prefix) for name in missing)), None)
+    if prefix and not any(name.startswith(prefix) and name not in missing for name in model.state_dict(keep_vars=True)):
+        return (
+            f"checkpoint has no vision tower (none of the {len(missing)} tensors {prefix}*): it is the language model alone, "
+            "which is not quantized here (llm-compressor does that); to keep a model that sees, copy these tensors from the "
+            "original"
+        )
+    return (
+        f"checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first '{missing[0]}'; it was not saved or "
+        "downloaded whole, do so again"
+    )
+
+
+def flattened(name: str) -> str:
+    """A tensor's name on disk, without the parts that releases of transformers from 5.3 to 5.5 and tools on them put in twice.
+
+    They saved Qwen3.5 as `model.language_model.language_model.language_model.*`, and its tower within the language model.
+    """
+    return _NESTED_TOWER.sub("model.visual.", _NESTED.sub("model.language_model.", name))
 
 
 def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
@@ -72,6 +125,7 @@ def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[st
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
 
     def rename(disk: str) -> str:
+        disk = flattened(disk)
         merging = [] if _EXPERT.search(disk) else converters  # one by one in memory, too
         memory, converter = rename_source_key(disk, renamings, merging, model.base_model_prefix, state)
         if converter is not None:

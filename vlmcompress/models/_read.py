@@ -7,17 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import json_files
+from vlmcompress.common import json_files, model_folder
+from vlmcompress.common.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILES, INDEX, PICKLES
 from vlmcompress.common.registry import FAMILIES as REGISTRY
-from vlmcompress.common.tensor_files import INDEX, SINGLE, Entry, read_entries
+from vlmcompress.common.tensor_files import Entry, read_entries
 from vlmcompress.errors import UserError
 from vlmcompress.models._checks import check_claims, check_sizes, has_experts
 from vlmcompress.models._experts import one_by_one
 from vlmcompress.models._spec import ModelSpec
 
-CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where formats keep their config besides config.json; a folder has those of its own format only."""
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_RUN_TIME = (
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_attn_implementation_autoset",
+)
 
 
 def all_specs() -> list[ModelSpec]:
@@ -49,11 +53,6 @@ def read_json(path: Path, what: str) -> dict:
     return content
 
 
-def has_weights(path: Path) -> bool:
-    """Whether a folder has weight files, whole or not."""
-    return path.is_dir() and (any(path.glob("*.safetensors")) or (path / INDEX).is_file())
-
-
 def read_config(path: str | Path, weights: bool = True) -> dict:
     """Read config.json of the model in `path`, after checking that the folder holds whole safetensors files.
 
@@ -75,42 +74,52 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
     refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
-    config = read_json(path / "config.json", "config")
+    config = _normal(read_json(path / "config.json", "config"))
     check_sizes(config, path / "config.json")
     if weights:
         check_claims(config, len(tensor_headers(path)), path / "config.json")
     return config
 
 
+def _normal(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json as all readers are to see it.
+
+    A quantization config stands at the top, wherever vLLM 0.32 looks for it (`get_quant_config` in
+    `model_executor/model_loader/weight_utils.py`). How attention is computed is said by whoever runs the model: a config that
+    names a kernel which is not installed could not be opened.
+    """
+    changed = {key: value for key, value in config.items() if key not in (*_RUN_TIME, "compression_config")}
+    for key, part in changed.items():
+        if isinstance(part, Mapping):
+            changed[key] = {name: value for name, value in part.items() if name not in _RUN_TIME}
+    text = changed.get("text_config")
+    nested = text.pop("quantization_config", None) if isinstance(text, dict) else None
+    block = config.get("quantization_config") or nested or config.get("compression_config")
+    return changed | ({"quantization_config": block} if block else {})
+
+
 def refuse_adapter(path: Path) -> None:
     """Raise `UserError` for the folder of a LoRA adapter, which is a model together with its base alone."""
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+    if model_folder.is_adapter(path):
         merge = f"vlmcompress quantize {path} -o MERGED --scheme none"
         raise UserError(f"{path} is a LoRA adapter and no model; write the merged one first, by {merge}")
 
 
 def check_files(path: str | Path) -> None:
-    """Raise `UserError` for a model folder with visible files that cannot be copied: devices, pipes, broken links."""
+    """Raise `UserError` for a model folder with files of its own that cannot be copied: devices, pipes, broken links."""
     for folder, subfolders, names in os.walk(path):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for file in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
-            if not file.is_file():
+            if not file.is_file() and model_folder.belongs(file.relative_to(path)):
                 raise UserError(f"{file} is a device, a pipe or a link that leads nowhere; remove it from the folder")
 
 
 def shards(path: str | Path) -> list[Path]:
-    """The safetensors files of the checkpoint in `path`, in order; those of the index where there is one."""
+    """The files of the weights of the model in `path`, in order (`common.model_folder`); one at least."""
     path = Path(path)
-    index = path / INDEX
-    if index.is_file():
-        return [path / name for name in sorted(set(_weight_map(index).values()))]
-    single = path / SINGLE
-    files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
-    if len(files) > 1:
-        raise UserError(f"{path} has {len(files)} safetensors files but no {INDEX}; download the checkpoint again")
-    if files:
+    if files := model_folder.weight_files(path):
         return files
-    if any(any(path.glob(pattern)) for pattern in _PICKLES):
+    if any(any(path.glob(pattern)) for pattern in PICKLES):
         raise UserError(
             f"{path} has only pickled weights (.bin/.pt), which can run code when read; convert them with "
             "transformers' save_pretrained (it writes safetensors)"
@@ -127,52 +136,64 @@ def tensor_headers(path: str | Path) -> dict[str, dict]:
 
     Raises `UserError` when a shard is missing, cut short or garbled, or when the index disagrees with the shards.
     """
-    path = Path(path)
-    entries: dict[str, Entry] = {}
-    for file in shards(path):
-        if not file.is_file():
-            raise UserError(f"weight file {file} is missing; download it again")
-        for entry in read_entries(file):
-            if entry.name in entries:
-                raise UserError(
-                    f"tensor '{entry.name}' is in {entries[entry.name].file.name} and in {file.name}; download again"
-                )
-            entries[entry.name] = entry
-    index = path / INDEX
-    if index.is_file():
-        for name, shard in _weight_map(index).items():
-            if name not in entries or entries[name].file.name != shard:
-                raise UserError(f"{index} puts tensor '{name}' into {shard}, which lacks it; download again")
     return {
         name: {"dtype": entry.spec.dtype, "shape": list(entry.spec.shape), "file": entry.file.name}
-        for name, entry in _one_by_one(path, list(entries.values())).items()
+        for name, entry in stored_tensors(path).items()
     }
 
 
 def stored_tensors(path: str | Path) -> dict[str, Entry]:
-    """Name of every tensor -> where its bytes are, in order; fused experts of our families one by one."""
-    return _one_by_one(Path(path), [entry for file in shards(path) for entry in read_entries(file)])
+    """Name of every tensor -> where its bytes are, in order; fused experts of our families one by one.
+
+    Of a tensor that is in two files the index says which is meant. Raises `UserError` as `tensor_headers`.
+    """
+    path = Path(path)
+    index, files = path / INDEX, shards(path)
+    places = model_folder.weight_map(index) if index.is_file() else {}
+    entries: dict[str, Entry] = {}
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"weight file {file} is missing; download it, or save the model again")
+        for entry in read_entries(file):
+            if places.get(entry.name, file.name) != file.name:
+                continue  # stale
+            if entry.name in entries:
+                raise UserError(
+                    f"tensor '{entry.name}' is in {entries[entry.name].file.name} and in {file.name}, and {INDEX} names "
+                    "neither; save the model again"
+                )
+            entries[entry.name] = entry
+    for name, place in places.items():
+        if name not in entries:
+            raise UserError(f"{index} puts tensor '{name}' into {place}, which lacks it; save the model again")
+    config = path / "config.json"
+    spec = mixture(read_json(config, "config")) if config.is_file() else None
+    listed = list(entries.values())
+    return {entry.name: entry for entry in (one_by_one(listed, spec) if spec else listed)}
+
+
+def asides(path: str | Path) -> list[str]:
+    """Lines about what lies in the folder of a model as weights and is not part of it."""
+    path, lines = Path(path), []
+    if model_folder.adapter_left(path):
+        lines.append(
+            f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} lie beside the whole model and are not applied; if they are not merged "
+            "into it, give the folder as --adapter, too"
+        )
+    places = model_folder.weight_map(path / INDEX) if (path / INDEX).is_file() else {}
+    files = shards(path) if places else []
+    named = [(entry.name, file.name) for file in files for entry in read_entries(file)]
+    if stale := sorted({name for name, file in named if places.get(name, file) != file}):
+        lines.append(
+            f"{len(stale)} tensors are stored twice, first '{stale[0]}'; those are taken that {INDEX} names, engines that do "
+            "not look there may take the others"
+        )
+    return lines
 
 
 def stored_bytes(path: str | Path) -> int:
     """Bytes of all tensors of the checkpoint in `path`."""
     return sum(entry.spec.nbytes for entry in stored_tensors(path).values())
-
-
-def _one_by_one(path: Path, entries: list[Entry]) -> dict[str, Entry]:
-    """The stored tensors of a folder by name, fused experts one by one."""
-    config = path / "config.json"
-    spec = mixture(read_json(config, "config")) if config.is_file() else None
-    return {entry.name: entry for entry in (one_by_one(entries, spec) if spec else entries)}
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index, "index").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise UserError(f"{index} has no usable weight_map; download it again")
-    if any(Path(shard).name != shard for shard in weight_map.values()):
-        raise UserError(f"{index} points outside its folder; download it again")
-    return weight_map
 
 
 def quantization_block(path: Path, config: Mapping[str, Any]) -> Any:

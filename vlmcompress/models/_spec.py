@@ -7,7 +7,7 @@ transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_pref
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -117,8 +117,13 @@ class ModelSpec:
             asks `get_fp8_padded_hidden_size`) and has it under the same name with `.attn` behind; None where it can't.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
         layout: function that computes which part of an image, of some size, each visual token shows.
+        placeholders: function of the model's config that computes the settings by which its processor writes as many
+            placeholders as there are features; a setting of the image processor has `image_processor.` before its name. None:
+            they are not known, and a message about another number cannot say which to set.
         sizes: function that lists the settings of the processor with which images have fewer tokens; None where images of every
             size have as many.
+        float32: parameters, by parts of their names, that may be stored in float32 whatever the rest is in, as engines compute
+            with them in float32.
         inner: modules of a decoder block, by the end of their names, whose parameters act within a branch, between the layers
             that read the residual stream and those that write it.
         newlines: parameters besides the projector whose rows lie between visual tokens.
@@ -143,6 +148,8 @@ class ModelSpec:
         draft: the head that the family's checkpoints may have for speculative decoding; None: they have none.
         text_defaults: entries of `text_config` that vLLM reads and transformers may leave out, with what transformers computes.
         vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
+        tool_calls: vLLM's parser of the calls of tools that the family writes, and a mark of their form in its chat template;
+            None where vLLM has no parser for them.
     """
 
     family: str
@@ -155,6 +162,7 @@ class ModelSpec:
     vision_groups: tuple[LinearGroup, ...]
     image_token: str
     layout: Cut
+    placeholders: Callable[[Any], dict[str, Any]] | None = None
     sizes: Sizes | None = None
     lm_head: str = "lm_head"
     norm: str = "norm"
@@ -163,6 +171,7 @@ class ModelSpec:
     experts: str | None = None
     router: str | None = None
     vision_attention: str | None = None
+    float32: tuple[str, ...] = ()
     inner: tuple[str, ...] = ("self_attn.q_norm", "self_attn.k_norm")
     newlines: tuple[str, ...] = ()
     positions: Literal["1d", "mrope"] = "1d"
@@ -181,6 +190,7 @@ class ModelSpec:
     draft: Draft | None = None
     text_defaults: tuple[tuple[str, Any], ...] = ()
     vllm_cpu: str | None = None
+    tool_calls: tuple[str, str] | None = None
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The content of a config.json with `text_defaults` where they are missing."""

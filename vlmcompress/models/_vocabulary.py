@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from vlmcompress.common import json_files
 from vlmcompress.models._load import Source
 from vlmcompress.models._names import tied_names
 from vlmcompress.models._spec import HEAD, Group, ModelSpec
@@ -90,6 +92,39 @@ def with_head(source: Source) -> Source:
         names=source.names | {name: new},
         copies={new: embedding},
     )
+
+
+def with_vocabulary(config: Mapping[str, object], rows: int) -> dict[str, object]:
+    """config.json's content with another size of the vocabulary."""
+    text = config.get("text_config")
+    changed = dict(config) | ({"vocab_size": rows} if "vocab_size" in config else {})
+    nested = isinstance(text, Mapping) and ("vocab_size" in text or "vocab_size" not in config)
+    return changed | ({"text_config": {**text, "vocab_size": rows}} if nested else {})  # type: ignore[dict-item]
+
+
+def rows_of(model: PreTrainedModel) -> int:
+    """Number of rows of a model's token embedding."""
+    return model.get_parameter(f"{embedding_name(model)}.weight").shape[0]
+
+
+def unembedded(folder: Path, rows: int) -> str | None:
+    """A message about tokens of a folder's tokenizer for which an embedding has no row; None: all have one."""
+    ids: dict[str, int] = {}
+    try:
+        if (folder / "tokenizer.json").is_file():
+            content = json_files.read(folder / "tokenizer.json")
+            pieces = content["model"]["vocab"]
+            ids = dict(pieces) if isinstance(pieces, Mapping) else {piece[0]: i for i, piece in enumerate(pieces)}
+            ids |= {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        elif (folder / "added_tokens.json").is_file():
+            ids = dict(json_files.read(folder / "added_tokens.json"))
+        beyond = sorted((index, token) for token, index in ids.items() if index >= rows)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None  # whoever loads it says so
+    if not beyond:
+        return None
+    what = f"the tokenizer has {len(beyond)} tokens for which the embedding of {rows:,} rows has none"
+    return f"{what}, first {beyond[0][1]!r} ({beyond[0][0]:,})"
 
 
 def untied(config: Mapping[str, object]) -> dict[str, object]:

@@ -7,6 +7,7 @@ Its norms compute `x * (1 + weight)`, and each block has four of them: the MLP r
 from __future__ import annotations
 
 from vlmcompress.models._images import pooled
+from vlmcompress.models._placeholders import pooled_tokens
 from vlmcompress.models._spec import ATTENTION_OUT, CLIP, DOWN, LLAVA_ENGINE, LLAVA_MAPPER, QKV, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -25,6 +26,7 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_index",
     layout=pooled,
+    placeholders=pooled_tokens,
     visual_grid="tiles",
     vision_joint=("self_attn", "layer_norm2"),
     mixed_blocks="attention in windows, and both ways within an image",

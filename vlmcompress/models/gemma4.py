@@ -12,6 +12,7 @@ The tower of audio, where there is one, stays as it is.
 from __future__ import annotations
 
 from vlmcompress.models._images import budgeted, budgets
+from vlmcompress.models._placeholders import pooled_patches
 from vlmcompress.models._spec import DOWN, QKV, LinearGroup, ModelSpec, Prefixes
 
 ENGINE: Prefixes = (
@@ -50,8 +51,10 @@ SPEC = ModelSpec(
     vision_whole=True,
     image_token="image_token_id",
     layout=budgeted,
+    placeholders=pooled_patches,
     sizes=budgets,
     mixed_blocks="attention in windows, and in large models both ways within an image",
     engine_prefixes=ENGINE,
     engine_mapper=(*ENGINE, ("model", "language_model.model")),
+    tool_calls=("gemma4", "<|tool_call>"),
 )

@@ -8,6 +8,7 @@ scaled, so `down_proj` has nothing to smooth into.
 from __future__ import annotations
 
 from vlmcompress.models._images import film_pixels, filmed
+from vlmcompress.models._placeholders import patch_grid
 from vlmcompress.models._spec import ATTENTION_OUT, QKV, QWEN_ENGINE, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -31,8 +32,10 @@ SPEC = ModelSpec(
     ),
     image_token="image_token_id",
     layout=filmed,
+    placeholders=patch_grid,
     sizes=film_pixels,
     positions="mrope",
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
+    tool_calls=("glm45", "<arg_key>"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.models._images import split, tile_edges
+from vlmcompress.models._placeholders import scaled
 from vlmcompress.models._spec import CLIP, LLAMA, ModelSpec
 
 SPEC = ModelSpec(
@@ -16,6 +17,7 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_id",
     layout=split,
+    placeholders=scaled,
     sizes=tile_edges,
     visual_grid="tiles",
     vision_joint=("self_attn", "layer_norm2"),

@@ -8,6 +8,7 @@ vLLM 0.32 builds this tower without a quantization config, so none of it can be 
 from __future__ import annotations
 
 from vlmcompress.models._images import tiled, tiles
+from vlmcompress.models._placeholders import shuffled
 from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, ModelSpec
 
 SPEC = ModelSpec(
@@ -21,6 +22,7 @@ SPEC = ModelSpec(
     vision_groups=(),
     image_token="image_token_id",
     layout=tiled,
+    placeholders=shuffled,
     sizes=tiles,
     visual_grid="tiles",
     vision_joint=("attention", "layernorm_after"),

@@ -7,6 +7,7 @@ followed by a gated MLP (`w1` gate, `w3` up, `w2` down). A block has the groups 
 from __future__ import annotations
 
 from vlmcompress.models._images import adaptive, tiles_or_whole
+from vlmcompress.models._placeholders import downsampled
 from vlmcompress.models._spec import CLIP, LLAVA_ENGINE, LLAVA_MAPPER, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -32,6 +33,7 @@ SPEC = ModelSpec(
     image_token="image_token_id",
     inner=("conv.conv", "self_attn.q_layernorm", "self_attn.k_layernorm"),
     layout=adaptive,
+    placeholders=downsampled,
     sizes=tiles_or_whole,
     visual_grid="shapes",
     kv_scales=False,
@@ -40,4 +42,5 @@ SPEC = ModelSpec(
     engine_mapper=LLAVA_MAPPER,
     engine_parts=(("conv", "short_conv"),),
     hub_prefixes=(("model.vision_tower", "model.vision_tower.vision_model"),),
+    tool_calls=("lfm2", "<|tool_list_start|>"),
 )

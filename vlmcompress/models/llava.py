@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.models._images import square
+from vlmcompress.models._placeholders import clip_patches
 from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
 
 SPEC = ModelSpec(
@@ -16,6 +17,7 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_index",
     layout=square,
+    placeholders=clip_patches,
     visual_grid="patches",
     vision_cls=True,
     vision_units="patch",

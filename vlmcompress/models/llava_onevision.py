@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.models._images import anyres, canvases
+from vlmcompress.models._placeholders import patches
 from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
 
 SPEC = ModelSpec(
@@ -17,6 +18,7 @@ SPEC = ModelSpec(
     image_token="image_token_index",
     newlines=("model.image_newline",),
     layout=anyres,
+    placeholders=patches,
     sizes=canvases,
     visual_grid="anyres",
     vision_units="resized",

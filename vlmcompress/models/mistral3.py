@@ -6,6 +6,7 @@ A token that shows nothing ends each row of the image's tokens; it is one of the
 from __future__ import annotations
 
 from vlmcompress.models._images import edges, patched
+from vlmcompress.models._placeholders import merged_patches
 from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -26,8 +27,10 @@ SPEC = ModelSpec(
     ),
     image_token="image_token_index",
     layout=patched,
+    placeholders=merged_patches,
     sizes=edges,
     engine_prefixes=LLAVA_MAPPER,
     engine_mapper=(*LLAVA_MAPPER, ("model", "language_model.model")),
     hub_prefixes=LLAVA_MAPPER,
+    tool_calls=("mistral", "[TOOL_CALLS]"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.models._images import native, pixels
+from vlmcompress.models._placeholders import patch_grid
 from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -22,10 +23,12 @@ SPEC = ModelSpec(
     vision_attention="attn",
     image_token="image_token_id",
     layout=native,
+    placeholders=patch_grid,
     sizes=pixels,
     positions="mrope",
     visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN2_MAPPER,
     hub_prefixes=QWEN2_HUB,
+    tool_calls=("hermes", "<tool_call>"),
 )

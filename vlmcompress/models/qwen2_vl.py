@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.models._images import native, pixels
+from vlmcompress.models._placeholders import patch_grid
 from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -21,6 +22,7 @@ SPEC = ModelSpec(
     ),
     image_token="image_token_id",
     layout=native,
+    placeholders=patch_grid,
     sizes=pixels,
     positions="mrope",
     visual_grid="thw",

@@ -7,6 +7,7 @@ Three of four blocks mix tokens by a Gated DeltaNet, a linear attention with a r
 from __future__ import annotations
 
 from vlmcompress.models._images import native, pixels
+from vlmcompress.models._placeholders import patch_grid
 from vlmcompress.models._spec import GATED_DELTA_NET, LLAMA, MTP, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
 
 SPEC = ModelSpec(
@@ -21,13 +22,16 @@ SPEC = ModelSpec(
     vision_attention="attn",
     image_token="image_token_id",
     layout=native,
+    placeholders=patch_grid,
     sizes=pixels,
     positions="mrope",
     visual_grid="thw",
+    float32=("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm"),
     mixed_blocks="Gated DeltaNet, which keeps a recurrent state",
     norm_offset=1.0,
     embedding_whole=True,
     draft=MTP,
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
+    tool_calls=("qwen3_coder", "<function="),
 )

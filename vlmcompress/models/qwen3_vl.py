@@ -6,6 +6,7 @@ The deepstack mergers are projectors: they stay as they are, even where the towe
 from __future__ import annotations
 
 from vlmcompress.models._images import native, pixels
+from vlmcompress.models._placeholders import patch_grid
 from vlmcompress.models._spec import LLAMA, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
 
 SPEC = ModelSpec(
@@ -20,9 +21,11 @@ SPEC = ModelSpec(
     vision_attention="attn",
     image_token="image_token_id",
     layout=native,
+    placeholders=patch_grid,
     sizes=pixels,
     positions="mrope",
     visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
+    tool_calls=("hermes", "<tool_call>"),
 )

@@ -151,16 +151,22 @@ def quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -
     return q
 
 
-def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
-    """Float32 values `[out, in]` of the codes `q [out, in]`."""
-    if fmt.rows > 1:
-        blocks = scale.float().repeat_interleave(fmt.rows, 0)[: len(q)]
-        return q.float() * blocks.repeat_interleave(fmt.group, 1)[:, : q.shape[1]]
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, rows: slice = slice(None)) -> Tensor:
+    """Float32 values `[out, in]` of the codes `q [out, in]`, of all its `rows` or some."""
+    if fmt.rows > 1:  # the scale of each row's blocks
+        scale = scale[torch.arange(len(q), device=scale.device) // fmt.rows]
+    if scale.dim() > 1:  # not per matrix
+        scale, zero_point = scale[rows], None if zero_point is None else zero_point[rows]
+    q = q[rows]
     w = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-    for rows in row_chunks(q):
-        spread, zeros = _spread(scale, zero_point, rows)
-        part = _pieces(w[rows].copy_(q[rows]), fmt)
-        (part if zeros is None else part.sub_(zeros)).mul_(spread)
+    for part in row_chunks(q):
+        if fmt.rows > 1:
+            blocks = scale[part].float().repeat_interleave(fmt.group, 1)[:, : q.shape[1]]
+            w[part].copy_(q[part]).mul_(blocks)
+            continue
+        spread, zeros = _spread(scale, zero_point, part)
+        pieces = _pieces(w[part].copy_(q[part]), fmt)
+        (pieces if zeros is None else pieces.sub_(zeros)).mul_(spread)
     return w
 
 

@@ -56,9 +56,9 @@ class QTensor:
             return _mx.steps(self.scale)
         return self.scale if self.global_scale is None else self.scale.float() / self.global_scale
 
-    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The weights `[out, in]` that an engine computes with."""
-        return dequantize(self.q, self.step, self.zero_point, self.format).to(dtype)
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16, rows: slice = slice(None)) -> Tensor:
+        """The weights `[out, in]` that an engine computes with, of all rows or some."""
+        return dequantize(self.q, self.step, self.zero_point, self.format, rows).to(dtype)
 
 
 def round_to_nearest(

@@ -6,7 +6,7 @@ are those that openvino.genai 2026.4 reads (`src/cpp/src/visual_language/*/class
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from vlmcompress.common.registry import OPENVINO as REGISTRY
 from vlmcompress.errors import UserError
 from vlmcompress.openvino._spec import Family, Packed, Source
 
-__all__ = ["REGISTRY", "Family", "Packed", "Source", "pruning", "write"]
+__all__ = ["REGISTRY", "Family", "Packed", "Source", "pruning", "token_ids", "write"]
 
 METHOD = "cdpruner"
 
@@ -24,6 +24,13 @@ def write(tree: Path, family: str, source: Source) -> None:
     from vlmcompress.openvino._convert import write_graphs  # imports openvino, which need not be there to name a family
 
     write_graphs(tree, REGISTRY.get(family).FAMILY, source)
+
+
+def token_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
+    """OpenVINO's tokens of each text, by the tokenizer that was written into a folder, or that would be."""
+    from vlmcompress.openvino import _convert
+
+    return _convert.token_ids(folder, texts)
 
 
 def pruning(reduce: Mapping[str, Any], family: str | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
+from vlmcompress.common.messages import reason
+from vlmcompress.errors import UserError
 from vlmcompress.openvino._spec import BATCH, NEW, Decoder, Family, Graph, Port, Source
 from vlmcompress.openvino._weights import constant
 
@@ -56,9 +58,9 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], source: Source) -> open
     for part in graph.module.modules():
         if part not in leaves:
             _fill(part, names.get(part, ""), source)
-    frontend = FrontEndManager().load_by_framework("pytorch")
+    frontend, refused = FrontEndManager().load_by_framework("pytorch"), list[UserError]()
     for part, operation in leaves.items():
-        frontend.add_extension(ConversionExtension(operation, _leaf(names[part], part, source)))
+        frontend.add_extension(ConversionExtension(operation, _leaf(names[part], part, source, refused)))
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         decoder = TorchScriptPythonDecoder(
@@ -67,7 +69,12 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], source: Source) -> open
             module_extensions={part: ModuleExtension(part, name, _zeros, _alone) for part, name in leaves.items()},
             trace_kwargs={"check_trace": False},
         )
-        model = frontend.convert(frontend.load(decoder))
+        try:
+            model = frontend.convert(frontend.load(decoder))
+        except Exception:  # OpenVINO's, which says nothing of the one that ended its callback
+            if refused:
+                raise refused[0] from None
+            raise
     for port, made in zip(graph.inputs, model.inputs, strict=True):
         made.get_node().set_partial_shape(openvino.PartialShape(port.dims))
         _name(made, port.name)
@@ -100,11 +107,18 @@ def _alone(part: nn.Module, operation: Callable[[Tensor], Tensor], inputs: Tenso
     return operation(inputs)
 
 
-def _leaf(name: str, part: nn.Module, source: Source) -> Callable[[Any], list]:
-    """What makes OpenVINO's nodes of a linear layer, or of a table of embeddings with the factor that some have."""
+def _leaf(name: str, part: nn.Module, source: Source, refused: list[UserError]) -> Callable[[Any], list]:
+    """What makes OpenVINO's nodes of a linear layer, or of a table of embeddings with the factor that some have.
+
+    `refused` gets the reason why a weight cannot be written.
+    """
 
     def make(node: Any) -> list:
-        inputs, weight = node.get_input(0), constant(f"{name}.weight", source)
+        try:
+            inputs, weight = node.get_input(0), constant(f"{name}.weight", source)
+        except UserError as error:
+            refused.append(error)
+            raise
         if isinstance(part, nn.Embedding):
             rows = ops.gather(weight, inputs, np.int64(0))
             factor = getattr(part, "embed_scale", None)
@@ -158,9 +172,26 @@ def _save(model: openvino.Model, path: Path) -> None:
 
 
 def _write_tokenizer(tree: Path) -> None:
+    for name, model in zip(("tokenizer", "detokenizer"), _tokenizers(tree), strict=True):
+        _save(model, tree / f"openvino_{name}.xml")
+
+
+def _tokenizers(folder: Path) -> tuple[openvino.Model, openvino.Model]:
+    """The graphs of a folder's tokenizer, to tokens and back."""
     from openvino_tokenizers import convert_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tree, local_files_only=True, trust_remote_code=False)
-    models = convert_tokenizer(tokenizer, with_detokenizer=True)
-    for name, model in zip(("tokenizer", "detokenizer"), models, strict=True):
-        _save(model, tree / f"openvino_{name}.xml")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        return convert_tokenizer(tokenizer, with_detokenizer=True)
+    except Exception as error:  # of many kinds, for what it lacks
+        raise UserError(f"OpenVINO has no such tokenizer ({reason(error)}); write another format") from error
+
+
+def token_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
+    """OpenVINO's tokens of each text, by the graph in a folder, or by one that is made of its tokenizer."""
+    import openvino_tokenizers  # noqa: F401  # makes OpenVINO know its operations
+
+    path = folder / "openvino_tokenizer.xml"
+    graph = openvino.Core().read_model(path) if path.is_file() else _tokenizers(folder)[0]
+    compiled = openvino.Core().compile_model(graph, "CPU")
+    return [compiled([text])["input_ids"][0].tolist() for text in texts]

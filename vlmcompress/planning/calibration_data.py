@@ -7,8 +7,12 @@ from pathlib import Path
 
 from vlmcompress import models
 from vlmcompress.common import hub
-from vlmcompress.data import Preview, bundled, preview, refuse_missing, video
-from vlmcompress.errors import UserError
+from vlmcompress.data import Preview, Reading, bundled, encode, encode_usable, preview, refuse_missing, video
+from vlmcompress.data.samples import LazyImages
+from vlmcompress.data.sources import skipped_lines
+from vlmcompress.errors import BadSample, UserError
+from vlmcompress.hf_hooks import resizing
+from vlmcompress.models import VLM
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.statistics.balance import weighed
@@ -50,12 +54,13 @@ def looked_at(work: Plan) -> Preview | None:
     source = data_source(work.recipe, work.recipe.model, needing(work)) if reads else None
     if source is None or (work.statistics and not (settings.data or _beside_statistics(work))):
         return None
+    reading = Reading.of(settings)
     if settings.text is None:
-        look = preview(source, samples=settings.samples, seed=seed)
+        look = preview(source, samples=settings.samples, seed=seed, reading=reading)
     elif settings.samples < 2:
         raise UserError(f"calibrate.samples is {settings.samples}; with calibrate.text take at least 2")
     else:
-        look = _mixed(source, settings.text, settings.samples // 2, seed)
+        look = _mixed(source, settings.text, settings.samples // 2, seed, reading)
     if look and (filmed := next((sample for sample in look.samples if sample.videos), None)):
         if work.recipe.reduce:
             video.refuse([filmed])
@@ -70,13 +75,49 @@ def looked_at(work: Plan) -> Preview | None:
     return look
 
 
-def _mixed(source: str | Path, text: str, samples: int, seed: int) -> Preview | None:
+def encoded(work: Plan, look: Preview) -> str:
+    """Encode some samples as the run of a plan would, without its weights: the longest, those with the largest image and the
+    narrowest, and the first with an image.
+
+    Where the model does not take one of these, all are encoded, as `data.encode_usable` decides whether there are too many.
+
+    Returns:
+        How many were encoded, and which the run will skip.
+
+    Raises:
+        UserError: the run would refuse them.
+    """
+    recipe, spec = work.recipe, work.source.spec
+    vlm = VLM(work.source.meta_model, models.load_processor(recipe.model), spec, recipe.model)
+    if resize := recipe.resize:
+        if not resize.settled:
+            prompts = [tuple(image.size for image in sample.images) for sample in look.samples]
+            resize = resizing.settle(spec, vlm.processor, prompts, resize)
+        vlm = resizing.resized(vlm, resize)
+    visual = [sample for sample in look.samples if sample.visual]
+    sizes = [sample.images.sizes() if isinstance(sample.images, LazyImages) else [] for sample in visual]
+    largest = sorted(range(len(visual)), key=lambda number: -sum(width * height for width, height in sizes[number]))[:1]
+    narrowest = sorted(range(len(visual)), key=lambda number: min(map(min, sizes[number]), default=0))[:1]
+    longest = max(look.samples, key=lambda sample: len(str(sample.conversation())))
+    picks = {id(sample): sample for sample in (*visual[:1], longest, *(visual[n] for n in (*largest, *narrowest)))}
+    settings = recipe.calibrate
+    try:
+        encode(list(picks.values()), vlm, max_length=settings.max_length)
+        return f"{len(picks)} encoded"
+    except BadSample:
+        source, reading = Path(str(settings.data)).name, Reading.of(settings)
+        usable = encode_usable(look.samples, vlm, source, max_length=settings.max_length, reading=reading)
+        return "; ".join([f"{len(usable.batches)} encoded", *skipped_lines(usable.skipped)])
+
+
+def _mixed(source: str | Path, text: str, samples: int, seed: int, reading: Reading) -> Preview | None:
     """A look at samples with images and as many of text alone, as `data.load_mixed` gives them."""
-    images, texts = preview(source, samples=samples, seed=seed), preview(text, samples=samples, seed=seed, text=True)
+    images = preview(source, samples=samples, seed=seed, reading=reading)
+    texts = preview(text, samples=samples, seed=seed, text=True, reading=Reading(skip_bad=reading.skip_bad))
     if images is None or texts is None:
         return None
     count = min(images.count, texts.count)
-    return Preview(2 * count, [*images.samples[:count], *texts.samples[:count]])
+    return Preview(2 * count, [*images.samples[:count], *texts.samples[:count]], images.decoded)
 
 
 def _beside_statistics(work: Plan) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from vlmcompress import exporters, models, targets
-from vlmcompress.checkpoint import adapter, rotate
+from vlmcompress.checkpoint import adapter, rotate, tokenizers
 from vlmcompress.common.registry import FAMILIES
 from vlmcompress.planning import statistics_match
 from vlmcompress.planning.shape_checks import shape_problems
@@ -142,7 +142,10 @@ def stored_format(survey: Survey) -> Iterator[str]:
     yield from exporters.problems(exporter, survey.layers)
     config, reducer = source.meta_model.config.to_dict(), survey.recipe.reduce
     plain = reducer.plain() if reducer else None
-    yield from exporters.files_problems(exporter, source.path, source.spec.family, config, plain)
+    reasons = exporters.files_problems(exporter, source.path, source.spec.family, config, plain)
+    yield from reasons
+    if not reasons and (problem := tokenizers.compare(exporter, source.path, config).problem):
+        yield problem
 
 
 def something_to_write(survey: Survey) -> Iterator[str]:

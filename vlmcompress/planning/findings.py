@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlmcompress import models, readers, targets
+from vlmcompress.checkpoint import adapter
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders
 from vlmcompress.common.messages import Finding
@@ -16,7 +17,7 @@ from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.numerics import label
-from vlmcompress.planning.calibration_data import looked_at
+from vlmcompress.planning.calibration_data import encoded, looked_at
 from vlmcompress.planning.kv_cache import cache_finding
 from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
@@ -52,7 +53,10 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
         return [*report, Finding("model", False, str(error))]
     report.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
     report += _format(plan, engine)
-    report.append(_processor(recipe.model))
+    report.append(_processor(recipe.inputs_folder))
+    report += _vocabulary(plan)
+    lines = [*models.asides(recipe.model), *adapter.notes(recipe), *models.cast_text(plan.source)]
+    report += [Finding("folder", True, line) for line in lines]
     report += _names(plan, engine)
     report += _reducer(plan, engine)
     report += _draft(plan)
@@ -181,6 +185,14 @@ def _processor(model: Path) -> Finding:
     return Finding("processor", True, "tokenizer and image processor are there")
 
 
+def _vocabulary(plan: Plan) -> list[Finding]:
+    """Whether the embedding has a row for each token; what an adapter changes of that is among the plan's problems."""
+    rows = models.rows_of(plan.source.meta_model)
+    if plan.recipe.adapter or not (beyond := models.unembedded(plan.recipe.inputs_folder, rows)):
+        return []
+    return [Finding("tokenizer", False, f"{beyond}; add rows (resize_token_embeddings), or remove these tokens")]
+
+
 def _reducer(plan: Plan, engine: str) -> list[Finding]:
     """Findings about a reducer, without reasons against it, which are among the plan's problems."""
     if plan.visual_tokens is None or plan.problems:
@@ -229,6 +241,7 @@ def _calibration(plan: Plan) -> list[Finding]:
     """Whether the run could read its calibration data, and how many samples they give."""
     try:
         preview = looked_at(plan)
+        sample = encoded(plan, preview) if preview and not plan.statistics else ""
     except UserError as error:
         return [Finding("calibration", False, str(error))]
     data = plan.recipe.calibrate.data
@@ -236,7 +249,8 @@ def _calibration(plan: Plan) -> list[Finding]:
         origin = plan.statistics.facts["calibration"]
         detail = f"statistics of {origin['samples']} samples of '{origin['source']}'"
     elif preview:
-        detail = f"{preview.count} samples of {data or 'the images bundled with the demo model'}"
+        source = data or "the images bundled with the demo model"
+        detail = f"{preview.count} samples of {source}; {preview.text}, {sample}"
     elif data and plan.reads_data:
         detail = f"{data}, which was not looked at"
     else:

@@ -142,15 +142,16 @@ def peak_bytes(survey: Survey) -> int:
 
     It is the sum of what a run holds at once, for s samples of t tokens, hidden size h, groups of i input features in a block:
 
-        runtime + weights + s t (6 h + pixels) + 4 * (3 sum i^2 + 2 max i^2) + 12 * (weights of one block)
+        runtime + s t (6 h + pixels) + 4 * (3 sum i^2 + 2 max i^2) + 12 * (weights of one block)
 
     that is activations in 16 bits between two blocks (and masks), float32 Gram matrices of three modalities with the solver's
-    copies, and float32 copies of the block's weights. A second stream (of the 16-bit model, for cross-Gram matrices) adds
+    copies, and float32 copies of the block's weights. The source's weights are mapped from their files: the system keeps of
+    them what fits. A second stream (of the 16-bit model, for cross-Gram matrices) adds
     2 s t h + 4 * 3 sum i^2 and a copy of the block.
     """
     shapes = [[survey.source.shapes(group) for group in block] for block in survey.steps]
     block = max((sum(rows * columns for group in groups for rows, columns in group) for groups in shapes), default=0)
-    resident = RUNTIME_BYTES + survey.bytes_before + 12 * block
+    resident = RUNTIME_BYTES + 12 * block
     statistics = survey.statistics
     if not ("gram" in statistics.facts["needs"] if statistics else _reads_inputs(survey)):
         return resident

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from vlmcompress import models
 from vlmcompress.checkpoint import partition
+from vlmcompress.common.model_folder import has_weights
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.models import ModelSpec, Source
@@ -253,7 +254,7 @@ class Model:
 
 def open_model(path: Path) -> Model:
     """Open the model in a folder. Raises `UserError` for a config that cannot be."""
-    weights = models.has_weights(path)
+    weights = has_weights(path)
     config = models.read_config(path, weights)
     check_config(config, path / "config.json")
     try:

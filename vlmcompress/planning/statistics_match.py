@@ -8,7 +8,7 @@ from typing import Any, cast
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics, short
 from vlmcompress.common import identity
-from vlmcompress.data import data_hash, load_samples
+from vlmcompress.data import Reading, data_hash, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.recipe import Calibrate, Recipe
@@ -159,16 +159,22 @@ def verify(statistics: Statistics, recipe: Recipe) -> None:
     was = statistics.facts["calibration"]
     text, samples = was.get("text"), statistics.facts["settings"]["samples"]
     if recipe.calibrate.data is not None:
-        count = was["samples"] - text["samples"] if text else samples
-        _same_data(statistics, was, recipe.calibrate.data, count, recipe.seed, "--calib")
+        mixed = samples // 2 if was.get("skipped") else was["samples"] - text["samples"] if text else 0
+        count = mixed if text else samples
+        _same_data(statistics, was, recipe, count, "--calib")
     if recipe.calibrate.text is not None:
         if not text:
             raise UserError(f"statistics {statistics.folder} are of no text beside the data; leave out calibrate.text")
-        _same_data(statistics, text, recipe.calibrate.text, text["samples"], recipe.seed, "calibrate.text")
+        _same_data(statistics, text, recipe, text["samples"], "calibrate.text")
 
 
-def _same_data(statistics: Statistics, was: Mapping[str, Any], source: str, samples: int, seed: int, key: str) -> None:
-    now = data_hash(load_samples(source, samples=samples, seed=seed, text=key == "calibrate.text"))
+def _same_data(statistics: Statistics, was: Mapping[str, Any], recipe: Recipe, samples: int, key: str) -> None:
+    settings, seed, skipped = recipe.calibrate, recipe.seed, statistics.facts["calibration"].get("skipped", {})
+    text = key == "calibrate.text"
+    source = str(settings.text if text else settings.data)
+    reading = Reading({} if text else settings.columns, settings.skip_bad)
+    loaded = load_samples(source, samples=samples, seed=seed, text=text, reading=reading)
+    now = data_hash([sample for sample in loaded if sample.name not in skipped])
     if now != was["sha256"]:
         before = f"{short(was['sha256'])} for '{was['source']}' with seed {statistics.facts['settings']['seed']}"
         raise UserError(

@@ -110,6 +110,7 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
         UserError: the model is quantized already, not whole, or of an unknown family.
     """
     source = _whole(recipe, source)
+    source = source if source.choice == recipe.dtype else replace(source, choice=recipe.dtype)
     if recipe.reduce:
         recipe = recipe.model_copy(update={"reduce": scorer_file.named(recipe.reduce)})
     bytes_before = sum(spec.nbytes for spec in source.stored.values())
@@ -132,7 +133,7 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
         schemes, source.meta_model, source.written, source.spec, stored=source.stored, kv_cache=bool(recipe.kv_cache)
     )
     kv_layers = len(models.attentions(source.meta_model, source.spec)) if recipe.kv_cache else 0
-    written = output_specs(source.stored, schemes, source.names, recipe.exporter, kv_layers)
+    written = output_specs(source.specs, schemes, source.names, recipe.exporter, kv_layers)
     budget, budget_fault = allocation.budget if allocation else None, None
     if recipe.bits and not allocation:
         budget, budget_fault = _or_fault(budget_of, recipe, source, groups, written)

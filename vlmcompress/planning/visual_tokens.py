@@ -58,7 +58,7 @@ def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
     if reducer is None and resize is None:
         return None
     counted = recipe.engine == "vllm" and reducer is not None and reducer.takes_count
-    tokens = _example(recipe.model, reducer, resize) if example else None
+    tokens = _example(recipe.inputs_folder, reducer, resize) if example else None
     return VisualTokens(reducer, counted, tokens, resize)
 
 
@@ -124,7 +124,7 @@ def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
     if reason := resizing.refusal(source.spec):
         return [f"{resize}: {reason}"]
     try:
-        processor = models.load_processor(recipe.model, recipe.trust_remote_code)
+        processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
         every = resizing.settings(source.spec, processor)
         if len(every) == 1:
             return [f"{resize}: the processor of {recipe.model} has no setting of fewer tokens"]

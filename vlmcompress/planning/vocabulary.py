@@ -10,14 +10,12 @@ most of a prompt and of which none is followed by a token of the model's.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vlmcompress import models
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.models import Source
 from vlmcompress.numerics import Scheme, weight_only
-from vlmcompress.recipe import Recipe
+from vlmcompress.recipe import Recipe, presets
 
 GROUP_SIZES = (128, 64, 32)
 BALANCE = {"text": 1.0, "vision": 0.0, "answer": 1.0}
@@ -28,8 +26,7 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod | None:
     """How the output head is quantized; None: it stays as it is. 4 bits are calibrated where the run sees samples."""
     if recipe.head == "bf16":
         return None
-    name = SCHEMES.name(recipe.head)
-    options: dict[str, Any] = {}
+    name, options = presets.named(recipe.head)
     if _CODE_BITS.get(recipe.head) == 4:
         options = {"group_size": _group_size(source), "symmetric": True}
         if _sees_samples(recipe):

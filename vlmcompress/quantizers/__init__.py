@@ -22,8 +22,9 @@ and, where the method has such a step,
                                                                   scale); None: these options round none
     other(group, layer, layers, options) -> (scheme, its options) | None    what a group of the decoder gets instead: `group`
         is its name in the family (`models.LinearGroup`), `layer` its block of `layers`; None: this scheme
-    ALIASES = ("w8a8",)                                           other names that users know it by, such as presets of
-        llm-compressor; recipes and manifests have the file's name
+    ALIASES = ("int4",)                                           other names that users know it by; recipes and manifests have
+                                                                  the file's name
+    PRESETS = {"W8A8": {}}                                        presets of compressed-tensors that it is with these options
     sketch(weight, stats, options, scale_dtype, prepared)         a cheap estimate of the error of `quantize` on rows
     PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
 

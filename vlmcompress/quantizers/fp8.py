@@ -18,7 +18,7 @@ from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_ne
 from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
-ALIASES = ("fp8-dynamic",)
+PRESETS: dict[str, dict] = {"FP8_DYNAMIC": {}}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 SIDE = 128
+PRESETS: dict[str, dict] = {"FP8_BLOCK": {}}
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from vlmcompress.numerics import (
 from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
+PRESETS: dict[str, dict] = {"FP8": {"weights": "tensor"}}
+
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):

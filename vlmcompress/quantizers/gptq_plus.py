@@ -16,7 +16,16 @@ from typing import Any
 
 from vlmcompress.quantizers import gptq
 
-ALIASES = ("w4a16", "w4a16-asym", "int4")
+ALIASES = ("int4",)
+PRESETS: dict[str, dict] = {
+    "W4A16_ASYM": {"bits": 4, "group_size": 128, "symmetric": False},
+    "W2A16": {"bits": 2, "group_size": 128, "symmetric": True},
+    "W3A16": {"bits": 3, "group_size": 128, "symmetric": True},
+    "W4A16": {"bits": 4, "group_size": 128, "symmetric": True},
+    "W5A16": {"bits": 5, "group_size": 128, "symmetric": True},
+    "W6A16": {"bits": 6, "group_size": 128, "symmetric": True},
+    "W7A16": {"bits": 7, "group_size": 128, "symmetric": True},
+}
 PREPARED_BY = gptq.PREPARED_BY
 needs, scheme, smooth, prepare = gptq.needs, gptq.scheme, gptq.smooth, gptq.prepare
 quantize, quantize_group, sketch = gptq.quantize, gptq.quantize_group, gptq.sketch

@@ -28,7 +28,7 @@ from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
-ALIASES = ("w8a8",)
+PRESETS: dict[str, dict] = {"W8A8": {}, "INT8": {}}
 _LARGEST = 1e5
 
 

@@ -18,6 +18,7 @@ from vlmcompress.quantizers import _rounded
 
 PREPARED_BY = _rounded.PREPARED_BY
 _INPUTS = {4: ActFormat("float", 4, dynamic=True, mx=True), 16: None}
+PRESETS: dict[str, dict] = {"MXFP4": {"activations": 4}, "MXFP4A16": {"activations": 16}}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from vlmcompress.numerics import MXFP8, ActFormat, Scheme
 from vlmcompress.quantizers import _rounded
 
 PREPARED_BY = _rounded.PREPARED_BY
+PRESETS: dict[str, dict] = {"MXFP8": {}}
 
 
 @dataclass(frozen=True)

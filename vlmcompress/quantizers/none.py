@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from vlmcompress.quantizers._base import Needs, QuantizerOptions
 
+PRESETS: dict[str, dict] = {"UNQUANTIZED": {}}
+
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):

@@ -33,6 +33,10 @@ from vlmcompress.statistics.inputs import GroupStats
 PREPARED_BY = _rounded.PREPARED_BY
 _MLP = frozenset({"gate_up", "down", "fc1", "fc2"})
 _LAST = 8  # one of so many blocks is among the last
+PRESETS: dict[str, dict] = {
+    "NVFP4": {"mixed": False, "activations": 4},
+    "NVFP4A16": {"mixed": False, "activations": 16},
+}
 
 
 @dataclass(frozen=True)

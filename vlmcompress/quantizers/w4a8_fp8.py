@@ -18,7 +18,7 @@ from torch import Tensor
 from vlmcompress.numerics import FLOAT8, FLOAT8_MAX, ActFormat, Format, Scheme
 from vlmcompress.quantizers import _rounded
 
-ALIASES = ("w4afp8",)
+PRESETS: dict[str, dict] = {"W4AFP8": {}}
 PREPARED_BY = _rounded.PREPARED_BY
 GROUP = 128  # the only size that the kernel takes
 _LEAST = 2.0**-9  # of float8, above zero

@@ -17,6 +17,8 @@ from vlmcompress.numerics import QTensor, Scheme, round_to_nearest, weight_only
 from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
+PRESETS: dict[str, dict] = {"W8A16": {"group_size": 128}}
+
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):

@@ -157,6 +157,7 @@ def _unread(cell: Cell, facts: Facts) -> str | None:
         (not cell.takes or all(any(numbers.holds(group) for numbers in cell.takes) for group in groups.values()))
         and (cell.several or not facts.several)
         and (cell.vocabulary or not facts.embeddings)
+        and (cell.kept_layers or not facts.kept_layers)
         and not (cell.first and set(groups) - {cell.first})
     )
     if not read_all:

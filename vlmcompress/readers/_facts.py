@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 _PREFIX = "Vlmcompress"  # before the architecture of a checkpoint with a reducer, see `checkpoint.reducer_block`
+_KEPT = re.compile(r"-:(?!.*(?:vision|visual|mtp)).*layers")  # GPTQ's pattern of layers that are not quantized
 _COUNTS = (1, 2, 4, 8)
 _FILL = 0.6  # share of the memory that weights may take before another GPU is asked for; the rest is KV cache
 _SHARE = 0.92  # of device memory that vLLM 0.32 takes by default
@@ -80,6 +81,7 @@ class Facts:
             AWQ and GPTQ or the algorithms of ModelOpt stand for.
         embeddings: whether the token embedding is quantized.
         experts: whether the decoder is a mixture of experts.
+        kept_layers: whether GPTQ's patterns leave layers of decoder blocks in 16 bits.
         kv_fp8: whether there are scales for an FP8 KV cache.
         max_len: tokens of context; heads: attention heads of the decoder; None where config.json has none.
         weights: bytes.
@@ -94,6 +96,7 @@ class Facts:
     groups: Mapping[str, Group] = field(default_factory=dict)
     embeddings: bool = False
     experts: bool = False
+    kept_layers: bool = False
     kv_fp8: bool = False
     max_len: int | None = None
     heads: int | None = None
@@ -167,6 +170,7 @@ def read(
         groups=_groups(quantization),
         embeddings=any("embed" in target.lower() for target in _targets(quantization)),
         experts=experts,
+        kept_layers=any(_KEPT.match(str(key)) for key in _mapping(quantization.get("dynamic"))),
         kv_fp8=bool(quantization.get("kv_cache_scheme")) or quantization.get("kv_cache_quant_algo") == "FP8",
         max_len=_count(text.get("max_position_embeddings")),
         heads=_count(text.get("num_attention_heads")),

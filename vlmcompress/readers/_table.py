@@ -63,6 +63,7 @@ class Cell:
         first: the name that a sole config group must have; empty: any.
         vocabulary: whether the token embedding may be quantized.
         experts: architectures whose mixture of experts is read; None: all.
+        kept_layers: whether layers of decoder blocks may be left in 16 bits.
         needs: packages beside the engine, as pip has them.
         instead: trait of a checkpoint (a property of `Facts`) -> packages that it needs in the place of `needs`.
         notes: trait -> what to mind.
@@ -78,6 +79,7 @@ class Cell:
     first: str = ""
     vocabulary: bool = True
     experts: frozenset[str] | None = None
+    kept_layers: bool = True
     needs: tuple[str, ...] = ()
     instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +127,7 @@ _VLLM = {
     "modelopt": Cell(_EVERY, _MEASURED),
     "fp8": Cell(_EVERY, "read: quantization/fp8.py"),
 }
-_ONE_WIDTH = "one scheme for all layers"
+_ONE_WIDTH = "one scheme for all layers of the decoder blocks"  # optimum does not read `dynamic`
 _OPTIMUM = "optimum finds no decoder blocks in it"
 _TRANSFORMERS: dict[str, Cell | str] = {
     "bf16": Cell(_16_BITS, _LOADED, loader=("experts",)),
@@ -156,6 +158,7 @@ _TRANSFORMERS: dict[str, Cell | str] = {
             several=False,
             vocabulary=False,
             experts=frozenset(),
+            kept_layers=False,
             needs=("transformers>=5.15", "gptqmodel", "optimum", "accelerate"),
             lacking={
                 "Idefics3ForConditionalGeneration": _OPTIMUM,

@@ -1,23 +1,24 @@
-"""A LoRA adapter's folder as PEFT writes it: where it is told from a model's, and which base it names.
+"""A LoRA adapter's folder as PEFT writes it: which base it names, and what it has besides weights.
 
-What is in it is read by `checkpoint.adapter`, which merges it.
+Its tensors are read by `checkpoint.adapter`, which merges them. Trainers save tokenizer, processor and chat template beside
+them. These are what the adapter was trained with, so they take the place of the base's.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import hub, identity, json_files
+from vlmcompress.common import hub, identity, json_files, model_folder
+from vlmcompress.common.model_folder import ADAPTER_CONFIG as CONFIG
 from vlmcompress.errors import UserError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 _NAME = "base_model_name_or_path"
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter and no model."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -35,8 +36,64 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def sha256(folder: Path | None) -> str | None:
-    """SHA-256 of the weights of an adapter; None for None."""
-    return None if folder is None else identity.sha256(folder / WEIGHTS)
+    """SHA-256 of the files of an adapter; None for None."""
+    return None if folder is None else identity.content_hash(model_folder.adapter_files(folder))
+
+
+def replaced(model: Path, adapter: Path | None) -> list[str]:
+    """What of a model's tokenizer, processor and chat template an adapter brings another one of."""
+    if adapter is None:
+        return []
+    contents = {kind: _content(adapter, kind) for kind in model_folder.PROCESSING}
+    return [kind for kind, content in contents.items() if content and content != _content(model, kind)]
+
+
+def inputs_folder(model: Path, adapter: Path | None) -> Path:
+    """A folder with config.json of `model` and the files that belong to it besides weights, those that an adapter brings in the
+    place of its own: `model` itself, or a folder of links that is removed when this process ends."""
+    kinds = replaced(model, adapter)
+    if adapter is None or not kinds:
+        return model
+    files = [folder / place for folder in (model, adapter) for place in model_folder.processing_files(folder)]
+    return _overlaid(model, adapter, tuple(kinds), tuple(identity.unchanged(files)))
+
+
+@functools.cache
+def _overlaid(model: Path, adapter: Path, kinds: tuple[str, ...], _state: tuple[tuple[str, int, int], ...]) -> Path:
+    """The folder of links of `inputs_folder`. `_state`: of the files of both, so that it is made anew when these change."""
+    folder = Path(tempfile.mkdtemp(prefix="vlmcompress-inputs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    files = {place: model / place for place in (Path("config.json"), *model_folder.companions(model))}
+    for kind in kinds:
+        brought = model_folder.processing_files(adapter, kind)
+        if kind != "tokenizer" or any(place.name in _VOCABULARY for place in brought):  # else: settings of the base's
+            for place in model_folder.processing_files(model, kind):
+                del files[place]
+        files |= {place: adapter / place for place in brought}
+    for place, file in files.items():
+        (folder / place).parent.mkdir(exist_ok=True)
+        (folder / place).symlink_to(file.resolve())
+    template = _inline_template(adapter if "chat template" in kinds else model)
+    if template and not model_folder.processing_files(folder, "chat template"):
+        (folder / "chat_template.jinja").write_bytes(template)
+    return folder
+
+
+def _content(folder: Path, kind: str) -> dict[str, bytes]:
+    """The files of a kind, by name; a chat template in the file of the tokenizer's settings is one of the template's."""
+    files = {str(place): (folder / place).read_bytes() for place in model_folder.processing_files(folder, kind)}
+    if kind == "chat template" and not files and (template := _inline_template(folder)):
+        files["chat_template.jinja"] = template
+    return files
+
+
+def _inline_template(folder: Path) -> bytes | None:
+    """The chat template that older releases of transformers keep in tokenizer_config.json."""
+    try:
+        template = json_files.read(folder / "tokenizer_config.json").get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return template.encode() if isinstance(template, str) else None
 
 
 def base_of(folder: Path) -> str:

@@ -21,10 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from vlmcompress import targets
 from vlmcompress.common import hub, yaml_files
+from vlmcompress.common.model_folder import is_adapter
 from vlmcompress.common.registry import FORMATS, SCHEMES, TARGETS
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe import adapter as adapters
+from vlmcompress.recipe import presets
 from vlmcompress.recipe.bits import Bits
 from vlmcompress.recipe.layers import Layer, find, merge
 from vlmcompress.recipe.resize import Resize
@@ -51,6 +53,9 @@ class Calibrate(_Frozen):
     Attributes:
         data: folder of images, .jsonl, .parquet, data set folder or id on the Hub (see `hub.local`); None: the images
             bundled with a demo model.
+        columns: field (`image`, `video`, `question`, `answer`, `messages`, `id` or `family`) -> the column of `data` that it is
+            read from, where that has a name of its own.
+        skip_bad: how many rows that cannot be used are skipped, each with a note: below 1 a share, else a number.
         text: file of samples without images, of which one is mixed in for each sample of `data`.
         samples: how many samples to take, those of `text` included.
         max_length: longest sample in tokens; None: the model's context.
@@ -63,6 +68,8 @@ class Calibrate(_Frozen):
     """
 
     data: str | None = None
+    columns: dict[str, str] = {}
+    skip_bad: float = Field(default=0, ge=0, le=MOST)
     text: str | None = None
     samples: int = Field(default=128, ge=1, le=MOST)
     max_length: int | None = Field(default=None, ge=1, le=MOST)
@@ -93,6 +100,8 @@ class Recipe(_Frozen):
         calibrate: the calibration data, or statistics collected before.
         adapter: folder of a LoRA adapter as PEFT writes it, which is merged into the model before anything else is done; a
             MODEL that is one stands for the base that it names, and it.
+        dtype: type of everything that is not quantized, and of scales; `auto` is that of config.json, or else that of most
+            weights.
         from_quantized: quantize what a source in FP8 stands for, in 16 bits; false: a quantized source is refused.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
@@ -123,6 +132,7 @@ class Recipe(_Frozen):
     reduce: ReducerChoice | None = None
     engine: Literal["vllm", "transformers"] = "vllm"
     adapter: Path | None = None
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     from_quantized: bool = False
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -173,14 +183,21 @@ class Recipe(_Frozen):
     @property
     def parts(self) -> dict[str, Scheme]:
         """The number formats of what is quantized besides the decoder: `vision tower`, `output head`; groups as by default."""
-        schemes = {"vision tower": self.vision, "output head": self.head}
-        modules = {part: SCHEMES.get(SCHEMES.name(name)) for part, name in schemes.items() if name != "bf16"}
-        return {part: module.scheme(module.Options()) for part, module in modules.items()}
+        names = {"vision tower": self.vision, "output head": self.head}
+        chosen = {part: presets.named(name) for part, name in names.items() if name != "bf16"}
+        modules = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
+        return {part: module.scheme(module.Options(**options)) for part, (module, options) in modules.items()}
 
     @property
     def rotation(self) -> dict[str, Any] | None:
         """What decides the rotation, as statistics note it; None for none."""
         return {"kind": self.rotate, "seed": self.seed} if self.rotate else None
+
+    @property
+    def inputs_folder(self) -> Path:
+        """The folder of the tokenizer, processor and chat template that the written checkpoint has: the model's, unless the
+        adapter brings others."""
+        return adapters.inputs_folder(self.model, self.adapter)
 
     @property
     def exporter(self) -> ModuleType:
@@ -236,6 +253,7 @@ def resolve(
         from vlmcompress.recipe import reducer  # which brings torch along
 
         layers = reducer.layered(layers)
+    layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
     values, origins = merge(layers)
@@ -261,7 +279,7 @@ def resolve(
         targets.refuse(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     adapter = hub.local(recipe.adapter) if recipe.adapter else None
-    if adapters.is_adapter(model) and adapter is None:
+    if is_adapter(model) and adapter is None:
         adapter = model
         model = hub.local(adapters.base_of(adapter), weights=weights, code=recipe.trust_remote_code)
     return Resolved(recipe.model_copy(update={"model": model, "adapter": adapter}), origins)

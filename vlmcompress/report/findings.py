@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -57,6 +57,7 @@ class SuiteFindings:
 
     suite: Suite
     rows: list[Row]
+    samples: list[Scored] = field(default_factory=list)
 
     @property
     def overall(self) -> Comparison:
@@ -74,14 +75,17 @@ class SuiteFindings:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on tokens and on how far the answers agree."""
-        return words.tokens(self.suite) + words.agreement(self.suite)
+        """Sentences on how the score was chosen, on tokens, on how far the answers agree, and on refused samples."""
+        choice = [self.suite.choice] * bool(self.suite.choice)
+        refused = words.refused(self.suite, self.samples)
+        return choice + words.tokens(self.suite) + words.agreement(self.suite) + refused
 
     @property
     def suspect(self) -> list[tuple[str, tuple[int, int]]]:
         """Counts of answers that are suspect in themselves: what, (of the baseline, of the candidate)."""
         return [
             ("no answer found in the text", self.suite.unparsed),
+            ("not answered, as the model or engine raised", self.suite.refused),
             ("empty answers", self.suite.empty),
             (f"cut off at {self.suite.max_tokens} tokens", self.suite.cut_off),
         ]
@@ -144,7 +148,12 @@ class Findings:
 
     @cached_property
     def suites(self) -> list[SuiteFindings]:
-        return [SuiteFindings(suite, rows(suite, self.results.gate)) for suite in self.results.suites]
+        return [
+            SuiteFindings(
+                suite, rows(suite, self.results.gate), [s for s in self.results.samples if s.suite == suite.name]
+            )
+            for suite in self.results.suites
+        ]
 
     @property
     def speed(self) -> list[SpeedTable]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from vlmcompress.checkpoint.manifest import OF_WEIGHTS, errors_text
 from vlmcompress.common.text import figures, points, times
-from vlmcompress.results import Bench, Comparison, Ratio, Results, Suite, Verdict
+from vlmcompress.results import Bench, Comparison, Ratio, Results, Scored, Suite, Verdict
 
 VERDICTS: dict[Verdict, str] = {"pass": "pass", "fail": "fail", "inconclusive": "can't tell"}
 MODES = {"serve": "served", "offline": "offline"}
@@ -133,6 +133,11 @@ def verdict(c: Comparison) -> str:
         return f"A loss of more than {limit} is shown: {change}{lost}."
     if c.verdict == "inconclusive":
         unclear = f"Can't tell if {limit} or more {'was' if limit == '1 point' else 'were'} lost: {change}{lost}."
+        if not c.sensitive:
+            return (
+                f"{unclear} The baseline scores {percent(c.baseline)} of {c.n:,} samples, too little for a loss of {limit} to "
+                "show; look at its answers, and score them by what they say (--score)."
+            )
         if not c.missing:
             return f"{unclear} {c.n:,} samples show a drop of {100 * c.detectable:.1f} points four times in five."
         count = f"{c.n:,} were asked"
@@ -141,7 +146,11 @@ def verdict(c: Comparison) -> str:
                 f"{c.n:,} samples about {c.clusters:,} images were asked, and samples of an image may be lost together "
                 f"(design effect {c.design_effect:.1f})"
             )
-        return f"{unclear} About {c.missing:,} more {c.unit} would decide it; {count}."
+        large = (
+            f" One image has {percent(c.largest / c.n)} of the samples and may lose them all: {(c.needed or 0) / c.n:,.1f} "
+            "times as many images of every size, or fewer samples about each, would rule that out."
+        )
+        return f"{unclear} About {c.missing:,} more {c.unit} would decide it; {count}.{large * c.heavy}"
     ruled = f"a loss of {limit} or more is ruled out"
     if c.high < 0:
         return f"Some accuracy was lost, but {ruled}: {change}{lost}."
@@ -210,6 +219,18 @@ def agreement(suite: Suite) -> list[str]:
             "percentile (Kullback-Leibler)."
         )
     return lines
+
+
+def refused(suite: Suite, samples: Sequence[Scored], most: int = 20) -> list[str]:
+    """A sentence on the samples that a side could not answer, each with the reason; of many the first ones."""
+    if not any(suite.refused):
+        return []
+    named = [
+        (s.id, s.baseline_refused or s.candidate_refused) for s in samples if s.baseline_refused or s.candidate_refused
+    ]
+    parts = [f"{identity} ({why})" for identity, why in named[:most]]
+    parts += [f"and {len(named) - most} others"] if len(named) > most else []
+    return [f"Counted as wrong, as they were not answered: {'; '.join(parts)}."]
 
 
 def accuracy_method(suite: Suite) -> str:

@@ -27,7 +27,7 @@ from vlmcompress.common.progress import Progress, phase, phase_seconds, silent, 
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, Group, decoder_blocks, head_group
-from vlmcompress.recipe import Recipe
+from vlmcompress.recipe import Recipe, presets
 from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.allocation import RULES
 from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_source, read_inputs, remove_made
@@ -49,13 +49,13 @@ def needed(names: Collection[str]) -> frozenset[str]:
         UserError: a name that is none of them, or names that together read nothing.
     """
     needs: set[str] = set()
-    for name in map(SCHEMES.name, names):
+    for name, options in (presets.named(name) for name in names):
         choices = {*SCHEMES.names(), *RULES, *BY_GRADIENT}
         if name not in choices:
             raise UserError(f"--for: no scheme, rule for bits or balance '{name}'{did_you_mean(name, choices)}")
         if name in SCHEMES.names():
             module = SCHEMES.get(name)
-            needs |= QuantMethod(module, module.Options()).needs.statistics
+            needs |= QuantMethod(module, module.Options(**options)).needs.statistics
         if name in RULES:
             needs |= {"gram", *RULES[name].needs}
         if name in BY_GRADIENT:
@@ -133,7 +133,7 @@ def _calibrated(
     mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
     store = Collected(folders.beside(out, "resume"), mark, resume)
     distributed.barrier()
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), whole.naming():
         if "gradient" in needs:
             with phase("gradients"):
                 kept_gradients(store, vlm, inputs.batches, progress, recipe.calibrate.fisher, recipe.seed)
@@ -167,7 +167,9 @@ def _loaded(recipe: Recipe, read: Path | None, progress: Progress) -> VLM:
     """The model that a recipe's run begins with, or what lies in `read`; its path is the recipe's."""
     made = None if read else make_source(recipe, progress)
     with phase("loading"):
-        vlm = models.load(read or (made.path if made else recipe.model), trust_remote_code=recipe.trust_remote_code)
+        dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+        path = read or (made.path if made else recipe.model)
+        vlm = models.load(path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
         return replace(vlm, path=recipe.model)
 
 

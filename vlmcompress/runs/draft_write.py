@@ -14,7 +14,7 @@ from vlmcompress import models
 from vlmcompress.checkpoint import draft_folder, draft_images, launch_files, manifest
 from vlmcompress.common import hub, json_files
 from vlmcompress.launch import REGISTRY
-from vlmcompress.runs import eagle3
+from vlmcompress.runs import eagle3, medusa
 from vlmcompress.runs.draft_lessons import Lessons
 from vlmcompress.runs.eagle3 import DraftShape
 
@@ -29,30 +29,14 @@ def write_draft(folder: Path, lessons: Lessons, best: Mapping[str, Tensor], fact
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(total, dtype=torch.bool).index_fill_(0, ids, True)
     save_file(tensors, folder / draft_folder.WEIGHTS, {"format": "pt"})
-    config = _medusa(lessons) if lessons.kind == "medusa" else _eagle3(lessons)
+    model = lessons.target.model
+    config = medusa.config(lessons.shape, len(lessons.head), model) if lessons.kind == "medusa" else _eagle3(lessons)
     target = lessons.target.path
     record = json_files.read(target / manifest.MANIFEST) if (target / manifest.MANIFEST).is_file() else {}
     served = launch_files.facts(models.read_config(target), record, facts["target"].get("name") or target.name)
     texts = REGISTRY.get("vllm").drafted(served, lessons.kind, eagle3.STEPS)
     texts = {f"{launch_files.FOLDER}/{place}": text for place, text in texts.items()}
     draft_folder.write(folder, config, facts, texts)
-
-
-def _medusa(lessons: Lessons) -> dict[str, Any]:
-    """The config.json of Medusa heads."""
-    config = lessons.target.model.config
-    return {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": lessons.shape.hidden,
-        "vocab_size": len(lessons.head),
-        "truncated_vocab_size": lessons.shape.vocabulary,
-        "num_heads": eagle3.STEPS,
-        "num_hidden_layers": 1,
-        "original_lm_head": True,  # one output head for all of them
-        "max_position_embeddings": config.get_text_config().max_position_embeddings,
-        "dtype": str(lessons.target.model.dtype).removeprefix("torch."),
-    }
 
 
 def _eagle3(lessons: Lessons) -> dict[str, Any]:

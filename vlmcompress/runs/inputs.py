@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ from torch import Tensor
 from vlmcompress import models
 from vlmcompress.calibration import tower_attention
 from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.calibration.block_inputs import Refused
 from vlmcompress.calibration.devices import accelerated, accelerator
 from vlmcompress.checkpoint import adapter, dequantized, rotate
 from vlmcompress.common import distributed, folders, hub, identity
 from vlmcompress.common.messages import note
+from vlmcompress.common.model_folder import adapter_files, weight_files
 from vlmcompress.common.progress import Progress, phase, silent
-from vlmcompress.data import encode, load_mixed, provenance, video
+from vlmcompress.data import Reading, encode_usable, load_mixed, provenance, video
 from vlmcompress.data.provenance import notes, token_counts
 from vlmcompress.data.samples import Sample
+from vlmcompress.data.sources import skipped_lines
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import learning, resizing, scorer_file, threshold_file
 from vlmcompress.models import VLM, Source
@@ -49,12 +52,26 @@ class Inputs:
         batches: encoded samples (`data.encode`), one a batch; empty where nothing has to be run.
         origin: the manifest's description of the calibration data; None for no calibration.
         resize: how images are made smaller, worked out on the samples' images; the model's processor does so.
+        names: what messages call the samples of `batches`.
     """
 
     vlm: VLM
     batches: list[dict[str, Tensor]]
     origin: dict[str, Any] | None
     resize: Resize | None = None
+    names: Sequence[str] = ()
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Within the context an error about samples that the model raises for has their names."""
+        try:
+            yield
+        except Refused as error:
+            if not self.names:
+                raise
+            name, *others = [f"{self.names[number]}: the model raises ({why})" for number, why in error.reasons.items()]
+            rest = f"; so it does for {len(others)} other{'s' * (len(others) > 1)}" if others else ""
+            raise UserError(f"{name}; drop it{rest}") from error
 
     def behind(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
         """The inputs of the decoder behind a reducer; unchanged if there are no samples or no reducer before the decoder."""
@@ -64,7 +81,7 @@ class Inputs:
         with phase("reducing"):
             shorter = reduced(self.vlm, self.batches, chosen, progress)
         origin = self.origin | token_counts(shorter) | {"reduce": scorer_file.carried(chosen).plain()}
-        return Inputs(decoder(self.vlm), shorter, origin, self.resize)
+        return Inputs(decoder(self.vlm), shorter, origin, self.resize, self.names)
 
 
 @dataclass(frozen=True)
@@ -82,35 +99,47 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
         needed: what needs samples, in words for the message that they are missing; None: nothing.
         progress: called with (label, done, total).
     """
-    settings = recipe.calibrate
+    settings, reading = recipe.calibrate, Reading.of(recipe.calibrate)
     named = data_source(recipe, vlm.path, needed)
     if named is None:
         return Inputs(vlm, [], None, recipe.resize)
     source = hub.local(named, "dataset")
     mixed = hub.local(settings.text, "dataset") if settings.text else None
     with phase("encoding"):
-        samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed)
+        samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed, reading=reading)
         if recipe.reduce:
             video.refuse(samples)
         resize = fit_resize(recipe.resize, vlm, samples)
         vlm = resizing.resized(vlm, resize) if resize else vlm
-        batches = encode([*samples, *texts], vlm, max_length=settings.max_length, progress=progress)
-    text = (texts, mixed) if mixed else None
+        options: dict[str, Any] = {"max_length": settings.max_length, "reading": reading, "progress": progress}
+        every = [*samples, *texts]
+        usable = encode_usable(every, vlm, Path(source).name, **options)
+    pictured = [samples[number] for number in usable.numbers if number < len(samples)]
+    worded = [texts[number - len(samples)] for number in usable.numbers if number >= len(samples)]
     count = settings.samples // 2 * 2 if mixed else settings.samples
-    options: dict[str, Any] = {"processor": vlm.processor, "text": text, "requested": count}
-    origin = provenance(samples, batches, source, seed=recipe.seed, **options)
+    origin = provenance(
+        pictured,
+        usable.batches,
+        source,
+        seed=recipe.seed,
+        processor=vlm.processor,
+        text=(worded, mixed) if mixed else None,
+        requested=count if len(usable.batches) + len(usable.skipped) < count else None,
+        skipped={**samples.skipped, **texts.skipped, **usable.skipped},
+    )
     origin |= {"resize": resize.model_dump()} if resize else {}
     check_balance(recipe, origin["tokens"], source)
-    for line in notes(origin):
+    for line in [*skipped_lines(usable.skipped), *notes(origin)]:
         note(line)
-    return Inputs(vlm, batches, origin, resize)
+    return Inputs(vlm, usable.batches, origin, resize, [every[number].name for number in usable.numbers])
 
 
 def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
     """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
     recipe, tokens = plan.recipe, plan.visual_tokens
     with phase("loading"):
-        vlm = models.load(plan.source.path, trust_remote_code=recipe.trust_remote_code)
+        dtype = plan.source.float_type.dtype
+        vlm = models.load(plan.source.path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
         vlm = replace(vlm, path=recipe.model)  # a rotated one is of this folder, too
     if plan.head:
         models.untie(vlm.model, vlm.spec)
@@ -218,7 +247,7 @@ def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learnt:
 def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
     """Hash everything that the results of the blocks depend on; where they are written is not among it."""
     source, settings = recipe.model, {key: value for key, value in recipe.plain().items() if key != "out"}
-    read = [*source.glob("*.safetensors"), *(recipe.adapter.glob("adapter_*") if recipe.adapter else ())]
+    read = [*weight_files(source), *(adapter_files(recipe.adapter) if recipe.adapter else ())]
     files = identity.unchanged(sorted(read))
     parts: list[Any] = [identity.source_identity(source), files, settings, origin, identity.versions()]
     parts.append(torch.get_num_threads())

@@ -7,6 +7,8 @@ target itself says there:
 
 A guess knows nothing of the ones before it. The output head is one for all, and over a vocabulary of the draft's own. This is
 the form that vLLM 0.32 serves (`model_executor/models/medusa.py`), which takes the likeliest guess of each head and no tree.
+vLLM 0.33 has no Medusa any more: this file goes with the support of 0.32, and with it what names it (`plugin/_medusa.py`, the
+branches for the kind in `draft`, `draft_lessons`, `draft_write` and `draft_folder`).
 Cost: a product of the hidden size a guess, beside the output head. Loses: what depends on the guesses before.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +44,22 @@ def create(shape: MedusaShape, head: Tensor) -> dict[str, Tensor]:
     tensors = {name: torch.zeros(size) for name, size in shape.tensors().items()}
     tensors["lm_head.weight"] = head.float().clone()
     return tensors
+
+
+def config(shape: Any, words: int, model: Any) -> dict[str, Any]:
+    """The config.json. `words`: tokens of the target, which is `model`."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": shape.hidden,
+        "vocab_size": words,
+        "truncated_vocab_size": shape.vocabulary,
+        "num_heads": STEPS,
+        "num_hidden_layers": 1,
+        "original_lm_head": True,  # one output head for all of them
+        "max_position_embeddings": model.config.get_text_config().max_position_embeddings,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
 
 
 def guesses(tensors: Mapping[str, Tensor], lesson: Lesson) -> list[Tensor]:

@@ -57,12 +57,13 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
             if plan.budget:
                 plan = allocate.share_out(plan, resume=resume, progress=progress)
             inputs = read_for_plan(plan, progress)
-            learnt = learn(plan, inputs, progress)
-            if plan.prefix != "quantized":  # only the reducer learnt from the samples
-                inputs = replace(inputs, batches=[])
-            decoder_inputs = inputs.behind(learnt.recipe.reduce, progress)
-            inputs = replace(inputs, batches=[])  # pictures that the decoder behind a reducer does not need
-            store = _capture_and_solve(plan, learnt.recipe, decoder_inputs, resume, progress)
+            with inputs.naming():
+                learnt = learn(plan, inputs, progress)
+                if plan.prefix != "quantized":  # only the reducer learnt from the samples
+                    inputs = replace(inputs, batches=[])
+                decoder_inputs = inputs.behind(learnt.recipe.reduce, progress)
+                inputs = replace(inputs, batches=[])  # pictures that the decoder behind a reducer does not need
+                store = _capture_and_solve(plan, learnt.recipe, decoder_inputs, resume, progress)
         if not distributed.is_main():
             return Result(out, {})
         manifest = write_checkpoint(

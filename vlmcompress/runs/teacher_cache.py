@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from vlmcompress.calibration.devices import accelerator
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress, phase
-from vlmcompress.data import Sample, load_samples, provenance, video
+from vlmcompress.data import Reading, Sample, Samples, load_samples, provenance, video
 from vlmcompress.data.encode import Encoded, encode_prompt
 from vlmcompress.data.provenance import notes
 from vlmcompress.errors import UserError
@@ -51,12 +51,14 @@ class Data:
         samples: those to train on, then the held-out ones.
         held_out: how many of the last are not trained on.
         written: how many answers the teacher wrote, as the data had none.
+        skipped: rows that could not be used: name -> why.
     """
 
     source: str | Path
     samples: list[Sample]
     held_out: int
     written: int
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,14 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
     return sorted(groups.values(), key=lambda group: group[-1])
 
 
-def read(source: str | Path, recipe: Recipe, *, reduced: bool) -> list[Sample]:
+def read(source: str | Path, recipe: Recipe, *, reduced: bool) -> Samples:
     """Read the samples that a recipe asks for. UserError: too few of them have images; with `reduced`, some show videos.
 
     Those without stay: nothing is reduced in them, and they hold the model to its answers to text.
     """
-    samples = load_samples(hub.local(source, "dataset"), samples=recipe.calibrate.samples, seed=recipe.seed)
+    settings = recipe.calibrate
+    options: dict[str, Any] = {"samples": settings.samples, "seed": recipe.seed, "reading": Reading.of(settings)}
+    samples = load_samples(hub.local(source, "dataset"), **options)
     if reduced:
         video.refuse(samples)
     _enough(samples, source)
@@ -175,7 +179,8 @@ def answered(
     if dropped := len(every) - len(kept):
         note(f"{dropped} samples are left out: they have no answer, and the model says nothing to them")
     _enough(kept, source)
-    data = Data(source, *apart(kept), sum(sample.id in unanswered for sample in kept))
+    written, skipped = sum(sample.id in unanswered for sample in kept), getattr(samples, "skipped", {})
+    data = Data(source, *apart(kept), written, skipped)
     _shown(data)
     return data
 
@@ -189,7 +194,7 @@ def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress
             for part in distributed.shard(parts[start : start + distributed.world_size()]):
                 if not files.has_part(part):
                     files.save_part(part, _said(vlm, data, batches, part, progress))
-    options = {"seed": recipe.seed, "processor": vlm.processor}
+    options: dict[str, Any] = {"seed": recipe.seed, "processor": vlm.processor, "skipped": data.skipped}
     origin = provenance(data.samples, batches, hub.local(data.source, "dataset"), **options)
     for line in notes(origin):
         note(line)

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from vlmcompress import models
 from vlmcompress.calibration.block_store import BlockStore, StoredWeights, stored_bytes
 from vlmcompress.calibration.solve import BlockResult, solve_block, warnings
-from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint import adapter, manifest
 from vlmcompress.checkpoint.write import write
-from vlmcompress.common import folders
+from vlmcompress.common import folders, model_folder
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import size
-from vlmcompress.data.provenance import unseen
+from vlmcompress.data.provenance import left_out, unseen
 from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM, Source
@@ -30,6 +30,8 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.runs.inputs import MADE, reducer_warnings
 from vlmcompress.statistics import kv_range
+
+_TIED = "tie_word_embeddings"
 
 
 def write_checkpoint(
@@ -73,10 +75,12 @@ def write_checkpoint(
         source.path,
         recipe.out,
         original=recipe.model,
+        files=recipe.inputs_folder,
         entries=plan.source.entries,
         quantized=quantized,
         names=source.names,
         written=source.written,
+        float_type=source.float_type,
         exporter=recipe.exporter,
         layers=plan.layers,
         manifest=_manifest(plan, recipe, vlm, results, origin, recovery),
@@ -84,7 +88,7 @@ def write_checkpoint(
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
         counter=counter,
-        extra_files=beside | (resizing.files(recipe.model, setting) if setting else {}),
+        extra_files=beside | (resizing.files(recipe.inputs_folder, setting) if setting else {}),
         settings=setting.config if setting else {},
         shard_size=recipe.shard_size,
         overwrite=overwrite,
@@ -111,7 +115,7 @@ def _setting(recipe: Recipe, source: Source) -> models.ImageSetting | None:
     """The setting by which the processor is to make images smaller; None where they stay as they are."""
     if recipe.resize is None:
         return None
-    processor = models.load_processor(recipe.model, recipe.trust_remote_code)
+    processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
     return resizing.chosen(source.spec, processor, recipe.resize)
 
 
@@ -152,23 +156,34 @@ def _manifest(
 
 def _of_plan(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     """Warnings about the plan's model and recipe, a line each. `origin`: of the data that were read, if any."""
-    data = _unread(plan) if origin is None else unseen(origin)
-    return [*_untied(plan), *data, *_changed(plan.source)]
+    data = _unread(plan) if origin is None else [*left_out(origin), *unseen(origin)]
+    return [*_untied(plan), *data, *_changed(plan.source), *_of_folders(plan)]
+
+
+def _of_folders(plan: Plan) -> list[str]:
+    """Lines about what lies in the folders of model and adapter, and what became of it."""
+    recipe, lines = plan.recipe, [*models.asides(plan.recipe.model), *adapter.notes(plan.recipe)]
+    if beyond := models.unembedded(recipe.inputs_folder, models.rows_of(plan.source.meta_model)):
+        lines.append(f"{beyond}; a prompt with one of them fails")
+    if left := model_folder.left_behind(recipe.model):
+        rest = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        lines.append(f"not copied, as no reader of a checkpoint asks for it: {', '.join(left[:8])}{rest}")
+    return lines
 
 
 def _changed(source: Source) -> list[str]:
     """Lines about faults of the source that the written checkpoint no longer has."""
     lines = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
+    lines += models.cast_text(source)
     return [*lines, *models.draft_dropped(source.spec, source.config, source.stored)]
 
 
 def _untied(plan: Plan) -> list[str]:
     """A line about an output head that is untied from the embedding, as one of both is rotated or quantized."""
-    if plan.recipe.rotate:
-        now = plan.source.stored
-        extra = sum(spec.nbytes for spec in now.values()) - models.stored_bytes(plan.recipe.model)
-    else:
-        extra = sum(plan.source.stored[name].nbytes for name in plan.source.copies)
+    before = plan.recipe.model if plan.recipe.rotate else plan.source.path
+    if models.read_config(before).get(_TIED) is False or plan.source.config.get(_TIED) is not False:
+        return []
+    extra = sum(spec.nbytes for spec in plan.source.stored.values()) - models.stored_bytes(before)
     what = "the output head shared the embedding's weights and is a matrix of its own now"
     why = "rotate" if plan.recipe.rotate else "head"
     return [f"{why}: {what}, {size(extra)} more in 16 bits"] if extra > 0 else []

@@ -14,6 +14,7 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.workers import Failed, Workers
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.compare import divergence
+from vlmcompress.evaluation.free_answers import Score
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.results import Ratio
 from vlmcompress.search.candidate import Candidate
@@ -58,6 +59,7 @@ class LiveTrials:
     """Trials on real checkpoints, for `SuccessiveHalving`.
 
     Attributes:
+        score: how answers to plain data are scored, chosen by a look at the original's; None: by the suite.
         reserve: seconds of a budget that are kept for what comes after the trials.
     """
 
@@ -66,6 +68,7 @@ class LiveTrials:
     log: TrialLog
     gains: Measured | Modelled
     original: Answers
+    score: Score | None = None
     progress: Progress = silent
     reserve: float = 0.0
     late: bool = False
@@ -129,7 +132,7 @@ class LiveTrials:
         if isinstance(answers, Failed):
             return {"failed": answers.reason}
         before = {sample.id: sample for sample in self.original.suite.samples}
-        after = answers.suite.samples
+        after = (self.score.applied(answers.suite) if self.score else answers.suite).samples
         pairs = [(before[sample.id], sample) for sample in after]
         moved, _ = divergence([old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs])
         same = sum(normalise(old.text) == normalise(new.text) for old, new in pairs)

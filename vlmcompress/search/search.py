@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from vlmcompress.common.folders import link_or_copy, new_folder, save
 from vlmcompress.common.identity import content_hash, model_hash
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import duration
-from vlmcompress.data import bundled, data_hash, load_mixed
+from vlmcompress.data import Reading, bundled, data_hash, load_mixed
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import noninferiority, tasks
 from vlmcompress.evaluation.compare import LEVEL
+from vlmcompress.evaluation.free_answers import choose
 from vlmcompress.evaluation.paired import MeanDifference
 from vlmcompress.recipe import resolve
 from vlmcompress.search import outcome, space
@@ -110,13 +111,16 @@ def find(request: Request, progress: Progress) -> Searched:
     with open_trial_log(request.out, _about(setup, suite), request.budget) as log:
         with closing(workers.of(request.ray)) as crew:
             before = original(setup, count, crew, log, progress)
+            if score := choose(None, suite, before.suite):
+                before = replace(before, suite=score.applied(before.suite))
             if log.left <= 0:
                 raise UserError(
                     f"--max-time is spent: asking the original took {duration(log.spent)}; give a longer one, which goes on "
                     "from here, or fewer questions (--limit)"
                 )
             reserve = 2.4 * confirming * (log.note("seconds") or 0.0)  # the original, the winner, and some more
-            live = LiveTrials(setup, crew, log, gains, before, progress, max(reserve, SHARE * (request.budget or 0.0)))
+            reserve = max(reserve, SHARE * (request.budget or 0.0))
+            live = LiveTrials(setup, crew, log, gains, before, score, progress, reserve)
             result = search(where, live, Rules(request.margin, count, images))
         rate = gains.rate(result.winner.candidate) if result.winner else None
         data = outcome.plain(result, _described(request, base, gains), where.left_out, rate)
@@ -146,7 +150,8 @@ def _calibration(setup: Setup) -> dict[str, Any]:
     described = settings.model_dump(exclude={"data", "text", "stats"})
     if images:
         text = hub.local(settings.text, "dataset") if settings.text else None
-        samples, texts = load_mixed(hub.local(images, "dataset"), text, samples=settings.samples, seed=setup.seed)
+        options: dict[str, Any] = {"samples": settings.samples, "seed": setup.seed, "reading": Reading.of(settings)}
+        samples, texts = load_mixed(hub.local(images, "dataset"), text, **options)
         described["samples_sha256"] = data_hash([*samples, *texts])
     if settings.stats:
         described["stats_sha256"] = content_hash([Path(settings.stats) / STATISTICS])
@@ -222,7 +227,7 @@ def _confirming(request: Request, setup: Setup, count: int) -> tuple[int, float 
     if request.confirm is None:
         return 0, None
     model, file = setup.model, Path(request.confirm)
-    suite = tasks.load_suite(request.suite, file, candidate=model, baseline=model)
+    suite = tasks.load_suite(request.suite, file, candidate=model, baseline=model, reading=setup.reading)
     subjects = _subjects(suite)
     unchanged = MeanDifference([0.0] * len(subjects), subjects)
     if noninferiority.verdict(unchanged, request.margin, LEVEL) != "pass":

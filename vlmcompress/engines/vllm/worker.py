@@ -46,8 +46,8 @@ def start(job: dict):
 def answers(llm, requests, job: dict):
     """Yield greedy answers as they are finished. vLLM stops at the generation config's end tokens by itself.
 
-    Twice as many requests as can be in flight are kept in the engine, so that it never waits for one. A refused request is
-    reported when those before it are answered.
+    Twice as many requests as can be in flight are kept in the engine, so that it never waits for one. Refused requests are
+    reported when the others are answered; where too many are refused, when those before the last one are.
     """
     most = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
     names: dict[str, str] = {}  # the engine's name of a request -> ours
@@ -56,8 +56,10 @@ def answers(llm, requests, job: dict):
         try:
             (name,) = llm.enqueue_chat([request["messages"]], sampling(request, job["settings"]), use_tqdm=False)
         except Exception as error:
-            refused = [(request["id"], error)]
-            break
+            refused.append((request["id"], error))
+            if len(refused) > job["settings"]["refusals"]:
+                break
+            continue
         names[name.rpartition("-")[0] or name] = request["id"]  # "7-ca11ab1e" while queued, "7" in its output
         while len(names) >= most:
             yield from step(llm, names)

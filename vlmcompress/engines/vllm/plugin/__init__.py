@@ -26,6 +26,7 @@ from vlmcompress.engines.vllm.plugin._cpu import (
     emulate_experts,
     emulate_floats,
     look_up_packed,
+    multiply_fp8,
     unpack_on_load,
 )
 
@@ -37,24 +38,24 @@ def register() -> None:
 
     May be called any number of times.
     """
-    import vllm
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from vlmcompress.engines.vllm.plugin import _draft, _mended
-    from vlmcompress.engines.vllm.plugin._loading import Loading, supported
+    from vlmcompress.engines.vllm.plugin import _draft, _medusa, _mended
+    from vlmcompress.engines.vllm.plugin._loading import Loading, refusal
 
-    right = supported(vllm.__version__)
     for family in FAMILIES.names():
         original = FAMILIES.constant(family, "ARCHITECTURE")
-        name = PREFIX + original
-        module = f"{family.replace('-', '_')}:{name}" if right else "_loading:Unsupported"
+        name, reason = PREFIX + original, refusal(family)
+        module = "_loading:Unsupported" if reason else f"{family.replace('-', '_')}:{name}"
         ModelRegistry.register_model(name, f"{__name__}.{module}")
-        MODELS_CONFIG_MAP[name] = Loading(MODELS_CONFIG_MAP.get(original))  # type: ignore[assignment]
-    if right:
-        _draft.register()
-        _mended.register()
-        emulate_floats()
-        emulate_experts()
-        unpack_on_load()
-        look_up_packed()
+        hook = Loading(MODELS_CONFIG_MAP.get(original), reason)
+        MODELS_CONFIG_MAP[name] = hook  # type: ignore[assignment]
+    _draft.register()
+    _mended.register()
+    _medusa.register()
+    multiply_fp8()
+    emulate_floats()
+    emulate_experts()
+    unpack_on_load()
+    look_up_packed()

@@ -1,5 +1,5 @@
 """What vLLM's CPU build has no kernels for: experts with 4-bit weights, 4-bit weights without AVX-512, quantized
-embeddings, floats in blocks.
+embeddings, FP8 with AMX, floats in blocks.
 
 **Experts with 4-bit weights** where the processor has no AMX: slow, and only when the environment asks for it. vLLM 0.32 has
 kernels for quantized experts on x86 for processors with AMX only. For GPUs it has an emulation that dequantizes them when
@@ -15,6 +15,13 @@ a plain matrix. Memory is that of 16-bit weights, answers are those of the check
 **Quantized embeddings**: vLLM 0.32 loads them, and looks their rows up by a Triton kernel, which CPUs lack. Here a few lines of
 torch do that, for whoever has a CPU build without Triton.
 
+**FP8** where the processor has AMX. vLLM 0.32 multiplies by `torch._scaled_mm`. Without AMX torch does that in float32; with
+AMX it gives it to oneDNN, whose kernel for FP8 asks for AMX-FP16 (Granite Rapids), and on others takes a reference that
+computes one product after the other: 18 s for 128 tokens and a matrix of 1024 x 2816, 0.003 s in 16 bits. vLLM 0.33 has a
+kernel of its own for outputs in bfloat16 (`CPUFp8ChannelWiseScaledMMLinearKernel`, whose inputs stay in 16 bits); for the rest
+it still goes there. Here weights become bfloat16 when they are loaded, which FP8 fits into exactly, and so do a product's
+rounded inputs; the result is that of FP8. Memory is that of 16-bit weights.
+
 **NVFP4**, to measure accuracy where there is no Blackwell: slow, and only when the environment asks for it. vLLM 0.32 has no
 kernel for NVFP4 on CPUs, but an emulation that computes what the kernels do (weights and inputs rounded to 4-bit floats,
 products in 16 bits: `model_executor/kernels/linear/nvfp4/emulation.py`). Here it is registered for CPUs, by vLLM's own
@@ -27,8 +34,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from vlmcompress.engines.vllm.plugin._contract import left_out
+
 EXPERTS_VARIABLE = "VLMCOMPRESS_EMULATE_EXPERTS"
 _put: list[bool] = []
+_registered: set[str] = set()  # kernels
 
 
 def emulate_experts() -> None:
@@ -36,15 +46,17 @@ def emulate_experts() -> None:
     (`VLMCOMPRESS_EMULATE_EXPERTS=1`)."""
     if os.environ.get(EXPERTS_VARIABLE) != "1":
         return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or _put or left_out("experts with 4-bit weights on CPUs"):
+        return
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
         compressed_tensors_moe_wna16,
     )
-    from vllm.platforms import current_platform
 
     module: Any = compressed_tensors_moe_wna16
-    if current_platform.is_cpu() and not _put:
-        module.CompressedTensorsWNA16MoEMethod = _emulated(module.CompressedTensorsWNA16MoEMethod)
-        _put.append(True)
+    module.CompressedTensorsWNA16MoEMethod = _emulated(module.CompressedTensorsWNA16MoEMethod)
+    _put.append(True)
 
 
 def _emulated(original: Any) -> Any:
@@ -111,10 +123,12 @@ def unpack_on_load() -> None:
         return
     import torch
     import vllm._custom_ops  # noqa: F401  (imports the library)
+
+    if hasattr(torch.ops._C, KERNEL) or left_out("4-bit weights on CPUs without AVX-512"):
+        return
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 
-    if not hasattr(torch.ops._C, KERNEL):
-        replace(CPUWNA16LinearKernel)
+    replace(CPUWNA16LinearKernel)
 
 
 def replace(kernel: Any) -> None:
@@ -169,7 +183,7 @@ def look_up_packed() -> None:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    if not current_platform.is_cpu() or HAS_TRITON:
+    if not current_platform.is_cpu() or HAS_TRITON or left_out("quantized embeddings on CPUs"):
         return
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_embedding
 
@@ -191,8 +205,66 @@ def looked_up(ids: Any, packed: Any, scale: Any, width: int, bits: int) -> Any:
     return (codes * scales).to(scale.dtype)
 
 
+FP8_PART = "FP8 on CPUs with AMX"
+DISABLED = "VLLM_DISABLED_KERNELS"  # vLLM passes over the kernels of these names
+REFERENCE = ("PerTensorTorchFP8ScaledMMLinearKernel", "ChannelWiseTorchFP8ScaledMMLinearKernel")  # by torch._scaled_mm
+
+
+def multiply_fp8() -> None:
+    """Register a kernel for FP8 in the place of those that end in oneDNN's reference on this processor, where they do, once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or not takes_reference() or FP8_PART in _registered or left_out(FP8_PART):
+        return
+    from vllm.model_executor.kernels.linear import register_linear_kernel
+    from vllm.platforms import PlatformEnum
+
+    _registered.add(FP8_PART)
+    register_linear_kernel(fp8_kernel(), PlatformEnum.CPU, "fp8")
+    os.environ[DISABLED] = ",".join(filter(None, (os.environ.get(DISABLED), *REFERENCE)))
+
+
+def takes_reference() -> bool:
+    """Whether torch gives FP8 products to oneDNN on this processor, and that has no kernel for them."""
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported() and not torch.cpu._is_amx_fp16_supported())
+
+
+def fp8_kernel() -> Any:
+    """A kernel of vLLM's for FP8 weights with a scale for each output or for all, and inputs rounded to FP8."""
+    import torch
+    from vllm.logger import init_logger
+    from vllm.model_executor.kernels.linear.scaled_mm.pytorch import TorchFP8ScaledMMLinearKernel
+
+    class Fp8In16Bits(TorchFP8ScaledMMLinearKernel):
+        @classmethod
+        def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+            return True, None
+
+        def get_output_padding(self) -> int | None:
+            return None
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            init_logger("vllm.vlmcompress").warning_once(
+                "oneDNN has no kernel for FP8 on this processor: weights become 16 bits when they are loaded, and take as much "
+                "memory."
+            )
+            weight = layer.get_parameter(self.layer_param_names[0])
+            weight.data = weight.data.to(torch.bfloat16)
+
+        def apply_scaled_mm(
+            self, *, A: Any, B: Any, out_dtype: Any, As: Any, Bs: Any, bias: Any, output_shape: list
+        ) -> torch.Tensor:
+            wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32  # float16 has no room for the sums
+            products = torch.nn.functional.linear(A.to(wide), B.t().to(wide)).float()
+            products = products * As.reshape(-1, 1) * Bs.reshape(1, -1)
+            return (products if bias is None else products + bias).to(out_dtype).view(*output_shape)
+
+    return Fp8In16Bits
+
+
 NVFP4_VARIABLE, MX_VARIABLE = "VLMCOMPRESS_EMULATE_NVFP4", "VLMCOMPRESS_EMULATE_MX"
-_registered: set[str] = set()
 
 
 def emulate_floats() -> None:
@@ -203,7 +275,7 @@ def emulate_floats() -> None:
     """
     chosen = {variable for variable in (NVFP4_VARIABLE, MX_VARIABLE) if os.environ.get(variable) == "1"} - _registered
     _registered.update(chosen)
-    if not chosen:
+    if not chosen or left_out("floats in blocks on CPUs"):
         return
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms import PlatformEnum

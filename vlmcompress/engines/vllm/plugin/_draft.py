@@ -1,10 +1,16 @@
 """Drafts in vLLM's first model runner (its CPU build's): two faults are mended, and a head gets what it should of images.
 
-**Slots.** From its second token on vLLM 0.32 writes a drafted token's keys to the slot of its rotary position. A model with
+vLLM has announced that runner's end (#56899); 0.33 still has it. The second one (`v1/worker/gpu/spec_decode`) has no hook for
+what is done here: `TargetDependentARSpeculator.propose` takes the target's attention metadata, lists of blocks and recorded
+graphs for the draft's first pass. It would need its own of all three, and which request each row is of. The features of images
+it hands to a head by itself, with the hidden state of the token before (`gather_mm_embeddings(draft_lookahead=1)`), where
+`_draft_proposer` gives both of one token, as they were trained.
+
+**Slots.** From its second token on vLLM writes a drafted token's keys to the slot of its rotary position. A model with
 M-RoPE counts an image's positions once a row and column, not once a token, so these slots are those of earlier tokens, and
 what attention reads as the last keys was never written (vllm #54498). Here the slot is the one behind the sequence.
 
-**Prompts in pieces.** Where a step ends within a prompt, its last row has the embedding of the token that follows. vLLM 0.32
+**Prompts in pieces.** Where a step ends within a prompt, its last row has the embedding of the token that follows. vLLM
 takes the prompt's last token (`prepare_next_token_ids_padded`), whatever follows.
 
 **Images** (`checkpoint.draft_images`). The draft's keys lie in the blocks that the target's lie in, so leaving tokens out takes
@@ -27,17 +33,21 @@ import os
 from typing import Any
 
 from vlmcompress.checkpoint import draft_images
+from vlmcompress.engines.vllm.plugin._contract import left_out
 from vlmcompress.engines.vllm.plugin._mended import when_imported
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
+PART = "drafts that see images, and mended EAGLE drafts"
 
 
 def register() -> None:
     """Make vLLM know the drafts that need this plugin, and mend its model runner once it is imported."""
     from vllm.model_executor.models import ModelRegistry
-    from vllm.transformers_utils.configs.speculators import algos
+    from vllm.transformers_utils.configs.speculators.algos import register_speculator
 
-    algos.SUPPORTED_SPECULATORS_TYPES.setdefault(draft_images.SPECULATOR, _update)
+    if left_out(PART):
+        return
+    register_speculator(draft_images.SPECULATOR)(_update)
     ModelRegistry.register_model(draft_images.ARCHITECTURE, f"{__package__}._draft_model:{draft_images.ARCHITECTURE}")
     when_imported(RUNNER, _replace)
 

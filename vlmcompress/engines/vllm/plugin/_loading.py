@@ -13,7 +13,8 @@ covers an image, vLLM 0.32 leaves out of what it sends to the workers all fields
 and the runner (the CPU's and the first of the two for GPUs) has only what it was sent at first: the engine ends with "Encoder
 cache miss", without a reducer, too. So here every field stays on the CPU, and the model fetches the pixels itself.
 
-`Unsupported` stands in for every family in a vLLM that this plugin was not made for; loading a reduced checkpoint says so.
+`Unsupported` stands in for a family in a vLLM that is too old, or that lacks something that the plugin reaches into
+(`_contract`); loading a reduced checkpoint says which.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from vlmcompress.engines.vllm.plugin._contract import TESTED, broken, numbers, tested
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,20 +39,32 @@ if TYPE_CHECKING:
 class Loading:
     """vLLM's hook on configs of an architecture (`MODELS_CONFIG_MAP`).
 
-    `original`: vLLM's own hook on configs of the architecture that is reduced, where it has one.
+    Attributes:
+        original: vLLM's own hook on configs of the architecture that is reduced, where it has one.
+        refusal: why checkpoints of the architecture can't be served in this vLLM; None: they can.
     """
 
     original: Any = None
+    refusal: str | None = None
 
     def verify_and_update_model_config(self, model_config: ModelConfig) -> None:
         """Raise ValueError, which ends the engine's start with one line, unless the checkpoint can be served."""
         import vllm
+        from vllm.logger import init_logger
         from vllm.transformers_utils.config import uses_mrope
 
         from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
-        if not supported(vllm.__version__):
-            raise ValueError(message())
+        if self.refusal:
+            raise ValueError(self.refusal)
+        if numbers(vllm.__version__) not in TESTED:
+            init_logger("vllm.vlmcompress").warning_once(
+                "vlmcompress was tested with vLLM %s, and this is %s. All that its plugin reaches into is there; "
+                "compare answers by `vlmcompress doctor %s --engine vllm`.",
+                tested(),
+                vllm.__version__,
+                model_config.model,
+            )
         config: Any = model_config.hf_config
         try:
             ServedReducer.of(config)
@@ -105,24 +119,19 @@ def _on_cpu(config: Any) -> Any:
     return dataclasses.replace(config, field=dataclasses.replace(config.field, keep_on_cpu=True))
 
 
-LEAST, BELOW = (0, 32), (0, 33)
-"""Supported versions of vLLM: from the first one up to, not including, the second."""
-
-
-def supported(version: str) -> bool:
-    """Whether this plugin was made for that version of vLLM. True for a version without numbers, a build of one's own."""
-    numbers = version.split(".")[:2]
-    return not all(part.isdigit() for part in numbers) or LEAST <= tuple(map(int, numbers)) < BELOW
-
-
-def message() -> str:
-    """The error's message, which names the versions of vLLM that are supported."""
+def refusal(family: str) -> str | None:
+    """Why the vLLM that is imported here does not serve reduced checkpoints of a family; None: it does."""
     import vllm
 
-    least, below = (".".join(map(str, version)) for version in (LEAST, BELOW))
+    reason = f"this is vLLM {vllm.__version__}"
+    if not () < numbers(vllm.__version__) < TESTED[0]:
+        fault = broken("", family)
+        if fault is None:
+            return None
+        reason = f"in vLLM {vllm.__version__} {fault}"
     return (
-        f"this vlmcompress serves reduced checkpoints in vLLM {least} up to, not including, {below}; "
-        f"this is vLLM {vllm.__version__}: install one of those, or another vlmcompress"
+        f"this vlmcompress serves reduced checkpoints in vLLM {tested()}; {reason}: install one of those, "
+        "or another vlmcompress"
     )
 
 
@@ -130,7 +139,10 @@ class Unsupported(nn.Module):
     """A class with the method names of a language model, which raises an error when it is made."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
-        raise ValueError(message())
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+        (name,) = vllm_config.model_config.hf_config.architectures
+        raise ValueError(MODELS_CONFIG_MAP[name].refusal)  # type: ignore[attr-defined]
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Never called."""

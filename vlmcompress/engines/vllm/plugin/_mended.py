@@ -1,10 +1,7 @@
-"""Faults of vLLM 0.32 that are mended, each once the module that has it is imported.
+"""Faults of vLLM 0.32 and 0.33 that are mended, each once the module that has it is imported.
 
 **n-grams.** numba searches them, and its pool of threads, when it starts, sets OpenMP's number of threads to that of the
 machine's cores, whatever `OMP_NUM_THREADS` says. Where one of these is busy, all small products of a CPU wait for it.
-
-**Medusa.** The table of the tokens that its heads can guess becomes a parameter, of which the check of what was loaded knows
-nothing: "weights were not initialized from checkpoint: {'token_map'}".
 
 **LLaVA-OneVision's videos.** Where those of a step have different numbers of frames, each one's rows come as `[1, n, d]`, and
 the engine ends: "Expected multimodal embeddings to be a sequence of 2D tensors".
@@ -18,6 +15,8 @@ from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from typing import Any
 
+from vlmcompress.engines.vllm.plugin._contract import left_out
+
 NGRAMS = "vllm.v1.spec_decode.ngram_proposer"
 MODELS = "vllm.model_executor.models"
 _mended: set[str] = set()  # modules, or those that will be when they are imported
@@ -25,16 +24,21 @@ _mended: set[str] = set()  # modules, or those that will be when they are import
 
 def register() -> None:
     """Mend them all. May be called any number of times."""
-    when_imported(NGRAMS, _keep_threads)
-    when_imported(f"{MODELS}.medusa", _count_table)
-    when_imported(f"{MODELS}.llava_onevision", _flatten_videos)
+    when_imported(NGRAMS, _keep_threads, "the number of threads after n-grams")
+    when_imported(f"{MODELS}.llava_onevision", _flatten_videos, "LLaVA-OneVision's videos of different lengths")
 
 
-def when_imported(name: str, mend: Callable[[Any], None]) -> None:
-    """Call `mend` once with a module, now or when it is imported, which takes seconds and is needed in workers alone."""
+def when_imported(name: str, mend: Callable[[Any], None], part: str | None = None) -> None:
+    """Call `mend` once with a module, now or when it is imported, which takes seconds and is needed in workers alone.
+
+    `part`: what it reaches into (`_contract`); where that is broken it is left out.
+    """
     if name in _mended:
         return
     _mended.add(name)
+    if part:
+        whole = mend
+        mend = lambda module: None if left_out(part) else whole(module)  # noqa: E731
     if module := sys.modules.get(name):
         mend(module)
     else:
@@ -71,20 +75,6 @@ def _keep_threads(module: Any) -> None:
     threads = torch.get_num_threads()
     module.get_num_threads()  # numba's, which starts its pool
     torch._C.set_num_threads(threads)  # in the place of torch.set_num_threads vLLM has put a warning
-
-
-def _count_table(module: Any) -> None:
-    """Count the table of guessable tokens among what was loaded, and have it where the heads are."""
-    load = module.Medusa.load_weights
-
-    def load_weights(self: Any, weights: Any) -> set[str]:
-        loaded: set[str] = load(self, weights)
-        if self.token_map is None:
-            return loaded
-        self.token_map.data = self.token_map.data.to(self.lm_heads[0].weight.device)
-        return loaded | {"token_map"}
-
-    module.Medusa.load_weights = load_weights
 
 
 def _flatten_videos(module: Any) -> None:

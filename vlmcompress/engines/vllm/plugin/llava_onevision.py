@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from vllm.model_executor.models.llava_onevision import (
-    _MAX_FRAMES_PER_VIDEO,
     LlavaOnevisionDummyInputsBuilder,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionMultiModalProcessor,
@@ -26,6 +25,7 @@ from vlmcompress.reducers import Grid
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
 SIGNALS = ("features", "query")
 VIDEOS = True
+FRAMES = 16  # the most of a video with which memory is measured, as vLLM has it
 
 
 def film(config: Any, frames: int) -> Grid:
@@ -54,7 +54,7 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         images = mm_counts.get("image", 0) * self.layout(size.width, size.height).tokens
         most = (longest_prompt(self.ctx.model_config) - images - 1) // videos  # one token may begin the prompt
         frames = 1
-        while frames < _MAX_FRAMES_PER_VIDEO:
+        while frames < FRAMES:
             grid = film(self.get_hf_config(), frames + 1)
             if math.prod(grid) + 1 > most or (self.reducer.count(grid) + 1) * videos > seq_len:
                 break

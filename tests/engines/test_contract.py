@@ -1,0 +1,158 @@
+"""The list of what the plugin reaches into in vLLM: it is complete, what vLLM has of it is there, and a break names itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit import lane
+from tests.kit.places import ROOT
+from tests.kit.vllm_source import edited, package
+from vlmcompress.engines.reducer_support import FAMILIES
+from vlmcompress.engines.vllm.plugin import _contract
+from vlmcompress.engines.vllm.plugin._contract import PARTS, Reach, faults
+from vlmcompress.engines.vllm.plugin._source import Source
+
+PLUGIN = ROOT / "vlmcompress/engines/vllm/plugin"
+ALL = [reach for part in PARTS.values() for reach in part]
+# What mixins call of other mixins of ours; and types that nothing depends on when it runs.
+OURS = {"__init__", "span", "positions", "_shortened", "_placeholders", "reduced"}
+TYPES = {"VllmConfig", "ModelConfig", "CommonAttentionMetadata"}
+
+
+@pytest.mark.parametrize("folder", [package, lane.package])
+def test_vllm_has_it_all(folder: Callable[[], Path]) -> None:
+    """The one that is installed, and the other one that is supported."""
+    place = folder()
+    assert {part: lines for part in PARTS if (lines := faults(part, place))} == {}
+
+
+def test_families_are_parts() -> None:
+    assert set(FAMILIES.names()) <= set(PARTS)
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    for file in sorted(PLUGIN.glob("*.py")):
+        yield file, ast.parse(file.read_text())
+
+
+def test_all_that_is_imported_from_vllm_is_listed() -> None:
+    listed = {(reach.module, re.split(r"[.(]", reach.what)[0]) for reach in ALL}
+    modules = {reach.module for reach in ALL}
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
+                module = str(node.module).removeprefix("vllm.")
+                for alias in node.names:
+                    inside = (module, alias.name) in listed or f"{module}.{alias.name}" in modules
+                    assert inside or alias.name in TYPES, f"{file.name}: {module}.{alias.name}"
+
+
+def test_all_methods_that_ours_call_are_listed() -> None:
+    """A mixin that changes what vLLM's method does calls it by `super()`."""
+    listed = {reach.what.partition("(")[0].rpartition(".")[2] for reach in ALL}
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            of = node.value
+            parent = isinstance(of, ast.Name) and of.id == "parent"
+            parent |= isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super"
+            if parent:
+                assert node.attr in listed | OURS, f"{file.name}: super().{node.attr}"
+
+
+HASHES = "def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:"
+WHY = "names of images in caches say which reducer made them, and which image stays"
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "part", "said"),
+    [
+        (
+            "multimodal/processing/processor.py",
+            HASHES,
+            HASHES.replace("_get_mm_hashes", "hashes_of"),
+            "",
+            f"multimodal.processing.BaseMultiModalProcessor._get_mm_hashes is gone ({WHY})",
+        ),
+        (
+            "multimodal/processing/processor.py",
+            HASHES,
+            HASHES.replace("ProcessorInputs", "ProcessorInputs, salt: str | None = None"),
+            "",
+            f"multimodal.processing.BaseMultiModalProcessor._get_mm_hashes takes 'salt', which is new ({WHY})",
+        ),
+        (
+            "transformers_utils/config.py",
+            "def uses_mrope(config: PreTrainedConfig)",
+            "def uses_mrope(hf_config: PreTrainedConfig)",
+            "",
+            "transformers_utils.config.uses_mrope takes no 'config' (plain RoPE runs through M-RoPE)",
+        ),
+        (
+            "model_executor/models/clip.py",
+            "self.qkv_proj",
+            "self.in_proj",
+            "llava",
+            "model_executor.models.clip.CLIPAttention.qkv_proj is gone (attention of CLS is heard at this layer)",
+        ),
+        (
+            "multimodal/inputs.py",
+            "keep_on_cpu: bool = False",
+            "stays: bool = False",
+            "",
+            "multimodal.inputs.MultiModalFieldConfig.batched takes no 'keep_on_cpu' (an image's fields go with it, and stay on "
+            "the CPU)",
+        ),
+        (
+            "v1/spec_decode/llm_base_proposer.py",
+            "def _get_positions(self, num_tokens: int)",
+            "def _get_positions(self, num_tokens: int, layer: int)",
+            "drafts that see images, and mended EAGLE drafts",
+            "v1.spec_decode.eagle.EagleProposer._get_positions takes 'layer', which is new (the draft's rows and slots)",
+        ),
+    ],
+)
+def test_a_break_names_itself(file: str, before: str, after: str, part: str, said: str, tmp_path: Path) -> None:
+    """A method that is gone or called otherwise, an attribute under another name, a parameter more, also in a parent class."""
+    assert faults(part, edited(tmp_path / "vllm", file, before, after))[0] == said
+
+
+def test_what_a_default_covers_is_no_break(tmp_path: Path) -> None:
+    """A function that we call may take more, where vLLM does not call ours."""
+    longer = "def uses_mrope(config: PreTrainedConfig, strict: bool = False)"
+    folder = edited(
+        tmp_path / "vllm", "transformers_utils/config.py", "def uses_mrope(config: PreTrainedConfig)", longer
+    )
+    assert faults("", folder) == []
+
+
+def test_imports_and_parents_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/__init__.py").write_text("from .a import Child as Grown\nfrom torch import nn\n")
+    (tmp_path / "inner/a.py").write_text(
+        "from vllm.inner.b import Parent\ntry:\n    import x\nexcept ImportError:\n    late = 1\n"
+        "class Child(Parent[int]):\n    def __init__(self, a, *, b=1): self.c, self.d = a, b\n"
+    )
+    (tmp_path / "inner/b.py").write_text("class Parent:\n    def do(self, x, y=1, *, z, **rest): pass\n")
+    source = Source(tmp_path)
+    for what in ("Grown(a, b)", "Grown.c", "Grown.d", "Grown.do(x, z, w)", "nn", "nn.Module"):
+        expected = "inner.nn.Module is gone (w)" if what == "nn.Module" else None
+        assert Reach("inner", what, "w").fault(source) == expected
+    assert Reach("inner.a", "late", "w").fault(source) is None
+    assert Reach("inner", "Grown.do(x)", "w").fault(source) == "inner.Grown.do takes 'z', which is new (w)"
+    assert Reach("inner", "Grown.c(x)", "w").fault(source) == "inner.Grown.c is no function (w)"
+    assert Reach("gone", "Anything", "w").fault(source) == "gone.Anything is gone (w)"
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("0.32.0", (0, 32)), ("0.33.1rc2+cpu", (0, 33)), ("1.0", (1, 0)), ("dev", ()), ("0.dev1", ())],
+)
+def test_numbers(version: str, numbers: tuple[int, ...]) -> None:
+    assert _contract.numbers(version) == numbers

@@ -1,0 +1,681 @@
+"""All that the plugin reaches into in vLLM: where it is, what it takes, and what it is for.
+
+The versions in `TESTED` were run with it. In a newer one the plugin looks for everything here when it is registered, in vLLM's
+source (`_source`), and what a change breaks is left out or refused with one line that names it; the rest works. `PARTS` groups
+it by what would break: `""` is every reduced checkpoint, a family's name that family, other names are what the text says.
+
+Where vLLM has a public way in, it is taken (`register_model`, `register_linear_kernel`, `register_speculator`,
+`register_processor`, the fields of configs); for the rest there is none in 0.33.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmcompress.engines.vllm.plugin._source import Source, parameters
+
+TESTED = ((0, 32), (0, 33))
+"""The versions of vLLM, from the oldest supported to the newest, that the tests run."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """One thing of vLLM.
+
+    Attributes:
+        module: below `vllm`.
+        what: `Class.attribute`, `name`; or with all that it is called with, `Class.method(a, b)`.
+        why: what it is for.
+        ours: vLLM calls our version of it, which takes just these.
+    """
+
+    module: str
+    what: str
+    why: str
+    ours: bool = False
+
+    def fault(self, source: Source) -> str | None:
+        """What is wrong with it there; None: nothing."""
+        name, called, rest = self.what.partition("(")
+        definition = source.find(self.module, name)
+        where = f"{self.module}.{name}"
+        if definition is None:
+            return f"{where} is gone ({self.why})"
+        if not called:
+            return None
+        takes = [part.strip() for part in rest.rstrip(")").split(",") if part.strip()]
+        there = parameters(definition[1])
+        if there is None:
+            return f"{where} is no function ({self.why})"
+        if lost := [part for part in takes if part not in there.names and not there.rest]:
+            return f"{where} takes no '{lost[0]}' ({self.why})"
+        if new := [part for part in (there.names if self.ours else there.required) if part not in takes]:
+            return f"{where} takes '{new[0]}', which is new ({self.why})"
+        return None
+
+
+def _reaches(module: str, why: str, *names: str, ours: bool = False) -> list[Reach]:
+    return [Reach(module, what, why, ours) for what in names]
+
+
+_MODELS = "model_executor.models"
+_LINEAR = "model_executor.kernels.linear"
+_COMPRESSED = "model_executor.layers.quantization.compressed_tensors"
+_FORWARD = "forward(input_ids, positions, intermediate_tensors, inputs_embeds)"
+
+
+def _model(module: str, name: str, *parts: str) -> list[Reach]:
+    """A family's class for what is common to all: the mixins before it, `_loading`, `_positions` and `_asking`."""
+    return [
+        *_reaches(
+            f"{_MODELS}.{module}",
+            "places of tokens come out of the encoder's rows, and into positions",
+            f"{name}.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)",
+            f"{name}.{_FORWARD}",
+            f"{name}.embed_multimodal()",
+            ours=True,
+        ),
+        *_reaches(
+            f"{_MODELS}.{module}",
+            "an adapter in the encoder gets the full image",
+            f"{name}.get_mm_lora_token_counts(modality, mm_kwargs, num_mm_embeds)",
+            ours=True,
+        ),
+        *_reaches(f"{_MODELS}.{module}", "what the family is made of", name, *parts),
+    ]
+
+
+def _attention(module: str, name: str, layer: str, *names: str) -> list[Reach]:
+    """A tower whose layers merge tokens (`_encoder.EncoderMerging`)."""
+    parts = ("attn", "scale", "num_heads", *names)
+    return _reaches(
+        f"{_MODELS}.{module}",
+        "merging within the encoder replaces the attention's kernel and looks at its keys",
+        *(f"{name}.{part}" for part in parts),
+        *layer.split(),
+    )
+
+
+_CLIP = [
+    *_attention(
+        "clip",
+        "CLIPAttention",
+        "CLIPEncoderLayer.self_attn CLIPEncoderLayer.layer_norm2 CLIPEncoder.layers",
+        "num_heads_per_partition",
+        "tp_size",
+    ),
+    *_reaches(f"{_MODELS}.clip", "attention of CLS is heard at this layer", "CLIPAttention.qkv_proj"),
+]
+_SIGLIP = _attention(
+    "idefics2_vision_model",
+    "Idefics2VisionAttention",
+    "Idefics2EncoderLayer.self_attn Idefics2EncoderLayer.layer_norm2",
+    "num_heads_per_partition",
+)
+_QWEN = [
+    *_reaches(
+        f"{_MODELS}.qwen2_vl",
+        "placeholders in the prompt are those of the tokens that are left",
+        "Qwen2VLProcessingInfo.get_supported_mm_limits()",
+        "Qwen2VLProcessingInfo._merge_and_resolve_mm_processor_kwargs(mm_kwargs)",
+        ours=True,
+    ),
+    *_reaches(
+        f"{_MODELS}.qwen2_vl",
+        "pixels choose tokens by the processor's own levels",
+        "Qwen2VLProcessingInfo.get_image_processor()",
+    ),
+    *_reaches(
+        "model_executor.layers.attention",
+        "the tower's attention runs on the tokens that pixels chose",
+        "MMEncoderAttention.maybe_recompute_cu_seqlens(attn_backend, cu_seqlens, hidden_size, tp_size, device, "
+        "fp8_padded_hidden_size)",
+        "MMEncoderAttention.compute_max_seqlen(attn_backend, cu_seqlens)",
+        "MMEncoderAttention.maybe_compute_seq_lens(attn_backend, cu_seqlens, device)",
+    ),
+]
+
+
+def _qwen(module: str, prefix: str, tower: str, *used: str) -> list[Reach]:
+    """A Qwen family: its processing, its tower, its model."""
+    where, parts = f"{_MODELS}.{module}", ("spatial_merge_size", "device")
+    size = "image_width, image_height, num_frames, do_resize, image_processor, mm_kwargs, modality"
+    dummies = "_get_dummy_images(width, height, num_images, overrides)"
+    return [
+        *_QWEN,
+        *_reaches(
+            where,
+            "placeholders in the prompt are those of the tokens that are left",
+            f"{prefix}ProcessingInfo._get_vision_info({size})",
+            f"{prefix}DummyInputsBuilder.{dummies}",
+            f"{prefix}MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+            ours=True,
+        ),
+        *_reaches(
+            where,
+            "the tower runs on the tokens that pixels chose",
+            *(f"{tower}.{part}" for part in parts),
+            f"{tower}.forward(x, grid_thw, encoder_metadata)",
+            *used,
+        ),
+        *_reaches(
+            where,
+            "tokens are reduced behind the encoder",
+            f"{prefix}ForConditionalGeneration._process_image_input(image_input)",
+            f"{prefix}ForConditionalGeneration._process_video_input(video_input)",
+            f"{prefix}ForConditionalGeneration.get_encoder_cudagraph_config()",
+            ours=True,
+        ),
+        *_model(module, f"{prefix}ForConditionalGeneration", f"{prefix}ForConditionalGeneration.visual"),
+    ]
+
+
+_QWEN3 = [
+    *_qwen(
+        "qwen3_vl",
+        "Qwen3VL",
+        "Qwen3_VisionTransformer",
+        "Qwen3_VisionTransformer.prepare_encoder_metadata(grid_thw_list)",
+        *(
+            f"Qwen3_VisionTransformer.{part}"
+            for part in ("fp8_padded_hidden_size", "attn_backend", "hidden_size", "tp_size")
+        ),
+    ),
+    *_reaches(
+        f"{_MODELS}.qwen3_vl",
+        "a video's timestamps stay between what is left of its frames",
+        "Qwen3VLProcessingInfo.get_max_video_tokens(seq_len, mm_counts)",
+        ours=True,
+    ),
+    *_reaches(
+        f"{_MODELS}.qwen3_vl",
+        "a video's timestamps stay between what is left of its frames",
+        "Qwen3VLProcessingInfo.get_video_processor()",
+        "Qwen3VLMultiModalProcessor.get_video_repl(tokens_per_frame, timestamps, tokenizer, vision_start_token_id, "
+        "vision_end_token_id, video_token_id)",
+        "Qwen3VLForConditionalGeneration._tokenizer",
+    ),
+    *_reaches(f"{_MODELS}.qwen3_vl", "deepstack adds nothing to it", "Qwen3VLForConditionalGeneration.multiscale_dim"),
+]
+
+_SERVED = [
+    *_reaches(
+        f"{_MODELS}.registry",
+        "reduced architectures have names of their own",
+        "_ModelRegistry.register_model(model_arch, model_cls)",
+    ),
+    *_reaches(f"{_MODELS}", "reduced architectures have names of their own", "ModelRegistry"),
+    *_reaches(f"{_MODELS}.config", "a checkpoint is looked at when it is loaded", "MODELS_CONFIG_MAP"),
+    *_reaches(
+        f"{_MODELS}.config",
+        "a checkpoint is looked at when it is loaded",
+        "VerifyAndUpdateConfig.verify_and_update_config(vllm_config)",
+        "VerifyAndUpdateConfig.verify_and_update_model_config(model_config)",
+        ours=True,
+    ),
+    *_reaches("transformers_utils.config", "plain RoPE runs through M-RoPE", "uses_mrope(config)"),
+    *_reaches("utils.platform_utils", "indices go to the device without a wait", "is_pin_memory_available()"),
+    *_reaches(
+        "multimodal.processing",
+        "processors say which tokens are left",
+        "BaseMultiModalProcessor.apply(inputs, timing_ctx)",
+        "BaseMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
+        "BaseMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+        "BaseMultiModalProcessor._maybe_apply_prompt_updates(mm_items, mm_res)",
+        "BaseMultiModalProcessor._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)",
+        "BaseMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
+        "BaseProcessingInfo.get_mm_max_tokens_per_item(seq_len, mm_counts)",
+        ours=True,
+    ),
+    *_reaches(
+        "multimodal.processing",
+        "names of images in caches say which reducer made them, and which image stays",
+        "BaseMultiModalProcessor._get_mm_hashes(inputs)",
+        "BaseMultiModalProcessor._get_cache_missing_processor_kwargs(inputs, mm_is_cached)",
+        ours=True,
+    ),
+    *_reaches(
+        "multimodal.processing",
+        "processors read the request, the config and the tokenizer",
+        "ProcessorInputs.hf_processor_mm_kwargs",
+        "ProcessorInputs.mm_data_items",
+        "ProcessorInputs.prompt",
+        "BaseProcessingInfo.get_hf_config()",
+        "BaseProcessingInfo.get_hf_processor()",
+        "BaseProcessingInfo.get_tokenizer()",
+        "BaseProcessingInfo.ctx",
+    ),
+    *_reaches(
+        "multimodal.processing",
+        "placeholders are shortened",
+        "PromptUpdate.modality",
+        "PromptUpdate.resolve(item_idx)",
+        "PromptReplacement.replacement",
+        "PromptUpdateDetails.full",
+        "PromptUpdateDetails.is_embed",
+    ),
+    *_reaches(
+        "multimodal.processing.processor", "placeholders are shortened", "MultiModalProcessingResult.prompt_updates"
+    ),
+    *_reaches("multimodal.processing.processor", "placeholders are shortened", "ResolvedPromptUpdate.content"),
+    *_reaches(
+        "multimodal.inputs",
+        "an image's fields go with it, and stay on the CPU",
+        "MultiModalFieldConfig.batched(modality, keep_on_cpu)",
+        "MultiModalFieldConfig.flat_from_sizes(modality, size_per_item, keep_on_cpu)",
+        "MultiModalFieldConfig.field",
+        "BaseMultiModalField.keep_on_cpu",
+    ),
+    *_reaches(
+        "multimodal.inputs",
+        "positions follow from where an image stands in the prompt",
+        "MultiModalFeatureSpec.data",
+        "MultiModalFeatureSpec.modality",
+        "MultiModalFeatureSpec.mm_position",
+        "PlaceholderRange.offset",
+        "PlaceholderRange.length",
+        "PlaceholderRange.is_embed",
+    ),
+    *_reaches("multimodal.parse", "embeddings in place of images are refused", "EmbeddingItems"),
+    *_reaches("multimodal.parse", "a request's images are counted", "MultiModalDataItems.get_all_counts()"),
+    *_reaches(
+        "multimodal.registry",
+        "a family's processor",
+        "MultiModalRegistry.register_processor(processor, info, dummy_inputs)",
+    ),
+    *_reaches("multimodal", "a family's processor", "MULTIMODAL_REGISTRY"),
+    *_reaches("transformers_utils.processor", "sizes of images", "cached_processor_from_config(model_config)"),
+    *_reaches(
+        "tokenizers", "a word stands for an image that is left out", "cached_tokenizer_from_config(model_config)"
+    ),
+    *_reaches("platforms", "what is served depends on the device", "current_platform"),
+    *_reaches("platforms.interface", "what is served depends on the device", "Platform.is_cpu()"),
+    *_reaches(
+        f"{_MODELS}.interfaces",
+        "kept tokens keep their positions",
+        "SupportsMRoPE.get_mrope_input_positions(input_tokens, mm_features)",
+        ours=True,
+    ),
+    *_reaches(f"{_MODELS}.interfaces", "kept tokens keep their positions", "SupportsMRoPE.supports_mrope"),
+    *_reaches(
+        f"{_MODELS}.interfaces", "words are embedded, tables lengthened", "SupportsMultiModal.get_language_model()"
+    ),
+    *_reaches(
+        "model_executor.layers.rotary_embedding.base",
+        "RoPE's tables reach the last position",
+        "RotaryEmbeddingBase.cos_sin_cache",
+        "RotaryEmbeddingBase._compute_cos_sin_cache()",
+    ),
+    *_reaches(
+        "config.multimodal",
+        "settings that a reducer does not go with are refused",
+        "MultiModalConfig.is_multimodal_pruning_enabled()",
+        "MultiModalConfig.mm_encoder_only",
+        "MultiModalConfig.mm_encoder_tp_mode",
+    ),
+    *_reaches(
+        "config.parallel",
+        "settings that a reducer does not go with are refused",
+        "ParallelConfig.use_ubatching",
+        "ParallelConfig.pipeline_parallel_size",
+    ),
+    *_reaches("config.speculative", "settings that a reducer does not go with are refused", "SpeculativeConfig.method"),
+    *_reaches("config.scheduler", "buffers of positions", "SchedulerConfig.max_num_batched_tokens"),
+    *_reaches(
+        "config",
+        "the engine's settings",
+        "VllmConfig.model_config",
+        "ModelConfig.multimodal_config",
+        "ModelConfig.hf_text_config",
+        "ModelConfig.hf_config",
+        "ModelConfig.max_model_len",
+    ),
+    *_reaches(
+        "distributed",
+        "heads on several devices choose as one",
+        "tensor_model_parallel_all_gather(input_)",
+        "tensor_model_parallel_all_reduce(input_)",
+    ),
+]
+
+_IDEFICS = [
+    *_SIGLIP,
+    *_model(
+        "idefics3",
+        "Idefics3ForConditionalGeneration",
+        "Idefics3MultiModalProcessor",
+        "Idefics3DummyInputsBuilder",
+        "Idefics3ProcessingInfo.get_num_image_tokens(image_width, image_height, processor, mm_kwargs)",
+    ),
+    *_reaches(
+        f"{_MODELS}.idefics3",
+        "tokens are reduced behind the projector",
+        "Idefics3ForConditionalGeneration._process_image_input(image_input)",
+        "Idefics3ForConditionalGeneration.get_encoder_cudagraph_config()",
+        ours=True,
+    ),
+]
+
+PARTS: dict[str, list[Reach]] = {
+    "": _SERVED,
+    "llava": [
+        *_CLIP,
+        *_model("llava", "LlavaForConditionalGeneration", "LlavaForConditionalGeneration.vision_tower"),
+        *_reaches(
+            f"{_MODELS}.llava",
+            "tokens are reduced before the projector or behind it",
+            "LlavaForConditionalGeneration._process_image_input(image_input)",
+            ours=True,
+        ),
+        *_reaches(
+            f"{_MODELS}.llava",
+            "tokens are reduced before the projector or behind it",
+            "LlavaForConditionalGeneration._process_image_pixels(inputs)",
+            "LlavaForConditionalGeneration.multi_modal_projector",
+            "LlavaMultiModalProcessor",
+            "LlavaDummyInputsBuilder",
+        ),
+        *_reaches(
+            f"{_MODELS}.llava",
+            "placeholders in the prompt are those of the tokens that are left",
+            "LlavaProcessingInfo.get_num_image_tokens(image_width, image_height)",
+            ours=True,
+        ),
+    ],
+    "llava-next": [
+        *_model("llava_next", "LlavaNextForConditionalGeneration", "LlavaNextMultiModalProcessor"),
+        *_reaches(f"{_MODELS}.llava", "what the family is made of", "LlavaDummyInputsBuilder"),
+        *_reaches(
+            f"{_MODELS}.llava_next",
+            "tokens are reduced behind the projector",
+            "LlavaNextForConditionalGeneration._process_image_input(image_input)",
+            "LlavaNextProcessingInfo.get_num_image_tokens(image_width, image_height)",
+            ours=True,
+        ),
+    ],
+    "llava-onevision": [
+        *_model("llava_onevision", "LlavaOnevisionForConditionalGeneration", "LlavaOnevisionDummyInputsBuilder"),
+        *_reaches(f"{_MODELS}.llava_onevision", "what the family is made of", "LlavaOnevisionMultiModalProcessor"),
+        *_reaches("multimodal.parse", "the largest image", "ImageSize"),
+        *_reaches(
+            f"{_MODELS}.llava_onevision",
+            "tokens are reduced behind the projector",
+            "LlavaOnevisionForConditionalGeneration._process_image_input(image_input)",
+            "LlavaOnevisionForConditionalGeneration._process_video_pixels(inputs)",
+            "LlavaOnevisionProcessingInfo.get_num_video_tokens(image_width, image_height, num_frames)",
+            "LlavaOnevisionProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
+            "LlavaOnevisionProcessingInfo.get_image_size_with_most_features()",
+            "LlavaOnevisionProcessingInfo.get_supported_mm_limits()",
+            ours=True,
+        ),
+    ],
+    "internvl": [
+        *_attention(
+            "interns1_vit", "InternSdpaAttention", "InternS1VisionLayer.attention InternS1VisionLayer.layernorm_after"
+        ),
+        *_model(
+            "interns1",
+            "InternS1ForConditionalGeneration",
+            "InternS1ForConditionalGeneration.video_context_token_id",
+            "InternS1MultiModalProcessor",
+            "InternS1DummyInputsBuilder",
+            "InternS1ProcessingInfo.get_max_image_tokens()",
+        ),
+        *_reaches(
+            f"{_MODELS}.interns1",
+            "tokens are reduced behind the projector",
+            "InternS1ForConditionalGeneration._process_vision_input(image_input)",
+            "InternS1ProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
+            "InternS1ProcessingInfo.get_supported_mm_limits()",
+            ours=True,
+        ),
+    ],
+    "idefics3": _IDEFICS,
+    "smolvlm": [
+        *_IDEFICS,
+        *_reaches(
+            f"{_MODELS}.smolvlm",
+            "what the family is made of",
+            "SmolVLMForConditionalGeneration",
+            "SmolVLMProcessingInfo",
+        ),
+    ],
+    "qwen2-vl": _qwen(
+        "qwen2_vl",
+        "Qwen2VL",
+        "Qwen2VisionTransformer",
+        "Qwen2VisionTransformer.prepare_encoder_metadata(grid_thw)",
+        "Qwen2VisionTransformer.compute_attn_mask_seqlen(cu_seqlens)",
+    ),
+    "qwen2-5-vl": _qwen(
+        "qwen2_5_vl",
+        "Qwen2_5_VL",
+        "Qwen2_5_VisionTransformer",
+        "Qwen2_5_VisionTransformer.prepare_encoder_metadata(grid_thw)",
+        "Qwen2_5_VisionTransformer.get_rope_by_thw(t, h, w)",
+        *(
+            f"Qwen2_5_VisionTransformer.{part}"
+            for part in ("fp8_padded_hidden_size", "attn_backend", "hidden_size", "tp_size")
+        ),
+    ),
+    "qwen3-vl": _QWEN3,
+    "qwen3-vl-moe": [
+        *_QWEN3,
+        *_model("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeProcessingInfo"),
+    ],
+    "qwen3-5": [*_QWEN3, *_model("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ProcessingInfo")],
+    "qwen3-5-moe": [*_QWEN3, *_model("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeProcessingInfo")],
+    "drafts that see images, and mended EAGLE drafts": [
+        *_reaches(
+            "transformers_utils.configs.speculators.algos",
+            "configs of drafts that see images",
+            "register_speculator(name)",
+            "update_eagle3(config_dict, pre_trained_config)",
+        ),
+        *_reaches(f"{_MODELS}.registry", "a draft's class", "_ModelRegistry.register_model(model_arch, model_cls)"),
+        *_reaches("config.vllm", "the first model runner has the proposer", "VllmConfig.use_v2_model_runner"),
+        *_reaches("config", "the engine's settings", "VllmConfig"),
+        *_reaches(
+            "v1.worker.gpu_model_runner",
+            "its proposer is replaced, and asks it for requests and encoded images",
+            "EagleProposer(vllm_config, device, runner)",
+            "GPUModelRunner.input_batch",
+            "GPUModelRunner.encoder_cache",
+            "GPUModelRunner.requests",
+        ),
+        *_reaches(
+            "v1.worker.gpu_input_batch",
+            "which tokens of a request this step has",
+            "InputBatch.req_ids",
+            "CachedRequestState.get_token_id(idx)",
+            "CachedRequestState.num_computed_tokens",
+            "CachedRequestState.num_prompt_tokens",
+            "CachedRequestState.mm_features",
+        ),
+        *_reaches(
+            "multimodal.inputs", "an image's name in the cache of encoded ones", "MultiModalFeatureSpec.identifier"
+        ),
+        *_reaches(
+            "v1.spec_decode.eagle",
+            "the draft's rows and slots",
+            "EagleProposer.set_inputs_first_pass(target_token_ids, next_token_ids, target_positions, target_hidden_states, "
+            "token_indices_to_sample, cad, num_rejected_tokens_gpu)",
+            "EagleProposer.build_model_inputs_first_pass(num_tokens, num_input_tokens, mm_embed_inputs)",
+            "EagleProposer._update_positions_dependent_metadata(positions, common_attn_metadata, batch_size, "
+            "input_batch_size, block_size)",
+            ours=True,
+        ),
+        *_reaches(
+            "v1.spec_decode.eagle",
+            "the draft's rows and slots",
+            "EagleProposer._get_positions(num_tokens)",
+            *(
+                f"EagleProposer.{name}"
+                for name in (
+                    *("input_ids", "hidden_states", "positions", "inputs_embeds", "block_size", "max_num_tokens"),
+                    *("uses_mrope", "draft_model_config", "max_model_len", "hidden_size"),
+                )
+            ),
+        ),
+        *_reaches(
+            "v1.attention.backend",
+            "attention reads lists of blocks without those that are left out",
+            "CommonAttentionMetadata.replace()",
+            *(
+                f"CommonAttentionMetadata.{name}"
+                for name in (
+                    *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "slot_mapping"),
+                    *("num_actual_tokens", "max_query_len", "block_table_tensor"),
+                    *("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
+                )
+            ),
+        ),
+        *_reaches(
+            f"{_MODELS}.llama_eagle3",
+            "the head",
+            "Eagle3LlamaForCausalLM(vllm_config, prefix)",
+            "Eagle3LlamaForCausalLM.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)",
+            ours=True,
+        ),
+        *_reaches(f"{_MODELS}.llama_eagle3", "the head", "Eagle3LlamaForCausalLM.config"),
+    ],
+    "the number of threads after n-grams": _reaches("v1.spec_decode.ngram_proposer", "numba's pool", "get_num_threads"),
+    "LLaVA-OneVision's videos of different lengths": _reaches(
+        f"{_MODELS}.llava_onevision",
+        "rows of each video",
+        "LlavaOnevisionForConditionalGeneration._process_video_pixels(inputs)",
+    ),
+    "experts with 4-bit weights on CPUs": [
+        *_reaches(
+            f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_wna16",
+            "its reading of a checkpoint",
+            "CompressedTensorsWNA16MoEMethod(weight_quant, input_quant, moe, layer_name)",
+            ours=True,
+        ),
+        *_reaches(
+            "model_executor.layers.fused_moe",
+            "what computes",
+            "UnquantizedFusedMoEMethod.apply",
+            "UnquantizedFusedMoEMethod.is_monolithic",
+            "UnquantizedFusedMoEMethod.moe_kernel",
+            "UnquantizedFusedMoEMethod.get_fused_moe_quant_config(layer)",
+            "UnquantizedFusedMoEMethod.process_weights_after_loading(layer)",
+        ),
+    ],
+    "4-bit weights on CPUs without AVX-512": [
+        *_reaches(
+            f"{_LINEAR}.mixed_precision.cpu",
+            "its reading of a checkpoint, and its product",
+            "CPUWNA16LinearKernel.process_weights_after_loading(layer)",
+            "CPUWNA16LinearKernel.apply_weights(layer, x, bias)",
+            ours=True,
+        ),
+        *_reaches(
+            f"{_LINEAR}.mixed_precision.cpu",
+            "where it keeps codes and scales",
+            "CPUWNA16LinearKernel._get_weight_params(layer)",
+            "CPUWNA16LinearKernel.w_q_name",
+        ),
+        *_reaches(
+            "model_executor.layers.quantization.utils.quant_utils",
+            "codes are unpacked",
+            "unpack_quantized_values_into_int32(w_q, wtype, packed_dim)",
+        ),
+        *_reaches("logger", "it is said once", "init_logger(name)"),
+        *_reaches("platforms", "which processor this is", "CpuArchEnum"),
+    ],
+    "quantized embeddings on CPUs": [
+        *_reaches(
+            f"{_COMPRESSED}.compressed_tensors_embedding",
+            "rows are looked up without Triton",
+            "_dequant_gather_triton(ids, weight_packed, weight_scale, hidden, num_bits)",
+            ours=True,
+        ),
+        *_reaches("triton_utils", "rows are looked up without Triton", "HAS_TRITON"),
+    ],
+    "FP8 on CPUs with AMX": [
+        *_reaches(_LINEAR, "kernels are registered", "register_linear_kernel(kernel_class, platform, kernel_type)"),
+        *_reaches("platforms", "kernels are registered", "PlatformEnum"),
+        *_reaches("logger", "it is said once", "init_logger(name)"),
+        *_reaches(
+            f"{_LINEAR}.scaled_mm.pytorch",
+            "the form of a kernel",
+            "TorchFP8ScaledMMLinearKernel.can_implement(c)",
+            "TorchFP8ScaledMMLinearKernel.get_output_padding()",
+            "TorchFP8ScaledMMLinearKernel.process_weights_after_loading(layer)",
+            "TorchFP8ScaledMMLinearKernel.apply_scaled_mm(A, B, out_dtype, As, Bs, bias, output_shape)",
+            ours=True,
+        ),
+        *_reaches(
+            f"{_LINEAR}.scaled_mm.pytorch",
+            "what it takes the place of",
+            "TorchFP8ScaledMMLinearKernel.layer_param_names",
+            "PerTensorTorchFP8ScaledMMLinearKernel",
+            "ChannelWiseTorchFP8ScaledMMLinearKernel",
+        ),
+    ],
+    "floats in blocks on CPUs": [
+        *_reaches(_LINEAR, "kernels are registered", "register_linear_kernel(kernel_class, platform, kernel_type)"),
+        *_reaches("platforms", "kernels are registered", "PlatformEnum"),
+        *_reaches(f"{_LINEAR}.nvfp4.emulation", "what computes", "EmulationNvFp4LinearKernel"),
+        *_reaches(f"{_LINEAR}.mxfp8.emulation", "what computes", "EmulationMxfp8LinearKernel"),
+        *_reaches(
+            f"{_LINEAR}.mxfp4.base",
+            "the form of a kernel",
+            "MxFp4LinearKernel.is_supported(compute_capability)",
+            "MxFp4LinearKernel.can_implement(config)",
+            "MxFp4LinearKernel.process_weights_after_loading(layer)",
+            "MxFp4LinearKernel.apply_weights(layer, x, bias)",
+            ours=True,
+        ),
+        *_reaches("model_executor.layers.quantization.utils.quant_utils", "the form of inputs", "kMxfp4Dynamic"),
+    ],
+}
+
+
+def faults(part: str, folder: Path) -> list[str]:
+    """What a vLLM whose package is in a folder lacks of a part, a line each."""
+    source = _source(folder)
+    return [fault for reach in PARTS[part] if (fault := reach.fault(source))]
+
+
+def broken(*parts: str) -> str | None:
+    """The first line of what the vLLM that is imported here lacks of some parts; None where it is one of `TESTED`."""
+    import vllm
+
+    if numbers(vllm.__version__) in TESTED:
+        return None
+    folder = Path(str(vllm.__file__)).parent
+    return next((fault for part in parts for fault in faults(part, folder)), None)
+
+
+def left_out(part: str) -> bool:
+    """Whether a part can't be had from the vLLM that is imported here, which is then said in its log."""
+    import vllm
+    from vllm.logger import init_logger
+
+    fault = broken(part)
+    if fault:
+        init_logger("vllm.vlmcompress").warning_once(
+            "vlmcompress's plugin leaves out %s: in vLLM %s %s", part, vllm.__version__, fault
+        )
+    return fault is not None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version; empty where it has none, a build of one's own."""
+    parts = version.split(".")[:2]
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
+
+
+def tested(versions: Iterable[tuple[int, ...]] = TESTED) -> str:
+    """Versions in words: `0.32 and 0.33`."""
+    return " and ".join(".".join(map(str, version)) for version in versions)
+
+
+@functools.cache
+def _source(folder: Path) -> Source:
+    return Source(folder)

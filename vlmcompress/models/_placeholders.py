@@ -1,0 +1,204 @@
+"""How many visual features a model has for its inputs, and the settings by which its processor writes as many placeholders.
+
+The processor computes its number from settings of its own, which have to say what config.json says: transformers, and people,
+save them apart. Where they differ, most models of transformers 5.17 raise ("Image features and image tokens do not match");
+Idefics3 takes too few features, or shifts them, without a word.
+
+The number of features is asked of the model's own code, with the blocks of the vision tower left out: these do not change how
+many rows there are, and the rest (patch embedding, merger, projector) is quick. The errors that the code raises for images that
+it cannot take come as well. No weights are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from vlmcompress.models._load import VLM
+    from vlmcompress.models._spec import ModelSpec
+
+_CALLS = {"get_image_features": "pixel_values", "get_video_features": "pixel_values_videos"}
+_OF_IMAGES = "image_processor."
+
+
+@torch.no_grad()
+def visual_features(vlm: VLM, inputs: Mapping[str, Tensor]) -> int:
+    """The number of features that the model puts in the place of placeholders.
+
+    Args:
+        vlm: its model has weights, or is on the meta device.
+        inputs: what the processor made of a conversation.
+
+    Raises:
+        Exception: whatever the model's code raises for images that it cannot take.
+    """
+    model: Any = outlined(vlm.model, vlm.spec) if vlm.model.device.type == "meta" else vlm.model
+    features = 0
+    with without_blocks(model, vlm.spec):
+        for call, pixels in _CALLS.items():
+            arguments = {
+                name: value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+                for name, value in visual_inputs(vlm, inputs, call).items()
+            }
+            if not arguments:
+                continue
+            output = getattr(model.model, call)(**arguments).pooler_output
+            features += sum(
+                rows.shape[:-1].numel() for rows in (output if isinstance(output, list | tuple) else [output])
+            )
+            if call == "get_video_features" and vlm.spec.newlines:  # LLaVA-OneVision's `forward` adds one to each video
+                features += len(inputs[pixels])
+    return features
+
+
+def visual_inputs(vlm: VLM, inputs: Mapping[str, Tensor], call: str) -> dict[str, Tensor]:
+    """Those of a model's inputs that decide its visual features, as arguments of the method `call` of transformers' model."""
+    core: Any = vlm.model.model
+    if _CALLS[call] not in inputs or not hasattr(core, call):
+        return {}
+    first, *others = inspect.signature(
+        getattr(core, call)
+    ).parameters  # LLaVA-OneVision calls pixels of videos those of images
+    return {first: inputs[_CALLS[call]], **{name: inputs[name] for name in others if name in inputs}}
+
+
+def visual_shape(vlm: VLM, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """A key that is equal for inputs of which the model has equally many features: shapes of pixels, and values of sizes."""
+    return tuple(
+        (name, *value.shape, b"" if value.is_floating_point() else value.numpy(force=True).tobytes())
+        for call in _CALLS
+        for name, value in visual_inputs(vlm, inputs, call).items()
+    )
+
+
+@contextlib.contextmanager
+def without_blocks(model: nn.Module, spec: ModelSpec) -> Iterator[None]:
+    """Within the context the blocks of the model's vision tower hand on what they get."""
+    blocks: Any = model.get_submodule(spec.vision_layers)
+    before = [vars(block).get("forward") for block in blocks]
+    try:
+        for block in blocks:
+            block.forward = _unchanged
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+def _unchanged(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states
+
+
+def outlined(model: nn.Module, spec: ModelSpec) -> Any:
+    """A copy of a model on the meta device with zeros in the parts that `visual_features` runs; it shares the rest."""
+    outer, core = copy.copy(model), copy.copy(model.get_submodule("model"))
+    parts = {path.split(".")[1] for path in (*spec.vision, *spec.projector)}
+    core._modules = {name: copy.deepcopy(child) if name in parts else child for name, child in core._modules.items()}
+    core._parameters, outer._modules = dict(core._parameters), {**outer._modules, "model": core}
+    blocks = set(core.get_submodule(spec.vision_layers.removeprefix("model.")).modules())
+    run = [module for name in sorted(parts) for module in core.get_submodule(name).modules() if module not in blocks]
+    for module in (core, *run):  # the core has parameters of its own, such as `image_newline`
+        for key, value in module._parameters.items():
+            if value is not None:
+                module._parameters[key] = nn.Parameter(torch.zeros(value.shape, dtype=value.dtype), requires_grad=False)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return outer
+
+
+def wrong_settings(vlm: VLM) -> str | None:
+    """What has to be set in which file of the processor, so that it agrees with config.json; None: nothing differs."""
+    files: dict[str, list[str]] = {}
+    for key, value in (vlm.spec.placeholders(vlm.model.config) if vlm.spec.placeholders else {}).items():
+        owner, _, name = key.rpartition(".")
+        settings = getattr(vlm.processor, owner, None) if owner else vlm.processor
+        if (present := getattr(settings, name, None)) != value:
+            now = f"is {json.dumps(present, default=str)}" if present is not None else "is missing"
+            files.setdefault(_file(vlm.path, key), []).append(f"{name} to {json.dumps(value)} (it {now})")
+    return "; ".join(f"in {file} set {', '.join(lines)}" for file, lines in files.items()) or None
+
+
+def _file(folder: Path, key: str) -> str:
+    """The file of a processor in which a setting is looked for."""
+    names = ("processor_config.json", "preprocessor_config.json")
+    whole, images = ((folder / name).is_file() for name in names)
+    if not key.startswith(_OF_IMAGES):
+        return names[0] if whole else f"{names[0]} (a new file)"
+    return names[1] if images or not whole else f"{names[0]}, below image_processor,"
+
+
+def patch_grid(config: Any) -> dict[str, Any]:
+    """Settings of Qwen's and GLM's processors."""
+    vision = config.vision_config
+    return {f"{_OF_IMAGES}patch_size": vision.patch_size, f"{_OF_IMAGES}merge_size": vision.spatial_merge_size}
+
+
+def clip_patches(config: Any) -> dict[str, Any]:
+    """Settings of LLaVA's and LLaVA-NeXT's processors. CLIP has a CLS token, which is counted before one is taken away."""
+    vision = config.vision_config
+    return {
+        "patch_size": vision.patch_size,
+        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+        "num_additional_image_tokens": int(vision.model_type == "clip_vision_model"),
+    }
+
+
+def patches(config: Any) -> dict[str, Any]:
+    """Settings of LLaVA-OneVision's processor."""
+    vision = config.vision_config
+    strategy = config.vision_feature_select_strategy
+    return {"num_image_tokens": _square(vision), "vision_feature_select_strategy": strategy}
+
+
+def shuffled(config: Any) -> dict[str, Any]:
+    """Settings of InternVL's processor."""
+    return {"image_seq_length": int(_square(config.vision_config) * config.downsample_ratio**2)}
+
+
+def scaled(config: Any) -> dict[str, Any]:
+    """Settings of Idefics3's and SmolVLM's processors."""
+    return {"image_seq_len": int(_square(config.vision_config) / config.scale_factor**2)}
+
+
+def pooled_tokens(config: Any) -> dict[str, Any]:
+    """Settings of Gemma 3's processor."""
+    return {"image_seq_length": config.mm_tokens_per_image}
+
+
+def pooled_patches(config: Any) -> dict[str, Any]:
+    """Settings of Gemma 4's processor."""
+    vision = config.vision_config
+    names = ("patch_size", "pooling_kernel_size")
+    return {f"{_OF_IMAGES}{name}": getattr(vision, name) for name in names}
+
+
+def merged_patches(config: Any) -> dict[str, Any]:
+    """Settings of Mistral 3's processor."""
+    return {"patch_size": config.vision_config.patch_size, "spatial_merge_size": config.spatial_merge_size}
+
+
+def downsampled(config: Any) -> dict[str, Any]:
+    """Settings of LFM2-VL's processor."""
+    patch = config.vision_config.patch_size
+    return {f"{_OF_IMAGES}encoder_patch_size": patch, f"{_OF_IMAGES}downsample_factor": config.downsample_factor}
+
+
+def _square(vision: Any) -> int:
+    """Patches of a square image."""
+    side, patch = (
+        value[0] if isinstance(value, list | tuple) else value for value in (vision.image_size, vision.patch_size)
+    )
+    return (side // patch) ** 2

@@ -1,0 +1,72 @@
+"""Names of compressed-tensors' presets, as llm-compressor's users write them: the same numbers, or a refusal with the reason.
+
+A scheme that can be a preset says so: `PRESETS`, name -> the options that make it one. Names are read in any case, but for
+those that mean something else as a scheme of ours: `FP8` in capitals is the preset, whose scales are fixed, and `fp8` is ours.
+A preset says which numbers are stored and not how they are found: the method is ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vlmcompress.common.messages import note
+from vlmcompress.common.registry import SCHEMES
+from vlmcompress.errors import UserError
+from vlmcompress.recipe.layers import Layer
+
+REFUSED = {
+    r"W\dA4": "no engine computes with integer activations of 4 bits; take W4A16, or NVFP4 for 4-bit floats",
+    r"W\dA8": "vLLM has no kernel on x86 or a GPU for such weights in groups with 8-bit integer activations; take W8A8, "
+    "W4AFP8, or scheme mbq with options.activations=8, whose weights have a scale per row",
+    "MXFP8A16": "vLLM rounds the inputs of MXFP8 weights, whatever the checkpoint says of them; take MXFP8, or W8A16",
+}
+"""Pattern of presets that are not written -> why."""
+
+
+DIFFERENT = ("FP8", "NVFP4", "W8A16")
+"""Presets that mean something else than the scheme of ours that has their name in small letters."""
+
+
+@functools.cache
+def presets() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Preset -> the scheme that it is, and the options that make it so."""
+    return {
+        preset: (scheme, options)
+        for scheme in SCHEMES.names()
+        for preset, options in (SCHEMES.constant(scheme, "PRESETS") or {}).items()
+    }
+
+
+def named(text: str) -> tuple[str, dict[str, Any]]:
+    """The scheme that a name stands for, and the options that belong to it: those of a preset, else none.
+
+    Raises:
+        UserError: it is a preset that is not written.
+    """
+    preset, scheme = text.strip().upper().replace("-", "_"), SCHEMES.name(text)
+    if scheme in SCHEMES and not (text == text.upper() and preset in presets()):
+        return scheme, {}
+    if preset in presets():
+        return presets()[preset]
+    for pattern, reason in REFUSED.items():
+        if re.fullmatch(pattern, preset):
+            raise UserError(f"scheme {text}: {reason}")
+    return scheme, {}
+
+
+def expanded(layer: Layer) -> Layer:
+    """Settings with a preset's name replaced by the scheme that it is, and by its options where they are not given."""
+    origin, settings = layer
+    text, options = settings.get("scheme"), settings.get("options", {})
+    if not isinstance(text, str):
+        return layer
+    scheme, preset = named(text)
+    if text in DIFFERENT:
+        differs = "".join(f", options.{key}={value}" for key, value in preset.items())
+        note(f"{text} is compressed-tensors' preset: scheme {scheme}{differs}; {text.lower()} is another scheme")
+    if isinstance(options, Mapping) and (preset or options):
+        return origin, {**settings, "scheme": scheme, "options": {**preset, **options}}
+    return origin, {**settings, "scheme": scheme}
