@@ -83,14 +83,13 @@ def encode_questions(vlm: VLM, samples: Sequence[Sample]) -> list[Question]:
         captured.update(kwargs)
         raise _Entered
 
-    model = vlm.model.float()
+    model, batches = vlm.model.float(), encode(samples, vlm)  # which counts features by a run of its own
     hook = language_model(vlm).register_forward_pre_hook(enter, with_kwargs=True)
     towers = [model.get_submodule(name) for name in vlm.spec.vision]
     for tower in towers:
         tower.forward = remembering(tower.forward)
     questions = []
-    for sample in samples:
-        (inputs,) = encode([sample], vlm)
+    for inputs in batches:
         modality, ids = inputs.pop("modality")[0], inputs["input_ids"][0]
         with contextlib.suppress(_Entered):
             model(**inputs)
