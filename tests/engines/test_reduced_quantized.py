@@ -82,7 +82,7 @@ def written(world: Path, out: Path, family: str, reducer: str, scheme: str) -> P
 
 @dataclass(frozen=True)
 class Exam:
-    """Checkpoints, what is exam of each, and transformers' answers by the names of checkpoint and question."""
+    """Checkpoints, what is asked of each, and transformers' answers by the names of checkpoint and question."""
 
     folders: dict[str, Path]
     questions: list[Any]
