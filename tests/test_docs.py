@@ -269,6 +269,10 @@ def test_the_reference_of_recipes_is_printed():
     assert TEXTS["docs/recipes.md"] == printed("scripts/recipe_reference.py"), "run scripts/recipe_reference.py"
 
 
+def test_the_table_of_readers_is_printed():
+    assert between("readers") == printed("scripts/readers_table.py").strip(), "run scripts/readers_table.py"
+
+
 def test_recipes_in_pages_are_recipes(tmp_path):
     from vlmcompress.recipe import resolve
 

@@ -35,6 +35,9 @@ from vlmcompress.results import Results
         ("I see a dog", "A", set()),
         ("答案是红色的", "红色", {"contains"}),
         ("", "red", set()),
+        ("It is a plus.", "+", set()),
+        ("1 + 1", "+", {"contains"}),
+        ("!", "?", set()),
     ],
 )
 def test_rules(answer: str, expected: str, right: set[str]) -> None:

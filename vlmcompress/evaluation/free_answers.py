@@ -46,8 +46,10 @@ def contains(answer: str, expected: str) -> float:
     """1 if the expected words stand in the answer, in that order and side by side, else 0.
 
     One letter, which may be an option or an article, must be the first or the last word. Texts of writing systems without
-    spaces are looked for as they are.
+    spaces are looked for as they are, and so are signs alone.
     """
+    if not any(character.isalnum() for character in expected):
+        return float(expected.strip() in answer)
     answered, words = _words(answer), _words(expected)
     if any(unicodedata.east_asian_width(character) in "WF" for character in expected):
         return float("".join(words) in "".join(answered))
@@ -174,10 +176,10 @@ def _named(name: str) -> Score:
 
 
 def _words(text: str) -> list[str]:
-    """Words without case and punctuation, numbers as digits, without articles where others are left."""
+    """Words without case and punctuation, numbers as digits, without articles where others are left; of signs alone these."""
     plain = re.sub(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|[^\w\s.,%'-]", " ", text.casefold())
     words = [scoring.NUMBERS.get(word, word) for word in (word.strip("'-") for word in plain.split()) if word]
-    return [word for word in words if word not in scoring.ARTICLES] or words
+    return [word for word in words if word not in scoring.ARTICLES] or words or text.split()
 
 
 def _function(name: str) -> Rule:
