@@ -236,8 +236,41 @@ def test_other_tables_are_there():
     assert between("speed")
 
 
+QWEN_7B = {
+    **{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "dtype": "bfloat16"},
+    **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064},
+    **{"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000},
+    "tie_word_embeddings": False,
+    "vision_config": {
+        **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
+        **{"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112},
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+PATCHES = {
+    **{"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56**2, "max_pixels": 3584**2},
+    **{"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2},
+}
+
+
+def test_the_session_of_a_plan_is_what_plan_prints(tmp_path, monkeypatch, capsys):
+    command, *session = between("plan").strip("`\n").splitlines()
+    words = shlex.split(command.removeprefix("$ "))
+    folder = tmp_path / words[2]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PATCHES))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words[1:]) == 0
+    assert capsys.readouterr().out.splitlines() == session, "run it and put what it prints into docs/planning.md"
+
+
 def test_the_reference_of_recipes_is_printed():
     assert TEXTS["docs/recipes.md"] == printed("scripts/recipe_reference.py"), "run scripts/recipe_reference.py"
+
+
+def test_the_table_of_readers_is_printed():
+    assert between("readers") == printed("scripts/readers_table.py").strip(), "run scripts/readers_table.py"
 
 
 def test_recipes_in_pages_are_recipes(tmp_path):

@@ -4,9 +4,10 @@
     scripts/measure/format_table.py    writes, converts, examines and asks in vLLM; writes eval/formats.json
     scripts/measure/format_table.py --render    print the table from that file
 
-The model is a tiny Qwen2.5-VL with random weights. "runs" stands where it answered in vLLM on this machine; "read" where the
-engine's own source says that it reads such files (`vlmcompress.launch` names the release), and nothing was run; a number leads
-to the reason why not. Targets are those on which vLLM computes in the format, with a gain. The last line is one JSON object.
+The model is a tiny Qwen2.5-VL with random weights. "runs" stands where it answered in vLLM on this machine; of other engines
+the table of `vlmcompress.readers` is asked: "loads" stands where they were run (scripts/measure/other_readers.py), "read" where
+their source says that they read such files, and nothing was run; a number leads to the reason why not. Targets are those on
+which vLLM computes in the format, with a gain. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ TRIED = {
     ),
     "awq": ("w4-symmetric", "w4-asymmetric", "w8a16"),
     "gptq": ("w4-symmetric", "w8a16", "w4-asymmetric"),
-    "gptq-v2": ("w4-symmetric", "w4-asymmetric"),
+    "gptq-v2": ("w4-symmetric", "w4-asymmetric", "w2"),
     "modelopt": ("fp8", "fp8-static-tensor", "nvfp4", "int8"),
     "bf16": ("w4-symmetric",),
 }
-OTHERS = ("sglang", "lmdeploy", "tensorrt-llm")
+OTHERS = ("transformers", "sglang", "lmdeploy", "tensorrt-llm")
 
 
 def measure() -> list[dict]:
@@ -44,15 +45,16 @@ def measure() -> list[dict]:
     from vlmcompress.checkpoint.convert import convert
     from vlmcompress.diagnosis import files as doctor
     from vlmcompress.errors import UserError
-    from vlmcompress.numerics import label
+    from vlmcompress.numerics import Format, Scheme, label
 
+    schemes_of = rtn.SCHEMES | {"w2": Scheme(Format("int", 2, 32))}
     rows, written = [], {}
     with tempfile.TemporaryDirectory() as place:
         base = Path(place)
         source = tiny.build(FAMILY, base / "source")
         for name, schemes in TRIED.items():
             for key in schemes:
-                scheme, first, out = rtn.SCHEMES[key], base / f"compressed-tensors-{key}", base / f"{name}-{key}"
+                scheme, first, out = schemes_of[key], base / f"compressed-tensors-{key}", base / f"{name}-{key}"
                 row = {"format": name, "scheme": label(scheme), "targets": gains(targets, name, scheme)}
                 rows.append(row)
                 if not first.exists():
@@ -64,7 +66,7 @@ def measure() -> list[dict]:
                     row["refused"] = str(error)
                     continue
                 row["doctor"] = [f"{check.name}: {check.detail}" for check in doctor.diagnose(out) if not check.ok]
-                row["engines"] = others(out)
+                row["facts"] = facts(out)
                 written[out] = row
                 print(name, key, row["doctor"] or "ok", file=sys.stderr, flush=True)
         for row, result in zip(written.values(), asked("answers", vllm_answers.jobs(written)), strict=True):
@@ -73,8 +75,9 @@ def measure() -> list[dict]:
 
 
 def gains(targets, name: str, scheme) -> list[str]:
-    """Targets on which vLLM computes in a scheme; it reads no asymmetric GPTQ, and of `bf16` nothing but 16-bit numbers."""
-    if name.startswith("gptq") and not scheme.weights.symmetric:
+    """Targets on which vLLM computes in a scheme; of GPTQ it reads symmetric 4 and 8 bits, of `bf16` nothing but 16-bit
+    numbers."""
+    if name.startswith("gptq") and (not scheme.weights.symmetric or scheme.weights.bits not in (4, 8)):
         return []
     key = targets.format_key(None if name == "bf16" else scheme)
     machines = {name: targets.get(name) for name in targets.REGISTRY.names()}
@@ -89,18 +92,20 @@ def reason(error: str) -> str:
     return text.split(". Declaration")[0].split(" (for ")[0][:160]
 
 
-def others(folder: Path) -> dict[str, str | None]:
-    """Engine -> the reason why it does not read a checkpoint; None: it does."""
-    from vlmcompress import launch
-    from vlmcompress.checkpoint import launch_files, manifest
+def facts(folder: Path) -> dict:
+    """What decides who loads a checkpoint, as far as its files say it."""
+    from dataclasses import asdict
 
-    config = json.loads((folder / "config.json").read_text())
-    facts = launch_files.facts(config, manifest.read(folder), folder.name)
-    return {name: launch.REGISTRY.get(name).refusal(facts) for name in OTHERS}
+    from vlmcompress.checkpoint import launch_files
+
+    every = asdict(launch_files.facts(json.loads((folder / "config.json").read_text()), {}, "OUT"))
+    return {key: every[key] for key in ("architecture", "method", "groups", "embeddings", "experts", "kept_layers")}
 
 
 def render(rows: list[dict]) -> str:
     """Render the rows as a Markdown table with numbered reasons below."""
+    from vlmcompress import readers
+
     reasons: list[str] = []
     every = sorted({name for row in rows for name in row["targets"]})
 
@@ -109,14 +114,23 @@ def render(rows: list[dict]) -> str:
             reasons.append(text)
         return f"({reasons.index(text) + 1})"
 
-    lines = ["| format | scheme | vLLM's CPU build | SGLang | LMDeploy | TensorRT-LLM | targets |", f"|{'---|' * 7}"]
+    titles = [readers.ENGINES[name].title for name in OTHERS]
+    lines = [
+        f"| format | scheme | vLLM's CPU build | {' | '.join(titles)} | targets |",
+        f"|{'---|' * (4 + len(titles))}",
+    ]
     for row in rows:
         head = f"| {row['format']} | {row['scheme']}"
         if "refused" in row:
-            lines.append(f"{head} | refused {why(row['refused'])} | | | | |")
+            lines.append(f"{head} | refused {why(row['refused'])} |{' |' * (1 + len(OTHERS))}")
             continue
         cells = ["runs" if row["vllm"] == "runs" else f"no {why(row['vllm'])}"]
-        cells += [f"no {why(reason)}" if reason else "read" for reason in row["engines"].values()]
+        groups = {key: readers.Group(**group) for key, group in row["facts"]["groups"].items()}
+        checkpoint = readers.Facts("OUT", **row["facts"] | {"groups": groups})
+        for name in OTHERS:
+            verdict = readers.verdict(name, checkpoint)
+            loads = "loads" if verdict.evidence.startswith("run") else "read"
+            cells.append(f"no {why(verdict.reason)}" if verdict.reason else loads)
         lines.append(f"{head} | {' | '.join(cells)} | {named(row['targets'], every)} |")
     return "\n".join([*lines, "", *(f"{number}. {text}" for number, text in enumerate(reasons, start=1))])
 
@@ -134,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
     if not parser.parse_args().render:
-        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
+        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, measure())) + "\n]\n")
     rows = json.loads(RESULTS.read_text())
     print(render(rows))
     tried = [row for row in rows if "refused" not in row]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmcompress import launch
+from vlmcompress import launch, readers
 from vlmcompress.bench import client, counters, serving
 from vlmcompress.bench.client import parse_load
 from vlmcompress.bench.prompts import open_prompts
@@ -88,7 +88,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         assert int(cache["kv_cache_size_tokens"]) * 2048 == int(cache["kv_cache_memory_bytes"])
         assert counters.version(running).startswith("0.")
         shown = {name for name, _, _ in counters.metrics(running)}
-        dashboard = launch.files(launch.read({}, running.name))["grafana.json"]
+        dashboard = launch.files(readers.read({}, running.name))["grafana.json"]
         queried = {name for name in re.findall(r"vllm:\w+", dashboard)}
         assert len(queried) > 20 and queried <= shown, f"the dashboard asks for {sorted(queried - shown)}"
         chosen = [labels["model_name"] for name, labels, _ in counters.metrics(running) if name in queried]

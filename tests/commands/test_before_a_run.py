@@ -54,6 +54,17 @@ def test_dry_run_refuses_as_the_run_does(capfd, model, tmp_path, flags):
 
 
 @pytest.mark.parametrize(
+    ("flags", "what"), [(["--kv-cache", "fp8"], "an FP8 KV cache (kv_cache)"), (["--scheme", "awq"], "scheme 'awq'")]
+)
+def test_what_needs_images_is_named(capfd, model, tmp_path, flags, what):
+    """FP8 weights need none; the KV cache's scales do."""
+    command = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "fp8", "--dry-run", *flags]
+    command += ["--set", "options.group_size=64"] if "awq" in flags else []
+    assert cli.main(command) == 2
+    assert f"error: {what} needs calibration images; name some with --calib" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("row", "says"),
     [
         ({"pixels": "a.png"}, "needs a column question"),

@@ -274,6 +274,13 @@ def test_list(capfd):
     assert all(entry["about"] for entries in data.values() for entry in entries)
 
 
+def test_a_target_with_one_scheme_names_it_once(capfd):
+    assert cli.main(["list", "targets"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert any("H100: fp8" in line and "throughput" not in line for line in lines)
+    assert any("gptq-plus by default, int8 for throughput" in line for line in lines)
+
+
 def test_list_reducers_says_what_their_modules_say(capfd):
     from vlmcompress.engines.reducer_support import FAMILIES, refusal
     from vlmcompress.recipe.reducer import parse

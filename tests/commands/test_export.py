@@ -33,6 +33,32 @@ def test_export_and_convert(checkpoint, tmp_path, capsys):
     assert "Written as compressed-tensors first, then as gptq" in card and (tmp_path / "gptq" / "serve").is_dir()
 
 
+def test_what_vllm_does_not_load_is_not_offered_to_it(checkpoint, tmp_path, capfd):
+    """GPTQ with zero points: neither by quantize's next steps nor by the card, and `serve`, `bench` and `doctor --engine vllm`
+    refuse it in a line; transformers is not offered what it loads without scales."""
+    out = str(tmp_path / "gptq")
+    command = ["quantize", str(DEMO_LLAVA), "-o", out, "--scheme=rtn", "--format=gptq-v2"]
+    assert cli.main([*command, "--set", "options.symmetric=false"]) == 0
+    said = capfd.readouterr().out
+    assert "vlmcompress serve" not in said and "--engine hf" in said
+    assert cli.main(["doctor", out]) == 0
+    reason = "of gptq-v2 it reads only 4 and 8 bits without zero points"
+    assert f"not vLLM: {reason}; transformers (" in capfd.readouterr().out
+    for verb in (["serve", out], ["doctor", out, "--engine", "vllm"], ["bench", out, "--baseline", out]):
+        assert cli.main(verb) == 2
+        assert f"error: vLLM does not load {out}: {reason}; " in capfd.readouterr().err
+    rtn.write(DEMO_LLAVA, tmp_path / "fp8", rtn.SCHEMES["fp8"])
+    assert cli.main(["export", str(tmp_path / "fp8"), "--format", "modelopt", "-o", str(tmp_path / "modelopt")]) == 0
+    ask = ["eval", str(tmp_path / "modelopt"), "--baseline", str(DEMO_LLAVA), "--limit", "1"]
+    assert cli.main([*ask, "--engine", "hf"]) == 2
+    assert "codes without their scales; take eval --engine vllm (" in capfd.readouterr().err
+    assert cli.main(["eval", str(tmp_path / "fp8"), "--baseline", str(DEMO_LLAVA), "--engine", "llamacpp"]) == 2
+    assert (
+        "it reads GGUF, not compressed-tensors; take eval --engine vllm or hf (--baseline-engine, "
+        in capfd.readouterr().err
+    )
+
+
 def test_what_was_left_out_is_said(tmp_path, capsys):
     rtn.write(DEMO_LLAVA, tmp_path / "ct", rtn.SCHEMES["fp8"], kv_cache=True)
     assert cli.main(["export", str(tmp_path / "ct"), "--format", "bf16", "-o", str(tmp_path / "out"), "--json"]) == 0

@@ -56,7 +56,10 @@ def test_what_only_transformers_runs_is_not_offered_to_vllm(models, tmp_path, ca
     code, text, _ = run(capsys, *arguments, "-o", out)
     assert code == 0 and "vlmcompress serve" not in text and "--engine hf" in text
     card = (out / "README.md").read_text()
-    assert "No engine but transformers runs this reducer." in card and "vllm serve" not in card
+    assert (
+        "vLLM does not load it: the reducer fastv:0.5,layer=1 runs in transformers only." in card
+        and "vllm serve" not in card
+    )
     code, text, _ = run(capsys, "doctor", out)
     assert code == 0 and "fastv:0.5,layer=1, for transformers only: vLLM cannot serve 'fastv'" in text
 

@@ -25,9 +25,10 @@ from tests.kit import forks, launching, rtn
 from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
 from tests.kit.processes import session_ends
+from vlmcompress import launch
 from vlmcompress.data.sources import load_samples
 from vlmcompress.engines.vllm import environment
-from vlmcompress.launch import REGISTRY, compose
+from vlmcompress.launch import compose
 from vlmcompress.recipe.reducer import parse
 
 pytestmark = pytest.mark.engine
@@ -218,4 +219,4 @@ def test_stages_apart_answer_as_one(checkpoint: Path, pictures, alone: list[str]
         assert answer(ask(decoder, images[other], question)) == alone[other]
         folders[0].write_bytes(folders[1].read_bytes())
         assert answer(ask(decoder, images[first], question)) == alone[other]
-    assert REGISTRY.get("vllm-split").refusal(launching.facts(reducer="blind")) is None
+    assert launch.refusal("vllm-split", launching.facts(reducer="blind")) is None

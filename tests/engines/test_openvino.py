@@ -272,7 +272,7 @@ def test_an_engine_gets_no_folder_of_another(tmp_path, capsys):
     (folder / exporter.LANGUAGE).touch()
     for command in (["eval", "--engine", "hf"], ["eval"], ["bench"]):
         assert main([command[0], str(folder), *command[1:], "--baseline", str(folder)]) == 2
-        assert "is for the engine openvino alone" in capsys.readouterr().err
+        assert "the format openvino; take eval --engine openvino (" in capsys.readouterr().err
     assert main(["serve", str(folder)]) == 2 and "ask_openvino.py" in capsys.readouterr().err
     assert main(["doctor", str(folder)]) == 2 and "eval --engine openvino" in capsys.readouterr().out
 

@@ -81,7 +81,7 @@ def written(world: Path, out: Path, family: str, reducer: str, scheme: str) -> P
 
 
 @dataclass(frozen=True)
-class Asked:
+class Exam:
     """Checkpoints, what is asked of each, and transformers' answers by the names of checkpoint and question."""
 
     folders: dict[str, Path]
@@ -90,7 +90,7 @@ class Asked:
     media: Path
 
 
-def ask_transformers(world: Path, folder: Path, combinations: list[tuple[str, str, str]]) -> Asked:
+def ask_transformers(world: Path, folder: Path, combinations: list[tuple[str, str, str]]) -> Exam:
     """Write the checkpoints, and ask transformers."""
     questions, expected = make_questions(world / "media", 4, None, False, seed=0).plain, {}
     folders = {
@@ -101,28 +101,28 @@ def ask_transformers(world: Path, folder: Path, combinations: list[tuple[str, st
         with reference.reduced(reducer_block.read(models.read_config(out))):
             for question in questions:
                 expected[name, question.id] = reference.ask(question.messages, 1)
-    return Asked(folders, questions, expected, world / "media")
+    return Exam(folders, questions, expected, world / "media")
 
 
-def answered(asked: Asked) -> tuple[str, dict[str, dict[str, Any]]]:
+def answered(exam: Exam) -> tuple[str, dict[str, dict[str, Any]]]:
     """vLLM's version, and what each checkpoint says to each question, one engine after the other in one process."""
-    rounds = [{"name": "all", "ask": [question.id for question in asked.questions], "sampling": {"max_tokens": 4}}]
+    rounds = [{"name": "all", "ask": [question.id for question in exam.questions], "sampling": {"max_tokens": 4}}]
     options = {"max_model_len": 2048, "max_num_seqs": 4, "limit_mm_per_prompt": {"image": 2, "video": 0, "audio": 0}}
     plans = [
         {"name": name, "model": str(folder), "config": models.read_config(folder), "options": options, "rounds": rounds}
-        for name, folder in asked.folders.items()
+        for name, folder in exam.folders.items()
     ]
-    lines = [{"id": question.id, "messages": question.messages} for question in asked.questions]
-    job = {"engines": plans, "media": str(asked.media)}
-    with contextlib.closing(conformance.ENGINE.events(job, lines, asked.media, 600, 600)) as events:
+    lines = [{"id": question.id, "messages": question.messages} for question in exam.questions]
+    job = {"engines": plans, "media": str(exam.media)}
+    with contextlib.closing(conformance.ENGINE.events(job, lines, exam.media, 600, 600)) as events:
         ready, *answers = [event for event in events if event["event"] in ("ready", "answer")]
     return ready["engine"]["version"], {event["id"]: event for event in answers}
 
 
-def check(asked: Asked) -> str:
+def check(exam: Exam) -> str:
     """Returns vLLM's version."""
-    (version, answers), wrong = answered(asked), {}
-    for (name, number), expected in asked.expected.items():
+    (version, answers), wrong = answered(exam), {}
+    for (name, number), expected in exam.expected.items():
         if "error" in answers[name]:
             wrong[name] = answers[name]["error"]
             continue
@@ -135,15 +135,15 @@ def check(asked: Asked) -> str:
 
 
 @pytest.fixture(scope="module")
-def few(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Asked:
+def few(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Exam:
     return ask_transformers(world, tmp_path_factory.mktemp("few"), FEW)
 
 
-def test_a_few(few: Asked) -> None:
+def test_a_few(few: Exam) -> None:
     check(few)
 
 
-def test_a_few_in_the_other_vllm(few: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_in_the_other_vllm(few: Exam, monkeypatch: pytest.MonkeyPatch) -> None:
     """`scripts/test --slow` runs all tests of engines there."""
     monkeypatch.setenv("PYTHONPATH", lane.environment()["PYTHONPATH"])
     monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import launch
-from vlmcompress.launch import Facts, Machine, Reducer
+from vlmcompress import launch, readers
+from vlmcompress.readers import Facts, Machine, Reducer
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 MACHINES = {
@@ -24,7 +24,14 @@ def group(
     kind: str, bits: int, strategy: str, size: int | None = None, inputs: dict | None = None, **extra: Any
 ) -> dict:
     """A config group of compressed-tensors."""
-    weights = {"type": kind, "num_bits": bits, "strategy": strategy, "group_size": size, "symmetric": True}
+    weights = {
+        "type": kind,
+        "num_bits": bits,
+        "strategy": strategy,
+        "group_size": size,
+        "symmetric": True,
+        "dynamic": False,
+    }
     packing = "pack-quantized" if kind == "int" and inputs is None else f"{kind}-quantized"
     return {"weights": weights, "input_activations": inputs, "format": packing, "targets": ["Linear"]} | extra
 
@@ -35,10 +42,10 @@ def quantized(*groups: dict, **extra: Any) -> dict:
     return {"quant_method": "compressed-tensors", "config_groups": named, "ignore": []} | extra
 
 
-TOKEN8 = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
-STATIC8 = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
-INT8 = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}
-LOCAL4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "dynamic": "local"}
+TOKEN8 = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+STATIC8 = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+INT8 = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+LOCAL4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "dynamic": "local", "symmetric": True}
 FORMATS: dict[str, dict | None] = {
     "bf16": None,
     "w4-g128": quantized(group("int", 4, "group", 128)),
@@ -47,6 +54,19 @@ FORMATS: dict[str, dict | None] = {
     "int8": quantized(group("int", 8, "channel", None, INT8)),
     "w4a8": quantized(group("int", 4, "channel", None, INT8)),
     "fp8": quantized(group("float", 8, "channel", None, TOKEN8), kv_cache_scheme={"num_bits": 8, "type": "float"}),
+    "mxfp4": quantized(
+        group(
+            "float",
+            4,
+            "group",
+            32,
+            {"type": "float", "num_bits": 4, "strategy": "group", "dynamic": True, "symmetric": True},
+        )
+    ),
+    "embeddings": quantized(
+        group("int", 8, "channel", None, targets=["re:(?:model.embed_tokens)$", "VocabParallelEmbedding"]),
+        group("int", 4, "group", 128),
+    ),
     "fp8-static": quantized(group("float", 8, "channel", None, STATIC8)),
     "nvfp4": quantized(group("float", 4, "tensor_group", 16, LOCAL4)),
     "mixed": quantized(group("int", 4, "group", 128), group("int", 8, "group", 128, targets=["re:.*mlp.*"])),
@@ -57,6 +77,13 @@ FORMATS: dict[str, dict | None] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
     "gptq-v2": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "checkpoint_format": "gptq_v2"},
+    "gptq-v2-asym": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "sym": False,
+        "checkpoint_format": "gptq_v2",
+    },
     "gptq-mixed": {
         "quant_method": "gptq",
         "bits": 4,
@@ -65,7 +92,8 @@ FORMATS: dict[str, dict | None] = {
         "dynamic": {"+:.*down.*": {"bits": 8}, "-:.*visual.*": {}},
     },
     "gptq-2": {"quant_method": "gptq", "bits": 2, "group_size": 128, "sym": True},
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "kv_cache_quant_algo": "FP8"},
+    "modelopt-fp8": {"quant_method": "modelopt", "quant_algo": "FP8"},
     "gguf": {"quant_method": "gguf", "bits": 4, "group_size": 32},
     "openvino": {"quant_method": "openvino", "bits": 4, "group_size": 128},
     "unheard-of": {"quant_method": "quip"},
@@ -94,7 +122,7 @@ def facts(
     content = {"architectures": [prefix + architecture], "text_config": text} | config
     if FORMATS[form]:
         content["quantization_config"] = FORMATS[form]
-    return launch.read(
+    return readers.read(
         content,
         name,
         weights=weights,

@@ -14,20 +14,21 @@ import yaml
 
 from tests.kit import launching
 from tests.kit.launching import FORMATS, called, facts, written
-from vlmcompress import launch
+from vlmcompress import launch, readers
 from vlmcompress.engines.vllm import serve
-from vlmcompress.launch import REGISTRY, Facts, compose, vllm
+from vlmcompress.launch import REGISTRY, compose, vllm
+from vlmcompress.readers import Facts
 
 KNOWN: dict[str, Facts] = {
     **{form: facts(form) for form in FORMATS},
     **{
         f"{form} on {machine}": facts(form, machine=machine)
-        for form in ("fp8", "int8")
+        for form in ("fp8", "int8", "gguf", "openvino")
         for machine in launching.MACHINES
     },
     **{kind: facts("w4-g128", reducer=kind) for kind in launching.REDUCERS},
     "large": facts(machine="h100", weights=144 * 10**9, heads=64),
-    "nothing known": launch.read({}, ""),
+    "nothing known": readers.read({}, ""),
 }
 
 
@@ -36,7 +37,7 @@ KNOWN: dict[str, Facts] = {
 def test_every_entry_keeps_the_contract(name: str, case: str) -> None:
     launcher, checkpoint = REGISTRY.get(name), KNOWN[case]
     assert launcher.TITLE and launcher.CHECKED and "\n" not in launcher.TITLE + launcher.CHECKED
-    reason = launcher.refusal(checkpoint)
+    reason = launch.refusal(name, checkpoint)
     if reason is not None:
         assert reason and reason[0].islower() and "\n" not in reason and not reason.endswith(".")
         return
@@ -55,45 +56,36 @@ def test_files_of_all(case: str) -> None:
     """No two entries write the same file, the page names each of them and the reasons for the rest, and all is small."""
     checkpoint = KNOWN[case]
     texts = launch.files(checkpoint)
-    loads = [launcher for launcher in map(REGISTRY.get, REGISTRY) if launcher.refusal(checkpoint) is None]
-    parts = [place for launcher in loads for place in launcher.files(checkpoint)]
+    loads = [name for name in REGISTRY if launch.refusal(name, checkpoint) is None]
+    parts = [place for name in loads for place in REGISTRY.get(name).files(checkpoint)]
     assert len(parts) == len(set(parts))
-    assert set(texts) - set(parts) == {"README.md"} | ({"grafana.json"} if vllm in loads else set())
+    assert set(texts) - set(parts) == {"README.md"} | ({"grafana.json"} if "vllm" in loads else set())
     page = texts["README.md"]
     assert all(f"`{place}`" in page for place in parts)
-    for launcher in map(REGISTRY.get, REGISTRY):
-        assert (f"- {launcher.TITLE}: {launcher.refusal(checkpoint)}." in page) is (launcher not in loads)
+    for name in REGISTRY:
+        assert (f"- {REGISTRY.get(name).TITLE}: {launch.refusal(name, checkpoint)}." in page) is (name not in loads)
+    named = {f"serve/{place}" for place in texts}
+    assert set(re.findall(r"serve/[\w.-]+\.(?:sh|py|yaml|json)", page)) <= named
+    assert ("Flags are for" in page) is (checkpoint.machine is not None and "vllm" in loads)
     assert sum(map(len, texts.values())) < 60_000
-    titles = [title for title, _ in launch.commands(checkpoint)]
-    assert titles[:1] == [vllm.TITLE] if vllm in loads else vllm.TITLE not in titles
-
-
-# engine -> formats that it loads, by its own source; read by hand, see the docstrings of the entries
-LOADS = {
-    "sglang": set(FORMATS) - {"w3", "w4a8", "gptq-2", "gguf", "openvino", "unheard-of"},
-    "llamacpp": {"gguf"},
-    "openvino": {"openvino"},
-    "lmdeploy": {"bf16", "w4-g128", "awq", "gptq"},
-    "tensorrt-llm": {"bf16", "fp8", "nvfp4", "nvfp4-fp8", "modelopt"},
-    "vllm": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
-    "vllm-split": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
-    "triton": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
-    "compose": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
-    "kubernetes": set(FORMATS) - {"gptq-2", "gguf", "openvino", "unheard-of"},
-}
+    titles = [title for title, *_ in launch.commands(checkpoint)]
+    assert titles[:1] == [vllm.TITLE] if "vllm" in loads else vllm.TITLE not in titles
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_who_loads_what(name: str) -> None:
+def test_who_has_files(name: str) -> None:
+    """What its engine loads (`tests/readers`), less what its files are not for."""
     launcher = REGISTRY.get(name)
-    assert {form for form in FORMATS if launcher.refusal(facts(form)) is None} == LOADS[name]
+    assert {form for form in FORMATS if launch.refusal(name, facts(form)) is None} == {
+        form for form in FORMATS if readers.verdict(launcher.ENGINE, facts(form)).reason is None
+    }
     ours = {"vllm", "compose", "kubernetes", "triton", "vllm-split"}
-    assert (launcher.refusal(facts(reducer="blind")) is None) is (name in ours)
-    assert (launcher.refusal(facts(reducer="asking")) is None) is (name in ours - {"vllm-split"})
-    assert launcher.refusal(facts(reducer="unserved")) is not None
-    elsewhere = launcher.refusal(facts(architecture="NobodysForConditionalGeneration"))
+    assert (launch.refusal(name, facts(reducer="blind")) is None) is (name in ours)
+    assert (launch.refusal(name, facts(reducer="asking")) is None) is (name in ours - {"vllm-split"})
+    assert launch.refusal(name, facts(reducer="unserved")) is not None
+    elsewhere = launch.refusal(name, facts(architecture="NobodysForConditionalGeneration"))
     assert (elsewhere is None) is (name in ours)
-    assert (launcher.refusal(facts(machine="cpu")) is None) is (name in {"vllm", "vllm-split"})
+    assert (launch.refusal(name, facts(machine="cpu")) is None) is (name in {"vllm", "vllm-split"})
 
 
 SCRIPTS = {
@@ -362,6 +354,6 @@ def test_number_of_gpus(weights: float, heads: int, machine: str | None, gpus: i
     ],
 )
 def test_odd_configs_count_as_unknown(config: dict) -> None:
-    checkpoint = launch.read(config, "m")
+    checkpoint = readers.read(config, "m")
     assert checkpoint.max_len is None and checkpoint.heads is None
     assert "README.md" in launch.files(checkpoint)

@@ -261,18 +261,25 @@ def test_check_lists_everything(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "settings", "message"),
+    ("engine", "settings", "part", "message"),
     [
-        ("sglang", {"scheme": "fp8", "target": "a100"}, "weight-only on A100"),
-        ("sglang", {"scheme": "awq", "target": "cpu"}, "NVIDIA GPU"),
-        ("lmdeploy", {"scheme": "int8"}, "4-bit"),
-        ("lmdeploy", {"scheme": "awq", "options": {"symmetric": False}}, "symmetric"),
-        ("tensorrt-llm", {"scheme": "awq"}, "--scheme fp8"),
-        ("tensorrt-llm", {"scheme": "fp8", "target": "a100"}, "--scheme fp8"),
+        ("sglang", {"scheme": "fp8", "target": "a100"}, "decoder", "weight-only on A100"),
+        ("sglang", {"scheme": "awq", "target": "cpu"}, "decoder", "NVIDIA GPU"),
+        ("tensorrt-llm", {"scheme": "fp8", "target": "a100"}, "decoder", "no FP8 arithmetic"),
+        ("lmdeploy", {"scheme": "int8"}, "format", "4 bits in groups of 32 or 128"),
+        ("tensorrt-llm", {"scheme": "awq"}, "format", "FP8 by row"),
+        ("vllm", {"scheme": "rtn", "format": "gptq-v2", "options": {"symmetric": False}}, "format", "zero points"),
+        ("transformers", {"scheme": "fp8", "format": "modelopt"}, "format", "codes without their scales"),
+        ("transformers", {"scheme": "rtn", "format": "gguf"}, "format", "does not load the format gguf"),
     ],
 )
-def test_other_engines_refuse(models, engine, settings, message):
-    assert message in bad(models["llava"], engine, **settings)[f"{engine}: decoder"]
+def test_engines_refuse(models, engine, settings, part, message):
+    assert message in bad(models["qwen2-5-vl"], engine, **settings)[f"{engine}: {part}"]
+
+
+@pytest.mark.parametrize("engine", ["lmdeploy", "tensorrt-llm"])
+def test_check_knows_families_of_other_engines(models, engine):
+    assert "LlavaForConditionalGeneration" in bad(models["llava"], engine, scheme="rtn")[f"{engine}: format"]
 
 
 @pytest.mark.parametrize(
@@ -282,10 +289,11 @@ def test_other_engines_refuse(models, engine, settings, message):
         ("lmdeploy", {"scheme": "rtn"}),
         ("tensorrt-llm", {"scheme": "fp8", "target": "h100"}),
         ("transformers", {"scheme": "w8a16"}),
+        ("transformers", {"scheme": "rtn", "format": "gptq-v2", "options": {"symmetric": False}}),
     ],
 )
-def test_other_engines_accept(models, engine, settings):
-    assert bad(models["llava"], engine, **settings) == {}
+def test_engines_accept(models, engine, settings):
+    assert bad(models["qwen2-5-vl"], engine, **settings) == {}
 
 
 def test_check_knows_head_sizes_and_processor_files(models, tmp_path):

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from vlmcompress import launch, models
-from vlmcompress.checkpoint import launch_files, reducer_block
+from vlmcompress import launch, readers
+from vlmcompress.checkpoint import launch_files, manifest, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import json_files, yaml_files
 from vlmcompress.common.text import size, smaller
@@ -58,9 +58,10 @@ def render(
     front = front_matter(tree / SOURCE_CARD)
     licence = front.get("license_name") or front.get("license")
     owner = repository.partition("/")[0] if repository else None
-    facts = metadata(record["model"]["source"], config, front, base_model=base_model, quantized_by=owner)
+    facts = launch_files.facts(config, record, name)
+    about = metadata(record["model"]["source"], config, front, facts, base_model=base_model, quantized_by=owner)
     sections = [
-        header(facts),
+        header(about),
         f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record)}",
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
@@ -74,9 +75,8 @@ def render(
         sections.append("## Recovered\n\n" + _recovery(recovery))
     if measured:
         sections.append("## Measured\n\n" + measured.strip())
-    usage = _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"], repository)
-    sections.append("## Use\n\n" + usage)
-    if engines := _engines(launch.commands(launch_files.facts(config, record, name))):
+    sections.append("## Use\n\n" + _usage(name, facts, repository))
+    if engines := _engines(launch.commands(facts)):
         sections.append("## Engines\n\n" + engines)
     if record.get("errors"):
         sections.append("## Error of the layers\n\n" + _errors(record["errors"]))
@@ -101,19 +101,24 @@ def _sizes(record: Mapping[str, Any]) -> str:
 
 def _schemes(quantization: Mapping[str, Any]) -> str:
     if "config_groups" not in quantization:
-        kept = ", ".join(f"`{entry}`" for entry in quantization.get("modules_to_not_convert") or [])
-        left = f" Left as they were: embeddings, norms{', ' + kept if kept else ''}."
-        return f"Linear layers: {other_format(quantization)}.{left}"
+        return f"Linear layers: {other_format(quantization)}. {_kept(quantization)}"
     rows = ["| layers | weights | activations | stored as |", "|---|---|---|---|"]
     for group in quantization["config_groups"].values():
         targets = ", ".join(f"`{target}`" for target in group["targets"]).replace("|", "\\|")
         formats = f"{number_format(group['weights'])} | {number_format(group['input_activations'])}"
         rows.append(f"| {targets} | {formats} | {group.get('format', quantization.get('quant_method'))} |")
-    kept = ", ".join(f"`{entry}`" for entry in quantization.get("ignore") or [])
-    text = "\n".join(rows) + f"\n\nLeft as they were: embeddings, norms{', ' + kept if kept else ''}."
+    text = "\n".join(rows) + f"\n\n{_kept(quantization)}"
     if quantization.get("kv_cache_scheme"):
         text += " The KV cache is FP8 with calibrated scales."
     return text
+
+
+def _kept(quantization: Mapping[str, Any]) -> str:
+    """What stays in 16 bits, by a block's own list of it: compressed-tensors' and ModelOpt's, AWQ's, GPTQ's."""
+    dynamic = [pattern[2:] for pattern in quantization.get("dynamic") or () if pattern.startswith("-:")]
+    entries = [*(quantization.get("ignore") or quantization.get("modules_to_not_convert") or ()), *dynamic]
+    plain = ["norms"] if readers.read({"quantization_config": quantization}, "").embeddings else ["embeddings", "norms"]
+    return f"Left as they were: {', '.join([*plain, *(f'`{entry}`' for entry in entries)])}."
 
 
 def other_format(quantization: Mapping[str, Any]) -> str:
@@ -185,83 +190,87 @@ def _reducer(reducer: str, tokens: Mapping[str, Any] | None, recovered: bool) ->
     return f"{text} The block `{reducer_block.KEY}` of config.json says what is reduced."
 
 
-def _usage(
-    name: str, config: Mapping[str, Any], reducer: str | None, recipe: Mapping[str, Any], repository: str | None
-) -> str:
+def _usage(name: str, facts: readers.Facts, repository: str | None) -> str:
+    """The section about the engines that run the checkpoint: what to install, the command or code, why others don't load it."""
     name = name if name.isprintable() and "`" not in name else "FOLDER"
-    folder, place = shlex.quote(f"./{name}"), json.dumps(f"./{name}", ensure_ascii=False)
+    folder = shlex.quote(f"./{name}")
     first = "From the folder that holds this one:"
     if repository:
         first = (
             f"```sh\nhf download {shlex.quote(repository)} --local-dir {shlex.quote(name)}\n```\n\nThen, from there:"
         )
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method == "openvino":
+    if facts.method == "openvino":
         return (
             f"{first}\n\n```sh\npip install openvino-genai pillow\n"
             f'python {folder}/serve/ask_openvino.py "What is shown?" photo.jpg\n```'
         )
-    if method == "gguf":
+    if facts.method == "gguf":
         return (
             f"{first}\n\n```sh\nllama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf --jinja\n```\n\n"
             "llama.cpp reads no limits of an image's tokens from files: see `--image-min-tokens`, `--image-max-tokens`."
         )
-    flags = " --trust-remote-code" if config.get("auto_map") else ""
-    flags += " --kv-cache-dtype fp8" if (config.get("quantization_config") or {}).get("kv_cache_scheme") else ""
-    serve = f"""```sh
-vllm serve {folder} --served-model-name {shlex.quote(name)}{flags}
-```"""
-    attach, use = "", ""
-    if reducer and recipe.get("engine", "vllm") == "vllm":
-        serve = f"pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint.\n\n{serve}"
-    elif reducer:
-        serve = "No engine but transformers runs this reducer."
-    if reducer:
-        use = "from vlmcompress.hf_hooks import attach_carried\n"
-        attach = f"\nattach_carried(model, processor, {place})  # transformers alone would keep all visual tokens"
-    opened = ["from transformers import AutoModelForImageTextToText, AutoProcessor"]
-    model = f'model = AutoModelForImageTextToText.from_pretrained({place}, dtype="auto", device_map="auto")'
-    if models.mixture(config):
-        opened = ["from transformers import AutoProcessor", "from vlmcompress.models import open_model"]
-        model = (
-            f'model, _ = open_model({place}, dtype="auto")  # transformers alone has experts fused, unlike this file'
-        )
-    imports = "\n".join(opened)
-    return f"""{first}
-
-{serve}
-
-```python
-{imports}
-{use}
-{model}
-processor = AutoProcessor.from_pretrained({place}){attach}
-```
-
-`vlmcompress doctor {folder}` checks that every file and tensor is as it was written."""
+    parts = [first, _vllm(folder, facts), _transformers(name, facts)]
+    return (
+        "\n\n".join(parts)
+        + f"\n\n`vlmcompress doctor {folder}` checks that every file and tensor is as it was written."
+    )
 
 
-def _engines(commands: Sequence[tuple[str, str]]) -> str:
+def _vllm(folder: str, facts: readers.Facts) -> str:
+    """How vLLM serves the checkpoint, or why it does not."""
+    if reason := readers.verdict("vllm", facts).reason:
+        return f"vLLM does not load it: {reason}."
+    flags = " --trust-remote-code" * facts.code + " --kv-cache-dtype fp8" * facts.kv_fp8
+    command = f"```sh\nvllm serve {folder} --served-model-name {facts.name}{flags}\n```"
+    if not facts.reducer:
+        return command
+    return f"pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint.\n\n{command}"
+
+
+def _transformers(name: str, facts: readers.Facts) -> str:
+    """How transformers loads the checkpoint, or why it does not."""
+    verdict, place = readers.verdict("transformers", facts), json.dumps(f"./{name}", ensure_ascii=False)
+    if verdict.reason:
+        return f"transformers does not load it: {verdict.reason}."
+    imports = ["from transformers import AutoModelForImageTextToText, AutoProcessor"]
+    model = [f'model = AutoModelForImageTextToText.from_pretrained({place}, dtype="auto", device_map="auto")']
+    needs = list(verdict.needs)
+    if verdict.loader:
+        imports = ["from transformers import AutoProcessor", "from vlmcompress.models import open_model"]
+        why = "a quantized token embedding" if facts.embeddings else "experts one by one"
+        model = [f'model, _ = open_model({place}, dtype="auto")  # transformers alone cannot load {why}']
+    model.append(f"processor = AutoProcessor.from_pretrained({place})")
+    if facts.reducer:
+        imports.append("from vlmcompress.hf_hooks import attach_carried")
+        model.append(f"attach_carried(model, processor, {place})  # transformers alone would keep all visual tokens")
+    needs += ["vlmcompress"] if verdict.loader or facts.reducer else []
+    install = f"```sh\npip install {' '.join(map(shlex.quote, needs))}\n```\n\n" if needs else ""
+    notes = "".join(f"\n\n{note[0].upper()}{note[1:]}." for note in verdict.notes)
+    code = "\n".join([*imports, "", *model])
+    return f"{install}```python\n{code}\n```{notes}"
+
+
+def _engines(commands: Sequence[tuple[str, str, str]]) -> str:
     """The section about launch files: a row for each engine that loads the checkpoint."""
     if not commands:
         return ""
     rows = [
-        "| engine | from this folder |",
-        "|---|---|",
-        *(f"| {title} | `{command}` |" for title, command in commands),
+        "| engine | from this folder | checked |",
+        "|---|---|---|",
+        *(f"| {title} | `{command}` | {checked} |" for title, command, checked in commands),
     ]
     where = f"`{launch_files.FOLDER}/README.md`"
-    return "\n".join(rows) + f"\n\nHow each was checked, and which engines cannot load it and why: {where}."
+    return "\n".join(rows) + f"\n\nWhich engines cannot load it and why: {where}."
 
 
 def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:
-    lines = ["Relative squared error of the outputs of the quantized layers on the calibration data.", ""]
-    lines += ["| tokens | mean | worst | layer |", "|---|---|---|---|"]
+    lines = [manifest.errors_text(errors), ""]
+    lines += ["| of | mean | worst | layer |", "|---|---|---|---|"]
     for modality in sorted({modality for by_modality in errors.values() for modality in by_modality}):
         layers = {name: by_modality[modality] for name, by_modality in errors.items() if modality in by_modality}
         worst = max(layers, key=lambda name: layers[name])
         mean = sum(layers.values()) / len(layers)
-        lines.append(f"| {modality} | {mean:.2e} | {layers[worst]:.2e} | `{worst}` |")
+        lines.append(f"| {manifest.error_kind(modality)} | {mean:.2e} | {layers[worst]:.2e} | `{worst}` |")
     return "\n".join(lines)
 
 
@@ -305,6 +314,7 @@ def metadata(
     source: str,
     config: Mapping[str, Any],
     original: Mapping[str, Any],
+    facts: readers.Facts,
     *,
     base_model: str | None = None,
     quantized_by: str | None = None,
@@ -315,6 +325,7 @@ def metadata(
         source: the original's name in the manifest: a Hub id, or the name of a folder.
         config: the checkpoint's config.json.
         original: the metadata of the original's card.
+        facts: what decides who loads the checkpoint.
         base_model: the original's Hub id; None: `source`, if that is one.
         quantized_by: who made it; None: this program.
     """
@@ -326,9 +337,12 @@ def metadata(
         entries["base_model_relation"] = "quantized"
     if quantization:
         entries["quantized_by"] = quantized_by or MAKER
-    entries |= {"library_name": "transformers", "pipeline_tag": "image-text-to-text"}
+    loaded = readers.verdict("transformers", facts)
+    if loaded.reason is None and not loaded.loader:  # the Hub then offers the code to load it
+        entries["library_name"] = "transformers"
+    entries["pipeline_tag"] = "image-text-to-text"
     entries |= {key: original[key] for key in _FROM_ORIGINAL if _usable(original.get(key))}
-    return entries | {"tags": _tags(config)}
+    return entries | {"tags": _tags(config, served=readers.verdict("vllm", facts).reason is None)}
 
 
 def id_problem(name: str) -> str | None:
@@ -363,10 +377,10 @@ def front_matter(card: Path) -> dict[str, Any]:
     return front if isinstance(front, dict) else {}
 
 
-def _tags(config: Mapping[str, Any]) -> list[str]:
-    """Tags to search by: what made it, its format, its number formats, and whether visual tokens are reduced."""
+def _tags(config: Mapping[str, Any], *, served: bool) -> list[str]:
+    """Tags to search by: what made it, vLLM if that serves it, its format, its numbers, whether visual tokens are reduced."""
     quantization = config.get("quantization_config") or {}
-    tags = [MAKER, "vllm"]
+    tags = [MAKER, *(["vllm"] if served else [])]
     if method := quantization.get("quant_method", "compressed-tensors" if quantization else None):
         tags.append(str(method))
     groups = [group for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]

@@ -1,4 +1,4 @@
-"""Write launch files into a checkpoint's folder `serve/`: facts from its config.json and manifest in, `launch`'s texts out."""
+"""Facts about a checkpoint from its config.json and manifest, and the launch files that `launch` makes of them, in `serve/`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import launch, models, targets
+from vlmcompress import launch, models, readers, targets
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import json_files
@@ -16,8 +16,8 @@ from vlmcompress.errors import UserError
 FOLDER = "serve"
 
 
-def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> launch.Facts:
-    """Gather what launch files need to know.
+def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> readers.Facts:
+    """Gather what decides who loads a checkpoint, and what launch files need to know.
 
     Args:
         config: content of config.json.
@@ -31,17 +31,25 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> la
     carried, reducer = reducer_block.read(config), None
     if carried:
         choice = carried.reducer
-        reducer = launch.Reducer(" ".join(choice.label.split()), choice.asks, recipe.get("engine", "vllm") == "vllm")
+        reducer = readers.Reducer(" ".join(choice.label.split()), choice.asks, recipe.get("engine", "vllm") == "vllm")
     machine, target_name = None, recipe.get("target")
     if isinstance(target_name, str) and target_name in targets.REGISTRY:
         target = targets.get(target_name)
-        machine = launch.Machine(target.title, target.memory, target.capability)
+        machine = readers.Machine(target.title, target.memory, target.capability)
     weights = sizes.get("weights_after")
     weights = weights if isinstance(weights, int) else 0
     splits = record.get("devices")
     splits = tuple(count for count in splits if isinstance(count, int)) if isinstance(splits, list) else None
-    draft = _draft(config)
-    return launch.read(config, name, weights=weights, machine=machine, reducer=reducer, draft=draft, splits=splits)
+    return readers.read(
+        config,
+        name,
+        weights=weights,
+        machine=machine,
+        reducer=reducer,
+        experts=models.mixture(config) is not None,
+        draft=_draft(config),
+        splits=splits,
+    )
 
 
 def _draft(config: Mapping[str, Any]) -> str:

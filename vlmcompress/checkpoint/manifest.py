@@ -20,6 +20,22 @@ from vlmcompress.recipe.resize import Resize
 
 MANIFEST = "vlmcompress.json"
 SCHEMA_VERSION = 1
+OF_OUTPUTS = "squared error of a layer's output relative to the output, over the tokens of a modality"
+OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
+
+
+def error_kind(name: str) -> str:
+    """The name of a kind of layer error: a modality, or `weight`, the only kind of a scheme without calibration data."""
+    return "weights" if name == "weight" else name
+
+
+def errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
+    """What the errors of layers are, as a sentence; "" where there are none."""
+    if not errors:
+        return ""
+    if all(set(error) <= {"weight"} for error in errors.values()):
+        return f"{OF_WEIGHTS[:1].upper()}{OF_WEIGHTS[1:]}, as no calibration data were seen."
+    return f"{OF_OUTPUTS[:1].upper()}{OF_OUTPUTS[1:]}."
 
 Kind = Literal["text", "vision", "answer", "weight"]
 """A modality whose outputs an error is of, or the weights themselves."""

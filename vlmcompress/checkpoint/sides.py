@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vlmcompress import __version__, models
+from vlmcompress import __version__, models, readers
 from vlmcompress.checkpoint import card, manifest, reducer_block
 from vlmcompress.common import hub
 from vlmcompress.common.messages import note
@@ -146,7 +146,7 @@ def folder(model: str | Path, *engines: str) -> Path:
     """Return the folder of a checkpoint, after checking that one is there.
 
     Args:
-        engines: the engines that are to load it, of which each has checkpoints that it alone loads; empty: any.
+        engines: the engines of which one is to load it, by their names in `eval`; empty: any.
 
     Raises:
         UserError: there is no checkpoint, its config.json is not right, or the engine does not load it.
@@ -159,8 +159,8 @@ def folder(model: str | Path, *engines: str) -> Path:
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
     _reducer(path)
     _note_asides(path)
-    if engines and (other := own_engine(path)) not in ("", *engines):
-        raise UserError(f"{path} is for the engine {other} alone; use eval --engine {other}")
+    if engines:
+        readers.refuse(path, [engine for engine in engines if not engine.startswith("openai")])
     return path
 
 

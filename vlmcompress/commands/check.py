@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from vlmcompress import readers
 from vlmcompress.commands import _flags, _process
 from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome, findings_text
@@ -23,7 +24,7 @@ def options(parser: Parser) -> None:
     _flags.tensor_parallel(parser, "devices that are to share the model; default: 1")
     parser.add_argument(
         "--engine",
-        help="vllm, transformers, sglang, lmdeploy, tensorrt-llm or llamacpp; default: what reads the format",
+        help=f"{', '.join(list(readers.ENGINES)[:-1])} or {list(readers.ENGINES)[-1]}; default: what reads the format",
     )
 
 

@@ -82,8 +82,10 @@ def _conformance(args: argparse.Namespace) -> list[Any]:
             source = hub.local(args.source)
             settings: dict[str, Any] = {"prompts": count, "data": data, "seed": args.seed, "progress": progress}
             return llamacpp_conformance.examine(args.out, source, **settings)
+        from vlmcompress import readers
         from vlmcompress.engines.vllm import conformance
 
+        readers.refuse(args.out, ["vllm"], "without --engine doctor examines its files")
         if args.source is not None:
             raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
         return conformance.examine(args.out, prompts=count, data=data, seed=args.seed, progress=progress)

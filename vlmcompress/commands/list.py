@@ -51,10 +51,13 @@ def _targets() -> Entries:
     from vlmcompress import targets
 
     machines = [(name, targets.get(name)) for name in TARGETS.names()]
-    return [
-        {"name": name, "about": f"{m.title}: {m.schemes[None]} by default, {m.schemes['throughput']} for throughput"}
-        for name, m in machines
-    ]
+    return [{"name": name, "about": f"{m.title}: {_defaults(m.schemes)}"} for name, m in machines]
+
+
+def _defaults(schemes: Mapping[Any, str]) -> str:
+    """The scheme of each goal, said once where it is one: `gptq-plus by default, int8 for throughput`."""
+    default, throughput = schemes[None], schemes["throughput"]
+    return default if throughput == default else f"{default} by default, {throughput} for throughput"
 
 
 def _recipes() -> Entries:

@@ -12,10 +12,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmcompress import readers
 from vlmcompress.commands import _flags, _process
 from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import OK, Outcome, evaluation_command, written_text
-from vlmcompress.common import distributed, hub
+from vlmcompress.common import distributed, hub, json_files
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.text import percentage, size, smaller, table
@@ -170,7 +171,8 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
-    served = recipe.get("engine", "vllm") == "vllm" and not other
+    facts = readers.read(json_files.read(out / "config.json"), out.name)
+    served = recipe.get("engine", "vllm") == "vllm" and readers.verdict("vllm", facts).reason is None
     engine = f" --engine {other} --baseline-engine hf" if other else " --engine hf"
     compare = evaluation_command(out, model, "" if served else engine)
     serve = f"vlmcompress serve {shlex.quote(str(out))}"
@@ -217,6 +219,8 @@ def kv_cache(ranges: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     """Describe the written checkpoint as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    from vlmcompress.checkpoint.manifest import error_kind, errors_text
+
     before, after = done["weights_before"], done["weights_after"]
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
     lines = [f"  weights   {f'{size(after)}, as they were' if before == after else changed}"]
@@ -232,10 +236,11 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
     for number, layer in enumerate(done["worst_layers"]):
-        error = ", ".join(f"{modality} {percentage(value)}" for modality, value in layer["error"].items())
+        error = ", ".join(f"{error_kind(modality)} {percentage(value)}" for modality, value in layer["error"].items())
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
     if done["worst_layers"]:
-        lines.append(f"  {'':<9} (squared error of a layer's output, relative to the output)")
+        of_layers = errors_text({layer["layer"]: layer["error"] for layer in done["worst_layers"]})
+        lines.append(f"  {'':<9} ({of_layers[:1].lower()}{of_layers[1:].rstrip('.')})")
     if done["kv_cache"]:
         worst = done["kv_cache"]["clipped"]["vision"]
         scales = (

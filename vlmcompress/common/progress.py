@@ -9,6 +9,7 @@ A phase within a phase counts as its own and not as the outer one's. Outside `ti
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +42,8 @@ class ProgressBar:
     """
 
     LINES = 30.0  # seconds between two lines
-    FORMAT = "{desc:<28.28} {percentage:3.0f}%|{bar:28}| {elapsed}<{remaining}"
+    FORMAT = "{desc:<28.28} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    WIDTH = 78  # columns, or all of a narrower terminal
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._terminal = sys.stderr.isatty()
@@ -65,6 +67,7 @@ class ProgressBar:
                     total=total,
                     initial=done,
                     bar_format=self.FORMAT,
+                    ncols=min(self.WIDTH, shutil.get_terminal_size().columns - 1),
                     smoothing=0,
                     ascii=" #",
                     disable=False,
@@ -84,6 +87,8 @@ class ProgressBar:
     def close(self) -> None:
         """End the line of the current bar."""
         if self._bar is not None:
+            # tqdm leaves the line as it is where nothing was drawn since the start, which the first step put off
+            self._bar.start_t = min(self._bar.start_t, self._bar.last_print_t)
             self._bar.close()
         self._bar, self._label = None, ""
 

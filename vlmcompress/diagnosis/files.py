@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from vlmcompress import models
-from vlmcompress.checkpoint import manifest, reducer_block, tokenizers
+from vlmcompress import models, readers
+from vlmcompress.checkpoint import launch_files, manifest, reducer_block, tokenizers
 from vlmcompress.checkpoint.layer_targets import misnamed, misread
 from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.common import identity, tensor_files
@@ -261,6 +261,12 @@ def _engine(subject: _Subject) -> str:
     return f"memory, disk and vLLM agree by name on which {quantized} of {len(subject.groups)} layers are quantized, and how"
 
 
+def _readers(subject: _Subject) -> str:
+    """Who loads it; a problem where nobody does."""
+    record = manifest.read(subject.path) if (subject.path / manifest.MANIFEST).is_file() else {}
+    return readers.summary(launch_files.facts(subject.config, record, subject.path.name))
+
+
 def _draft(subject: _Subject) -> str:
     """Look at the head that drafts tokens for speculative decoding: whether it is whole, and left alone by the format."""
     specs, spec = {name: entry.spec for name, entry in subject.entries.items()}, subject.spec
@@ -366,6 +372,7 @@ _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "fused": (("weights", "config"), _fused),
     "names": (("tensors",), _names),
     "engine": (("tensors",), _engine),
+    "readers": (("weights", "config", "reducer"), _readers),
     "draft": (("weights", "config"), _draft),
     "values": (("weights",), _values),
     "size": (("manifest", "weights"), _size),

@@ -157,10 +157,12 @@ def main() -> None:
     import xllamacpp
     from transformers import AutoProcessor
 
+    from vlmcompress.readers import served_name
+
     processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     limits = token_limits(processor.image_processor)
     params = parameters(Path(folder), context=int(context), slots=int(slots), limits=limits)
-    params.hostnames, params.port, params.model_alias = [host], int(port), {Path(folder).name}
+    params.hostnames, params.port, params.model_alias = [host], int(port), {served_name(folder)}
     params.endpoint_metrics = True
     params.cache_prompt = "fresh" not in rest
     running = xllamacpp.Server(params)

@@ -1,4 +1,4 @@
-"""AutoAWQ's GEMM format: 4-bit weights for vLLM, SGLang, LMDeploy's TurboMind and transformers with gptqmodel.
+"""AutoAWQ's GEMM format: 4-bit weights, with zero points or without.
 
 Stored per linear layer (`out` x `in`, g = number of scales per row), everything transposed:
 

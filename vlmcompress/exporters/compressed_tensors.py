@@ -1,4 +1,4 @@
-"""The compressed-tensors format: what vLLM, SGLang and transformers read without a plug-in.
+"""The compressed-tensors format: what every scheme can be written in.
 
 Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
 

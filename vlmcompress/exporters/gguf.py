@@ -76,6 +76,7 @@ def configs(layers: Layers) -> dict[str, dict]:
     if layers.schemes:
         weights = layers.schemes[0].weights
         block |= {"bits": weights.bits, "group_size": weights.group, "type": storage(layers.schemes[0])}
+        block["modules_to_not_convert"] = [kept.names[0] for kept in layers.kept]
     return {"config.json": block}
 
 

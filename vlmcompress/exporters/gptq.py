@@ -1,4 +1,4 @@
-"""AutoGPTQ's format (v1): symmetric weights of 4 or 8 bits, for vLLM, SGLang, LMDeploy and llama.cpp's converter.
+"""AutoGPTQ's format (v1): symmetric weights of 4 or 8 bits.
 
 Tensors and config are described in `_gptq`. Zero points are stored less one, so that 0 cannot be told from 16: readers
 disagree about what that means, and only symmetric weights are written, whose zero point is always 8 or 128.

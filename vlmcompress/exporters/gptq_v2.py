@@ -1,7 +1,6 @@
 """GPTQModel's format (v2): GPTQ's with zero points as they are, symmetric or not, of 2, 4 or 8 bits.
 
-Tensors and config are described in `_gptq`. GPTQModel and llama.cpp's converter read all of it. vLLM 0.32 runs symmetric
-weights of 4 and 8 bits only, as for v1.
+Tensors and config are described in `_gptq`. Who reads what of it is in `vlmcompress.readers`.
 """
 
 from __future__ import annotations

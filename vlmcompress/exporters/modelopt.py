@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's format, for TensorRT-LLM, vLLM and SGLang: FP8, NVFP4, or several schemes layer by layer.
+"""NVIDIA ModelOpt's format: FP8, NVFP4, or several schemes layer by layer.
 
 Stored per linear layer (`out` x `in`):
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from vlmcompress.launch._facts import Facts
+from vlmcompress.readers import Facts
 
 _MODEL = 'model_name="$model"'
 _WIDTH, _HEIGHT = 8, 8  # of a panel; the grid is 24 wide

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from vlmcompress.launch._facts import Facts
+from vlmcompress.readers import Facts
 
 HEAD = """#!/bin/sh
 # {title}

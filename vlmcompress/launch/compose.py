@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmcompress.launch import vllm
-from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._template import documents
+from vlmcompress.readers import Facts
 
 TITLE = "Docker Compose"
 CHECKED = "structure and vLLM's flags checked in our tests, not run"
 
-refusal = vllm.refusal_on_gpus
+ENGINE, GPUS = "vllm", True
 IMAGE = "vllm/vllm-openai:v0.32.0"
 _DOCKERFILE = f"""# vLLM with vlmcompress's plugin, which the checkpoint's reducer needs.
 FROM {IMAGE}

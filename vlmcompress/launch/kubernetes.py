@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmcompress.launch import compose, vllm
-from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._template import documents
+from vlmcompress.readers import Facts
 
 TITLE = "Kubernetes"
 CHECKED = "structure and vLLM's flags checked in our tests, not run"
 
-refusal = vllm.refusal_on_gpus
+ENGINE, GPUS = "vllm", True
 _HEAD = """# {name} in vLLM on Kubernetes, for `kubectl apply -f serve/kubernetes.yaml`. Written by vlmcompress.
 # The claim {claim} is expected to hold the checkpoint's files.{image}
 """

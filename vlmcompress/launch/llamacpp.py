@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._template import execute, script
+from vlmcompress.readers import Facts
 
+ENGINE, GPUS = "llamacpp", False
 TITLE = "llama.cpp"
 CHECKED = "the files are loaded by our tests in llama.cpp's server (xllamacpp); flags by hand on 2026-11-25"
-
-
-def refusal(facts: Facts) -> str | None:
-    """The reason why llama.cpp does not load it: it is no GGUF."""
-    return None if facts.method == "gguf" else "it reads GGUF; write the checkpoint by --format gguf"
 
 
 def files(facts: Facts) -> Mapping[str, str]:

@@ -10,39 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._template import server_script
+from vlmcompress.readers import Facts
 
+ENGINE, GPUS = "lmdeploy", True
 TITLE = "LMDeploy 0.18.0"
 CHECKED = "flags read by LMDeploy 0.18.0's own parser and source, by hand on 2026-11-22; not run"
-
-ARCHITECTURES = {
-    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "InternVLForConditionalGeneration"),
-    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLChatModel"),
-}
-SIZES = {"compressed-tensors": (32, 128), "awq": (128,), "gptq": (128,)}
-
-
-def refusal(facts: Facts) -> str | None:
-    """The reason why TurboMind does not load it: the reducer, the architecture, or a format."""
-    absent = f"its TurboMind engine does not know {facts.architecture or 'this architecture'}"
-    if reason := facts.unsupported_by(ARCHITECTURES, absent):
-        return reason
-    if facts.method is None:
-        return None
-    if facts.method not in SIZES:
-        return f"its TurboMind engine does not read the format {facts.method}"
-    groups = facts.groups or {}
-    if len(groups) != 1 or (facts.method == "compressed-tensors" and "group_0" not in groups):
-        return "it reads one config group, named group_0"
-    (group,) = groups.values()
-    packed = facts.method != "compressed-tensors" or group.packing == "pack-quantized"
-    sizes = SIZES[facts.method]
-    if (group.kind, group.bits, group.activations) != ("int", 4, None) or group.size not in sizes or not packed:
-        return f"of {facts.method} it reads 4-bit integers in groups of {' or '.join(map(str, sizes))} only"
-    if facts.method == "gptq" and (not group.symmetric or group.packing == "gptq_v2"):
-        return "of gptq it reads symmetric weights only, with the zero points of version 1"
-    return None
 
 
 def files(facts: Facts) -> Mapping[str, str]:

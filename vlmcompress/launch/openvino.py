@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlmcompress.launch._facts import Facts
+from vlmcompress.readers import Facts
 
+ENGINE, GPUS = "openvino", False
 TITLE = "OpenVINO GenAI"
 CHECKED = "run by our tests in openvino_genai 2026.4 on a CPU"
 FILE = "ask_openvino.py"  # not openvino.py, which the script itself would import
@@ -37,13 +38,6 @@ pipeline = openvino_genai.VLMPipeline(model, os.environ.get("DEVICE", "CPU"))
 answer = pipeline.generate(question, images=images, max_new_tokens=256, do_sample=False, **pruning)
 print(answer.texts[0])
 '''
-
-
-def refusal(facts: Facts) -> str | None:
-    """The reason why OpenVINO GenAI does not load it: it was not written as OpenVINO."""
-    return (
-        None if facts.method == "openvino" else "it reads graphs of its own; write the checkpoint by --format openvino"
-    )
 
 
 def files(facts: Facts) -> Mapping[str, str]:

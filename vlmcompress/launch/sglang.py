@@ -11,35 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from vlmcompress.launch._facts import Facts, Group
 from vlmcompress.launch._template import server_script
+from vlmcompress.readers import Facts
 
+ENGINE, GPUS = "sglang", True
 TITLE = "SGLang 0.5.23"
 CHECKED = "flags read by SGLang 0.5.23's own parser and source, by hand on 2026-11-22; not run"
-
-ARCHITECTURES = {
-    *("LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Gemma3ForConditionalGeneration"),
-    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
-    "InternVLChatModel",
-}
-
-
-def refusal(facts: Facts) -> str | None:
-    """The reason why SGLang does not load it: the reducer, the architecture, or a format."""
-    absent = f"it has no class of its own for {facts.architecture or 'this architecture'}"
-    if reason := facts.unsupported_by(ARCHITECTURES, absent):
-        return reason
-    if facts.method in (None, "modelopt"):
-        return None
-    if facts.method in ("awq", "gptq"):
-        bits = {group.bits for group in (facts.groups or {}).values()}
-        return (
-            None if bits <= ({4} if facts.method == "awq" else {4, 8}) else f"of {facts.method} it reads other widths"
-        )
-    if facts.method != "compressed-tensors":
-        return f"it is not known to read the format {facts.method}"
-    return next((reason for group in (facts.groups or {}).values() if (reason := _unread(group))), None)
 
 
 def files(facts: Facts) -> Mapping[str, str]:
@@ -56,12 +33,3 @@ def files(facts: Facts) -> Mapping[str, str]:
 def command(facts: Facts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return "sh serve/sglang.sh"
-
-
-def _unread(group: Group) -> str | None:
-    """Why a config group has no scheme in SGLang; None where it has one."""
-    if group.kind == "float":
-        return None if group.bits in (4, 8) else f"it reads no {group.bits}-bit floats"
-    if group.activations is None:
-        return None if group.bits in (4, 8) else "it reads weight-only integers of 4 or 8 bits"
-    return None if group.bits == 8 else f"it has no {group.bits}-bit weights with {group.activations}-bit activations"

@@ -11,34 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlmcompress.launch._facts import Facts, Group
 from vlmcompress.launch._template import documents, server_script
+from vlmcompress.readers import Facts
 
+ENGINE, GPUS = "tensorrt-llm", True
 TITLE = "TensorRT-LLM"
 CHECKED = "options checked against TensorRT-LLM's source by hand on 2026-11-22, not run"
 
-ARCHITECTURES = {
-    *("LlavaNextForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Gemma3ForConditionalGeneration"),
-    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
-}
 NO_REUSE = {"Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
 """Architectures that its table of features says No or N/A to KV cache reuse of, and not Yes to chunked prefill."""
-
-
-def refusal(facts: Facts) -> str | None:
-    """The reason why TensorRT-LLM does not load it: the reducer, the architecture, or a format."""
-    absent = f"its PyTorch backend has no {facts.architecture or 'such architecture'} with images"
-    if reason := facts.unsupported_by(ARCHITECTURES, absent):
-        return reason
-    if facts.method in (None, "modelopt"):
-        return None
-    if facts.method != "compressed-tensors":
-        return f"it is not known to read the format {facts.method} without building an engine"
-    groups = facts.groups or {}
-    if len(groups) > 1 and any(group.whole for group in groups.values()):
-        return "it reads several config groups only where all of them are aimed at names"
-    return next((reason for group in groups.values() if (reason := _unread(group))), None)
 
 
 def files(facts: Facts) -> Mapping[str, str]:
@@ -63,15 +44,3 @@ def files(facts: Facts) -> Mapping[str, str]:
 def command(facts: Facts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return "sh serve/tensorrt-llm.sh"
-
-
-def _unread(group: Group) -> str | None:
-    """Why a config group has no algorithm in TensorRT-LLM; None where it has one."""
-    if group.kind == "float" and group.activations:
-        if group.bits == 8 and group.strategy == "channel" and group.dynamic:
-            return None
-        if (group.bits, group.strategy, group.size) == (4, "tensor_group", 16):
-            return None
-        if group.bits == 8 and group.strategy == "block":
-            return None
-    return "of compressed-tensors it reads FP8 (by channel with dynamic activations, or in blocks) and NVFP4 only"

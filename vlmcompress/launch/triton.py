@@ -12,12 +12,12 @@ import json
 from collections.abc import Mapping
 
 from vlmcompress.launch import vllm
-from vlmcompress.launch._facts import Facts
+from vlmcompress.readers import Facts
 
 TITLE = "Triton's vLLM backend"
 CHECKED = "model.json read by vLLM 0.32's EngineArgs, config.pbtxt by protobuf's parser in our tests, not run"
 
-refusal = vllm.refusal_on_gpus
+ENGINE, GPUS = "vllm", True
 
 _CONFIG = """# {name} in Triton Inference Server, backend vLLM. Written by vlmcompress.
 # Inputs and outputs are the backend's own. To see vLLM's metrics at Triton's /metrics, which costs some speed, add

@@ -13,33 +13,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._template import execute, script
+from vlmcompress.readers import Facts
 
+ENGINE, GPUS = "vllm", False
 TITLE = "vLLM 0.32"
 CHECKED = "executed by our tests on vLLM's CPU build"
 
 IMAGES = 4
-READS = {None, "compressed-tensors", "awq", "gptq", "modelopt", "fp8"}
 # Where VLLM_PLUGINS names the plugins to load, the reducer's has to be among them.
 PLUGIN = 'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi'
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
-
-
-def refusal(facts: Facts) -> str | None:
-    """The reason why vLLM does not load it: a format that it does not know, or a reducer that it cannot serve."""
-    if facts.method not in READS:
-        return f"it is not known to read the format {facts.method}"
-    if facts.method == "gptq" and any(group.bits not in (4, 8) for group in (facts.groups or {}).values()):
-        return "of gptq it reads 4 and 8 bits only"
-    if facts.reducer and not facts.reducer.served:
-        return f"the reducer {facts.reducer.label} runs in transformers only"
-    return None
-
-
-def refusal_on_gpus(facts: Facts) -> str | None:
-    """The reason why vLLM in a container for NVIDIA GPUs does not load it."""
-    return refusal(facts) or facts.not_nvidia
 
 
 def settings(facts: Facts) -> dict[str, Any]:
@@ -80,7 +64,7 @@ def flags(facts: Facts) -> list[str]:
 def environment(facts: Facts) -> dict[str, str]:
     """Environment variables that the checkpoint needs on its machine."""
     capability = facts.machine.capability if facts.machine else None
-    int8 = any(group.kind == "int" and group.activations == 8 for group in (facts.groups or {}).values())
+    int8 = any(group.kind == "int" and group.activations == 8 for group in facts.groups.values())
     if capability and capability >= (10, 0) and int8:
         return {"VLLM_DISABLED_KERNELS": "CutlassInt8ScaledMMLinearKernel"}
     return {}

@@ -12,9 +12,10 @@ import json
 from collections.abc import Mapping
 
 from vlmcompress.launch import vllm
-from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._template import execute, script
+from vlmcompress.readers import Facts
 
+ENGINE, GPUS = "vllm", False
 TITLE = "vLLM 0.32, encode, prefill and decode apart"
 CHECKED = "encode and prefill-decode executed by our tests on vLLM's CPU build, the others read by vLLM's own parser"
 
@@ -27,11 +28,10 @@ ROLE="${1:?role: encode, prefill-decode, prefill or decode}"
 shift"""
 
 
-def refusal(facts: Facts) -> str | None:
-    """As vLLM; a reducer that reads the question cannot work where the encoder is asked without the words."""
-    if facts.reducer and facts.reducer.asks:
-        return "the reducer reads the question, which an encoder of its own is not given"
-    return vllm.refusal(facts)
+def further(facts: Facts) -> str | None:
+    """A reducer that reads the question cannot work where the encoder is asked without the words."""
+    asks = facts.reducer and facts.reducer.asks
+    return "the reducer reads the question, which an encoder of its own is not given" if asks else None
 
 
 def files(facts: Facts) -> Mapping[str, str]:

@@ -21,7 +21,9 @@ from vlmcompress.statistics.balance import weighed
 def needing(work: Plan) -> str | None:
     """Name in words what in a recipe needs calibration data; None: nothing."""
     if work.needs_data:
-        return f"scheme '{work.recipe.scheme}'"
+        if work.method.needs.statistics:
+            return f"scheme '{work.recipe.scheme}'"
+        return "an FP8 KV cache (kv_cache)" if work.recipe.kv_cache else "a budget of bits (bits.budget)"
     if work.recipe.vision_attention:
         return "vision_attention"
     if work.recipe.resize and not work.recipe.resize.settled:

@@ -1,24 +1,19 @@
 """Check whether a recipe works for a model on a machine in an engine, in seconds, from headers and tables.
 
-`findings` checks everything instead of stopping at the first refusal. Facts about vLLM are in `vlmcompress.targets`. Facts
-about the other engines are read from their sources (none of them was run here):
-
-* transformers 5.17 with compressed-tensors loads every format and computes in 16 bits: for evaluation, not for speed.
-* SGLang 0.5: compressed-tensors W4A16 and W8A16 by Marlin and INT8 W8A8 from compute capability 8.0, FP8 from 8.9.
-* LMDeploy TurboMind (`lmdeploy/turbomind/converter.py`): 4-bit symmetric pack-quantized, group 32 or 128, in float16.
-* TensorRT-LLM (`docs/source/features/quantization.md`): no compressed-tensors INT4 or INT8; row-wise FP8 on Hopper.
+`findings` checks everything instead of stopping at the first refusal. What vLLM runs on a machine is in `vlmcompress.targets`,
+which engine loads which format in `vlmcompress.readers`; of machines for other engines only what stands here is known.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from vlmcompress import models, targets
+from vlmcompress import models, readers, targets
 from vlmcompress.checkpoint import adapter
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders
 from vlmcompress.common.messages import Finding
+from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.numerics import label
@@ -28,13 +23,13 @@ from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
 
-ENGINES = ("vllm", "transformers", "sglang", "lmdeploy", "tensorrt-llm", "llamacpp")
+NVIDIA = {"sglang": (8, 0), "lmdeploy": (0, 0), "tensorrt-llm": (0, 0)}  # engines for its GPUs -> least capability
 MEMORY_SHARE = 0.92  # share of device memory that vLLM takes by default
 
 
 def engine_of(recipe: Recipe) -> str:
-    """The engine that a recipe is checked for, where none is named: llama.cpp for GGUF, else the recipe's."""
-    return "llamacpp" if recipe.format == "gguf" else recipe.engine
+    """The engine that a recipe is checked for, where none is named: the only one that reads the format, or the recipe's."""
+    return FORMATS.constant(recipe.format, "ENGINE") or recipe.engine
 
 
 def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
@@ -42,21 +37,22 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
 
     Args:
         recipe: a recipe resolved with `refuse=False`, or one that its target does not refuse.
-        engine: one of `ENGINES`; None: see `engine_of`.
+        engine: one of `readers.ENGINES`; None: see `engine_of`.
     """
     engine = engine or engine_of(recipe)
     if engine == "transformers":
         recipe = recipe.model_copy(update={"engine": engine})
-    if engine not in ENGINES:
-        raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, ENGINES)}")
+    if engine not in readers.ENGINES:
+        raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, readers.ENGINES)}")
     target = targets.get(recipe.target) if recipe.target else None
     report = [Finding("recipe", True, f"scheme {recipe.scheme} ({label(recipe.number_formats)})")]
-    report += _engine(recipe, target, engine)
+    report += _kernels(recipe, target, engine)
     try:
         plan = make_plan(recipe, refuse=False)
     except UserError as error:
         return [*report, Finding("model", False, str(error))]
     report.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
+    report += _format(plan, engine)
     report.append(_processor(recipe.inputs_folder))
     report += _vocabulary(plan)
     lines = [*models.asides(recipe.model), *adapter.notes(recipe), *models.cast_text(plan.source)]
@@ -98,69 +94,56 @@ def _output(recipe: Recipe) -> list[Finding]:
     return []
 
 
-def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]:
-    """Whether the engine runs the number formats on the target."""
+def _kernels(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]:
+    """Whether the engine computes in the number formats on the target."""
     report = []
     for part, scheme in {"decoder": recipe.number_formats, **recipe.parts}.items():
-        key = targets.format_key(scheme)
-        name = f"{engine}: {part}"
-        if (recipe.format == "gguf") != (engine == "llamacpp"):
-            files = "GGUF files" if recipe.format == "gguf" else f"files of the format {recipe.format}"
-            report.append(Finding(name, False, f"{engine} does not read {files}; GGUF is llama.cpp's alone"))
+        key, name = targets.format_key(scheme), f"{engine}: {part}"
+        if engine == "vllm" and target is None:
+            report.append(Finding(name, True, f"reads {key}; name a --target to learn the kernel"))
+        elif target is None:
             continue
-        if engine == "vllm":
-            report.append(_vllm(name, key, target))
-            continue
-        reason = _OTHERS[engine](key, scheme, target)
-        report.append(Finding(name, reason is None, reason or f"runs {label(scheme)}"))
+        elif engine == "vllm":
+            reason = target.refusal(key)
+            report.append(Finding(name, reason is None, reason or f"{target.kernel(key)} kernel on {target.title}"))
+        elif engine in NVIDIA and (reason := _without_gain(engine, key, target)):
+            report.append(Finding(name, False, reason))
     return report
 
 
-def _vllm(name: str, key: str, target: Target | None) -> Finding:
-    if target is None:
-        return Finding(name, True, f"reads {key}; name a --target to learn the kernel")
-    reason = target.refusal(key)
-    return Finding(name, reason is None, reason or f"{target.kernel(key)} kernel on {target.title}")
-
-
-def _sglang(key: str, scheme: Any, target: Target | None) -> str | None:
-    capability = target.capability if target else (9, 0)
-    if capability is None or capability < (8, 0):
-        return "SGLang wants an NVIDIA GPU from A100 on for these formats; use --engine vllm"
-    if key == "wNa16":
-        return "SGLang reads weight-only integers of 4 or 8 bits; set options.bits"
-    if key == "w4a8-int":
-        return "SGLang is not known to run 4-bit weights with INT8 activations; use 16-bit activations (awq, gptq, mbq)"
-    if key == "w8a8-fp" and capability < (8, 9):
-        return f"SGLang runs FP8 weight-only on {target.title if target else 'this target'}; use int8"
+def _without_gain(engine: str, key: str, target: Target) -> str | None:
+    """Why an engine for NVIDIA GPUs gains nothing from a format on the target; None: nothing is known against it."""
+    title, capability = readers.ENGINES[engine].title, target.capability
+    if capability is None or capability < NVIDIA[engine]:
+        since = " from A100 on" if NVIDIA[engine] > (0, 0) else ""
+        return f"{title} wants an NVIDIA GPU{since}; use --engine vllm"
+    if key.startswith("w8a8-fp") and capability < (8, 9):
+        weight_only = f"{title} runs FP8 weight-only on {target.title}; use int8"
+        return weight_only if engine == "sglang" else f"{target.title} has no FP8 arithmetic; choose another --target"
     return None
 
 
-def _lmdeploy(key: str, scheme: Any, target: Target | None) -> str | None:
-    if key == "bf16":
-        return None
-    if key != "w4a16" or not scheme.weights.symmetric or scheme.weights.group not in (32, 128):
-        return (
-            "LMDeploy's TurboMind reads symmetric 4-bit weights in groups of 32 or 128 only; "
-            "use --scheme gptq, or awq with --set options.symmetric=true"
+def _format(plan: Plan, engine: str) -> list[Finding]:
+    """Whether the engine loads the checkpoint that would be written; nothing where it can't be, which the plan says."""
+    try:
+        block = plan.recipe.exporter.configs(plan.layers).get("config.json")
+    except UserError:
+        return []
+    config = {key: value for key, value in plan.source.config.items() if key != "quantization_config"}
+    facts = readers.read(
+        config | ({"quantization_config": block} if block else {}), "OUT", experts=models.mixture(config) is not None
+    )
+    verdict, name = readers.verdict(engine, facts), f"{engine}: format"
+    if verdict.reason:
+        remedy = (
+            "choose another --scheme or --format, or --engine vllm" if engine != "vllm" else "choose another --format"
         )
-    return None
-
-
-def _tensorrt(key: str, scheme: Any, target: Target | None) -> str | None:
-    hopper = target is None or target.capability == (9, 0)
-    if key == "bf16" or (key == "w8a8-fp" and scheme.weights.group == -1 and hopper):
-        return None
-    return "TensorRT-LLM reads compressed-tensors checkpoints only with row-wise FP8 on Hopper; use --scheme fp8"
-
-
-_OTHERS = {
-    "transformers": lambda key, scheme, target: None,
-    "sglang": _sglang,
-    "lmdeploy": _lmdeploy,
-    "tensorrt-llm": _tensorrt,
-    "llamacpp": lambda key, scheme, target: None,  # the format says itself what it can't hold
-}
+        return [Finding(name, False, f"{verdict.reason}; {remedy}")]
+    needs = f" with {', '.join(verdict.needs)}" if verdict.needs else ""
+    source = ", by its source; not run" if verdict.evidence.startswith("read") else ""
+    loader = "; by vlmcompress.models.open_model" if verdict.loader else ""
+    notes = "".join(f"; {note}" for note in verdict.notes)
+    return [Finding(name, True, f"{verdict.title} loads {plan.recipe.format}{needs}{source}{loader}{notes}")]
 
 
 def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:

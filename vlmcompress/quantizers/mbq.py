@@ -1,4 +1,4 @@
-"""MBQ (arXiv 2412.19509): AWQ's search with the modalities weighed by how much the loss minds their errors.
+"""After MBQ (arXiv 2412.19509): AWQ's search with the modalities weighed by how much the loss minds their errors.
 
 Visual tokens are many, and the answer's loss minds an error in one of them far less than in a text token. MBQ measures by how
 much, with one backward pass of the answer's loss: g_m is the mean |dL/dY| of modality m at the output of a block's attention

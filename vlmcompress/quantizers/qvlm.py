@@ -1,4 +1,4 @@
-"""Q-VLM (arXiv 2410.08119): clipping ranges searched by the output of neighbouring blocks together, not layer by layer.
+"""After Q-VLM (arXiv 2410.08119): ranges of weights searched by the output of neighbouring blocks, not layer by layer.
 
 Errors of one block are undone or amplified by the next, so the best range of each layer alone is not the best of all. Searching
 all blocks at once is too much; Q-VLM cuts the decoder into runs of at most `depth` blocks where the entropy of a block's input,

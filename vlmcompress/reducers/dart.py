@@ -1,4 +1,4 @@
-"""DART on the projected tokens: keep a few pivots and what resembles them least (arXiv 2502.11494).
+"""After DART (arXiv 2502.11494), on the projected tokens: pivots, by default four in five, and what resembles them least.
 
 Duplication, not importance, decides. The pivots are the tokens with the largest L1 norm; each pivot in turn adds those
 of the tokens still free that have the lowest cosine to it. Needs no attention map, so it goes with any attention

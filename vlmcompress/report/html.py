@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 from PIL import Image
 
+from vlmcompress.checkpoint.manifest import error_kind
 from vlmcompress.common.messages import reason
 from vlmcompress.common.text import figures, percentage, points, size, smaller, times
 from vlmcompress.errors import UserError
@@ -144,7 +145,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     filters: tuple[Callable[..., object], ...] = (
-        *(points, words.percent, words.metric, words.error_kind, words.typeset),
+        *(points, words.percent, words.metric, error_kind, words.typeset),
         *(size, figures, percentage, times, dotted),
     )
     environment.filters |= {filter_.__name__: filter_ for filter_ in filters}

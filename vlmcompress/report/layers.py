@@ -10,13 +10,13 @@ from typing import Any
 
 from markupsafe import Markup
 
+from vlmcompress.checkpoint.manifest import OF_OUTPUTS, OF_WEIGHTS, error_kind
 from vlmcompress.common.text import figures, percentage, table, times
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.diagnosis.layer_errors import Change, LayerErrors
 from vlmcompress.report import heatmap, words
 from vlmcompress.report.heatmap import Grid
 from vlmcompress.report.html import render
-from vlmcompress.report.words import MEASURE, OF_WEIGHTS, error_kind
 
 CACHE = "FP8 cache: largest keys and values, shares that scales of the other kind of token would clip, rounding errors"
 ADVICE = "Errors by modality need calibration data: add --stats STATS --model MODEL (see vlmcompress calibrate)."
@@ -79,7 +79,7 @@ def _summary(errors: LayerErrors) -> str:
         shares = map(percentage, (facts["mean"], facts["median"], worst["error"]))
         rows.append((error_kind(kind), *shares, worst["layer"]))
     lines = [
-        f"{errors.name}: {MEASURE if errors.basis else OF_WEIGHTS}",
+        f"{errors.name}: {OF_OUTPUTS if errors.basis else OF_WEIGHTS}",
         f"Measured on {errors.measured}.",
         table(rows),
     ]
@@ -93,7 +93,7 @@ def _changes(first: LayerErrors, other: LayerErrors) -> str:
         factor = "" if change.ratio is None else times(change.ratio)
         means, counts = map(percentage, (change.before, change.after)), (str(change.better), str(change.worse))
         rows.append((error_kind(kind), *means, factor, *counts, verdict(change)))
-    measure = OF_WEIGHTS if set(changes) == {"weight"} else MEASURE
+    measure = OF_WEIGHTS if set(changes) == {"weight"} else OF_OUTPUTS
     lines = [f"{first.name} -> {other.name}: {measure}"]
     lines += dict.fromkeys(f"Measured on {errors.measured}." for errors in (first, other))
     notes = [f"Note: {line}." for line in layer_errors.differences(first, other)]

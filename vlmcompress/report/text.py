@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from vlmcompress.checkpoint.manifest import error_kind
 from vlmcompress.common.text import figures, percentage, points, size
 from vlmcompress.common.text import table as columns
 from vlmcompress.report import words
@@ -71,7 +72,7 @@ def markdown(findings: Findings) -> str:
     if layer_errors := results.candidate.layer_errors:
         errors = [(error, layer, kind) for layer, by_kind in layer_errors.items() for kind, error in by_kind.items()]
         worst = sorted(errors, reverse=True)[:_LAYERS]
-        largest = [(layer, words.error_kind(kind), percentage(error)) for error, layer, kind in worst]
+        largest = [(layer, error_kind(kind), percentage(error)) for error, layer, kind in worst]
         sections += ["## Layers with the largest error", table(["layer", "tokens", "error"], largest, right=(2,))]
         sections.append(words.layers(layer_errors))
     if findings.made:

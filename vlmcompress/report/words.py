@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from vlmcompress.checkpoint.manifest import OF_WEIGHTS, errors_text
 from vlmcompress.common.text import figures, points, times
 from vlmcompress.results import Bench, Comparison, Ratio, Results, Scored, Suite, Verdict
 
@@ -14,8 +15,6 @@ MODES = {"serve": "served", "offline": "offline"}
 TIMES = (
     "TTFT: time to first token. ITL: time between tokens. TPOT: mean time per output token. E2E: time to last token."
 )
-MEASURE = "squared error of a layer's output relative to the output, over the tokens of a modality"
-OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
 MODALITIES = (
     "Vision tokens stand for images, text tokens for the words of the prompt, answer tokens for those of the answer that "
     "comes with a calibration sample"
@@ -117,11 +116,6 @@ def metric(name: str) -> str:
     if name in _METRICS or first not in _METRICS:
         return _METRICS.get(name) or name.replace("_", " ")
     return f"{_METRICS[first]} {'median' if rest == 'p50' else rest}, ms"
-
-
-def error_kind(name: str) -> str:
-    """The name of a kind of layer error: a modality, or `weight`, the only kind of a scheme without calibration data."""
-    return "weights" if name == "weight" else name
 
 
 def load(bench: Bench) -> str:
@@ -272,8 +266,5 @@ def speed_method(bench: Bench) -> str:
 
 def layers(errors: Mapping[str, Mapping[str, float]]) -> str:
     """What the errors of layers are; "" where there are none."""
-    if not errors:
-        return ""
-    if all(set(error) <= {"weight"} for error in errors.values()):
-        return f"{OF_WEIGHTS[:1].upper()}{OF_WEIGHTS[1:]}, as no calibration data were seen."
-    return f"{MEASURE[:1].upper()}{MEASURE[1:]}. {MODALITIES}."
+    text = errors_text(errors)
+    return text if not text or OF_WEIGHTS[1:] in text else f"{text} {MODALITIES}."

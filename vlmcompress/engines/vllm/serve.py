@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmcompress import readers
 from vlmcompress.common import json_files
 from vlmcompress.common.messages import note
 from vlmcompress.engines import reducer_support
@@ -191,6 +192,7 @@ def arguments_of(
         if value is not None and value < least:
             raise UserError(f"--{flag} is {value}, it should be at least {least}")
     config = _config(model)
+    readers.refuse(model, ["vllm"], "write another format with vlmcompress export")
     check_length(max_model_len, config)
     reducer = _reducer(model, config)
     arguments = [
@@ -265,8 +267,8 @@ def vision_attention_flags(model: Path) -> list[str]:
 
 
 def name(model: Path) -> str:
-    """The model's name on the server, which is its folder's name."""
-    return model.resolve().name
+    """The model's name on the server, as launch files and cards have it."""
+    return readers.served_name(model)
 
 
 def example(model: Path, host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""What a launch file needs to know of a checkpoint, read from its config.json; nothing here reads a file or runs.
+"""What decides who loads a checkpoint, and what a launch file needs to know of it, read from its config.json; nothing runs.
 
 Names that a stranger may have chosen (folders, architectures) are cut down to characters that mean nothing to a shell, to YAML
 or to Markdown, so that no launch file has to quote them.
@@ -7,12 +7,12 @@ or to Markdown, so that no launch file has to quote them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-COMPRESSED_TENSORS = "compressed-tensors"
 _PREFIX = "Vlmcompress"  # before the architecture of a checkpoint with a reducer, see `checkpoint.reducer_block`
+_KEPT = re.compile(r"-:(?!.*(?:vision|visual|mtp)).*layers")  # GPTQ's pattern of layers that are not quantized
 _COUNTS = (1, 2, 4, 8)
 _FILL = 0.6  # share of the memory that weights may take before another GPU is asked for; the rest is KV cache
 _SHARE = 0.92  # of device memory that vLLM 0.32 takes by default
@@ -42,6 +42,15 @@ class Group:
     whole: bool = True
 
 
+_ALGORITHMS = {
+    "FP8": Group("float", 8, "tensor", activations=8, dynamic=False),
+    "FP8_PER_CHANNEL_PER_TOKEN": Group("float", 8, "channel", activations=8),
+    "NVFP4": Group("float", 4, "tensor_group", 16, activations=4),
+    "W4A16_NVFP4": Group("float", 4, "tensor_group", 16),
+}
+"""ModelOpt's algorithms."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """What a launch file needs to know of the target: see `targets.Target`."""
@@ -68,8 +77,11 @@ class Facts:
         name: name on the server: the folder's, in characters that need no quoting.
         architecture: of the original, without the prefix that a reducer brings.
         method: `quant_method` of config.json; None where nothing is quantized.
-        algorithm: `quant_algo` of ModelOpt's checkpoints, in upper case; empty for others.
-        groups: config groups of a compressed-tensors checkpoint by name; the one group of AWQ and GPTQ.
+        groups: how layers are quantized: config groups of a compressed-tensors checkpoint by name, those that the numbers of
+            AWQ and GPTQ or the algorithms of ModelOpt stand for.
+        embeddings: whether the token embedding is quantized.
+        experts: whether the decoder is a mixture of experts.
+        kept_layers: whether GPTQ's patterns leave layers of decoder blocks in 16 bits.
         kv_fp8: whether there are scales for an FP8 KV cache.
         max_len: tokens of context; heads: attention heads of the decoder; None where config.json has none.
         weights: bytes.
@@ -81,8 +93,10 @@ class Facts:
     name: str
     architecture: str = ""
     method: str | None = None
-    algorithm: str = ""
-    groups: Mapping[str, Group] | None = None
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    embeddings: bool = False
+    experts: bool = False
+    kept_layers: bool = False
     kv_fp8: bool = False
     max_len: int | None = None
     heads: int | None = None
@@ -104,24 +118,20 @@ class Facts:
         return next((count for count in counts if self.weights <= count * room), counts[-1])
 
     @property
-    def not_nvidia(self) -> str | None:
-        """Why files for NVIDIA GPUs are of no use; None where the machine has one or is not known."""
-        if self.machine is None or self.machine.capability is not None:
-            return None
-        return f"its files are for NVIDIA GPUs, and the target is {self.machine.title}"
+    def format(self) -> str:
+        """The format's name among `vlmcompress.exporters`; the method's, where it is none of these."""
+        second = any(group.packing == "gptq_v2" for group in self.groups.values())
+        return "bf16" if self.method is None else "gptq-v2" if self.method == "gptq" and second else self.method
 
-    def unsupported_by(self, architectures: Collection[str], absent: str) -> str | None:
-        """Why an engine for NVIDIA GPUs without our plugin does not load it, whatever the format: the machine, the reducer or
-        the architecture; None where nothing of that stands in the way.
+    @property
+    def zero_points(self) -> bool:
+        """Whether some weights are asymmetric."""
+        return any(not group.symmetric for group in self.groups.values())
 
-        Args:
-            architectures: those that the engine has; `absent`: what to say of another.
-        """
-        if self.not_nvidia:
-            return self.not_nvidia
-        if self.reducer:
-            return f"it does not know the reducer {self.reducer.label}"
-        return None if self.architecture in architectures else absent
+    @property
+    def several(self) -> bool:
+        """Whether the checkpoint has several schemes."""
+        return len({replace(group, whole=True) for group in self.groups.values()}) > 1
 
     @property
     def resource(self) -> str:
@@ -136,6 +146,7 @@ def read(
     weights: int = 0,
     machine: Machine | None = None,
     reducer: Reducer | None = None,
+    experts: bool = False,
     draft: str = "",
     splits: tuple[int, ...] | None = None,
 ) -> Facts:
@@ -145,6 +156,7 @@ def read(
         config: content of config.json; what is not as it should be counts as absent.
         name: the checkpoint's name, of any characters.
         weights: bytes of all tensors.
+        experts: whether the decoder is a mixture of experts.
         draft: method of speculative decoding by a head that the checkpoint carries.
         splits: numbers of GPUs that its layers can be shared out among, where that is known.
     """
@@ -155,8 +167,10 @@ def read(
         name=plain(name) or "model",
         architecture=plain(names[0]).removeprefix(_PREFIX) if names else "",
         method=plain(str(quantization["quant_method"])) if "quant_method" in quantization else None,
-        algorithm=plain(str(quantization.get("quant_algo", ""))).upper(),
         groups=_groups(quantization),
+        embeddings=any("embed" in target.lower() for target in _targets(quantization)),
+        experts=experts,
+        kept_layers=any(_KEPT.match(str(key)) for key in _mapping(quantization.get("dynamic"))),
         kv_fp8=bool(quantization.get("kv_cache_scheme")) or quantization.get("kv_cache_quant_algo") == "FP8",
         max_len=_count(text.get("max_position_embeddings")),
         heads=_count(text.get("num_attention_heads")),
@@ -183,10 +197,23 @@ def _groups(quantization: Mapping[str, Any]) -> dict[str, Group]:
             if not key.startswith("-:")
         }
         return {"": _numbers(quantization), **others}
+    if "quant_algo" in quantization:  # ModelOpt, with algorithms of their own for layers where there are several
+        layers = [_mapping(layer) for layer in _mapping(quantization.get("quantized_layers")).values()] or [
+            quantization
+        ]
+        names = {plain(str(layer.get("quant_algo"))).upper() for layer in layers}
+        return {name: _ALGORITHMS[name] for name in sorted(names) if name in _ALGORITHMS}
     return {
         plain(str(key)): _group(_mapping(group), str(quantization.get("format", "")))
         for key, group in _mapping(quantization.get("config_groups")).items()
     }
+
+
+def _targets(quantization: Mapping[str, Any]) -> list[str]:
+    """All targets of config groups."""
+    groups = map(_mapping, _mapping(quantization.get("config_groups")).values())
+    lists = (group.get("targets") for group in groups)
+    return [str(target) for targets in lists if isinstance(targets, list) for target in targets]
 
 
 def _numbers(quantization: Mapping[str, Any]) -> Group:
