@@ -37,6 +37,7 @@ def errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
         return f"{OF_WEIGHTS[:1].upper()}{OF_WEIGHTS[1:]}, as no calibration data were seen."
     return f"{OF_OUTPUTS[:1].upper()}{OF_OUTPUTS[1:]}."
 
+
 Kind = Literal["text", "vision", "answer", "weight"]
 """A modality whose outputs an error is of, or the weights themselves."""
 _ByKind = dict[Kind, Amount]
