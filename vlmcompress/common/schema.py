@@ -27,6 +27,7 @@ Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Field(ge=1, le=2**40)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LogProbability = Annotated[float, Field(le=1)]  # above 0 by rounding alone
 Place = Annotated[str, AfterValidator(_inside)]
 """The name of a file within a folder."""
 
@@ -71,7 +72,7 @@ def read(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
 def problem(error: ValidationError) -> str:
     """The first thing that is wrong, like `size.weights_after should be a valid integer`."""
     first = error.errors(include_url=False)[0]
-    key = ".".join(map(str, first["loc"])) or "it"
+    key = ".".join(map(str, first["loc"])) or "content"
     if first["type"] in ("missing", "extra_forbidden"):
         return f"'{key}' is {'missing' if first['type'] == 'missing' else 'unknown'}"
     text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
