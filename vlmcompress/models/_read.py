@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from vlmcompress.common import json_files, model_folder, schema
 from vlmcompress.common.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILES, INDEX, PICKLES
 from vlmcompress.common.registry import FAMILIES as REGISTRY
@@ -44,23 +42,6 @@ def mixture(config: Mapping[str, Any]) -> ModelSpec | None:
     return spec if spec and spec.experts else None
 
 
-_Object = dict[str, Any] | None
-
-
-class _Part(TypedDict, total=False):
-    architectures: list[str] | None
-    rope_parameters: _Object
-    rope_scaling: _Object
-    quantization_config: _Object
-
-
-class _Config(_Part, total=False):
-    """A config.json: the parts that are looked into before transformers, or an engine, reads all of it."""
-
-    text_config: _Part | None
-    vision_config: _Part | None
-
-
 def read_json(path: Path, what: str) -> dict:
     """Read the JSON object in `path`. `what` names the file in the message."""
     try:
@@ -70,7 +51,7 @@ def read_json(path: Path, what: str) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{what} {path} holds no JSON object; download it again")
     if path.name == "config.json":
-        schema.check(_Config, content, f"{what} {path}", "restore it from the source")
+        schema.check(model_folder.Config, content, f"{what} {path}", "restore it from the source")
     return content
 
 
