@@ -25,6 +25,7 @@ from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA, ROOT
 from vlmcompress import cli, reducers, results
 from vlmcompress.calibration import statistics_folder
+from vlmcompress.checkpoint import manifest
 from vlmcompress.common.registry import Registry
 from vlmcompress.data.samples import to_sample
 from vlmcompress.evaluation import gate
@@ -311,7 +312,9 @@ def test_formats_has_every_field():
     text = TEXTS["docs/formats.md"]
     classes = [cls for cls in vars(results).values() if isinstance(cls, type) and issubclass(cls, BaseModel)]
     expected = set.union(*(fields(cls) for cls in classes), fields(gate.GateFile), fields(gate.SuiteRules)) - {"suite"}
-    expected |= fields(gate.SpeedRule) | set(statistics_folder._KEYS)
+    expected |= fields(gate.SpeedRule)
+    for record in (manifest.Manifest, manifest.Data, statistics_folder.Facts):
+        expected |= record.__annotations__.keys()
     for cls in (TokenCounter, gradients.Gradient, gradients.Gradients):
         expected |= {field.name for field in dataclasses.fields(cls)}
     named = set(re.findall(r"`(?:[\w.]+\.)?(\w+)`", text))

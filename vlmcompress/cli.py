@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from vlmcompress.commands import REGISTRY as VERBS
 from vlmcompress.commands import _flags
 from vlmcompress.commands import _process as process
 from vlmcompress.commands._flags import Parser
-from vlmcompress.commands._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED, OK
+from vlmcompress.commands._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.messages import shortened, unusable
 from vlmcompress.errors import GateError, UserError
@@ -42,8 +43,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse one call: `verb` is its verb, `extra` the arguments behind `--` for another program.
 
     Raises:
-        UserError: an unknown verb or flag, or a bad value.
+        UserError: an unknown verb or flag, or a bad value, or one that is no text.
     """
+    for word in arguments:
+        if (
+            word.encode(errors="ignore").decode() != word
+        ):  # manifests and engines' settings, which are UTF-8, name files
+            raise UserError(f"'{os.fsencode(word).decode(errors='backslashreplace')}' is not UTF-8; rename the file")
     verb = next((word for word in arguments if not word.startswith("-")), None)
     extra: list[str] = []
     if "--" in arguments and verb is not None and verb in VERBS and getattr(VERBS.get(verb), "PASSES_ON", False):
@@ -101,11 +107,17 @@ def _verbs_text() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one call and return its exit code."""
+    with process.streams():
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     began = time.monotonic()  # before the libraries are imported, which can take most of a short run
     words = sys.argv[1:] if argv is None else argv
     as_json, debug = "--json" in words, "--debug" in words
     args = argparse.Namespace()
     try:
+        distributed.rank()  # refuses an environment in which nobody knows who reports
         args = parse(words)
         args.began = began
         if not args.verbose:
@@ -114,16 +126,17 @@ def main(argv: list[str] | None = None) -> int:
         with process.stopping_signals(), process.stdout_kept_clean():
             code, data, text = VERBS.get(args.verb).run(args)
         if distributed.is_main():
-            process.show(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text)
+            escape = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
+            process.show(json.dumps(data, indent=1, default=str, ensure_ascii=escape) if as_json else text)
         return code
-    except BrokenPipeError:  # the reader of our stdout left
-        return OK
     except process.Stopped as stop:
         return _fail(f"stopped by {stop.signal.name}{_how_to_go_on(args)}", 128 + stop.signal, as_json)
     except KeyboardInterrupt:
         return _fail(f"interrupted{_how_to_go_on(args)}", INTERRUPTED, as_json)
     except GateError as error:
         return _fail(str(error), GATE, as_json)
+    except distributed.NoNumber as error:
+        return _say(str(error), BAD_INPUT, as_json)
     except UserError as error:
         if debug:
             traceback.print_exc()
@@ -162,12 +175,14 @@ def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
 
 def _fail(message: str, code: int, as_json: bool) -> int:
     """Print an error as one line on stderr, with `--json` also as an object on stdout, and return the exit code."""
+    return _say(message if distributed.is_main() else f"worker {distributed.rank()}: {message}", code, as_json)
+
+
+def _say(message: str, code: int, as_json: bool) -> int:
     line = shortened(" ".join(message.split()))
-    if not distributed.is_main():
-        line = f"worker {distributed.rank()}: {line}"
     print(f"error: {line}" if code < 128 else line, file=sys.stderr, flush=True)
     if as_json:
-        with contextlib.suppress(BrokenPipeError, UserError):  # the line is on stderr
+        with contextlib.suppress(UserError):  # the line is on stderr
             process.show(json.dumps({"ok": False, "error": line, "exit_code": code}))
     return code
 

@@ -158,7 +158,7 @@ REFUSED = {
     cut: r"layer-0001.safetensors is missing or of another size",
     no_folder: r"has no statistics.json; give a folder written by",
     no_json: r"statistics.json is not readable",
-    no_blocks: r"statistics.json has no 'blocks'; calibrate again",
+    no_blocks: r"statistics.json: 'blocks' is missing; calibrate again",
     only_maxima: r"hold absmax and the scheme needs absmean, gram, too; calibrate again with --needs absmax,absmean,gram",
     no_ranges: r"no ranges of keys and values; calibrate with --kv-cache fp8",
     other_samples: r"calibrate.samples is 4 and statistics .* with 5; leave it out",

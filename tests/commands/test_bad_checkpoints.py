@@ -173,7 +173,7 @@ def serve_of_a_tampered_reducer(folder: Path) -> list[str]:
     return ["serve", tampered(folder)]
 
 
-@case("config.json holds no JSON object")
+@case("config.json: content should be an object")
 def serve_of_a_list(folder: Path) -> list[str]:
     (folder / "config.json").write_text("[1]")
     return ["serve", str(folder)]

@@ -76,10 +76,27 @@ def test_a_signal_that_is_ignored_stays_so(capfd, monkeypatch, number):
     assert capfd.readouterr() == ("went on\n", "")
 
 
-def test_standard_output_that_is_full():
-    """One line and the code of other output errors, with `--json`, too, and for an error that finds no room."""
-    for flags, code, line in (([], 2, FULL), (["--json"], 2, FULL), (["--nope", "--json"], 2, "takes no '--nope'")):
-        with open("/dev/full", "w") as full:
-            command = [sys.executable, "-m", "vlmcompress", "list", *flags]
-            done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-        assert done.returncode == code and line in done.stderr and done.stderr.count("\n") == 1, done.stderr
+ENDS = {
+    "full": ("list >/dev/full", 2, FULL),
+    "full, as JSON": ("list --json >/dev/full", 2, FULL),
+    "an error that finds no room": ("list --nope --json >/dev/full", 2, "list takes no '--nope'"),
+    "no output": ("list >&-", 0, None),
+    "no stream at all": ("list --nope <&- >&- 2>&-", 2, None),
+    "errors that find no room": ("list --nope 2>/dev/full", 2, None),
+    "the reader left": ("list | true; exit ${PIPESTATUS[0]}", 0, None),
+    "the reader of errors left": ("list --nope 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}", 2, None),
+    "no number": ("list", 2, "RANK is 'x', which is no number; "),
+    "not UTF-8": ("doctor $'a\\xff'", 2, r"'a\xff' is not UTF-8; rename"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_standard_streams_and_environment(name):
+    """Output that is full, closed or left, and an environment that is wrong: the code that says it, and one line or none."""
+    call, code, line = ENDS[name]
+    rank = {"WORLD_SIZE": "2", "RANK": "x"} if name == "no number" else {}
+    environment = os.environ | rank | {"PYTHONIOENCODING": "ascii"}
+    command = ["bash", "-c", f"{sys.executable} -m vlmcompress {call}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stderr
+    assert (line in done.stderr and done.stderr.count("\n") == 1) if line else not done.stderr, done.stderr

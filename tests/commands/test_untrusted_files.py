@@ -206,6 +206,48 @@ case("key 'model_type' is given twice", command="quantize", where="llava")(dupli
 case("key 'model_type' is given twice", command="serve", where="out")(duplicate)
 
 
+def tokenizer(folder: Path, key: str, value: object) -> list[str]:
+    edit(folder / "llava" / "tokenizer.json", **{key: value})
+    return tokens(folder)
+
+
+PATTERN = {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}
+CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+for tokenizer_key, tokenizer_value in {
+    "pre_tokenizer": PATTERN,
+    "normalizer": CHARSMAP,
+    "model__vocab": {"a": HUGE},
+}.items():
+    case("llava has no usable processor .*; copy the tokenizer", key=tokenizer_key, value=tokenizer_value)(tokenizer)
+
+
+def processor(folder: Path, key: str, value: object) -> list[str]:
+    edit(folder / "llava" / "processor_config.json", **{key: value})
+    return tokens(folder)
+
+
+for processor_key, processor_value in {
+    "patch_size": 0,
+    "image_processor__rescale_factor": 0,
+    "image_processor__resample": 99,
+    "image_processor__crop_size": {"height": "x", "width": [1]},
+}.items():
+    case("the model's processor refuses it", key=processor_key, value=processor_value)(processor)
+
+
+@case("not a whole safetensors file")
+def metadata_that_are_no_object(folder: Path) -> list[str]:
+    header = b'{"__metadata__":{"format":1}}'
+    (folder / "llava" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return quantize(folder)
+
+
+@case("calib.jsonl line 1 .*half of a character")
+def half_a_character(folder: Path) -> list[str]:
+    (folder / "calib.jsonl").write_text('{"id": "\\ud800", "image": "0.png", "question": "q"}\n')
+    return calibrated(folder)
+
+
 @case("'?image '/dev/zero' cannot be read: it is a device")
 def endless_image(folder: Path) -> list[str]:
     (folder / "calib.jsonl").write_text('{"image": "/dev/zero", "question": "q"}\n')
@@ -302,14 +344,7 @@ def spoilt_manifest(folder: Path, key: str, value: object) -> list[str]:
     return ["report-error", str(folder / "out")]
 
 
-case("lacks 'files'", key="files", value=None)(spoilt_manifest)
-for spoilt_key, spoilt in (
-    ("maxima", {"a": 1}),
-    ("warnings", 3),
-    ("calibration", [1]),
-    ("calibration__tokens", {"text": "x"}),
-):
-    case("readable", key=spoilt_key, value=spoilt)(spoilt_manifest)
+case("files should be an object", key="files", value=None)(spoilt_manifest)
 
 
 @case(

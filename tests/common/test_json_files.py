@@ -18,7 +18,9 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-@pytest.mark.parametrize("text", [nested(DEPTH), "[" + "{}," * 300 + '"[[[["]', '{"a": [1, 2.5, NaN, null]}', "7"])
+@pytest.mark.parametrize(
+    "text", [nested(DEPTH), "[" + "{}," * 300 + '"[[[["]', '{"a": [1, 2.5, NaN, null]}', "7", r'"\ud83d\ude00"']
+)
 def test_what_is_json(text):
     assert str(json_files.parse(text)) == str(json.loads(text)) == str(json_files.parse(text.encode()))
 
@@ -30,6 +32,8 @@ def test_what_is_json(text):
         (nested(100_000), "nested more than 100 deep"),
         ('{"a":' * 200 + "1" + "}" * 200, "nested more than 100 deep"),
         ('{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' is given twice"),
+        ('{"id": "a\\ud800"}', "half of a character"),
+        ('{"\\uDC00": 1}', "half of a character"),
         ("[NaN]", "NaN, which is no number"),
         ("[-Infinity]", "Infinity, which is no number"),
         ("[1e999]", "1e999, which is too large"),

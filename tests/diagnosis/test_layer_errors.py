@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.kit import made_manifest
 from tests.kit.command_line import loud  # noqa: F401
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
@@ -33,12 +34,7 @@ def made(folder: Path, errors: object, **keys) -> Path:
         "prefix": "quantized",
         "tokens": {"text": 9, "vision": 9},
     }
-    content = {
-        "schema_version": manifest.SCHEMA_VERSION,
-        "calibration": calibration,
-        "errors": errors,
-        "files": {},
-    } | keys
+    content = made_manifest.manifest(**{"calibration": calibration, "errors": errors} | keys)
     (folder / manifest.MANIFEST).write_text(json.dumps(content))
     return folder
 
@@ -128,8 +124,8 @@ def test_different_measurements_are_told(tmp_path, capfd):
 BAD = {
     "no_manifest": (lambda folder: folder.mkdir() or [folder], "has no vlmcompress.json"),
     "nothing": (lambda folder: [made(folder, {})], "no decoder layer of"),
-    "garbage": (lambda folder: [made(folder, {A: {"text": "much"}})], "has no readable errors of layers"),
-    "list": (lambda folder: [made(folder, [1])], "has no readable errors of layers"),
+    "garbage": (lambda folder: [made(folder, {A: {"text": "much"}})], "text should be a valid number"),
+    "list": (lambda folder: [made(folder, [1])], "errors should be an object"),
     "page": (lambda folder: [made(folder, {A: {"text": 0.1}}), "-o", "errors.pdf"], "name it FILE.html"),
     "top": (lambda folder: [made(folder, {A: {"text": 0.1}}), "--top", "-1"], "--top is -1"),
     "half": (lambda folder: [made(folder, {A: {"text": 0.1}}), "--stats", "s"], "--stats and --model belong together"),

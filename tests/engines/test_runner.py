@@ -18,7 +18,7 @@ from PIL import Image
 from tests.kit.processes import alive, wait_until_gone
 from tests.kit.tiny import build
 from vlmcompress.engines import Answer, Request, Settings
-from vlmcompress.engines.local import last_words
+from vlmcompress.engines.local import LOG_VARIABLE, last_words
 from vlmcompress.engines.vllm import ENGINE, PYTHON_VARIABLE
 from vlmcompress.errors import UserError
 
@@ -33,6 +33,28 @@ def test_missing_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
     with pytest.raises(UserError, match="VLMCOMPRESS_ENGINE_PYTHON=/nowhere/python is not an executable"):
         ask(tmp_path)
+
+
+def test_a_log_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before the engine starts."""
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "logs" / "engine.log"))
+    with pytest.raises(
+        UserError, match=f"^{LOG_VARIABLE}: cannot write {tmp_path}/logs/engine.log .No such file.*; name"
+    ):
+        ask(tmp_path)
+
+
+def test_a_log_whose_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken, capfd) -> None:
+    """A note, and the engine's end is still told."""
+    kept = tmp_path / "logs"
+    kept.mkdir()
+    broken(f"rm -r {kept}; echo 'ValueError: too small' >&2; exit 7")
+    monkeypatch.setenv(LOG_VARIABLE, str(kept / "engine.log"))
+    with pytest.raises(UserError, match="could not start .exit code 7.*: ValueError: too small$"):
+        ask(tmp_path)
+    assert (
+        f"note: {LOG_VARIABLE}: the engine's log is not kept, {kept}/engine.log: No such file" in capfd.readouterr().err
+    )
 
 
 def test_death_at_start_tells_the_last_error_lines(tmp_path: Path, broken) -> None:

@@ -180,7 +180,7 @@ def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such checkpoint folder"):
         serve(tmp_path / "nothing")
     (checkpoint / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json can't be read"):
+    with pytest.raises(UserError, match="config.json is not readable"):
         serve(checkpoint)
 
 

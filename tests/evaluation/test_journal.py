@@ -106,7 +106,9 @@ def test_an_entry_of_any_kind_is_an_answer_or_refused(tmp_path_factory, name, va
         except UserError as error:
             assert "run again" in str(error)
         else:
-            assert isinstance(answer.text, str) and isinstance(answer.prompt_tokens, int) and answer.id == "a"
+            assert isinstance(answer.text, str) and answer.prompt_tokens >= 0 and answer.id == "a"
+            assert answer.visual_tokens is None or answer.visual_tokens >= 0
+            assert all(logarithm <= 1 for logarithm in (answer.first or {}).values())
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:

@@ -114,13 +114,13 @@ def test_a_file_for_one_model(tmp_path):
             lambda content: content["model"]["encoder"].update(image_size=336),
             "its encoder has image_size 336, that of.*56",
         ),
-        (lambda content: content.update(schema_version=2), "upgrade"),
+        (lambda content: content.update(schema_version=2), "schema 2, this vlmcompress reads 1; update"),
         (lambda content: content["reduce"].update(thresholds=None), "holds no thresholds"),
         (lambda content: content["reduce"].update(thresholds=[2.0, 0.0]), "must be cosines"),
         (lambda content: content["reduce"].update(thresholds="dymu.json"), "holds no thresholds"),
         (lambda content: content["reduce"].update(method="dart"), "no option 'thresholds'"),
-        (lambda content: content.pop("model"), "holds no thresholds"),
-        (lambda content: content.clear(), "holds no thresholds"),
+        (lambda content: content.pop("model"), "'model' is missing; make them with"),
+        (lambda content: content.clear(), "'schema_version' is missing; make them with"),
     ],
 )
 def test_bad_files(change, message, tmp_path):

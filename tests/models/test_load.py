@@ -144,7 +144,7 @@ def test_other_configs_that_are_refused(folder):
 
 def test_invalid_config_value(folder):
     edit_json(folder / "config.json", text_config="llama")
-    refused(folder, "config.json is not a valid config", models.build_meta_model)
+    refused(folder, "config.json: text_config should be an object; restore it", models.build_meta_model)
 
 
 def test_pickled_weights(folder):

@@ -53,18 +53,18 @@ class BlockStore(BlockFiles):
             metadata = file.metadata()
             keys = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
             tensors = {key: file.get_tensor(key) for key in keys}
-        result.errors = json.loads(metadata["errors"])
-        result.maxima = json.loads(metadata["maxima"])
-        result.warnings = [tuple(warning) for warning in json.loads(metadata["warnings"])]
-        for key, tensor in tensors.items():
-            kind, name = key.split("/", 1)
-            if kind in _SMALL:
-                getattr(result, kind)[name] = tensor
-        for name, format_ in json.loads(metadata["formats"]).items() if weights else ():
-            parts = (tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point", "global_scale"))
-            q, scale, zero, shared = parts
-            assert q is not None and scale is not None
-            result.weights[name] = QTensor(q, scale, zero, Format(**format_), shared)
+            result.errors = json.loads(metadata["errors"])
+            result.maxima = json.loads(metadata["maxima"])
+            result.warnings = [tuple(warning) for warning in json.loads(metadata["warnings"])]
+            for key, tensor in tensors.items():
+                kind, name = key.split("/", 1)
+                if kind in _SMALL:
+                    getattr(result, kind)[name] = tensor
+            for name, format_ in json.loads(metadata["formats"]).items() if weights else ():
+                parts = (tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point", "global_scale"))
+                q, scale, zero, shared = parts
+                assert q is not None and scale is not None
+                result.weights[name] = QTensor(q, scale, zero, Format(**format_), shared)
         return result
 
 

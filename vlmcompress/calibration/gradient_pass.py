@@ -123,7 +123,7 @@ def kept_gradients(
     seed: int = 0,
 ) -> Gradients:
     """The gradients that `store` keeps; where it has none yet, those of a pass, which it keeps then."""
-    stored = store.noted("gradients")
+    stored = store.noted("gradients", Gradients)
     if stored is not None:
         return Gradients.from_dict(stored)
     computed = gradients(vlm, batches, progress, fisher=fisher, seed=seed)

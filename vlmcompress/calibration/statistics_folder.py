@@ -3,25 +3,7 @@
 It holds a safetensors file per decoder block and `statistics.json`. A file has, for each group of linear layers that
 read the same input, `GroupStats.state_dict` under `GROUP/`, and under `kv/ATTENTION` the ranges of keys and values where
 they were asked for. The statistics have a *float prefix*: every block is observed behind blocks that are not quantized, so
-they depend on no scheme and serve all of them. `statistics.json`, schema 2, is one JSON object:
-
-| key | content |
-|---|---|
-| schema_version | 2 |
-| created_by | versions of vlmcompress and of the packages that shape the result |
-| model | family, source name, hashes of config, of headers and of all weights |
-| processor | file of the tokenizer or processor -> sha256 |
-| calibration | the data (hash, counts, tokens by modality), `reduce` (the reducer in front of the blocks), and prefix |
-| run | optional: fingerprint of the run, which is in the metadata of each block's file, too |
-| settings | samples, max_length, all_experts, fisher and seed as asked for |
-| rotate | optional: kind and seed of the rotation of the model that they are of |
-| adapter | optional: SHA-256 of the weights of the adapter that is merged into it |
-| needs, kv_cache | what was collected |
-| blocks | for each decoder block, group -> its linear layers |
-| entropy | optional: measure (`calibration.entropy`) -> bits for each decoder block |
-| gradients | optional: gradients of the answers' loss by linear layer and modality, from `statistics.gradients` |
-| timing | phase of the run -> seconds |
-| files | name -> sha256 and size, of every other file |
+they depend on no scheme and serve all of them. `statistics.json` describes them (`Facts`).
 """
 
 from __future__ import annotations
@@ -30,13 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
+from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from vlmcompress.common import identity, json_files
+from vlmcompress.checkpoint import manifest
+from vlmcompress.common import identity, schema
 from vlmcompress.common.block_files import RUN, BlockFiles, block_file
+from vlmcompress.common.messages import foreign_errors
+from vlmcompress.common.schema import Amount, Count, Number, Place
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.reducer import read as read_reducer
@@ -47,7 +34,6 @@ from vlmcompress.statistics.inputs import GroupStats
 
 NAME = "statistics.json"
 SCHEMA_VERSION = 2
-_KEYS = ("created_by", "model", "processor", "calibration", "settings", "needs", "kv_cache", "blocks")
 PROCESSOR_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -63,6 +49,68 @@ PROCESSOR_FILES = (
 )
 
 
+_ByModality = TypedDict("_ByModality", {"text": Amount, "vision": Amount, "answer": Amount})
+_Tokens = TypedDict("_Tokens", {"text": Count, "vision": Count, "answer": Count})
+_Rotation = TypedDict("_Rotation", {"kind": str, "seed": int})
+
+
+_Bits = list[Number | None]
+_Entropy = TypedDict("_Entropy", {"luq": _Bits, "qvlm": _Bits})
+
+
+class _Model(manifest.Original):
+    weights_sha256: str
+
+
+class _Data(manifest.Data):
+    tokens: _Tokens  # type: ignore[misc]  # where a manifest may lack them
+    sha256: str  # type: ignore[misc]
+    reduce: NotRequired[dict[str, Any] | None]  # the reducer in front of the blocks
+    resize: NotRequired[Resize | None]
+    skipped: NotRequired[dict[str, str]]
+
+
+class _Settings(TypedDict):
+    samples: Count
+    max_length: Count | None
+    seed: int
+    all_experts: NotRequired[bool]
+    fisher: NotRequired[str]
+
+
+class _Gradient(TypedDict):
+    channels: Count
+    absolute: _ByModality
+    square: _ByModality
+
+
+class _Gradients(TypedDict):
+    loss: Number
+    samples: Annotated[Count, Field(gt=0)]
+    blocks: list[dict[str, _Gradient]]
+
+
+class Facts(TypedDict):
+    """The JSON object of `statistics.json`. Types name what is read back of it."""
+
+    schema_version: int
+    created_by: dict[str, str]  # versions of vlmcompress and of the packages that shape the result
+    model: _Model
+    processor: dict[str, str]  # file of the tokenizer or processor -> sha256
+    calibration: _Data
+    run: NotRequired[str | None]  # fingerprint of the run, which is in the metadata of each block's file, too
+    settings: _Settings  # as given
+    rotate: NotRequired[_Rotation | None]  # the rotation of the model that they are of
+    adapter: NotRequired[str | None]  # SHA-256 of the weights of the adapter that is merged into it
+    needs: list[str]  # what was collected
+    kv_cache: bool
+    blocks: list[dict[str, Annotated[list[str], Field(min_length=1)]]]  # for each, group -> its linear layers
+    entropy: NotRequired[_Entropy]  # measure (`calibration.entropy`) -> bits of each block's input
+    gradients: NotRequired[_Gradients]  # of the answers' loss, see `statistics.gradients`
+    timing: NotRequired[dict[str, Number]]  # phase of the run -> seconds
+    files: dict[Place, manifest.File]  # every other file
+
+
 class Collected(BlockFiles):
     """Statistics of finished blocks on disk, while others are still to come."""
 
@@ -75,7 +123,7 @@ class Collected(BlockFiles):
 
     def entropies(self) -> dict[int, dict[str, float]]:
         """Entropies that were saved: block -> measure -> bits."""
-        return {int(layer): bits for layer, bits in (self.noted("entropy") or {}).items()}
+        return {int(layer): bits for layer, bits in (self.noted("entropy", dict[str, dict[str, Number]]) or {}).items()}
 
     def save_entropy(self, layer: int, bits: Mapping[str, float]) -> None:
         """Write a block's entropies; they are on disk when this returns."""
@@ -116,18 +164,18 @@ class Statistics:
         """Read a block's statistics by group, on `device`, and its ranges of keys and values by attention module.
 
         Raises:
-            UserError: the folder has been replaced since it was read.
+            UserError: the folder has been replaced since it was read, or is damaged.
         """
         states: dict[str, dict[str, Tensor]] = {}
         path = self.folder / block_file(layer)
-        with safe_open(path, "pt", device) as file:
+        with foreign_errors(f"{path} is damaged", "; calibrate again"), safe_open(path, "pt", device) as file:
             if self.facts.get(RUN) not in (None, (file.metadata() or {}).get(RUN)):
                 raise UserError(f"{path} is of other statistics than {NAME} was: they were replaced; run again")
             for name in file.keys():  # noqa: SIM118
                 group, _, key = name.partition("/")
                 states.setdefault(group, {})[key] = file.get_tensor(name)
-        kv_ranges = states.pop("kv", {})
-        stats = {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}
+            kv_ranges = states.pop("kv", {})
+            stats = {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}
         for group, group_stats in stats.items():
             group_stats.sensitivity = self.sensitivities.get((layer, group))
         return stats, kv_ranges
@@ -179,21 +227,14 @@ def read(folder: Path) -> Statistics:
     path = folder / NAME
     if not path.is_file():
         raise UserError(f"{folder} has no {NAME}; give a folder written by `vlmcompress calibrate`")
-    try:
-        facts = json_files.read(path)
-        version = facts["schema_version"]
-        sizes = {name: recorded["size"] for name, recorded in facts["files"].items()}
-        lacking = [key for key in _KEYS if key not in facts]
-        if "gradient" in facts.get("needs", ()):
-            Gradients.from_dict(facts["gradients"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not readable; calibrate again") from error
-    if version != SCHEMA_VERSION:
-        raise UserError(f"{path} has schema {version}, this vlmcompress reads {SCHEMA_VERSION}; calibrate again")
-    if lacking:
-        raise UserError(f"{path} has no '{lacking[0]}'; calibrate again")
-    for name, size in sizes.items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+    facts: dict[str, Any] = schema.read(Facts, path, "calibrate again", version=SCHEMA_VERSION)
+    blocks, gradients = facts["blocks"], facts["gradients"]["blocks"] if "gradients" in facts else []
+    linears = [{name for names in groups.values() for name in names} for groups in blocks]
+    whole = len(gradients) <= len(blocks) and ("gradients" in facts or "gradient" not in facts["needs"])
+    if not whole or any(names - block.keys() for block, names in zip(gradients, linears, strict=False)):
+        raise UserError(f"{path} lacks gradients of some layers; calibrate again")
+    for name, recorded in facts["files"].items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != recorded["size"]:
             raise UserError(f"{folder / name} is missing or of another size than recorded; calibrate again")
     return Statistics(folder, facts)
 

@@ -12,14 +12,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from vlmcompress import __version__, models
 from vlmcompress.checkpoint import draft_images, draft_tensors, manifest
 from vlmcompress.checkpoint.draft_images import DraftImages
-from vlmcompress.common import folders, tensor_files
+from vlmcompress.common import folders, schema, tensor_files
+from vlmcompress.common.schema import Count, Number, Size
 from vlmcompress.errors import UserError
-from vlmcompress.models import read_json
 
 FACTS = "vlmcompress-draft.json"
 CARD = "README.md"
@@ -51,6 +54,52 @@ def check_target(config: Mapping[str, Any], images: DraftImages | None = None) -
         )
 
 
+_REMEDY = "train the draft again"
+_Target = TypedDict("_Target", {"content_sha256": str, "name": NotRequired[str]})
+_Samples = TypedDict("_Samples", {"trained_on": Count, "held_out": Count})
+_Acceptance = TypedDict("_Acceptance", {"by_position": list[Number], "length": Number})
+_Proposal = TypedDict("_Proposal", {"speculative_tokens": Size})
+_Proposals = TypedDict("_Proposals", {"proposal_methods": Annotated[list[_Proposal], Field(min_length=1)]})
+
+
+class _Facts(TypedDict):
+    """The JSON object of `vlmcompress-draft.json`, as far as it is read."""
+
+    method: Literal["eagle3", "medusa"]
+    target: _Target
+    parameters: Count
+    samples: _Samples
+    acceptance: _Acceptance
+
+
+class _Block(TypedDict):
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+
+
+class _Eagle3(TypedDict):
+    """config.json of an EAGLE-3 draft."""
+
+    draft_vocab_size: Size
+    target_hidden_size: Size
+    eagle_aux_hidden_state_layer_ids: Annotated[list[Count], Field(min_length=1)]
+    transformer_layer_config: _Block
+    speculators_config: _Proposals
+
+
+class _Medusa(TypedDict):
+    """config.json of a Medusa draft."""
+
+    vocab_size: Size
+    truncated_vocab_size: Size
+    hidden_size: Size
+    num_heads: Size
+
+
 @dataclass(frozen=True)
 class Draft:
     """A draft's folder, its config, and the facts about its training."""
@@ -66,15 +115,12 @@ class Draft:
             raise UserError(
                 f"{folder} is no draft of vlmcompress (no {FACTS}); name the folder that `vlmcompress draft` wrote"
             )
-        draft = Draft(folder, read_json(folder / "config.json", "config"), read_json(folder / FACTS, "draft"))
-        try:
-            draft_images.read(draft.block)
-            assert draft.method in ("eagle3", "medusa") and draft.tokens > 0 and isinstance(draft.target, Mapping)
-            stored = set(draft.stored())
-        except (KeyError, IndexError, TypeError, AssertionError) as error:
-            raise UserError(f"{folder}: config.json or {FACTS} is damaged; train the draft again") from error
-        if lacking := {draft_tensors.HEAD} - stored:
-            raise UserError(f"{folder / WEIGHTS} lacks {', '.join(lacking)}; train the draft again")
+        facts = schema.read(_Facts, folder / FACTS, _REMEDY)
+        settings = schema.read(_Eagle3 if facts["method"] == "eagle3" else _Medusa, folder / "config.json", _REMEDY)
+        draft = Draft(folder, settings, facts)
+        draft_images.read(draft.block)
+        if draft_tensors.HEAD not in draft.stored():
+            raise UserError(f"{folder / WEIGHTS} lacks {draft_tensors.HEAD}; {_REMEDY}")
         return draft
 
     @property

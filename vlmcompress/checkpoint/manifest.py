@@ -1,27 +1,5 @@
 """The manifest `vlmcompress.json`: how a checkpoint was made, and the hash of each of its files.
 
-Schema 1, one JSON object:
-
-| key | content |
-|---|---|
-| schema_version | 1 |
-| created_by | versions of vlmcompress and of the packages that shape the result |
-| model | family, name (on the Hub: id and commit), hashes of the source's config and of its safetensors headers |
-| recipe, seed | the recipe as resolved |
-| calibration | the data that statistics came from (hash, counts, tokens by modality), or null |
-| errors | linear layer -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, and what rounding X adds |
-| maxima | first linear layer of a group -> modality -> share of its input channels whose maximum is that modality's |
-| kv_cache | attention module -> ranges, clipping and rounding of keys and values by modality (`statistics.kv_range`), or {} |
-| warnings | what happened otherwise than asked for, a line each |
-| visual_tokens | of a reduced checkpoint: tokens of a prompt with one typical image, before and after |
-| recovery | of a recovered checkpoint: settings, what was trained, held-out divergence before and after, steps |
-| allocation | where the recipe has `bits`: the widths of groups with all predicted errors, bits per weight, uniform widths |
-| devices | how many devices, of 1, 2, 4 and 8, vLLM can share the model out among (tensor parallelism) |
-| size | bytes of weights before and after |
-| tensors | number of stored tensors |
-| timing | phase of the run -> seconds, up to the writing of this file |
-| files | name -> sha256 and size, of every file but this one |
-
 No dates, no paths of the machine: the same inputs give the same file, but for `timing`.
 """
 
@@ -30,11 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired
 
-from vlmcompress.common import identity, json_files
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+
+from vlmcompress.common import identity, schema
 from vlmcompress.common.identity import sha256, source_identity, versions
+from vlmcompress.common.schema import Amount, Count, Number, Place
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.resize import Resize
 
 MANIFEST = "vlmcompress.json"
 SCHEMA_VERSION = 1
@@ -54,6 +36,79 @@ def errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
     if all(set(error) <= {"weight"} for error in errors.values()):
         return f"{OF_WEIGHTS[:1].upper()}{OF_WEIGHTS[1:]}, as no calibration data were seen."
     return f"{OF_OUTPUTS[:1].upper()}{OF_OUTPUTS[1:]}."
+
+
+Kind = Literal["text", "vision", "answer", "weight"]
+"""A modality whose outputs an error is of, or the weights themselves."""
+_ByKind = dict[Kind, Amount]
+Original = TypedDict("Original", {"family": str, "source": str, "config_sha256": str, "headers_sha256": str})
+_Text = TypedDict("_Text", {"source": str, "samples": Count})
+_Cache = TypedDict("_Cache", {"maximum": _ByKind, "clipped": dict[Kind, Amount | None], "error": _ByKind})
+_Size = TypedDict("_Size", {"weights_before": Count, "weights_after": Count})
+_Samples = TypedDict("_Samples", {"trained_on": Count, "held_out": Count})
+_Divergence = TypedDict("_Divergence", {"before": Number, "after": Number})
+_Tokens = TypedDict("_Tokens", {"image": str, "before": Count, "after": Count | None})
+_Bits = TypedDict("_Bits", {"bits": Number})
+_Formats = TypedDict("_Formats", {"from": str, "to": str})
+File = TypedDict("File", {"sha256": str, "size": Count})
+
+
+class _Recipe(TypedDict, total=False):
+    scheme: str
+    format: str
+    options: dict[str, Any]
+    vision: str | None
+    kv_cache: str | None
+    skip: list[str]
+    resize: Resize | None
+    engine: str
+    target: str | None
+
+
+class Data(TypedDict):
+    """Calibration data: name, hash and counts. `prefix`: blocks were observed behind "float" or "quantized" ones."""
+
+    source: str
+    samples: Count
+    sha256: NotRequired[str]
+    tokens: NotRequired[dict[str, Count]]
+    images: NotRequired[Count]
+    text: NotRequired[_Text | None]
+    seed: NotRequired[int]
+    prefix: NotRequired[str]
+
+
+class _Recovery(TypedDict):
+    parameters: dict[str, Count]
+    samples: _Samples
+    held_out_kl: _Divergence
+    steps: Count
+    best_step: Count
+    changed: bool
+
+
+class Manifest(TypedDict):
+    """The JSON object of the file. Types name what is read back of it; there is more."""
+
+    schema_version: int
+    created_by: dict[str, str]  # versions of vlmcompress and of the packages that shape the result
+    model: Original  # its name (on the Hub: id and commit), hashes of its config and of its safetensors headers
+    recipe: _Recipe  # as resolved
+    seed: int | None
+    calibration: Data | None
+    errors: dict[str, _ByKind]  # linear layer -> `|X dW^T|^2 / |X W^T|^2`, and what rounding X adds
+    maxima: NotRequired[dict[str, _ByKind]]  # first layer of a group -> share of input channels whose maximum is there
+    kv_cache: NotRequired[dict[str, dict[Literal["k", "v"], _Cache]]]  # attention module -> see `statistics.kv_range`
+    warnings: list[str]  # what happened otherwise than asked for
+    visual_tokens: NotRequired[_Tokens]
+    recovery: NotRequired[_Recovery]  # settings, what was trained, held-out divergence, steps
+    allocation: NotRequired[_Bits]  # `bits` of the recipe: bits per weight, widths, errors
+    converted: NotRequired[_Formats]
+    devices: NotRequired[list[int]]  # how many of 1, 2, 4 and 8 vLLM can share the model out among
+    size: _Size  # bytes of weights
+    tensors: NotRequired[Count]
+    timing: NotRequired[dict[str, Number]]  # phase of the run -> seconds, up to the writing of this file
+    files: dict[Place, File]  # every file but this one
 
 
 def build(
@@ -77,7 +132,7 @@ def build(
         source: folder of the original checkpoint.
         family: name of its `ModelSpec`.
         recipe: the resolved recipe as plain data, with its `seed`.
-        calibration: None for a data-free scheme. This and the others are entries of the table above, by memory names of
+        calibration: None for a data-free scheme. This and the others are fields of `Manifest`, by memory names of
             layers; an `allocation`, `visual_tokens`, `recovery` or `devices` that is None is left out.
     """
     return {
@@ -118,14 +173,7 @@ def read(folder: Path) -> dict:
     path = folder / MANIFEST
     if not path.is_file():
         raise UserError(f"{folder} has no {MANIFEST}; give a folder written by `vlmcompress quantize`")
-    try:
-        content = json_files.read(path)
-        version = content["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a readable manifest; quantize again") from error
-    if version != SCHEMA_VERSION:
-        raise UserError(f"{path} has schema {version}, this vlmcompress reads {SCHEMA_VERSION}; update vlmcompress")
-    return content
+    return schema.read(Manifest, path, "quantize again", version=SCHEMA_VERSION)
 
 
 def model_hash(folder: Path) -> str:
@@ -133,11 +181,10 @@ def model_hash(folder: Path) -> str:
     path, files = folder / MANIFEST, identity.model_files(folder)
     if not path.is_file():
         return identity.content_hash(files)
-    recorded, written = read(folder).get("files") or {}, path.stat().st_ctime_ns
-    hashes = {}
+    recorded, written, hashes = read(folder)["files"], path.stat().st_ctime_ns, {}
     for file in files:
-        record, stat = recorded.get(file.name) or {}, file.stat()
-        if record.get("size") == stat.st_size and max(stat.st_mtime_ns, stat.st_ctime_ns) <= written:
+        record, stat = recorded.get(file.name), file.stat()
+        if record and record["size"] == stat.st_size and max(stat.st_mtime_ns, stat.st_ctime_ns) <= written:
             hashes[file.name] = record["sha256"]
     return identity.content_hash(files, hashes)
 
@@ -148,18 +195,16 @@ def verify(folder: Path, content: Mapping[str, Any]) -> None:
     Raises:
         UserError: one of them is missing, not recorded, or not what was written.
     """
-    recorded = content.get("files")
-    if not isinstance(recorded, Mapping):
-        raise UserError(f"{folder / MANIFEST} lacks 'files', the hashes of what was written; quantize again")
+    recorded = content["files"]
     # What decides what a checkpoint computes: its weights and its config.
     names = {path.name for path in folder.glob("*.safetensors")} | {path.name for path in folder.glob("config.json")}
-    names |= {name for name in recorded if str(name).endswith(".safetensors") or name == "config.json"}
+    names |= {name for name in recorded if name.endswith(".safetensors") or name == "config.json"}
     for name in sorted(names):
         record, path = recorded.get(name), folder / name
-        if Path(name).name != name or not isinstance(record, Mapping) or not path.is_file():
+        if Path(name).name != name or record is None or not path.is_file():
             what = "is missing" if name in recorded else f"is not recorded in {MANIFEST}"
             raise UserError(f"{path} {what}, so the errors recorded there may be of other weights; quantize again")
-        if path.stat().st_size != record.get("size") or sha256(path) != record.get("sha256"):
+        if path.stat().st_size != record["size"] or sha256(path) != record["sha256"]:
             raise UserError(
                 f"{path} is not what was written, its hash is not the one in {MANIFEST}, so the errors recorded there may be "
                 "of other weights; copy the checkpoint or quantize again"

@@ -28,7 +28,7 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     path = Path(model)
     if not path.is_dir():
         return Side(name=str(model), path=str(model), engine=dict(engine))
-    record = manifest.read(path) if (path / manifest.MANIFEST).is_file() else {}
+    record = _record(path)
     made = _made(path, record) if record else None
     reducer, attached = _reducer(path), engine.get("reduce") or ""
     return Side(
@@ -38,16 +38,24 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
         scheme=made.scheme if made else "",
         reducer=attached or reducer,
         made=made,
-        layer_errors=record.get("errors") or {},
+        layer_errors=record.get("errors", {}),
         engine=dict(engine),
     )
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """The manifest; empty where there is none that can be read: an error here would cost hours of measurement."""
+    try:
+        return manifest.read(path)
+    except UserError:
+        return {}
 
 
 def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
     """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers; where it has none, what its
     manifest says, or 0."""
     if own_engine(path):
-        return (record.get("size") or {}).get("weights_after") or 0
+        return record["size"]["weights_after"] if record else 0
     try:
         count = 0
         for file in shards(path):
@@ -61,13 +69,13 @@ def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
 def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
     """Read from a manifest how its checkpoint was made, and from `config.json` its number formats.
 
-    None where a file isn't what this version writes: an error here would cost hours of measurement.
+    None where these are not what this version writes.
     """
+    recipe, data = record["recipe"], record["calibration"]
     try:
-        model, recipe, data = (record.get(key) or {} for key in ("model", "recipe", "calibration"))
         return Made(
-            source=model.get("source") or "",
-            family=model.get("family") or "",
+            source=record["model"]["source"],
+            family=record["model"]["family"],
             scheme=recipe.get("scheme") or "",
             options=recipe.get("options") or {},
             formats=_formats(path),
@@ -78,9 +86,9 @@ def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
             resize=str(Resize(**recipe["resize"])) if recipe.get("resize") else "",
             reducer=_reducer(path),
             calibration=_calibration(data) if data else None,
-            seed=record.get("seed"),
-            warnings=record.get("warnings") or [],
-            versions=record.get("created_by") or {},
+            seed=record["seed"],
+            warnings=record["warnings"],
+            versions=record["created_by"],
         )
     except (KeyError, TypeError, AttributeError, ValidationError):
         return None

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any, TextIO, cast
 
 from vlmcompress.common import distributed
 from vlmcompress.errors import UserError
@@ -35,19 +36,57 @@ def stdout_kept_clean() -> Iterator[None]:
         sys.stdout = original_stdout
 
 
+class _Unheard:
+    """Standard error that leads nowhere once it cannot be written, so that no run ends for want of a listener."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+@contextlib.contextmanager
+def streams() -> Iterator[None]:
+    """Within the context there are standard streams, also of a process that was started without (`2>&-`): the next files that
+    it opens would else have their numbers, and get what C libraries print."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    stderr, sys.stderr = sys.stderr, cast(TextIO, _Unheard(sys.stderr))
+    try:
+        yield
+    finally:
+        sys.stderr = stderr
+
+
 def show(text: str) -> None:
-    """Print to standard output; where that fails, nothing more is written there.
+    """Print to standard output, what it cannot encode as escapes; where that fails, nothing more is written there.
 
     Raises:
-        BrokenPipeError: its reader left.
-        UserError: it cannot be written for another reason, such as a full disk.
+        UserError: it cannot be written, as the disk is full; where its reader left, nobody wants it.
     """
     try:
-        print(text, flush=True)
+        encoding = sys.stdout.encoding or "utf-8"  # of a StringIO it is None
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes what is left when it ends
         if isinstance(error, BrokenPipeError):
-            raise
+            return
         reason = f"cannot write the result to standard output: {error.strerror}"
         raise UserError(f"{reason}; let it go elsewhere. Files that the run wrote are whole") from error
 

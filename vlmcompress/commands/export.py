@@ -42,7 +42,7 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
     from vlmcompress.checkpoint.convert import convert
 
     out = Path(args.out)
-    earlier = manifest.read(source).get("warnings", ()) if (source / manifest.MANIFEST).is_file() else ()
+    earlier = manifest.read(source)["warnings"] if (source / manifest.MANIFEST).is_file() else ()
     with closing(ProgressBar()) as bar:
         record = convert(
             source,

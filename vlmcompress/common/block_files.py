@@ -20,12 +20,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from typing_extensions import TypedDict
 
-from vlmcompress.common import distributed, folders
+from vlmcompress.common import distributed, folders, schema
+from vlmcompress.common.messages import foreign_errors
 from vlmcompress.errors import UserError
 
 RUN = "run"
 """Key of the fingerprint, in the metadata of a safetensors file and in a note."""
+
+
+_ANEW = "start again without --resume"
+_Note = TypedDict("_Note", {"run": str, "data": Any})
 
 
 class BlockFiles:
@@ -84,8 +90,8 @@ class BlockFiles:
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[Any]:
-        """Open a file that `write` wrote, as safetensors does. UserError: it is another run's."""
-        with safe_open(path, "pt") as file:
+        """Open a file that `write` wrote, as safetensors does. UserError: it is another run's, or cannot be read."""
+        with foreign_errors(f"{path} is damaged", f"; {_ANEW}"), safe_open(path, "pt") as file:
             self._refuse_others((file.metadata() or {}).get(RUN), path)
             yield file
 
@@ -104,13 +110,18 @@ class BlockFiles:
             folders.sync_file(part)
             part.rename(path)
 
-    def noted(self, name: str) -> Any:
-        """The JSON data that `note` wrote under a name; None where there are none. UserError: they are another run's."""
+    def noted(self, name: str, kind: Any = Any) -> Any:
+        """The JSON data that `note` wrote under a name; None: there are none.
+
+        Raises:
+            UserError: they are another run's, or not of `kind` (see `schema`).
+        """
         path = self.folder / f"{name}.json"
         if not path.exists():
             return None
-        note = json.loads(path.read_text())
-        self._refuse_others(note.get(RUN), path)
+        note = schema.read(_Note, path, _ANEW)
+        self._refuse_others(note[RUN], path)
+        schema.check(kind, note["data"], str(path), _ANEW)
         return note["data"]
 
     def remove(self) -> None:

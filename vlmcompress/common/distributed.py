@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,9 +27,13 @@ class SharedError(UserError):
     """An error of one worker that ends all of them; the first one reports it."""
 
 
+class NoNumber(UserError):
+    """An environment variable that numbers workers holds something else, so that it is not known which one this is."""
+
+
 def rank() -> int:
     """The number of this worker, from 0; read from the environment, so that it holds before the process group exists."""
-    return int(os.environ.get("RANK", "0")) if _started() > 1 else 0
+    return _number("RANK", 0) if _started() > 1 else 0
 
 
 def world_size() -> int:
@@ -68,8 +73,8 @@ def process_group(problem: str | None = None) -> Iterator[None]:
     import torch.distributed as dist
 
     if torch.accelerator.is_available():
-        place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
-        workers = int(os.environ.get("LOCAL_WORLD_SIZE", place + 1))  # torchrun says how many there are on this machine
+        place, count = _number("LOCAL_RANK", 0), torch.accelerator.device_count()
+        workers = _number("LOCAL_WORLD_SIZE", place + 1)  # torchrun says how many there are on this machine
         if workers > count:  # NCCL refuses two workers on one GPU
             raise UserError(
                 f"there are {workers} workers here and {count} accelerators; start torchrun --nproc-per-node {count}"
@@ -140,7 +145,16 @@ def barrier() -> None:
 
 def _started() -> int:
     """How many workers were started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(variable: str, otherwise: int) -> int:
+    text = os.environ.get(variable, "")
+    if text and not re.fullmatch("[0-9]{1,9}", text):
+        raise NoNumber(
+            f"the environment variable {variable} is '{text}', which is no number; start torchrun, or unset it"
+        )
+    return int(text or otherwise)
 
 
 def _gather(data: Any) -> list[Any]:

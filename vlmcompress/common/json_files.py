@@ -68,7 +68,7 @@ def parse(text: str | bytes, *, finite: bool = False, once: bool = True) -> Any:
         once: refuse an object that gives a key twice.
 
     Raises:
-        ValueError: not JSON, or one of what is refused, or nested more than `DEPTH` deep.
+        ValueError: not JSON, or one of what is refused, or nested more than `DEPTH` deep, or with a text that is none.
     """
     hooks: dict[str, Any] = {"object_pairs_hook": _object} if once else {}
     if finite:
@@ -78,6 +78,11 @@ def parse(text: str | bytes, *, finite: bool = False, once: bool = True) -> Any:
     except RecursionError as error:
         raise Unreadable(f"it is nested more than {DEPTH} deep") from error
     _check_depth(value, text)
+    if (b"\\ud" if isinstance(text, bytes) else "\\ud") in text.lower():  # type: ignore[operator]
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise Unreadable("it holds half of a character, which no UTF-8 can") from error
     return value
 
 

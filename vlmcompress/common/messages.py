@@ -50,13 +50,14 @@ def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserErro
     except (UserError, MemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        name = type(error).__name__
+        if name == "OutOfMemoryError" or (not isinstance(error, Exception) and name != "PanicException"):
             raise
         raise kind(f"{what} ({reason(error)}){remedy}") from error
 
 
 def unusable(error: BaseException) -> str | None:
-    """The message for an error about a path that no file can have: too long, a loop of links, a NUL; None for other errors.
+    """The message for an error about a path that no file can have: too long, a loop of links, a NUL, no UTF-8; None for others.
 
     Such errors are raised wherever a path is first used, in pathlib or in a library, so they are told apart here and once.
     """
@@ -66,6 +67,9 @@ def unusable(error: BaseException) -> str | None:
         return f"cannot use {_shown(str(error).split(' from ', 1)[1])}: {_UNUSABLE[errno.ELOOP]}; give another path"
     if isinstance(error, ValueError) and str(error).startswith("embedded null "):
         return "cannot use a path with a NUL character in it; give another one"
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        text = error.object[max(0, error.start - 40) : error.end + 40].encode(errors="backslashreplace").decode()
+        return f"cannot write '{text}': a name is not UTF-8; rename what it names"
     return None
 
 

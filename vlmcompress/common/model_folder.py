@@ -16,6 +16,9 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from vlmcompress.common import json_files
 from vlmcompress.errors import UserError
@@ -41,6 +44,23 @@ _OTHERS = (
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where formats keep their config besides config.json; a folder has those of its own format only."""
 _OURS = ("vlmcompress.json", "serve")  # made anew for each checkpoint of ours
+
+
+_Object = dict[str, Any] | None
+
+
+class _Part(TypedDict, total=False):
+    architectures: list[str] | None
+    rope_parameters: _Object
+    rope_scaling: _Object
+    quantization_config: _Object
+
+
+class Config(_Part, total=False):
+    """A config.json: the parts that are looked into before transformers, or an engine, reads all of it."""
+
+    text_config: _Part | None
+    vision_config: _Part | None
 
 
 def weight_names(names: Collection[str], indexed: Collection[str] | None, where: str | Path) -> list[str]:

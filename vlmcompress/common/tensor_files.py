@@ -103,7 +103,8 @@ def read_entries(path: Path) -> list[Entry]:
         raise UserError(f"cannot read {path}: {error.strerror or error}; download or copy the file again") from error
     try:
         header = json_files.parse(raw)
-        header.pop("__metadata__", None)
+        if any(type(text) is not str for text in (header.pop("__metadata__", None) or {}).values()):
+            raise TypeError("metadata that are no texts")
         entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} is not a whole safetensors file (bad header); download or copy it again") from error

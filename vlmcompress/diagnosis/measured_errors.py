@@ -46,10 +46,10 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
         UserError: the three don't belong together, or the statistics have no Gram matrices of a quantized layer.
     """
     recorded = layer_errors.read(folder)
-    made_of, now = manifest.read(folder).get("model") or {}, identity.source_identity(model)
-    if any(made_of.get(key) != now[key] for key in _KEYS):
+    content, now = manifest.read(folder), identity.source_identity(model)
+    if any(content["model"][key] != now[key] for key in _KEYS):
         raise UserError(f"{folder} was made of another model than {model}; give the one it was made of with --model")
-    if (manifest.read(folder)["recipe"].get("rotate")) or statistics.rotation:
+    if content["recipe"].get("rotate") or statistics.rotation:
         raise UserError(f"{folder}: layers of a rotated model can't be compared with the original's; leave out --stats")
     if problems := statistics.other_model(model):
         raise UserError(problems[0])
@@ -73,7 +73,7 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
             w, q = before.weight(name), weights[name] if smoothed else after.weight(name)
             step = math.ceil(len(w) / _ROWS)
             errors[name] = _error(q[::step], w[::step], layer_stats, inputs.get(name), after.rounding(name))
-    notes = [*manifest.read(folder).get("warnings", ()), *layer_errors.few(statistics.origin, folder)]
+    notes = [*content["warnings"], *layer_errors.few(statistics.origin, folder)]
     return replace(recorded, errors=errors, basis=statistics.origin, notes=notes)
 
 

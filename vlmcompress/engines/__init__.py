@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlparse
 
 from vlmcompress.common.progress import Progress
+from vlmcompress.common.schema import Count, LogProbability
 from vlmcompress.errors import UserError, did_you_mean
 
 NAMES = ("vllm", "hf", "llamacpp", "openvino", "openai:URL")
@@ -84,10 +85,10 @@ class Answer:
     id: str
     text: str
     finish: str
-    prompt_tokens: int
-    output_tokens: int
-    first: dict[str, float] | None = None
-    visual_tokens: int | None = None
+    prompt_tokens: Count
+    output_tokens: Count
+    first: dict[str, LogProbability] | None = None
+    visual_tokens: Count | None = None
     refused: str | None = None
 
 

@@ -273,7 +273,16 @@ def start_process(
     Args:
         log: file for its standard error, overwritten.
         piped: read its standard output from a pipe; False: write it to the log, too.
+
+    Raises:
+        UserError: its log could not be kept in the file that `VLMCOMPRESS_ENGINE_LOG` names.
     """
+    try:
+        open(os.environ.get(LOG_VARIABLE) or os.devnull, "ab").close()
+    except OSError as error:
+        raise UserError(
+            f"{LOG_VARIABLE}: cannot write {error.filename} ({error.strerror}); name another file"
+        ) from error
     with open(log, "wb") as sink:
         out = subprocess.PIPE if piped else sink
         return subprocess.Popen(
@@ -312,9 +321,11 @@ def how_it_ended(code: int) -> str:
 
 def keep_log(log: Path) -> None:
     """Append a log to the file that `VLMCOMPRESS_ENGINE_LOG` names, if it names one."""
-    if path := os.environ.get(LOG_VARIABLE):
-        with open(path, "ab") as file:
+    try:
+        with open(os.environ.get(LOG_VARIABLE) or os.devnull, "ab") as file:
             file.write(log.read_bytes())
+    except OSError as error:
+        note(f"{LOG_VARIABLE}: the engine's log is not kept, {error.filename or log}: {error.strerror}")
 
 
 def last_words(log: Path, most: int = 3) -> str:

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vlmcompress.common import json_files
 from vlmcompress.common.identity import model_files, unchanged
+from vlmcompress.common.schema import problem
 from vlmcompress.engines import Answer, Request, Settings
 from vlmcompress.errors import UserError
 
@@ -83,10 +84,7 @@ class Journal:
                 identity: replace(_ANSWER.validate_python(entry), id=identity) for identity, entry in entries.items()
             }
         except ValidationError as error:
-            where = ".".join(map(str, error.errors()[0]["loc"]))
-            raise UserError(
-                f"{self.path}: an answer's {where or 'entry'} is not right; remove the file and run again"
-            ) from error
+            raise UserError(f"{self.path}: an answer's {problem(error)}; remove the file and run again") from error
 
     def add(self, key: str, answer: Answer) -> None:
         self.write(key, asdict(answer))

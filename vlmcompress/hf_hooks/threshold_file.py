@@ -1,16 +1,4 @@
-"""The file of DyMU's thresholds, which `vlmcompress thresholds` writes and recipes name.
-
-The file is one JSON object:
-
-| key | content |
-|---|---|
-| schema_version | 1 |
-| created_by | versions of vlmcompress and of the packages that shape the result |
-| model | family, source name, the encoder's settings, and `encoder_sha256`, of the encoder's weights as float32 |
-| calibration | the data that thresholds were learnt from |
-| reduce | method, keep and thresholds, as a recipe has them |
-| kept | tokens of each picture that were kept: mean, least, most, of how many; of the calibration data |
-"""
+"""The file of DyMU's thresholds, which `vlmcompress thresholds` writes and recipes name."""
 
 from __future__ import annotations
 
@@ -20,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from typing_extensions import TypedDict
 
-from vlmcompress.common import folders, identity, json_files
+from vlmcompress.common import folders, identity, schema
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks.units import block
 from vlmcompress.models import VLM
@@ -29,12 +18,17 @@ from vlmcompress.recipe import reducer as choosing
 from vlmcompress.recipe.reducer import ReducerChoice
 
 METHOD = "dymu"
-
-
 SCHEMA_VERSION = 1
-
-
 COMMAND = "vlmcompress thresholds MODEL --calib DATA -o FILE.json"
+_Model = TypedDict("_Model", {"source": str, "encoder_sha256": str, "encoder": dict[str, Any]})
+
+
+class _File(TypedDict):
+    """What is read of the file, which docs/formats.md describes."""
+
+    schema_version: int
+    model: _Model
+    reduce: dict[str, Any]
 
 
 def resolve(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
@@ -120,26 +114,11 @@ def encoder_hash(vlm: VLM) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Read the file's content, with `reduce` as a `ReducerChoice`."""
-    try:
-        content = json_files.read(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read thresholds {path} ({type(error).__name__}); make them with `{COMMAND}`"
-        ) from error
-    schema = content.get("schema_version") if isinstance(content, dict) else None
-    if isinstance(schema, int) and schema > SCHEMA_VERSION:
-        raise UserError(
-            f"thresholds {path} are of schema {schema}, this vlmcompress reads {SCHEMA_VERSION}; upgrade it"
-        )
-    try:
-        reducer = choosing.read(content["reduce"], f"thresholds {path}: reduce")
-        if reducer.method != METHOD or not reducer.learnt:
-            raise TypeError
-        model = content["model"]
-        facts = {"source": str(model["source"]), "encoder_sha256": str(model["encoder_sha256"])}
-        return {"reduce": reducer, "model": {**facts, "encoder": dict(model["encoder"])}}
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} holds no thresholds; make them with `{COMMAND}`") from error
+    content = schema.read(_File, path, f"make them with `{COMMAND}`", version=SCHEMA_VERSION)
+    reducer = choosing.read(content["reduce"], f"thresholds {path}: reduce")
+    if reducer.method != METHOD or not reducer.learnt:
+        raise UserError(f"{path} holds no thresholds; make them with `{COMMAND}`")
+    return content | {"reduce": reducer}
 
 
 def _foreign(path: Path, model: Mapping[str, Any], what: str) -> UserError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -248,11 +250,25 @@ def quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
+@contextlib.contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Within the context nothing is written to standard error: a panic of Rust, an exception here, prints its stack there."""
+    sys.stderr.flush()
+    descriptor, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    try:
+        yield
+    finally:
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+
+
 def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the processor of the model in `path`. UserError when it cannot be loaded or takes no images."""
     check_processor(Path(path))
     remedy = "; copy the tokenizer and processor files from the source"
-    with foreign_errors(f"{path} has no usable processor", remedy):
+    with foreign_errors(f"{path} has no usable processor", remedy), _stderr_closed():
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     if not hasattr(processor, "image_processor"):
         raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")

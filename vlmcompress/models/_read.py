@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import json_files, model_folder
+from vlmcompress.common import json_files, model_folder, schema
 from vlmcompress.common.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILES, INDEX, PICKLES
 from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.common.tensor_files import Entry, read_entries
@@ -50,6 +50,8 @@ def read_json(path: Path, what: str) -> dict:
         raise UserError(f"{what} {path} is not readable JSON ({error}); download it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{what} {path} holds no JSON object; download it again")
+    if path.name == "config.json":
+        schema.check(model_folder.Config, content, f"{what} {path}", "restore it from the source")
     return content
 
 

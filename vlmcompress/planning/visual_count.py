@@ -22,6 +22,7 @@ from typing import Any
 from transformers import AutoImageProcessor
 
 from vlmcompress import models
+from vlmcompress.common.messages import foreign_errors
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks.support import chooses_images
 from vlmcompress.hf_hooks.views import tokens_left
@@ -105,8 +106,8 @@ class Rule:
 
     def _try(self, size: Size) -> int:
         try:
-            return self.spec.layout(self.processor, *size, 1).tokens
-        except (ValueError, ZeroDivisionError):
+            return layouts_of(self.spec, self.processor, [size])[0].tokens
+        except UserError:
             return 0
 
     def _patches(self, layout: Layout, size: Size) -> list[int]:
@@ -155,13 +156,9 @@ def layouts_of(spec: ModelSpec, processor: Any, sizes: Sequence[Size]) -> tuple[
     for width, height in sizes:
         if width * height > LARGEST:
             raise UserError(f"image {width}x{height} is {width * height / 1e6:.1f} Mpx, more than {LARGEST / 1e6:.0f}")
-        try:
+        what = f"image {width}x{height}: the model's processor refuses it"
+        with foreign_errors(what, "; see the sizes in vision_config, or copy the processor's files"):
             layouts.append(spec.layout(processor, width, height, len(sizes)))
-        except (ValueError, ZeroDivisionError) as error:
-            raise UserError(
-                f"image {width}x{height}: the model's processor refuses it ({error}); see the sizes in vision_config, or copy "
-                "the processor's files"
-            ) from error
     return tuple(layouts)
 
 

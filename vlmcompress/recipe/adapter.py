@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import hub, identity, json_files, model_folder
+from vlmcompress.common import hub, identity, json_files, model_folder, schema
 from vlmcompress.common.model_folder import ADAPTER_CONFIG as CONFIG
 from vlmcompress.errors import UserError
 
@@ -23,15 +23,9 @@ _NAME = "base_model_name_or_path"
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of the adapter's config. Raises `UserError` where it can't be read."""
-    path = folder / CONFIG
-    try:
-        content = json_files.read(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} is not readable ({error}); give the folder that PEFT's save_pretrained wrote"
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no settings; give the folder that PEFT's save_pretrained wrote")
+    content: dict[str, Any] = schema.read(
+        dict[str, Any], folder / CONFIG, "give the folder that PEFT's save_pretrained wrote"
+    )
     return content
 
 

@@ -198,7 +198,7 @@ def _by_entropy(
         reverse: begin with the blocks of most entropy.
     """
     entropy, layers = facts["entropy"][kind], sorted({layer for layer, _ in candidates})
-    if lacking := [layer for layer in layers if layer >= len(entropy)]:
+    if lacking := [layer for layer in layers if layer >= len(entropy) or entropy[layer] is None]:
         raise ValueError(f"block {lacking[0]} has no entropy")
     order = sorted(layers, key=lambda layer: (entropy[layer], layer))[:: -1 if reverse else 1]
     _check(candidates, budget)

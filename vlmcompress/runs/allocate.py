@@ -50,7 +50,7 @@ def share_out(plan: Plan, *, resume: bool = False, progress: Progress) -> Plan:
 def hand_over(out: Path, store: BlockFiles) -> None:
     """Give a store the gradients of statistics that were collected for an allocation, so that no second pass collects them."""
     folder = _folder(out)
-    if not (folder / statistics_folder.NAME).is_file() or store.noted("gradients") is not None:
+    if not (folder / statistics_folder.NAME).is_file() or (store.folder / "gradients.json").exists():
         return
     if gradients := statistics_folder.read(folder).facts.get("gradients"):
         store.note("gradients", gradients)

@@ -32,6 +32,7 @@ from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.allocation import RULES
 from vlmcompress.runs.inputs import Result, fingerprint, fit_reducer, make_source, read_inputs, remove_made
 from vlmcompress.statistics.balance import BY_GRADIENT
+from vlmcompress.statistics.gradients import Gradients
 from vlmcompress.statistics.inputs import CROSS, NEEDS
 
 KINDS = NEEDS | {"entropy", "gradient"}
@@ -154,7 +155,7 @@ def _calibrated(
     if "entropy" in needs:
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
     if "gradient" in needs:
-        described["gradients"] = store.noted("gradients")
+        described["gradients"] = store.noted("gradients", Gradients)
     if distributed.is_main():
         described = _write(store, [layer for layer, groups in enumerate(steps) if groups], described, out)
         store.remove()

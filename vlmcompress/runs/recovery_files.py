@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from vlmcompress.calibration.block_store import BlockStore
-from vlmcompress.common import distributed, folders, identity, json_files
+from vlmcompress.common import distributed, folders, identity, schema
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import Recipe
 
 PART = 16
 """Samples whose teacher's answers are in one file, which one worker writes."""
+_Settings = TypedDict("_Settings", {"data": dict[str, Any]})
 
 
 class RecoveryFiles(BlockStore):
@@ -36,7 +38,9 @@ class RecoveryFiles(BlockStore):
     def __init__(self, out: Path, settings: Mapping[str, Any], resume: bool) -> None:
         folder = folders.beside(out, "recover")
         if distributed.is_main() and resume and (folder / "settings.json").is_file():
-            _compare(json_files.read(folder / "settings.json")["data"], settings)
+            _compare(
+                schema.read(_Settings, folder / "settings.json", "leave out --resume to start anew")["data"], settings
+            )
         text = json.dumps(settings, sort_keys=True)
         super().__init__(folder, hashlib.sha256(text.encode()).hexdigest(), resume)
         if distributed.is_main():
@@ -47,7 +51,7 @@ class RecoveryFiles(BlockStore):
         return {
             id: answer
             for path in sorted(self.folder.glob("answers-*.json"))
-            for id, answer in self.noted(path.stem).items()
+            for id, answer in self.noted(path.stem, dict[str, str]).items()
         }
 
     def note_answers(self, answers: Mapping[str, str]) -> None:

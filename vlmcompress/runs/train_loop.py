@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vlmcompress.common import distributed
+from vlmcompress.common import distributed, schema
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.errors import UserError
 
@@ -228,7 +228,8 @@ class _Loop:
         return tensors
 
     def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[TrainLog, dict[str, Tensor]]:
-        """Take up what `state` gave; return how it went until then, and the best values."""
+        """Take up what `state` gave; return how it went until then, and the best values. UserError: it is damaged."""
+        schema.check(TrainLog, facts, "the state of the interrupted run", "start again without --resume")
         for name, tensor in self.trained.items():
             with torch.no_grad():
                 tensor.copy_(state[f"now/{name}"])

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmcompress import readers
-from vlmcompress.common import json_files
+from vlmcompress.common import model_folder, schema
 from vlmcompress.common.messages import note
 from vlmcompress.engines import reducer_support
 from vlmcompress.engines.local import how_it_ended, keep_log, last_words, start_process, stop_process
@@ -285,12 +285,7 @@ JSON"""
 def _config(model: Path) -> dict:
     if not model.is_dir():
         raise UserError(f"{model}: no such checkpoint folder")
-    try:
-        config = json_files.read(model / "config.json")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model}/config.json can't be read ({error}); is this a checkpoint?") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{model}/config.json holds no JSON object; is this a checkpoint?")
+    config: dict[str, Any] = schema.read(model_folder.Config, model / "config.json", "give a checkpoint's folder")
     return config
 
 
