@@ -27,6 +27,8 @@ NVFP4 = ("llava", "nvfp4"), ("qwen2-5-vl", "nvfp4a16")
 SCHEMES = {"awq": "w4-asymmetric", "gptq": "w4-symmetric", "gptq-v2": "w4-asymmetric", "modelopt": "fp8"}
 # Families that differ in what a format says of them: prefixes of names, layers kept beside others with a head, experts.
 WHOLE = ("llava", "qwen3-5", "qwen3-vl-moe")
+UNREAD = ("gemma4-moe", "idefics3", "qwen3-vl-moe")
+"""Families whose zero points in GPTQ v2 no engine is known to load."""
 CASES = [
     pytest.param(family, name, marks=[] if family in WHOLE or (number + at) % len(SCHEMES) == 0 else pytest.mark.slow)
     for number, family in enumerate(models.REGISTRY.names())
@@ -81,9 +83,10 @@ def test_there_and_back_is_the_same_file(family, name, ours, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
         (start / "config.json").read_text()
     )
-    assert all(check.ok for check in diagnose(tmp_path / "there")), [
-        c for c in diagnose(tmp_path / "there") if not c.ok
-    ]
+    problems = {check.name: check.detail for check in diagnose(tmp_path / "there") if not check.ok}
+    if name == "gptq-v2" and family in UNREAD:
+        assert problems.pop("readers").startswith("no engine is known to load it")
+    assert not problems
 
 
 @pytest.mark.parametrize(("family", "scheme"), NVFP4)

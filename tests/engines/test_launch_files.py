@@ -81,7 +81,7 @@ for words in json.loads(sys.argv[-1]):
         try:
             runpy.run_path(PROGRAM, run_name="__main__")
         except SystemExit as end:
-            said[" ".join(words)] = [end.code or 0, out.getvalue()[-2000:]]
+            said[" ".join(words)] = [end.code or 0, out.getvalue()[:2000]]
 for name in ("vllm_causallms", "vllm_vlms"):
     importlib.import_module(f"lm_eval.models.{name}")
 print("SAID", json.dumps(said))

@@ -160,7 +160,7 @@ def folder(model: str | Path, *engines: str) -> Path:
     _reducer(path)
     _note_asides(path)
     if engines:
-        readers.refuse(path, [engine for engine in engines if not engine.startswith("openai")])
+        readers.refuse(path, engines)
     return path
 
 

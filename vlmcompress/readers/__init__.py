@@ -108,7 +108,7 @@ def summary(facts: Facts) -> str:
 def refuse(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None:
     """Raise `UserError` for a checkpoint that none of some engines is known to load, before they start.
 
-    Formats that the table does not have are the engines' to judge, as is a folder without a config.json.
+    Formats and engines that the table does not have are left alone, as is a folder without a config.json.
 
     Args:
         engines: their names in `ENGINES` or on the command line of `eval`.
@@ -121,8 +121,11 @@ def refuse(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None
     if not isinstance(config, dict):
         return
     facts = read(config, "model")  # without its reducer, which engines refuse themselves, with the method's own reason
-    each = [verdict(_EVAL.get(name, name), facts) for name in engines]
-    in_table = any(facts.format in row.formats for row in ENGINES.values())
+    names = [
+        _EVAL.get(name.partition(",")[0], name) for name in engines
+    ]  # `hf, divprune:0.5` is transformers with a reducer
+    in_table = all(name in ENGINES for name in names) and any(facts.format in row.formats for row in ENGINES.values())
+    each = [verdict(name, facts) for name in names] if in_table else []
     if not in_table or any(answer.reason is None for answer in each):
         return
     if not remedy:
