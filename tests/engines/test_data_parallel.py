@@ -125,6 +125,7 @@ def test_another_model_on_a_node_is_refused(tmp_path: Path) -> None:
         data_parallel.answer_part(dataclasses.replace(part, model=str(tmp_path / "none")))
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_told(media: Path, tmp_path: Path, quick_engines: None) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="^transformers could not load "):

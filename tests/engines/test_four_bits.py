@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
+
+from tests.kit import forks
 
 pytestmark = pytest.mark.engine
 
@@ -67,7 +68,7 @@ print(json.dumps(found))
 
 
 def test_unpacked_weights_are_those_of_the_codes_and_answer_as_vllms_kernel_does():
-    done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, check=False)
+    done = subprocess.run([forks.python(*forks.VLLM), "-c", LOOK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     outputs = json.loads(done.stdout.splitlines()[-1])
     for zeros in ("False", "True"):
