@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.pictures import file_of, picture, refused
+from tests.kit.pictures import contents, file_of, picture, refused
 from vlmcompress.data.samples import Sample, to_sample
 
 # Images that tell themselves apart by their width.
@@ -17,17 +17,6 @@ FILES = {width: file_of(picture(width, 4)) for width in (5, 6, 7)}
 
 def read(row: dict, folder: Path = Path(".")) -> Sample:
     return to_sample(row, "1", origin="row 1", folder=folder)
-
-
-def shown(sample: Sample) -> list:
-    """Per turn of the conversation: role, then texts and image widths in order."""
-    images = iter(sample.images)
-    turns = [
-        (turn["role"], *(next(images).width if p["type"] == "image" else p["text"] for p in turn["content"]))
-        for turn in sample.conversation()
-    ]
-    assert next(images, None) is None
-    return turns
 
 
 def uri(width: int) -> str:
@@ -43,7 +32,7 @@ QA = [("user", 5, "what?"), ("assistant", "cat")]
 )
 def test_image_forms(image):
     for column in ("image", "images"):
-        assert shown(read({column: image, "question": "what?", "answer": "cat"})) == QA
+        assert contents(read({column: image, "question": "what?", "answer": "cat"})) == QA
 
 
 def test_paths_start_at_the_file(tmp_path):
@@ -51,25 +40,25 @@ def test_paths_start_at_the_file(tmp_path):
     path = tmp_path / "sub" / "a b.png"
     path.write_bytes(FILES[5])
     for image in ("sub/a b.png", str(path), {"path": "sub/a b.png"}, [{"bytes": None, "path": str(path)}]):
-        assert shown(read({"image": image, "question": "what?", "answer": "cat"}, tmp_path)) == QA
+        assert contents(read({"image": image, "question": "what?", "answer": "cat"}, tmp_path)) == QA
 
 
 @pytest.mark.parametrize("image", [None, [], ""])
 def test_text_only(image):
     sample = read({"image": image, "question": "2+2?", "answer": 4})
-    assert shown(sample) == [("user", "2+2?"), ("assistant", "4")]
+    assert contents(sample) == [("user", "2+2?"), ("assistant", "4")]
     assert sample.answer == "4" and len(sample.images) == 0
 
 
 def test_several_images_and_marks():
     row = {"image": [FILES[5], FILES[6]], "question": "which?"}
-    assert shown(read(row)) == [("user", 5, 6, "which?")]
+    assert contents(read(row)) == [("user", 5, 6, "which?")]
     row["question"] = "<image>\nis left, <image> is right. Which?"
     sample = read(row)
-    assert shown(sample) == [("user", 5, "is left, ", 6, " is right. Which?")]
+    assert contents(sample) == [("user", 5, "is left, ", 6, " is right. Which?")]
     assert sample.question == "is left,  is right. Which?"
     row["question"] = "one <image> for two"  # not one mark per image: left to the family to judge
-    assert shown(read(row)) == [("user", 5, 6, "one <image> for two")]
+    assert contents(read(row)) == [("user", 5, 6, "one <image> for two")]
 
 
 def test_messages_in_the_style_of_openai():
@@ -97,7 +86,7 @@ def test_messages_in_the_style_of_openai():
     ]
     for column in (messages, json.dumps(messages)):
         sample = read({"messages": column})
-        assert shown(sample) == expected
+        assert contents(sample) == expected
         assert (sample.question, sample.answer, len(sample.prompt())) == ("and now?", "b", 4)
 
 
@@ -139,14 +128,14 @@ def test_conversations_of_llava_and_sharegpt():
     expected = [("user", 5, "What is it?"), ("assistant", "A cat."), ("user", "Which colour?"), ("assistant", "Red.")]
     for column in (turns, json.dumps(turns)):
         sample = read({"image": FILES[5], "conversations": column})
-        assert shown(sample) == expected
+        assert contents(sample) == expected
         assert (sample.question, sample.answer, len(sample.prompt())) == ("Which colour?", "Red.", 3)
     system = {"from": "system", "value": "be brief"}
     alone = read({"conversations": [system, {"from": "human", "value": "2+2?"}, {"from": "chatgpt", "value": "4"}]})
-    assert shown(alone) == [("system", "be brief"), ("user", "2+2?"), ("assistant", "4")]
+    assert contents(alone) == [("system", "be brief"), ("user", "2+2?"), ("assistant", "4")]
     openai = [{"role": "user", "content": "hm?"}, {"role": "assistant", "content": "x"}]
-    assert shown(read({"image": FILES[6], "conversations": openai})) == [("user", 6, "hm?"), ("assistant", "x")]
-    assert shown(read({"image": FILES[6], "messages": openai, "conversations": None})) == [
+    assert contents(read({"image": FILES[6], "conversations": openai})) == [("user", 6, "hm?"), ("assistant", "x")]
+    assert contents(read({"image": FILES[6], "messages": openai, "conversations": None})) == [
         ("user", 6, "hm?"),
         ("assistant", "x"),
     ]
@@ -156,16 +145,16 @@ def test_messages_take_images_of_the_column():
     part = {"type": "image"}
     column = [FILES[5], FILES[6]]
     ask = {"role": "user", "content": [part, {"type": "text", "text": "x"}, part]}
-    assert shown(read({"messages": [ask], "images": column})) == [("user", 5, "x", 6)]
+    assert contents(read({"messages": [ask], "images": column})) == [("user", 5, "x", 6)]
     ask = {"role": "user", "content": "x"}
     before = {"role": "system", "content": "s"}
-    assert shown(read({"messages": [before, ask], "images": column})) == [("system", "s"), ("user", 5, 6, "x")]
+    assert contents(read({"messages": [before, ask], "images": column})) == [("system", "s"), ("user", 5, 6, "x")]
     again = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a <image>"}]
     again += [{"role": "user", "content": "<image>?"}]
-    turns = shown(read({"messages": again, "image": column}))
+    turns = contents(read({"messages": again, "image": column}))
     assert turns == [("user", 5), ("assistant", "a <image>"), ("user", 6, "?")]
     mixed = {"role": "user", "content": [{"type": "image", "path": uri(7)}, part, {"type": "text", "text": "x"}]}
-    assert shown(read({"messages": [mixed], "image": FILES[5]})) == [("user", 7, 5, "x")]
+    assert contents(read({"messages": [mixed], "image": FILES[5]})) == [("user", 7, 5, "x")]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +197,6 @@ def test_what_cannot_be_used_is_refused(row, says):
 def test_samples_made_by_hand():
     image = picture()
     sample = Sample("a", (image,), "what?", "cat")
-    assert shown(sample) == [("user", 60, "what?"), ("assistant", "cat")]
+    assert contents(sample) == [("user", 60, "what?"), ("assistant", "cat")]
     sample.prompt()[0]["content"].clear()
-    assert shown(sample) == [("user", 60, "what?"), ("assistant", "cat")]
+    assert contents(sample) == [("user", 60, "what?"), ("assistant", "cat")]

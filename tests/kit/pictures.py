@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 
 
@@ -23,6 +24,17 @@ def file_of(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def contents(sample: Sample) -> list:
+    """Per turn of the conversation: role, then texts and image widths in order."""
+    images = iter(sample.images)
+    turns = [
+        (turn["role"], *(next(images).width if p["type"] == "image" else p["text"] for p in turn["content"]))
+        for turn in sample.conversation()
+    ]
+    assert next(images, None) is None
+    return turns
 
 
 def film(file: Path, frames: int, fps: float = 8.0) -> Path:
