@@ -213,7 +213,7 @@ def test_the_adapters_tokenizer_and_template_are_taken(bases, tmp_path, capsys):
     shutil.copyfile(base / "tokenizer.json", folder / "tokenizer.json")
     assert (base / "chat_template.jinja").read_text() != template
     assert cli.main(["quantize", str(folder), "-o", str(out), "--scheme", "none"]) == 0
-    assert "the adapter's own tokenizer and chat template are taken" in capsys.readouterr().err
+    assert "the adapter's own tokenizer and chat template took the place" in capsys.readouterr().err
     vlm = models.load(out)
     assert vlm.processor.chat_template == template and (out / "chat_template.jinja").read_text() == template
     assert (out / "processor_config.json").read_bytes() == (base / "processor_config.json").read_bytes()

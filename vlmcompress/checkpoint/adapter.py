@@ -112,7 +112,7 @@ def problem(folder: Path, source: Source) -> str | None:
 def notes(recipe: Recipe) -> list[str]:
     """Lines about what a recipe's adapter brings besides weights."""
     kinds = replaced(recipe.model, recipe.adapter)
-    return [f"the adapter's own {' and '.join(kinds)} are taken in the place of the base's"] if kinds else []
+    return [f"the adapter's own {' and '.join(kinds)} took the place of the base's"] if kinds else []
 
 
 def write(
