@@ -211,6 +211,7 @@ def test_lines_are_short(page):
         ("simulate_statistics", "images"),
         ("simulate_search", "searches"),
         ("bench_search", "grids"),
+        ("bench_photo", "photo"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section):

@@ -259,7 +259,8 @@ def main() -> None:
         measure(args)
     summary = json.loads(RESULTS.read_text()) if args.render else summarise(args)
     if args.save:
-        RESULTS.write_text(json.dumps(summary, indent=1) + "\n")
+        head = json.dumps(summary | {"figures": []}).removesuffix("]}")
+        RESULTS.write_text(head + "\n" + ",\n".join(map(json.dumps, summary["figures"])) + "\n]}\n")  # a figure a line
     if args.plot:
         args.plot.write_text(plot(summary))
     print(render(summary))
