@@ -191,7 +191,7 @@ def test_blocks_that_see_different_counts_are_shown(capfd):
             "2 blocks do not divide into 4 stages; give stages=2",
         ),
         (["--image-size", "64x64", "--reduce", "dyrate"], "--reduce dyrate"),
-        (["--image-size", "64x64", "--reduce", "dymu:thresholds=no.json"], "cannot read thresholds no.json"),
+        (["--image-size", "64x64", "--reduce", "dymu:thresholds=no.json"], "no.json is not readable (No such file"),
         (["--image-size", "64x64", "--kv-cache", "fp4"], "--kv-cache fp4: no such type"),
     ],
 )

@@ -75,7 +75,7 @@ class Data(TypedDict):
     images: NotRequired[Count]
     text: NotRequired[_Text | None]
     seed: NotRequired[int]
-    prefix: NotRequired[str]
+    prefix: NotRequired[str | None]
 
 
 class _Recovery(TypedDict):

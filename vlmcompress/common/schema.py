@@ -60,7 +60,8 @@ def read(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
     try:
         content = json_files.read(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable ({reason(error)}); {remedy}") from error
+        why = getattr(error, "strerror", None) or reason(error)
+        raise UserError(f"{path} is not readable ({why}); {remedy}") from error
     stored = content.get("schema_version") if isinstance(content, dict) else None
     if version is not None and stored != version and type(stored) is int:
         remedy = "update vlmcompress" if stored > version else remedy
