@@ -41,6 +41,7 @@ def test_phases():
     on_the_device("-x", "-m", "not slow", *PHASES)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_served_models():
     pytest.importorskip("vllm")
