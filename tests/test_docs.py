@@ -212,6 +212,7 @@ def test_lines_are_short(page):
         ("simulate_search", "searches"),
         ("bench_search", "grids"),
         ("bench_photo", "photo"),
+        ("full_size", "full_size"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
