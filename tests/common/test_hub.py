@@ -84,6 +84,7 @@ def test_a_draft_model_by_its_id(online, source, monkeypatch):
         drafting("org/other")
 
 
+@pytest.mark.slow
 def test_quantize_from_ids_then_offline(server, source, tmp_path, monkeypatch, capfd):
     """Model and data by id; what is not needed is not fetched; then the same bytes without a network, from the cache."""
     (tmp_path / "data").mkdir()

@@ -162,6 +162,7 @@ def tensors(file: Path) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 def test_the_engine_is_a_process_of_its_own(tmp_path):
     """Four-bit weights in llama.cpp against the same weights in transformers, which rounds inputs less."""
     source = as_published("qwen2-vl", floats("qwen2-vl", tmp_path / "source"))

@@ -156,6 +156,7 @@ def constants(folder: Path) -> dict[str, tuple[torch.Tensor, ov.Type]]:
     return {name: (torch.from_numpy(codes[i].copy()), kind) for i, (name, kind) in enumerate(kinds.items())}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_says_how_many_tokens_go(tmp_path, monkeypatch):
     """The tokens that stay answer as ours do, and are spread as a greedy choice is: which ones stay, rounding decides, as
     all are worth the same to begin with, and processors round differently. By default the pipeline also chooses in each

@@ -139,6 +139,7 @@ def few(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Exam:
     return ask_transformers(world, tmp_path_factory.mktemp("few"), FEW)
 
 
+@pytest.mark.slow
 def test_a_few(few: Exam) -> None:
     check(few)
 

@@ -229,6 +229,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_real_engine(qwen: Path, tmp_path: Path, quick_engines) -> None:
     """One run with all kinds of requests. Prompt lengths prove that each image was seen: byte tokens and the image's grid."""
     Image.new("RGB", (56, 84), "red").save(tmp_path / "a.png")  # 4 x 6 patches = 2 x 3 visual tokens, a pair of marks

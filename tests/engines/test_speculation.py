@@ -107,8 +107,9 @@ def test_medusa_ends_with_vllm_0_32(plain, named, version, tmp_path, monkeypatch
         serve.arguments_of(plain, speculative=json.dumps(setting))
 
 
+@pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", [pytest.param("quantized", marks=pytest.mark.slow), "reduced"])
+@pytest.mark.parametrize("kind", ["quantized", "reduced"])
 def test_greedy_answers_stay_the_same(plain, kind, tmp_path):
     """Token by token in float32, with drafts of which some are accepted and some are not, and on as many threads."""
     recipe = {"quantized": {"scheme": "fp8"}, "reduced": {"scheme": "none", "reduce": "uniform:0.5"}}[kind]

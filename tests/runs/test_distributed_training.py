@@ -39,6 +39,7 @@ def asked(world: Path, out: Path, *extra: str) -> list[str]:
 RECOVER = ("--reduce", "divprune:0.25", "--samples", "24", "--lr", "1e-3")
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_one_worker(world, tmp_path):
     """Three samples a step, so that the shares differ; answers by the teacher, adapters, norms, projector and tower."""
     extra = (

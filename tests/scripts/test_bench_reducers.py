@@ -39,7 +39,9 @@ REDUCERS = [
 ]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(m, marks=[pytest.mark.slow] * (m != "demo-llava")) for m in MODELS]
+)
 def asker_and_samples(request: pytest.FixtureRequest) -> tuple[reduced_answers.Asker, list[Sample]]:
     """A demo model and neighbouring questions of each family with images: some share theirs, some have two."""
     everything = load_samples(bundled(DEMOS / request.param, "validation"), samples=None, seed=0)

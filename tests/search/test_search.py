@@ -212,7 +212,9 @@ def another_answer(file: Path) -> bytes:
     return sink.getvalue()
 
 
-@pytest.mark.parametrize("changed", ["data", "calibration", "model"])
+@pytest.mark.parametrize(
+    "changed", ["model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("data", "calibration"))]
+)
 def test_no_answer_of_edited_files_is_taken_up(finished, call, changed):
     """Under the same path: an edited table of questions or calibration samples, and retrained weights of the same shapes."""
     folder = call[1].parent
