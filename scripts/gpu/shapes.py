@@ -220,28 +220,35 @@ def _save(shape: Shape, folder: Path) -> None:
 def _built(shape: Shape) -> tuple[Any, Any]:
     """A model with random weights, and its processor."""
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
     from vlmcompress import models
 
-    ids = {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END, "image_token_id": IMAGE,
-           "video_token_id": VIDEO, "tie_word_embeddings": False}  # fmt: skip
-    text = {**shape.text, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(shape.family, text_config=text, vision_config=dict(shape.vision), **ids)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with models.quiet():
         with torch.device(device):
-            built = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+            built = AutoModelForImageTextToText.from_config(config(shape), dtype=torch.bfloat16)
         with torch.no_grad():
             for name, parameter in built.named_parameters():
                 if "layernorm" in name and "visual" not in name:
                     parameter.copy_(torch.randn(parameter.shape, device=parameter.device).mul(0.7).exp())
         built.generation_config.eos_token_id, built.generation_config.pad_token_id = END, PAD
-        return built, _processor(shape)
+        return built, processor(shape)
 
 
-def _processor(shape: Shape) -> Any:
+def config(shape: Shape) -> Any:
+    """transformers' config of a model of this shape."""
+    from transformers import AutoConfig
+
+    ids = {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END, "image_token_id": IMAGE,
+           "video_token_id": VIDEO, "tie_word_embeddings": False}  # fmt: skip
+    text = {**shape.text, "tie_word_embeddings": False}
+    return AutoConfig.for_model(shape.family, text_config=text, vision_config=dict(shape.vision), **ids)
+
+
+def processor(shape: Shape) -> Any:
+    """The processor of a model of this shape, whose tokenizer has a token for each byte."""
     import transformers as T
 
     patch, least, most = shape.patch // 2, 4 * shape.patch**2, (36 if shape.text["vocab_size"] < 1000 else 1280)

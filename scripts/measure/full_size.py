@@ -34,13 +34,10 @@ def write_model(folder: Path) -> None:
     import torch
     from gpu import shapes
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
     shape = shapes.FULL["qwen2.5-vl-7b"]
-    ids = {"vision_start_token_id": shapes.VISION_START, "vision_end_token_id": shapes.VISION_END}
-    ids |= {"image_token_id": shapes.IMAGE, "video_token_id": shapes.VIDEO, "tie_word_embeddings": False}
-    text = {**shape.text, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(shape.family, text_config=text, vision_config=dict(shape.vision), **ids)
+    config = shapes.config(shape)
     config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
     config.dtype = torch.bfloat16
     with torch.device("meta"):
@@ -58,7 +55,7 @@ def write_model(folder: Path) -> None:
             shard, size = {}, 0
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     config.save_pretrained(folder)
-    shapes._processor(shape).save_pretrained(folder)
+    shapes.processor(shape).save_pretrained(folder)
 
 
 def measure(model: Path, scheme: str) -> dict:

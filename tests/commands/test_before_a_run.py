@@ -14,6 +14,8 @@ from tests.kit.pictures import file_of, picture
 from vlmcompress import cli
 from vlmcompress.checkpoint.manifest import MANIFEST
 
+GPTQ = ("--scheme", "gptq", "--group-size", "64", "--calib")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
@@ -120,15 +122,7 @@ def test_a_sample_is_encoded_before_a_run(capfd, model, tmp_path, kind, says, ro
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "a.png").write_bytes(file_of(picture(90, 60)))
     (tmp_path / "calib.jsonl").write_text(json.dumps({"image": "a.png", "question": "what?", "answer": "b"}))
-    command = [
-        str(tmp_path / "model"),
-        "--scheme",
-        "gptq",
-        "--group-size",
-        "64",
-        "--calib",
-        str(tmp_path / "calib.jsonl"),
-    ]
+    command = [str(tmp_path / "model"), *GPTQ, str(tmp_path / "calib.jsonl")]
     assert cli.main(["check", *command]) == 0
     assert "1 samples of " in (text := capfd.readouterr().out) and "all rows and images were read, 1 encoded" in text
     spoil(tmp_path, kind)
@@ -144,16 +138,7 @@ def test_a_sample_is_encoded_before_a_run(capfd, model, tmp_path, kind, says, ro
 def test_columns_and_bad_rows_on_the_command_line(capfd, model, tmp_path):
     rows = [{"q": "2+2?", "a": "4"}] * 8 + [{"q": ""}]
     (tmp_path / "calib.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [
-        "quantize",
-        str(model),
-        "--scheme",
-        "gptq",
-        "--group-size",
-        "64",
-        "--calib",
-        str(tmp_path / "calib.jsonl"),
-    ]
+    command = ["quantize", str(model), *GPTQ, str(tmp_path / "calib.jsonl")]
     command += ["--dry-run", "--json", "-o", str(tmp_path / "out")]
     columns = ["--columns", "question=q", "--columns", "answer=a"]
     assert cli.main([*command, *columns, "--skip-bad", "0.2"]) == 0

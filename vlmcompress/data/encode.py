@@ -244,10 +244,10 @@ def _check_vision(sample: Sample, inputs: Inputs, features: Features) -> None:
     """Check that ids are those of rows of the embedding, and that there are as many placeholders as visual features."""
     vlm, ids = features.vlm, inputs["input_ids"]
     visual = _visual(ids, vlm)
-    placeholders, shown = int(visual.sum()), len(sample.images) + len(sample.videos)
-    if bool(placeholders) != bool(shown):
+    placeholders, pictures = int(visual.sum()), len(sample.images) + len(sample.videos)
+    if bool(placeholders) != bool(pictures):
         raise UserError(
-            f"{sample.name}: {placeholders} placeholder tokens for {shown} images or videos; {_image_token_remedy(ids, vlm)}"
+            f"{sample.name}: {placeholders} placeholder tokens for {pictures} images or videos; {_image_token_remedy(ids, vlm)}"
         )
     embeddings: Any = vlm.model.get_input_embeddings()
     rows = embeddings.num_embeddings
@@ -256,7 +256,7 @@ def _check_vision(sample: Sample, inputs: Inputs, features: Features) -> None:
             f"{sample.name}: the tokenizer gives id {largest}, and the model's embedding has {rows} rows; tokenizer and "
             "config.json do not belong together"
         )
-    if not shown:
+    if not pictures:
         return
     grids = [inputs[name].prod(-1).sum() for name in ("image_grid_thw", "video_grid_thw") if name in inputs]
     merged = vlm.processor.image_processor.merge_size**2 if len(grids) == 2 else 1
@@ -265,7 +265,7 @@ def _check_vision(sample: Sample, inputs: Inputs, features: Features) -> None:
             f"{sample.name} shows images and a video, which {type(vlm.processor).__name__} marks alike; give one of the two"
         )
     count = features(inputs)
-    what = "videos" if sample.videos else "image" if shown == 1 else "images"
+    what = "videos" if sample.videos else "image" if pictures == 1 else "images"
     if isinstance(count, str):
         raise BadSample(f"{sample.name}: the model cannot take its {what} ({count}); drop it")
     if count != placeholders:
