@@ -55,9 +55,9 @@ def measure(
 ) -> list[dict]:
     """Compress `model` by the named recipes and ask all checkpoints the same questions; `scorers`: folder for `learned`."""
     from vlmcompress import engines
-    from vlmcompress.evaluation.accuracy import EvalOptions, evaluate_all
+    from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate_all
+    from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
-    from vlmcompress.runs.quantize import quantize
 
     source, outs, manifests = ROOT / "eval" / "demo" / model, [], []
     for index, keys in enumerate(RECIPES[name] for name in names):

@@ -145,10 +145,11 @@ def _tokenizer():
 
 def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     """Run the part of `vlmcompress quantize` between loading and writing."""
-    from vlmcompress import models, quantizers
-    from vlmcompress.calibration.block_store import BlockStore
-    from vlmcompress.calibration.solve import QuantMethod
-    from vlmcompress.runs.quantize_blocks import quantize_blocks
+    from vlmcompress import models
+    from vlmcompress.quantization import schemes as quantizers
+    from vlmcompress.quantization.blocks import quantize_blocks
+    from vlmcompress.quantization.calibration.block_store import BlockStore
+    from vlmcompress.quantization.calibration.solve import QuantMethod
 
     module = quantizers.REGISTRY.get(method)
     groups = models.resolve(vlm.model, vlm.spec)
@@ -163,8 +164,8 @@ def run_forward(vlm, rows: list[dict], kind: str) -> None:
     """Run the plain language model: sample by sample as transformers does, in batches, or in batches and float32."""
     import torch
 
-    from vlmcompress.calibration.block_inputs import bucket_by_length, collate
-    from vlmcompress.calibration.devices import float_products
+    from vlmcompress.models.devices import float_products
+    from vlmcompress.quantization.calibration.block_inputs import bucket_by_length, collate
 
     alone = [[index] for index in range(len(rows))]
     wide = float_products(vlm.model) if kind == "forward-fast" else contextlib.nullcontext()
@@ -179,9 +180,9 @@ def run_calibrate(vlm, rows: list[dict], gradients: bool) -> None:
     """Run what `vlmcompress calibrate` runs between loading and writing: all statistics, with gradients if asked for."""
     import torch
 
-    from vlmcompress.calibration.gradient_pass import gradients as gradient_pass
     from vlmcompress.models import decoder_blocks
-    from vlmcompress.runs.calibrate import collect
+    from vlmcompress.quantization.calibrate import collect
+    from vlmcompress.quantization.calibration.gradient_pass import gradients as gradient_pass
 
     class Nowhere:
         def has(self, _layer: int) -> bool:
@@ -225,7 +226,7 @@ def measure_here(contender: str, folder: Path, count: int, tokens: int, group: i
         method = contender.removeprefix("stock-")
         run_stock(vlm, rows, method, group_size=group, symmetric=method == "gptq")
     elif contender == "gradients":
-        from vlmcompress.calibration.gradient_pass import gradients
+        from vlmcompress.quantization.calibration.gradient_pass import gradients
 
         gradients(vlm, rows)
     else:

@@ -38,8 +38,8 @@ import torch
 from weight_methods import Grid, Row, budget
 from weights_bench import VARIANTS, Bench, chosen, quantized
 
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.runs import calibrate
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.quantization import calibrate
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval" / "demo"

@@ -41,11 +41,11 @@ from shared_answers import SharedAsker
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.data import Sample, bundled, encode, load_samples
-from vlmcompress.hf_hooks import refusal
-from vlmcompress.hf_hooks.learning import learn
-from vlmcompress.recipe.reducer import ReducerChoice, choose
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.models.data import Sample, bundled, encode, load_samples
+from vlmcompress.reduction.choice import ReducerChoice, choose
+from vlmcompress.reduction.hooks import refusal
+from vlmcompress.reduction.hooks.learning import learn
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "photo.json"

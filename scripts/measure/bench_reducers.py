@@ -43,12 +43,13 @@ import torch
 from reduced_answers import Asker, Found
 
 from vlmcompress import models
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.data import Sample, bundled, encode, load_samples
-from vlmcompress.hf_hooks import refusal, resizing, scorer_file
-from vlmcompress.hf_hooks.learning import learn
-from vlmcompress.recipe.reducer import ReducerChoice, choose
-from vlmcompress.recipe.resize import Resize
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.models.data import Sample, bundled, encode, load_samples
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.choice import ReducerChoice, choose
+from vlmcompress.reduction.hooks import refusal, resizing
+from vlmcompress.reduction.hooks.learning import learn
+from vlmcompress.reduction.resize import Resize
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval" / "demo"

@@ -32,15 +32,15 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.common.text import points, times
-from vlmcompress.data.sources import bundled
-from vlmcompress.evaluation.compare import compare, divergence
-from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
-from vlmcompress.search.posterior import Evidence
-from vlmcompress.search.speed import STAND_IN, Load, Measured, Modelled
-from vlmcompress.search.successive_halving import LIKELY, Rules, SuccessiveHalving, Trial
-from vlmcompress.search.trial import Setup, evaluate_candidate
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.evaluation.accuracy.compare import compare, divergence
+from vlmcompress.evaluation.search.candidate import Candidate, Choice, Factor, combined, singles
+from vlmcompress.evaluation.search.posterior import Evidence
+from vlmcompress.evaluation.search.speed import STAND_IN, Load, Measured, Modelled
+from vlmcompress.evaluation.search.successive_halving import LIKELY, Rules, SuccessiveHalving, Trial
+from vlmcompress.evaluation.search.trial import Setup, evaluate_candidate
+from vlmcompress.models.data.sources import bundled
+from vlmcompress.utils.text import points, times
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval" / "demo"

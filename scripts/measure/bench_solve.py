@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress import quantizers
-from vlmcompress.calibration.solve import QuantMethod, solve_block
 from vlmcompress.models import Group
-from vlmcompress.statistics.collect import Collector
-from vlmcompress.statistics.inputs import GroupStats
+from vlmcompress.numerics.statistics.collect import Collector
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization import schemes as quantizers
+from vlmcompress.quantization.calibration.solve import QuantMethod, solve_block
 
 SHAPES = {  # hidden, intermediate, width of keys and values, blocks
     "tiny": (256, 512, 128, 2),

@@ -33,8 +33,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import Tensor
 
-from vlmcompress import reducers
-from vlmcompress.reducers import REGISTRY, Grid, Merger, Signals, learned
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.methods import REGISTRY, Grid, Merger, Signals, learned
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "choosing.json"
 GRIDS: dict[int, Grid] = {256: (1, 16, 16), 576: (1, 24, 24), 1280: (1, 32, 40), 4096: (1, 64, 64)}

@@ -40,9 +40,9 @@ from eval.world.freeze import SCHEMA
 from eval.world.rows import family_rows
 from eval.world.vocab import FAMILIES
 from vlmcompress import models
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.evaluation.compare import compare
-from vlmcompress.recipe.reducer import parse
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.evaluation.accuracy.compare import compare
+from vlmcompress.reduction.choice import parse
 
 RESULTS = ROOT / "eval" / "learning.json"
 PER_FAMILY = 400

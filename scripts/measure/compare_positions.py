@@ -26,8 +26,8 @@ from bench_reducers import DEMO, samples
 from methods_table import BEYOND, about, difference, numbered
 
 from vlmcompress import models
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.recipe.reducer import choose
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.reduction.choice import choose
 
 METHODS = ("divprune", "random", "uniform")
 SHARES = (0.5, 0.25, 1 / 9)

@@ -35,11 +35,11 @@ from reduced_answers import Asker
 sys.path.insert(0, str(ROOT))
 from eval.demo.scales import train
 from vlmcompress import models
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.evaluation.compare import compare
-from vlmcompress.hf_hooks import resizing
-from vlmcompress.recipe.reducer import parse
-from vlmcompress.recipe.resize import Resize
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.evaluation.accuracy.compare import compare
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.hooks import resizing
+from vlmcompress.reduction.resize import Resize
 
 RESULTS = ROOT / "eval" / "resizing.json"
 LIMITS = (64, 49, 36, 25, 16)  # most tokens of an image

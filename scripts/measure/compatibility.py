@@ -53,10 +53,10 @@ def calibration(folder: Path) -> Path:
 
 def compress(source: Path, data: Path, out: Path, **keys: str) -> str | None:
     """Write one checkpoint and examine it; returns what went wrong, or None."""
-    from vlmcompress.diagnosis import files as doctor
-    from vlmcompress.errors import UserError
+    from vlmcompress.evaluation.doctor import files as doctor
+    from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
-    from vlmcompress.runs.quantize import quantize
+    from vlmcompress.utils.errors import UserError
 
     try:
         quantize(resolve({"model": str(source), "out": str(out), "calibrate": {"data": str(data)}} | keys).recipe)
@@ -198,7 +198,7 @@ def render(results: dict[str, dict]) -> str:
 
 def overview(results: dict[str, dict]) -> str:
     """Render one table of models by scheme for the README: models that answered in the same places share a row."""
-    from vlmcompress.common.registry import FAMILIES
+    from vlmcompress.utils.registry import FAMILIES
 
     rows: dict[tuple[str, ...], list[str]] = {}
     for family, row in results.items():

@@ -30,16 +30,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vlmcompress.calibration import distillation
-from vlmcompress.checkpoint import draft_images
-from vlmcompress.checkpoint.draft_folder import WEIGHTS, Draft
-from vlmcompress.data import load_samples
+from vlmcompress.export import draft_images
+from vlmcompress.export.draft_folder import WEIGHTS, Draft
 from vlmcompress.models import VLM
+from vlmcompress.models.data import load_samples
 from vlmcompress.recipe import Recipe, resolve
-from vlmcompress.runs import eagle3, teacher_cache
-from vlmcompress.runs.draft import guessable
-from vlmcompress.runs.draft_lessons import Lessons, load_target
-from vlmcompress.runs.train_loop import order, rate
+from vlmcompress.training import distillation, eagle3, teacher_cache
+from vlmcompress.training.draft import guessable
+from vlmcompress.training.draft_lessons import Lessons, load_target
+from vlmcompress.training.train_loop import order, rate
 
 KINDS = ("none", "hidden", "all", "divprune:0.0124", "divprune:0.0625", "divprune:0.25", "hidden+vector", "none+vector")
 BATCH, DRAWS = 8, 1000

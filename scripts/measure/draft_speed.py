@@ -41,12 +41,12 @@ from eval.world.describing import description_rows
 from eval.world.freeze import SCHEMA
 from eval.world.rows import split_rows
 from vlmcompress import engines
-from vlmcompress.checkpoint.draft_folder import Draft
 from vlmcompress.cli import main as vlmcompress
 from vlmcompress.engines import Answer, Request
+from vlmcompress.export.draft_folder import Draft
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.draft import ALIGNING, DraftTraining, draft
-from vlmcompress.runs.draft_lessons import Lessons
+from vlmcompress.training.draft import ALIGNING, DraftTraining, draft
+from vlmcompress.training.draft_lessons import Lessons
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {

@@ -38,10 +38,10 @@ from PIL import Image
 
 from vlmcompress import engines
 from vlmcompress.cli import main as vlmcompress
-from vlmcompress.common.text import size as text_size
-from vlmcompress.common.text import table
 from vlmcompress.engines import Request, Settings
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.text import size as text_size
+from vlmcompress.utils.text import table
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "eval/demo/demo-qwen"  # whose tokenizer and chat template the random model has

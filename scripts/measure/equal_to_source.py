@@ -32,10 +32,10 @@ TOKENS = 16
 
 def ours(source: Path, out: Path) -> str:
     """Write the unquantized checkpoint; return how, in words."""
-    from vlmcompress.engines import reducer_support
+    from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
-    from vlmcompress.recipe.reducer import parse
-    from vlmcompress.runs.quantize import quantize
+    from vlmcompress.reduction import engine_support as reducer_support
+    from vlmcompress.reduction.choice import parse
 
     (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
     if reducer_support.refusal(architecture, parse("uniform:1.0")) is None:
@@ -48,10 +48,10 @@ def ours(source: Path, out: Path) -> str:
 def _copy(source: Path, out: Path) -> None:
     """Have all of a checkpoint written, as it is."""
     from vlmcompress import models
-    from vlmcompress.checkpoint import manifest
-    from vlmcompress.checkpoint.write import write
-    from vlmcompress.common.layer_names import Layers
-    from vlmcompress.exporters import compressed_tensors
+    from vlmcompress.export import manifest
+    from vlmcompress.export.formats import compressed_tensors
+    from vlmcompress.export.write import write
+    from vlmcompress.models.layer_names import Layers
 
     about = models.Source.of(source)
     built = manifest.build(source, family=about.spec.family, recipe={"seed": 0}, calibration=None, errors={})

@@ -49,10 +49,10 @@ from torch import Tensor
 from weights_bench import Bench
 
 from vlmcompress import models
-from vlmcompress.calibration import statistics_folder
 from vlmcompress.cli import main as vlmcompress
-from vlmcompress.llamacpp import REGISTRY, Facts
-from vlmcompress.runs import calibrate
+from vlmcompress.export.gguf import REGISTRY, Facts
+from vlmcompress.quantization import calibrate
+from vlmcompress.quantization.calibration import statistics_folder
 
 SYMMETRIC = ["--set", "options.symmetric=true"]
 

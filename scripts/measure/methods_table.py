@@ -5,7 +5,7 @@ standard error has two parts, added in squares: that of the mean over questions,
 clusters, and that of the mean over seeds. `z` is the difference in standard errors; beyond 1.96 it counts as a verdict, and of
 forty comparisons of equal methods one will be beyond it on each side. The mean divergence (`path`) is ruled by the few
 questions of which the original itself is unsure; `typical` compares its logarithm, question by question. Accuracy against BF16
-has the interval of `vlmcompress eval` (`vlmcompress.evaluation.compare`), of the score averaged over seeds.
+has the interval of `vlmcompress eval` (`vlmcompress.evaluation.accuracy.compare`), of the score averaged over seeds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.data import Sample
-from vlmcompress.evaluation.compare import compare
+from vlmcompress.evaluation.accuracy.compare import compare
+from vlmcompress.models.data import Sample
 
 BEYOND = 1.96
 COMPARED = ("exact", "path", "typical", "logit")

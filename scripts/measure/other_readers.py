@@ -8,8 +8,8 @@ PYTHON is of an environment of its own, with torch, transformers, compressed-ten
 gptqmodel and optimum; it needs nothing of vlmcompress. The checkpoints are tiny and random: some families in all formats and
 schemes (`CASES`), every family in three (`EVERYWHERE`). "loads" stands where plain `from_pretrained`, or GPTQModel's own
 loader, found all tensors and its logits are those of the same weights in 16 bits, within what rounding of activations makes
-of them; else the error, or how far off the logits are. `tests/readers` compares what is stored with the table that users are
-told about. The last line is one JSON object.
+of them; else the error, or how far off the logits are. `tests/export/readers` compares what is stored with the table that users
+are told about. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
     from tests.kit import rtn, tiny
     from vlmcompress import models
     from vlmcompress.api import Recipe, quantize
-    from vlmcompress.checkpoint import write as checkpoint
-    from vlmcompress.checkpoint.convert import convert
-    from vlmcompress.checkpoint.launch_files import facts
-    from vlmcompress.checkpoint.layer_targets import layers_of
+    from vlmcompress.export import write as checkpoint
+    from vlmcompress.export.convert import convert
+    from vlmcompress.export.launch_files import facts
+    from vlmcompress.export.layer_targets import layers_of
 
     made = schemes()
     for family in families:

@@ -30,10 +30,10 @@ from eval.demo.photo.pool import normalized  # noqa: E402
 from eval.photo import pictures  # noqa: E402
 from eval.photo.scene import SIDE, sample_scene  # noqa: E402
 from vlmcompress import models  # noqa: E402
-from vlmcompress.commands._process import quiet_libraries  # noqa: E402
-from vlmcompress.recipe.reducer import parse  # noqa: E402
-from vlmcompress.reducers import Signals, dart, reduce  # noqa: E402
-from vlmcompress.reducers._base import top, unit  # noqa: E402
+from vlmcompress.cli._process import quiet_libraries  # noqa: E402
+from vlmcompress.reduction.choice import parse  # noqa: E402
+from vlmcompress.reduction.methods import Signals, dart, reduce  # noqa: E402
+from vlmcompress.reduction.methods._base import top, unit  # noqa: E402
 
 METHODS = ("uniform", "coverage", "divprune", "cdpruner", "dart", "dart:pivots=4")
 PIVOTS = 4

@@ -39,12 +39,12 @@ sys.path.insert(0, str(ROOT))
 from eval.photo import pictures
 from eval.photo.rows import SCHEMA, split_rows
 from vlmcompress import models
-from vlmcompress.commands._process import quiet_libraries
+from vlmcompress.cli._process import quiet_libraries
 from vlmcompress.recipe import resolve
-from vlmcompress.recipe.reducer import parse
-from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
-from vlmcompress.runs.recover import recover
-from vlmcompress.runs.train_student import TrainingOptions
+from vlmcompress.reduction.choice import parse
+from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
+from vlmcompress.training.recover import recover
+from vlmcompress.training.train_student import TrainingOptions
 
 SCORER = ScorerTraining(keep=1 / 9, to=0.75, steps=200, batch=8, every=100)
 BEHIND = "coverage:1/9"

@@ -34,11 +34,11 @@ from teacher_forcing import load_quantized, round_activations
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.data import bundled, encode, load_samples
+from vlmcompress.cli._process import quiet_libraries
 from vlmcompress.models import VLM
+from vlmcompress.models.data import bundled, encode, load_samples
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.quantize import quantize
 
 LOOKED_AT = 32  # calibration samples
 

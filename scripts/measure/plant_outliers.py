@@ -32,12 +32,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import folders
-from vlmcompress.data import bundled, encode, load_samples
-from vlmcompress.errors import UserError
+from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import VLM
-from vlmcompress.statistics.collect import Collector
+from vlmcompress.models.data import bundled, encode, load_samples
+from vlmcompress.numerics.statistics.collect import Collector
+from vlmcompress.utils import folders
+from vlmcompress.utils.errors import UserError
 
 Batch = dict[str, Tensor]
 CARD = """\

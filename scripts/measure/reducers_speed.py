@@ -25,10 +25,10 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlmcompress import models
-from vlmcompress.hf_hooks import attach, refusal, resizing
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import ReducerChoice, parse
-from vlmcompress.reducers import learned
+from vlmcompress.reduction.choice import ReducerChoice, parse
+from vlmcompress.reduction.hooks import attach, refusal, resizing
+from vlmcompress.reduction.methods import learned
 
 SIDE = 32  # tokens down and across: 1,024 together
 WORDS = 48  # tokens of the question

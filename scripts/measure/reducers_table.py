@@ -1,7 +1,7 @@
 """Turn the rows of `bench_reducers.py` into figures with intervals, findings and tables.
 
 Differences are paired by question, with questions about the same images as a cluster. Those to the model without a reducer have
-the interval of `vlmcompress eval` (`vlmcompress.evaluation.compare`). Those to `random` take its seeds into account, too: a
+the interval of `vlmcompress eval` (`accuracy.compare`). Those to `random` take its seeds into account, too: a
 seed is one choice of places for all images of a size, so the variance of the mean over seeds adds to that over questions
 (`methods_table.difference`), and an interval is 1.96 standard errors to each side. `random` at a share at which it wasn't asked
 is interpolated between its neighbours, question by question.
@@ -19,8 +19,8 @@ import reducers_speed
 import torch
 from torch import Tensor
 
-from vlmcompress.data import Sample
-from vlmcompress.evaluation.compare import compare
+from vlmcompress.evaluation.accuracy.compare import compare
+from vlmcompress.models.data import Sample
 
 BEYOND = 1.96
 POINT = 0.01

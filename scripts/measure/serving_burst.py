@@ -13,13 +13,13 @@ from typing import Any
 from serving_model import SIDE, Variant
 from watching import watching
 
-from vlmcompress.bench import client, counters, measure
-from vlmcompress.bench.client import Load
-from vlmcompress.bench.prompts import Prompts
 from vlmcompress.engines.vllm.serve import Server
-from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import parse as parse_reducer
-from vlmcompress.results import State
+from vlmcompress.evaluation.results import State
+from vlmcompress.evaluation.speed import client, counters, measure
+from vlmcompress.evaluation.speed.client import Load
+from vlmcompress.evaluation.speed.prompts import Prompts
+from vlmcompress.reduction.choice import parse as parse_reducer
+from vlmcompress.utils.errors import UserError
 
 
 @dataclass(frozen=True)

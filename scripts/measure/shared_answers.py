@@ -16,8 +16,8 @@ import torch
 from reduced_answers import Asker, Found, encoder_untouched
 from torch import Tensor
 
-from vlmcompress.hf_hooks import attach
-from vlmcompress.recipe.reducer import ReducerChoice
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks import attach
 
 
 class SharedAsker(Asker):

@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from vlmcompress.evaluation import noninferiority
-from vlmcompress.evaluation.paired import NORMAL
-from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
-from vlmcompress.search.posterior import ERROR, Evidence, Posterior, posteriors, worth
-from vlmcompress.search.successive_halving import Rules, Standing, SuccessiveHalving, Trial
+from vlmcompress.evaluation.accuracy import noninferiority
+from vlmcompress.evaluation.accuracy.paired import NORMAL
+from vlmcompress.evaluation.search.candidate import Candidate, Choice, Factor, combined, singles
+from vlmcompress.evaluation.search.posterior import ERROR, Evidence, Posterior, posteriors, worth
+from vlmcompress.evaluation.search.successive_halving import Rules, Standing, SuccessiveHalving, Trial
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "search_simulated.json"
 FLOORS = (0.01, 0.02, 0.03)

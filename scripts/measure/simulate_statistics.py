@@ -36,9 +36,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from vlmcompress.evaluation import noninferiority
-from vlmcompress.evaluation.compare import families
-from vlmcompress.evaluation.paired import MeanDifference, below_zero, sums_by_image
+from vlmcompress.evaluation.accuracy import noninferiority
+from vlmcompress.evaluation.accuracy.compare import families
+from vlmcompress.evaluation.accuracy.paired import MeanDifference, below_zero, sums_by_image
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "statistics.json"
 MARGIN, LEVEL = 0.01, 0.95

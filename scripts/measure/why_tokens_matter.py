@@ -49,10 +49,11 @@ from eval.demo.smol.reading import Plan, Reading
 from eval.demo.smol.sequences import BEFORE, BETWEEN, STOP, training_batch
 from eval.demo.smol.table import ENTRIES, WORDS
 from eval.world.rows import asked_views, images_of
-from vlmcompress import models, reducers
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.evaluation.compare import compare
-from vlmcompress.recipe.reducer import parse
+from vlmcompress import models
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.evaluation.accuracy.compare import compare
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.choice import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, CACHE = ROOT / "build/demo-smol", ROOT / "build/smol"

@@ -40,12 +40,12 @@ from soaking.traffic import MOST_IMAGES, Ask, Conversation, conversations, traff
 from soaking.verdict import MARGIN, TOP, judge
 from transformers import AutoConfig
 
-from vlmcompress.bench import counters
-from vlmcompress.bench.serving import FLAGS
-from vlmcompress.common.progress import ProgressBar
-from vlmcompress.data.sources import bundled, load_samples
 from vlmcompress.engines.vllm.serve import Server, server
-from vlmcompress.errors import UserError
+from vlmcompress.evaluation.speed import counters
+from vlmcompress.evaluation.speed.serving import FLAGS
+from vlmcompress.models.data.sources import bundled, load_samples
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import ProgressBar
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 32  # tokens of the KV cache

@@ -13,11 +13,11 @@ from tests.kit import reduced_cases as cases
 from tests.kit import rtn
 from tests.kit.places import DEMOS
 from vlmcompress import cli
-from vlmcompress.checkpoint.convert import convert
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, conformance
 from vlmcompress.engines.vllm.conformance_checks import CHECKS, Answers, Pair, _within, same
 from vlmcompress.engines.vllm.conformance_plan import KINDS, make_questions
-from vlmcompress.errors import UserError
+from vlmcompress.export.convert import convert
+from vlmcompress.utils.errors import UserError
 
 engine = pytest.mark.engine
 

@@ -12,10 +12,10 @@ import pytest
 from tests.kit import lane
 from tests.kit.places import ROOT
 from tests.kit.vllm_source import edited, package
-from vlmcompress.engines.reducer_support import FAMILIES
 from vlmcompress.engines.vllm.plugin import _contract
 from vlmcompress.engines.vllm.plugin._contract import PARTS, Reach, faults
 from vlmcompress.engines.vllm.plugin._source import Source
+from vlmcompress.reduction.engine_support import FAMILIES
 
 PLUGIN = ROOT / "vlmcompress/engines/vllm/plugin"
 ALL = [reach for part in PARTS.values() for reach in part]

@@ -24,8 +24,8 @@ from vlmcompress import engines
 from vlmcompress.cli import main
 from vlmcompress.engines import hf, llamacpp
 from vlmcompress.engines.vllm.serve import free_port, wait
-from vlmcompress.errors import UserError
-from vlmcompress.llamacpp import REGISTRY
+from vlmcompress.export.gguf import REGISTRY
+from vlmcompress.utils.errors import UserError
 
 ENDS = [258, 257]  # `<|im_end|>`, and `<|endoftext|>`, which llama.cpp takes for an end by its name
 SIZES = {  # of images that no processor has to make smaller: llama.cpp pads where transformers stretches

@@ -15,11 +15,11 @@ from tests.kit import reduced_cases as cases
 from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA
 from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
-from vlmcompress.data import bundled, encode, load_samples
-from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import learning as thresholds
-from vlmcompress.hf_hooks import scorer_file
-from vlmcompress.recipe.reducer import parse
+from vlmcompress.models.data import bundled, encode, load_samples
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.hooks import learning as thresholds
+from vlmcompress.utils.errors import UserError
 
 
 def prompts() -> list[cases.Turns]:

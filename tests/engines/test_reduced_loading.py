@@ -20,16 +20,16 @@ from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.reduced_cases import reduced
 from tests.kit.vllm_source import edited
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.engines import reducer_support
-from vlmcompress.engines.reducer_support import FAMILIES, refusal
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
-from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs, load
-from vlmcompress.recipe.reducer import parse
-from vlmcompress.reducers import REGISTRY
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import engine_support as reducer_support
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.engine_support import FAMILIES, refusal
+from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.utils.errors import UserError
 
 PLAIN = json.loads((DEMO_LLAVA / "config.json").read_text())
 

@@ -18,14 +18,14 @@ import pytest
 
 from tests.kit import calibration_rows, lane, tiny
 from vlmcompress import models
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.engines import reducer_support
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, conformance
 from vlmcompress.engines.vllm.conformance_plan import make_questions
 from vlmcompress.engines.vllm.conformance_reference import Expected, Reference
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.recipe.reducer import parse
-from vlmcompress.runs.quantize import quantize
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import engine_support as reducer_support
+from vlmcompress.reduction.choice import parse
 
 pytestmark = pytest.mark.engine
 SCHEMES = {"fp8": {}, "int8": {}, "awq": {"group_size": 32}, "gptq": {"group_size": 64}}

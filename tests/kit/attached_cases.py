@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlmcompress import reducers
-from vlmcompress.hf_hooks import refusal
 from vlmcompress.models import all_specs
-from vlmcompress.reducers import REGISTRY
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.hooks import refusal
+from vlmcompress.reduction.methods import REGISTRY
 
 # A mixture of experts is reduced as its dense model: a few of `CASES` are enough.
 DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]

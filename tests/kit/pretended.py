@@ -12,9 +12,9 @@ from typing import Any
 
 from tests.kit.engine import SETTINGS
 from tests.kit.places import ROOT
-from vlmcompress.exporters import compressed_tensors
+from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.numerics import MXFP4, MXFP8, ActFormat, Format, Scheme
-from vlmcompress.targets import Target
+from vlmcompress.recipe.targets import Target
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from gpu.engine.kernels import CLASSES

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import decode, encode, find_params
-from vlmcompress.statistics.balance import Sensitivity
-from vlmcompress.statistics.collect import Collector
-from vlmcompress.statistics.inputs import CROSS, MODALITIES, NEEDS, GroupStats
+from vlmcompress.numerics.statistics.balance import Sensitivity
+from vlmcompress.numerics.statistics.collect import Collector
+from vlmcompress.numerics.statistics.inputs import CROSS, MODALITIES, NEEDS, GroupStats
 
 WIDTH = 128
 COUNTS = {"text": 120, "vision": 360, "answer": 60}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from vlmcompress import reducers
-from vlmcompress.reducers import REGISTRY, Merger, Reduction, Signals, learned
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.methods import REGISTRY, Merger, Reduction, Signals, learned
 
 LAYERS = 4
 WIDTH = 12

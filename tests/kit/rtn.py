@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from vlmcompress import models
-from vlmcompress.checkpoint import manifest
-from vlmcompress.checkpoint import write as checkpoint
-from vlmcompress.checkpoint.layer_targets import layers_of
-from vlmcompress.common import tensor_files
-from vlmcompress.exporters import compressed_tensors
+from vlmcompress.export import manifest
+from vlmcompress.export import write as checkpoint
+from vlmcompress.export.formats import compressed_tensors
+from vlmcompress.export.layer_targets import layers_of
 from vlmcompress.numerics import MXFP4, MXFP8, NVFP4, ActFormat, Format, Scheme, find_global_scale, round_to_nearest
+from vlmcompress.utils import tensor_files
 
 SCHEMES = {
     "w4-symmetric": Scheme(Format("int", 4, 128)),
@@ -34,7 +34,7 @@ SCHEMES = {
 
 
 def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_cache: bool = False) -> dict:
-    """The arguments of `checkpoint.write` but for `out`."""
+    """The arguments of `export.write` but for `out`."""
     model = models.build_meta_model(source)
     spec = models.spec_for(models.read_config(source))
     entries = models.stored_tensors(source)
@@ -75,7 +75,7 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
 
 
 def write(source: Path, out: Path, scheme: Scheme | None, vision: Scheme | None = None, **keys) -> dict:
-    """Quantize `source` into `out`; `keys` go to `checkpoint.write`. Returns the quantized layers."""
+    """Quantize `source` into `out`; `keys` go to `export.write`. Returns the quantized layers."""
     config = parts(source, scheme, vision, keys.pop("kv_cache", False))
     checkpoint.write(out=out, **(config | keys))
     return config["quantized"]

@@ -12,11 +12,11 @@ from tests.kit import rtn, vllm_answers
 from tests.kit.engine import asked
 from tests.kit.families import FAMILIES, can_process
 from vlmcompress import cli, models
-from vlmcompress.checkpoint import manifest
-from vlmcompress.common.tensor_files import read_tensor
 from vlmcompress.engines.vllm import conformance
+from vlmcompress.export import manifest
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.quantize import quantize
+from vlmcompress.utils.tensor_files import read_tensor
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
 SPELLINGS = ["hub", "transformers", "memory"]

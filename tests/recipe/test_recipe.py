@@ -12,10 +12,10 @@ import yaml
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
-from vlmcompress.errors import UserError
-from vlmcompress.exporters import compressed_tensors
+from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.recipe import SCHEMES, Recipe, resolve
-from vlmcompress.recipe.layers import assign, bundled, merge
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.settings import assign, bundled, merge
 
 BASE = {"model": "m"}
 BUNDLED = bundled()
@@ -276,7 +276,7 @@ def test_bundled_recipes(name):
 
 
 def test_every_flag_is_a_recipe_key():
-    from vlmcompress.commands._flags import RECIPE_KEYS
+    from vlmcompress.cli._flags import RECIPE_KEYS
     from vlmcompress.recipe import Calibrate
 
     keys = {*Recipe.model_fields, *(f"calibrate.{key}" for key in Calibrate.model_fields)}

@@ -12,11 +12,11 @@ import pytest
 from safetensors import safe_open
 
 from tests.kit.places import ROOT
-from vlmcompress.bench.client import Outcome
-from vlmcompress.bench.counters import Counters
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.common.progress import ProgressBar
-from vlmcompress.errors import UserError
+from vlmcompress.evaluation.speed.client import Outcome
+from vlmcompress.evaluation.speed.counters import Counters
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import ProgressBar
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import bench_serving

@@ -11,7 +11,7 @@ import torch
 
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
-from vlmcompress.data import bundled, encode, load_samples
+from vlmcompress.models.data import bundled, encode, load_samples
 from vlmcompress.recipe import resolve
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))

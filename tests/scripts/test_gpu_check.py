@@ -304,7 +304,7 @@ def test_a_kernel_is_held_against_the_targets_words(expected: str, kernel: str, 
 
 
 def test_every_kernel_that_a_target_names_is_known() -> None:
-    from vlmcompress import targets
+    from vlmcompress.recipe import targets
 
     for name in targets.REGISTRY.names():
         target = targets.get(name)

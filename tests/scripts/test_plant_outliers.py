@@ -15,7 +15,7 @@ from PIL import Image
 from tests.kit import tiny
 from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
 from vlmcompress import models
-from vlmcompress.data import encode, load_samples
+from vlmcompress.models.data import encode, load_samples
 from vlmcompress.numerics import round_to_nearest, weight_only
 
 DATA = DEMOS / "data" / "llava"

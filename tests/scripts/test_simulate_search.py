@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import binomtest
 
 from tests.kit.places import ROOT
-from vlmcompress.evaluation.compare import compare
+from vlmcompress.evaluation.accuracy.compare import compare
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import simulate_search as simulation

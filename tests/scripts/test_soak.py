@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.reduced_cases import reduced
-from vlmcompress.data.sources import bundled, load_samples
+from vlmcompress.models.data.sources import bundled, load_samples
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 sys.path.insert(0, str(ROOT / "scripts" / "soak"))

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlparse
 
-from vlmcompress.common.progress import Progress
-from vlmcompress.common.schema import Count, LogProbability
-from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.schema import Count, LogProbability
 
 NAMES = ("vllm", "hf", "llamacpp", "openvino", "openai:URL")
 MEDIA = ("image_url", "video_url")

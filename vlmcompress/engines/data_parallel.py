@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import hub
-from vlmcompress.common.identity import model_hash
-from vlmcompress.common.progress import Progress
-from vlmcompress.common.workers import Failed, Workers
 from vlmcompress.engines import Answer, Engine, Refusals, Request, Run, Settings, media_file
 from vlmcompress.engines.local import WORKER, Local
-from vlmcompress.errors import UserError
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.identity import model_hash
+from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.workers import Failed, Workers
 
 PARTS = 2  # parts for each worker, so that a slow one holds up less
 SCHEME = "part:"  # of an image's address while it travels

@@ -85,8 +85,8 @@ class Engine:
         import torch
         from transformers import AutoProcessor
 
-        from vlmcompress.data.encode import check_placeholders
         from vlmcompress.models import VLM, open_model, quiet, read_config, spec_for
+        from vlmcompress.models.data.encode import check_placeholders
 
         settings, folder = job["settings"], job["model"]
         self.folder = folder
@@ -118,14 +118,14 @@ class Engine:
 
     def _attach(self, reduce: str | None):
         """Attach the reducer that is asked for, or else the one that the checkpoint carries; None where there is neither."""
-        from vlmcompress.hf_hooks import attach_carried
-        from vlmcompress.recipe.reducer import parse
+        from vlmcompress.reduction.choice import parse
+        from vlmcompress.reduction.hooks import attach_carried
 
         return attach_carried(self.model, self.processor, self.folder, parse(reduce) if reduce else None)
 
     def encode(self, batch: list[dict]):
         """Encode a batch as inputs of the model: tokens [batch, longest prompt] and pixels."""
-        from vlmcompress.data import video
+        from vlmcompress.models.data import video
 
         decoded: list = []
         conversations = [
@@ -148,7 +148,7 @@ class Engine:
         """Convert a message's content for processors: in parts, images as Pillow images, videos as the frames of `decoded`."""
         from PIL import Image
 
-        from vlmcompress.data import video
+        from vlmcompress.models.data import video
 
         if isinstance(content, str):
             return [{"type": "text", "text": content}]

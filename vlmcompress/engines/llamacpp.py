@@ -64,7 +64,7 @@ class Engine:
     def __init__(self, job: dict):
         from transformers import AutoProcessor
 
-        from vlmcompress.llamacpp import REGISTRY
+        from vlmcompress.export.gguf import REGISTRY
 
         folder, settings = Path(job["model"]), job["settings"]
         if job.get("reduce"):

@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vlmcompress import engines
-from vlmcompress.common import json_files
-from vlmcompress.common.messages import Finding
-from vlmcompress.common.progress import Progress
 from vlmcompress.engines import Answer, Request, Run, Settings, llamacpp_server
 from vlmcompress.engines.vllm import conformance_plan
-from vlmcompress.errors import UserError
+from vlmcompress.utils import json_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.progress import Progress
 
 TITLES = {"hf": "transformers", "llamacpp": "llama.cpp"}
 LIMITS = {False: (0.02, 0.3), True: (0.15, 1.5)}

@@ -27,11 +27,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import model_folder
-from vlmcompress.common.messages import note
-from vlmcompress.common.progress import Progress
 from vlmcompress.engines import Answer, Refusals, Request, Run, Settings, first_tokens
-from vlmcompress.errors import UserError
+from vlmcompress.utils import model_folder
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
+from vlmcompress.utils.progress import Progress
 
 DEADLY = 3
 """The most requests of a run that may each end the engine."""

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from vlmcompress.common.progress import Progress
 from vlmcompress.engines import MEDIA, Answer, Refusals, Request, Run, Settings, first_tokens, media_file
-from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.progress import Progress
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -69,7 +69,7 @@ class Engine:
         import openvino_genai
         from transformers import AutoProcessor
 
-        from vlmcompress.openvino import REGISTRY, pruning
+        from vlmcompress.export.openvino import REGISTRY, pruning
 
         folder, settings = Path(job["model"]), job["settings"]
         if not (folder / "openvino_language_model.xml").is_file():
@@ -98,8 +98,8 @@ class Engine:
     @staticmethod
     def _reducer(text: str | None, config: dict):
         """The reducer that is asked for, or else the one that the checkpoint carries; None where there is neither."""
-        from vlmcompress.checkpoint import reducer_block
-        from vlmcompress.recipe.reducer import parse
+        from vlmcompress.reduction import block as reducer_block
+        from vlmcompress.reduction.choice import parse
 
         carried = reducer_block.read(config)
         return parse(text) if text else carried.reducer if carried else None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 Box = tuple[float, float, float, float]
 """A box: left, top, right and bottom, in pixels of the original image; outside of it where padding is shown."""

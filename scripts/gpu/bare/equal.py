@@ -47,8 +47,8 @@ def checked(rows: dict[str, dict[str, Any]], result: dict[str, Any]) -> dict[str
 
 def quantizers(tiny: bool) -> dict[str, dict[str, Any]]:
     """Each scheme on a group of two layers: equal codes, the errors of their outputs, and the smoothing scales."""
-    from vlmcompress.quantizers import REGISTRY
-    from vlmcompress.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.quantization.schemes import REGISTRY
 
     width = 256 if tiny else 1024
     x, mask = made.inputs(width, 4 * width, CPU)
@@ -77,7 +77,7 @@ def quantizers(tiny: bool) -> dict[str, dict[str, Any]]:
 
 def solved(name: str, weights: list[Tensor], stats: Any) -> tuple[Tensor | None, list[Any]]:
     """Smooth and quantize a group: the scale, on which the weights were multiplied, and the quantized weights."""
-    from vlmcompress.quantizers import REGISTRY, smooth, solve
+    from vlmcompress.quantization.schemes import REGISTRY, smooth, solve
 
     method = REGISTRY.get(name)
     options = method.Options()
@@ -96,8 +96,8 @@ def output_error(x: Tensor, quantized: Tensor, weight: Tensor, scale: Tensor | N
 def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
     """Each statistic, relative to the same in float64: from the GPU, and from the CPU."""
     from vlmcompress.numerics.rotation import Rotation
-    from vlmcompress.statistics import gradients, kv_range
-    from vlmcompress.statistics.inputs import CROSS, NEEDS, quadratic
+    from vlmcompress.numerics.statistics import gradients, kv_range
+    from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS, quadratic
 
     width = 128 if tiny else 2048
     x, mask = made.inputs(width, 3 * width, CPU)
@@ -144,7 +144,7 @@ def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
 
 def reducers(tiny: bool) -> dict[str, dict[str, Any]]:
     """Each reducer on the signals of an image: the share of the CPU's tokens that the GPU keeps as well."""
-    from vlmcompress.reducers import REGISTRY
+    from vlmcompress.reduction.methods import REGISTRY
 
     grid, width = ((1, 8, 8), 64) if tiny else ((1, 32, 40), 3584)
     images = {key: made.signals(grid, width, CPU) for key in ("cpu", "gpu")}

@@ -24,8 +24,8 @@ TOKENS, ROWS = 16384, 256
 
 def run(place: Place, shape: str) -> dict[str, Any]:
     """Run all schemes on a block of a shape. Failed where one does not run; the others have their figures then, too."""
-    from vlmcompress.quantizers import REGISTRY
-    from vlmcompress.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.quantization.schemes import REGISTRY
 
     text = shapes.shape(place, shape, "full").text
     groups, device = layers(text), measure.device()
@@ -73,8 +73,8 @@ def layers(text: Any) -> dict[str, tuple[int, list[int]]]:
 
 def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: dict[str, Any]) -> dict[str, Any]:
     """Smooth, solve and pack all groups by one scheme: the figures."""
-    from vlmcompress.exporters import compressed_tensors
-    from vlmcompress.quantizers import smooth, solve
+    from vlmcompress.export.formats import compressed_tensors
+    from vlmcompress.quantization.schemes import smooth, solve
 
     scheme, total, errors = method.scheme(options), dict.fromkeys(("smooth", "solve", "pack"), 0.0), []
     small, first = [weights["qkv"][0][:ROWS]], stats["qkv"]

@@ -1,4 +1,4 @@
-"""Every scheme of a shape loaded by vLLM: which kernel runs which layer, and whether `vlmcompress/targets` says so.
+"""Every scheme of a shape loaded by vLLM: which kernel runs which layer, and whether `vlmcompress/recipe/targets` says so.
 
 The checkpoints are shallow: a kernel is chosen by a layer's type and shape, not by the number of layers. Several engines run
 at a time, each a process of its own. What the target refuses is left out and named.
@@ -44,7 +44,7 @@ AT_A_TIME = 3
 
 def run(place: Place, shape: str) -> dict[str, Any]:
     """Load every scheme. Failed where one does not load, or runs in a kernel that its target does not name."""
-    from vlmcompress import targets
+    from vlmcompress.recipe import targets
 
     machine = targets.get(target_here())
     schemes: dict[str, Any] = {}
@@ -68,7 +68,8 @@ def run(place: Place, shape: str) -> dict[str, Any]:
 
 def format_key(name: str) -> str:
     """The format of a scheme, as targets name it."""
-    from vlmcompress import quantizers, targets
+    from vlmcompress.quantization import schemes as quantizers
+    from vlmcompress.recipe import targets
 
     scheme, options = SCHEMES[name]
     module = quantizers.REGISTRY.get(scheme)
@@ -77,7 +78,7 @@ def format_key(name: str) -> str:
 
 def checkpoint(place: Place, shape: str, name: str) -> Path:
     """The shallow checkpoint of a scheme, its files examined when it is made."""
-    from vlmcompress.diagnosis.files import diagnose
+    from vlmcompress.evaluation.doctor.files import diagnose
 
     scheme, options = SCHEMES[name]
     folder = shapes.quantized(place, shape, "shallow", scheme, options, name)

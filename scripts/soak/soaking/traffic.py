@@ -16,9 +16,9 @@ from typing import Any
 
 from PIL import Image
 
-from vlmcompress.bench.prompts import stamp
-from vlmcompress.data.samples import Sample
-from vlmcompress.errors import UserError
+from vlmcompress.evaluation.speed.prompts import stamp
+from vlmcompress.models.data.samples import Sample
+from vlmcompress.utils.errors import UserError
 
 KINDS = {"one image": 45, "several images": 20, "text": 15, "later turn": 20}
 DELIVERIES = {"plain": 35, "streamed": 30, "scored": 20, "two choices": 5, "aborted": 10}

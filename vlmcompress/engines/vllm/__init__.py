@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import json_files
 from vlmcompress.engines.local import Local
-from vlmcompress.errors import UserError
+from vlmcompress.utils import json_files
+from vlmcompress.utils.errors import UserError
 
 PYTHON_VARIABLE = "VLMCOMPRESS_ENGINE_PYTHON"
 # Set unless the user has set them. The VLLM_CPU_* ones mean nothing to a GPU build.

@@ -25,18 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import models
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.checkpoint.convert import convert
-from vlmcompress.checkpoint.reducer_block import CarriedReducer
-from vlmcompress.common.messages import Finding
-from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import ENGINE as VLLM
 from vlmcompress.engines.vllm import conformance_plan, environment, interpreter
 from vlmcompress.engines.vllm.conformance_checks import CHECKS, Answers
 from vlmcompress.engines.vllm.conformance_plan import Questions
 from vlmcompress.engines.vllm.conformance_reference import Expected, Reference
-from vlmcompress.errors import UserError
-from vlmcompress.exporters import compressed_tensors
+from vlmcompress.export.convert import convert
+from vlmcompress.export.formats import compressed_tensors
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.block import CarriedReducer
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.progress import Progress
 
 PROMPTS = 24
 SILENCE = 3600.0  # seconds in which one engine must have loaded and answered all

@@ -17,9 +17,9 @@ import torch
 
 from vlmcompress.engines.vllm.conformance_plan import KINDS, SAMPLES, SCHEMA, Questions
 from vlmcompress.engines.vllm.conformance_reference import Expected
-from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks.support import chooses_images
-from vlmcompress.recipe.reducer import ReducerChoice
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.support import chooses_images
+from vlmcompress.utils.errors import UserError
 
 TIES = {"float32": 1e-3}
 HALF_TIE = 0.25  # nats: logits of about 16 are 1/8 apart in bfloat16

@@ -11,10 +11,10 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.data.sources import PROMPTS, load_samples
-from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import ReducerChoice
+from vlmcompress.models.data.sources import PROMPTS, load_samples
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.utils.errors import UserError
 
 KINDS = ("one image", "two images", "image after text", "text only")
 SIZES = ((224, 224), (320, 160), (144, 144), (160, 288), (448, 336))
@@ -222,7 +222,7 @@ def plan_engines(
 
 def another(reducer: ReducerChoice) -> ReducerChoice:
     """A reducer that keeps as many tokens as `reducer` could, chosen otherwise: only its name tells them apart."""
-    from vlmcompress.recipe import reducer as chosen
+    from vlmcompress.reduction import choice as chosen
 
     other = "uniform" if reducer.method != "uniform" else "random"
     keep = 0.5 if reducer.options.keep is None else reducer.options.keep

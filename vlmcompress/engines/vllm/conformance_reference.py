@@ -16,11 +16,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vlmcompress import hf_hooks, models
-from vlmcompress.checkpoint.reducer_block import CarriedReducer
-from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import scorer_file
+from vlmcompress import models
 from vlmcompress.models import VLM
+from vlmcompress.reduction import hooks as hf_hooks
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.block import CarriedReducer
+from vlmcompress.utils.errors import UserError
 
 
 @dataclass(frozen=True)

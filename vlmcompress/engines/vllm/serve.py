@@ -26,16 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress import readers
-from vlmcompress.common import model_folder, schema
-from vlmcompress.common.messages import note
-from vlmcompress.engines import reducer_support
 from vlmcompress.engines.local import how_it_ended, keep_log, last_words, start_process, stop_process
 from vlmcompress.engines.vllm import ENVIRONMENT, environment, installed, interpreter, slow, speculation
-from vlmcompress.errors import UserError
+from vlmcompress.export import readers
+from vlmcompress.reduction import engine_support as reducer_support
+from vlmcompress.utils import model_folder, schema
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
 
 if TYPE_CHECKING:
-    from vlmcompress.recipe.reducer import ReducerChoice
+    from vlmcompress.reduction.choice import ReducerChoice
 
 SERVER = Path(__file__).with_name("server.py")
 LIMITS = "--limit-mm-per-prompt"
@@ -294,7 +294,7 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     names = config.get("architectures") or []
     if "vlmcompress" not in config and not any(str(name).startswith(reducer_support.PREFIX) for name in names):
         return None
-    from vlmcompress.checkpoint import reducer_block  # which brings torch along
+    from vlmcompress.reduction import block as reducer_block  # which brings torch along
 
     try:
         carried = reducer_block.read(config)
@@ -332,7 +332,7 @@ def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:
     count = speculation.last_setting(extra, ("--tensor-parallel-size", "-tp")) or ""
     if not config.get("quantization_config") or not count.isdecimal() or int(count) < 2:
         return
-    from vlmcompress.checkpoint import partition  # which brings torch along
+    from vlmcompress.engines.vllm import partition  # which brings torch along
 
     try:
         layers = partition.stored_layers(model)

@@ -14,19 +14,19 @@ from tests.kit import reduction_data
 from tests.kit.attached_cases import given
 from tests.kit.pretended_cuda import hidden
 from tests.kit.pretended_cuda.checks import CUDA, FAMILIES, recipe
-from vlmcompress.calibration import statistics_folder
-from vlmcompress.common.registry import SCHEMES
-from vlmcompress.diagnosis import measured_errors
-from vlmcompress.hf_hooks import attach, refusal
+from vlmcompress.evaluation.doctor import measured_errors
 from vlmcompress.models import all_specs
-from vlmcompress.reducers import REGISTRY
-from vlmcompress.runs.calibrate import calibrate
-from vlmcompress.runs.draft import DraftTraining, draft
-from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
-from vlmcompress.runs.quantize import quantize
-from vlmcompress.runs.recover import TrainingOptions, recover
-from vlmcompress.runs.recover_scales import recover_scales
-from vlmcompress.statistics.inputs import NEEDS
+from vlmcompress.numerics.statistics.inputs import NEEDS
+from vlmcompress.quantization.calibrate import calibrate
+from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.quantization.run import quantize
+from vlmcompress.reduction.hooks import attach, refusal
+from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.training.draft import DraftTraining, draft
+from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
+from vlmcompress.training.recover import TrainingOptions, recover
+from vlmcompress.training.recover_scales import recover_scales
+from vlmcompress.utils.registry import SCHEMES
 
 SLOW = pytest.mark.slow
 VARIANTS = {

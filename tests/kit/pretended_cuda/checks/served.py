@@ -26,10 +26,10 @@ from vllm.plugins import load_general_plugins
 from tests.kit import reduced_cases as cases
 from tests.kit.pretended_cuda import OTHERS, WAITS, Counts, counting
 from tests.kit.vllm_processor import applied
-from vlmcompress.hf_hooks.support import feature_layers
-from vlmcompress.hf_hooks.units import tile
-from vlmcompress.recipe.reducer import ReducerChoice, parse
-from vlmcompress.reducers import TokenCounter
+from vlmcompress.reduction.choice import ReducerChoice, parse
+from vlmcompress.reduction.hooks.units import tile
+from vlmcompress.reduction.methods import TokenCounter
+from vlmcompress.reduction.support import feature_layers
 
 CUDA = torch.device("cuda", 0)
 SETTINGS = {

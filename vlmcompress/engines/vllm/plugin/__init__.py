@@ -2,7 +2,7 @@
 
 vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). The families' modules are
 imported by vLLM only when a checkpoint names their architecture, `Vlmcompress` and the original's name (see
-`checkpoint.reducer_block`). A vLLM without this plugin knows no such architecture, as its own model or as one of
+`reduction.block`). A vLLM without this plugin knows no such architecture, as its own model or as one of
 transformers, and refuses the checkpoint by that name.
 
 Where the environment asks for it, `register` also lets vLLM's CPU build compute NVFP4 and experts with packed
@@ -21,7 +21,6 @@ and, under the registered name, vLLM's class of that family with the reducer in 
 
 from __future__ import annotations
 
-from vlmcompress.engines.reducer_support import FAMILIES, PREFIX
 from vlmcompress.engines.vllm.plugin._cpu import (
     emulate_experts,
     emulate_floats,
@@ -29,6 +28,7 @@ from vlmcompress.engines.vllm.plugin._cpu import (
     multiply_fp8,
     unpack_on_load,
 )
+from vlmcompress.reduction.engine_support import FAMILIES, PREFIX
 
 __all__ = ["FAMILIES", "register"]
 

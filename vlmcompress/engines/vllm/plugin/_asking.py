@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._loading import sent
-from vlmcompress.hf_hooks.units import no_words
 from vlmcompress.models import spec_for
+from vlmcompress.reduction.hooks.units import no_words
 
 ARGUMENT = "query"
 FIELD = "query_ids"

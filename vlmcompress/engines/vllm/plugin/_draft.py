@@ -13,7 +13,7 @@ what attention reads as the last keys was never written (vllm #54498). Here the 
 **Prompts in pieces.** Where a step ends within a prompt, its last row has the embedding of the token that follows. vLLM
 takes the prompt's last token (`prepare_next_token_ids_padded`), whatever follows.
 
-**Images** (`checkpoint.draft_images`). The draft's keys lie in the blocks that the target's lie in, so leaving tokens out takes
+**Images** (`export.draft_images`). The draft's keys lie in the blocks that the target's lie in, so leaving tokens out takes
 other lists of blocks, not other blocks. Of an image in tokens `[start, end)` with n rows of which m blocks' worth are to go,
 
     blocks of the cache       |  text   im|age     |  gone      |  gone      |age    text|
@@ -32,9 +32,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from vlmcompress.checkpoint import draft_images
 from vlmcompress.engines.vllm.plugin._contract import left_out
 from vlmcompress.engines.vllm.plugin._mended import when_imported
+from vlmcompress.export import draft_images
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 PART = "drafts that see images, and mended EAGLE drafts"

@@ -1,4 +1,4 @@
-"""vLLM's EAGLE-3 head with a vector of the images in a request added to each row (`checkpoint.draft_images`)."""
+"""vLLM's EAGLE-3 head with a vector of the images in a request added to each row (`export.draft_images`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-from vlmcompress.checkpoint import draft_images
-from vlmcompress.errors import UserError
+from vlmcompress.export import draft_images
+from vlmcompress.utils.errors import UserError
 
 
 class VlmcompressEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):

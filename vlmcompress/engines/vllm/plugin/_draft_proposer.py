@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vlmcompress.checkpoint import draft_images
+from vlmcompress.export import draft_images
 
 KEPT = 4096
 """Images whose vectors are kept, for requests that find them in the prefix cache."""

@@ -25,12 +25,12 @@ from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_para
 
 from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
-from vlmcompress.hf_hooks.pixels import signals
-from vlmcompress.hf_hooks.support import strategy
-from vlmcompress.hf_hooks.tap import joined, received
-from vlmcompress.hf_hooks.units import block, tile
 from vlmcompress.models import spec_for
-from vlmcompress.reducers import Grid, Merger, Reduction
+from vlmcompress.reduction.hooks.pixels import signals
+from vlmcompress.reduction.hooks.tap import joined, received
+from vlmcompress.reduction.hooks.units import block, tile
+from vlmcompress.reduction.methods import Grid, Merger, Reduction
+from vlmcompress.reduction.support import strategy
 
 
 class Scan:
@@ -253,7 +253,7 @@ def _lengths(tower: Any, ends: np.ndarray, suffix: str = "") -> dict[str, Any]:
 
 
 def heads_first(x: Tensor, heads: int) -> Tensor:
-    """Rearrange `[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.hf_hooks.tap.joined` is the inverse."""
+    """Rearrange `[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.reduction.hooks.tap.joined` is the inverse."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 

@@ -14,10 +14,10 @@ from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, PlainRope, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
-from vlmcompress.hf_hooks import Reduced
-from vlmcompress.hf_hooks.units import Unit, whole
 from vlmcompress.models import Layout, ModelSpec, spec_for
-from vlmcompress.reducers import Grid, Reduction
+from vlmcompress.reduction.hooks import Reduced
+from vlmcompress.reduction.hooks.units import Unit, whole
+from vlmcompress.reduction.methods import Grid, Reduction
 
 
 @functools.cache

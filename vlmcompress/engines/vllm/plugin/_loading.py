@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from vlmcompress.engines.vllm.plugin._contract import TESTED, broken, numbers, tested
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

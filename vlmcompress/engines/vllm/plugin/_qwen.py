@@ -20,7 +20,7 @@ from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, 
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._views import FIELD, ViewsModel
-from vlmcompress.reducers import Grid
+from vlmcompress.reduction.methods import Grid
 
 CHOICE = "kept_visual_tokens"  # field of an image: which of its tokens are kept, where its pixels decide
 

@@ -21,7 +21,7 @@ from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen, grid_of
 from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
-from vlmcompress.reducers import Grid
+from vlmcompress.reduction.methods import Grid
 
 
 class Qwen3Info(QwenInfo):

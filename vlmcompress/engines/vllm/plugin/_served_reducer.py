@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from vlmcompress import __version__, reducers
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.common import hub
-from vlmcompress.engines.reducer_support import refusal
-from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import scorer_file
-from vlmcompress.hf_hooks.support import check_config, check_counter, chooses_images
+from vlmcompress import __version__
 from vlmcompress.models import spec_for
-from vlmcompress.recipe.reducer import ReducerChoice
-from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.engine_support import refusal
+from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
+from vlmcompress.reduction.support import check_config, check_counter, chooses_images
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError
 
 _READ = ("architectures", "model_type", reducer_block.KEY)
 

@@ -22,9 +22,9 @@ from vlmcompress.engines.vllm.plugin._processing import (
     ReducedProcessor,
     counts_of,
 )
-from vlmcompress.hf_hooks.units import tile
 from vlmcompress.models import spec_for
-from vlmcompress.reducers import Grid, Reduction
+from vlmcompress.reduction.hooks.units import tile
+from vlmcompress.reduction.methods import Grid, Reduction
 
 
 class TiledInfo(ReducedInfo):

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.common import hub, tensor_files
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
-from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import views
+from vlmcompress.reduction.hooks import views
+from vlmcompress.utils import hub, tensor_files
+from vlmcompress.utils.errors import UserError
 
 FIELD = "view_stays"  # field of an image, and argument of the processor: for each image whether it stays
 NAMES = "names"

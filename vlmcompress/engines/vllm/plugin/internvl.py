@@ -28,8 +28,8 @@ from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
-from vlmcompress.hf_hooks.units import Reduced, tile, whole
-from vlmcompress.reducers import Grid
+from vlmcompress.reduction.hooks.units import Reduced, tile, whole
+from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")

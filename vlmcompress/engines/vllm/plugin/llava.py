@@ -19,9 +19,9 @@ from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.engines.vllm.plugin._processing import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
-from vlmcompress.hf_hooks.support import listens
 from vlmcompress.models import spec_for
-from vlmcompress.reducers import Reduction
+from vlmcompress.reduction.methods import Reduction
+from vlmcompress.reduction.support import listens
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads", "views")

@@ -20,7 +20,7 @@ from vllm.multimodal.parse import ImageSize
 
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt
-from vlmcompress.reducers import Grid
+from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
 SIGNALS = ("features", "query")

@@ -1,0 +1,159 @@
+"""Findings as `report.html`: the templates beside this file, filled with findings, charts and pictures.
+
+A page needs nothing from outside: style, charts (inline SVG) and pictures (data URIs) are in it, and it has no script.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+from PIL import Image
+
+from vlmcompress.evaluation.report import heatmap, panels, words
+from vlmcompress.evaluation.report.findings import Findings, Row, SuiteFindings
+from vlmcompress.evaluation.results import Bench, Results, Side
+from vlmcompress.export.manifest import error_kind
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import reason
+from vlmcompress.utils.text import figures, percentage, points, size, smaller, times
+
+THUMBNAIL = 360  # pixels
+_FOLDER = Path(__file__).parent
+_EXAMPLES = 24  # samples shown
+_LAYERS = 5  # rows of the open table of errors
+_LATENCIES = {"ttft_ms": "Time to first token", "itl_ms": "Time between tokens", "e2e_ms": "Time to last token"}
+
+
+def page(findings: Findings) -> str:
+    """The content of `report.html`."""
+    results, bench = findings.results, findings.results.bench
+    ratios = [ratio for table in findings.speed for ratio in table.metrics.values()]
+    axis = panels.gain_axis(ratios) if ratios else None
+    overview = [s.rows[0]._replace(name=s.suite.name) for s in findings.suites]
+    # those with pictures first, as readers can judge these
+    shown = sorted(findings.changed, key=lambda sample: (sample.id not in results.pictures, sample.change))[:_EXAMPLES]
+    return render(
+        "report.html.j2",
+        f=findings,
+        r=results,
+        overview=differences(overview) if len(overview) > 1 else None,
+        suites=[(s, differences(s.rows), _distributions(s, results)) for s in findings.suites],
+        lowest=min(findings.suites, key=lambda s: s.overall.difference, default=None),
+        speed=[
+            (table, panels.ruler(axis, "times"), {n: panels.gain(n, r, axis) for n, r in table.metrics.items()})
+            for table in findings.speed
+            if axis
+        ],
+        latency=_latencies(bench) if bench else [],
+        heat=_heat(results.candidate),
+        examples=[(sample, [thumbnail(png) for png in results.pictures.get(sample.id, [])]) for sample in shown],
+    )
+
+
+def differences(rows: Sequence[Row]) -> dict[str, Any]:
+    """Rows of accuracy, each with its chart, and the ruler of the axis that they share."""
+    axis = panels.accuracy_axis(rows)
+    return {"ruler": panels.ruler(axis), "rows": [(row, panels.accuracy(row, axis)) for row in rows]}
+
+
+def _distributions(s: SuiteFindings, results: Results) -> list[tuple[str, Markup]]:
+    """Charts of prompt tokens and of the first token's divergence, with their titles."""
+    samples = [sample for sample in results.samples if sample.suite == s.suite.name]
+    tokens = {"baseline": [s.baseline_tokens for s in samples], "candidate": [s.candidate_tokens for s in samples]}
+    charts = []
+    if any(tokens["baseline"]):
+        charts.append(("Prompt tokens, images included", panels.histogram("Prompt tokens", "tokens", tokens)))
+    if divergences := [sample.kl for sample in samples if sample.kl is not None]:
+        chart = panels.cumulative("First-token divergence", "nats", {"candidate": [divergences]})
+        charts.append(("Divergence of the first token (KL)", chart))
+    return [(title, chart) for title, chart in charts if chart]
+
+
+def _latencies(bench: Bench) -> list[tuple[str, Markup]]:
+    """Charts of latencies as clients saw them, for served runs only."""
+    charts = []
+    for state in ("cold", "warm"):
+        runs = [run for run in bench.runs if run.mode == "serve" and run.state == state]
+        for name, what in _LATENCIES.items():
+            title = f"{what}, {state}"
+            sides: dict[str, Sequence[Sequence[float]]] = {
+                side: [getattr(run, name) for run in runs if run.side == side and getattr(run, name)]
+                for side in ("baseline", "candidate")
+            }
+            if all(sides.values()):
+                charts.append((title, panels.cumulative(title, "ms", sides)))
+    return charts
+
+
+def _heat(side: Side) -> dict[str, Any]:
+    """Heat maps of the errors of layers, their legend, and the layers from the worst."""
+    errors = side.layer_errors
+    grids = heatmap.grids(errors)
+    scale = heatmap.extremes(grids)
+    names = sorted(errors, key=lambda name: (-max(errors[name].values(), default=0.0), name))
+    return {
+        "grids": [(grid, heatmap.heatmap(grid, scale)) for grid in grids],
+        "legend": heatmap.legend(scale),
+        "kinds": list(dict.fromkeys(kind for by_kind in errors.values() for kind in by_kind)),
+        "worst": names[:_LAYERS],
+        "rest": names[_LAYERS:],
+    }
+
+
+def thumbnail(png: str) -> tuple[str, bool]:
+    """A PNG in base64 as data URI, small ones as PNG, larger ones shrunk to JPEG; and whether it is small.
+
+    Raises:
+        UserError: it is no PNG.
+    """
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"])
+        image.load()
+    except Exception as error:  # decoders raise anything on damaged data
+        raise UserError(f"results have a picture that is no PNG ({reason(error)}); write the report again") from error
+    with image:
+        if max(image.size) <= THUMBNAIL:
+            return f"data:image/png;base64,{png}", max(image.size) <= THUMBNAIL // 2
+        small = image.convert("RGB")
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}", False
+
+
+def render(template: str, **variables: Any) -> str:
+    """A template with the style sheet in it, filled; text is escaped, charts are markup already."""
+    style = Markup(_FOLDER.joinpath("style.css").read_text(encoding="utf-8"))
+    return words.printable(_environment().get_template(template).render(style=style, words=words, **variables))
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    filters: tuple[Callable[..., object], ...] = (
+        *(points, words.percent, words.metric, error_kind, words.typeset),
+        *(size, figures, percentage, times, dotted),
+    )
+    environment.filters |= {filter_.__name__: filter_ for filter_ in filters}
+    environment.filters["tick"] = lambda verdict: words.VERDICTS[verdict]
+    environment.globals["smaller"] = smaller
+    return environment
+
+
+def dotted(name: str) -> Markup:
+    """A layer's name as markup whose lines may break after its dots only."""
+    return Markup(".<wbr>").join(escape(part) for part in name.split("."))

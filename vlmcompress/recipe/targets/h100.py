@@ -1,0 +1,18 @@
+"""NVIDIA H100 with 80 GB (SXM).
+
+Figures: NVIDIA H100 Tensor Core GPU data sheet, which states them with sparsity: half of 1,979, 3,958 and 3,958.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vlmcompress.recipe.targets._nvidia import HOPPER
+
+TARGET = replace(
+    HOPPER,
+    title="H100",
+    memory=80,
+    bandwidth=3350,
+    rates={"bf16": 989.4, "fp8": 1979, "int8": 1979},
+)

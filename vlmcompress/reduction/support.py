@@ -1,0 +1,218 @@
+"""Tell which reducers go with which families, and why others do not."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+from vlmcompress.models import VLM, ModelSpec, all_specs
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks.units import block, patch, tile
+from vlmcompress.reduction.methods import REGISTRY, ReducerOptions, TokenCounter
+from vlmcompress.reduction.threshold_file import resolve
+from vlmcompress.utils.errors import UserError
+
+_MIXED = {
+    "block": "which is built for pictures of one size, and those of {family} have any",
+    "resized": "and in {family} tiles are resized behind the encoder, which mixes patches",
+}
+_TOWERS = {  # what merges: encoders, and whether their features are those of all rows
+    ("clip_vision_model", "default"),
+    ("siglip_vision_model", "full"),
+    ("internvl_vision", "default"),
+    ("idefics3_vision", "full"),
+    ("smolvlm_vision", "full"),
+}
+
+
+def refusal(spec: ModelSpec, method: str) -> str | None:
+    """The reason why `method` cannot be attached to this family's models, in one line; None when it can. UserError: unknown."""
+    module = REGISTRY.get(method)
+    if spec.visual_grid is None:
+        families = ", ".join(sorted(other.family for other in all_specs() if other.visual_grid))
+        return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
+    if _fits(spec, module):
+        return None
+    if "pixels" in module.NEEDS:
+        return f"'{method}' leaves out patches, and the encoder of {spec.family} takes whole pictures; use a Qwen model"
+    modules = {name: REGISTRY.get(name) for name in REGISTRY.names()}
+    others = ", ".join(name for name, other in modules.items() if _fits(spec, other) and not _weak(other))
+    return f"'{method}' {_unfit(spec, module)}; use {others}"
+
+
+def _weak(module: ModuleType) -> bool:
+    """Whether a method is not worth naming: it saves nothing in engines, or beat no baseline."""
+    return not module.SERVED or getattr(module, "NO_BETTER_THAN", None) is not None
+
+
+def _fits(spec: ModelSpec, module: ModuleType) -> bool:
+    """Whether the method can work in the family's encoder and decoder."""
+    if module.STAGE == "llm":
+        return not spec.mixed_blocks
+    if hasattr(module, "merge"):
+        return spec.vision_joint is not None
+    if "pixels" in module.NEEDS:
+        return spec.visual_grid == "thw"
+    if chooses_images(module):
+        return spec.visual_grid in ("thw", "patches")
+    return spec.vision_cls or not needs_encoder(module)
+
+
+def _unfit(spec: ModelSpec, module: ModuleType) -> str:
+    """Explain why the method cannot work in the family's encoder or decoder."""
+    if module.STAGE == "llm":
+        return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
+    if hasattr(module, "merge"):
+        return f"merges patches within the encoder, {_MIXED[spec.vision_units].format(family=spec.family)}"
+    if chooses_images(module):
+        return f"leaves out images, and {spec.family} cuts them into tiles"
+    return f"reads attention from CLS, which the encoder of {spec.family} does not have"
+
+
+def needs_encoder(module: ModuleType) -> bool:
+    """Whether the method needs signals from within the encoder."""
+    return module.STAGE == "encoder" or "windowed" in module.NEEDS
+
+
+def listens(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
+    """Whether signals from within this model's encoder are read: those that the method needs, or takes where there are any."""
+    takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
+    return needs_encoder(module) or (takes and spec.vision_cls and _closed(config) is None)
+
+
+def chooses_images(module: ModuleType) -> bool:
+    """Whether the method keeps or drops whole images of a prompt."""
+    return module.STAGE == "pixels" and "pixels" not in module.NEEDS
+
+
+def check(vlm: VLM, reducer: ReducerChoice) -> None:
+    """Raise UserError unless the method with these options can be applied to this very model."""
+    if isinstance(reducer.options.thresholds, str) and refusal(vlm.spec, reducer.method) is None:
+        reducer = resolve(vlm, reducer)
+    check_config(vlm.spec, vlm.model.config, reducer)
+
+
+def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
+    """Raise UserError unless the method can be applied to a model, from its family and config without loading it."""
+    if reason := refusal(spec, reducer.method):
+        raise UserError(reason)
+    if config.vision_config.model_type == "pixtral":
+        raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
+    module, options = reducer.module, reducer.options
+    if options.positions == "compact":
+        _check_compact(spec, module)
+    if options.layer is not None:
+        _check_layer(config, options.layer)
+    try:
+        drops = options.drops(config.get_text_config().num_hidden_layers)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if module.STAGE == "llm" and drops:
+        _check_deepstack(config, drops[0][0], options)
+    if hasattr(module, "merge"):
+        _check_merging(config, module, options)
+    elif needs_encoder(module):
+        _check_encoder(config, options)
+
+
+def _check_compact(spec: ModelSpec, module: ModuleType) -> None:
+    if spec.positions != "1d":
+        raise UserError(
+            f"positions=compact: those of {spec.family} are rows and columns of the image, which kept tokens keep; leave it out"
+        )
+    if module.STAGE not in ("encoder", "projected"):
+        raise UserError("positions=compact is for methods that drop tokens before the language model; leave it out")
+
+
+def _check_layer(config: Any, layer: int) -> None:
+    layers = config.get_text_config().num_hidden_layers
+    if layer >= layers:
+        raise UserError(f"layer {layer} is none of the language model's {layers} (from 0); choose a lower one")
+
+
+def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
+    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    if layer < deep:
+        better = f"use layer {deep} or later"
+        if options.layer is None:
+            better = f"the first stage ends before layer {layer}, so use fewer stages"
+        raise UserError(f"layers before {deep} still receive visual features in this model; {better}")
+
+
+def _closed(config: Any) -> str | None:
+    """The reason why an encoder's attention cannot be read, though its family's can; None when it can."""
+    if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
+        return "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
+    if config.vision_config.model_type != "clip_vision_model":
+        kind = config.vision_config.model_type
+        return f"the encoder is a {kind}, without CLS; attach a reducer of the projected tokens"
+    return None
+
+
+def _check_encoder(config: Any, options: ReducerOptions) -> None:
+    if reason := _closed(config):
+        raise UserError(reason)
+    layers = config.vision_config.num_hidden_layers
+    if options.shallow is not None and options.shallow >= layers:
+        raise UserError(
+            f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
+        )
+
+
+def feature_layers(config: Any) -> int:
+    """Number of the encoder's layers that make the features in use."""
+    layer = getattr(config, "vision_feature_layer", -1)  # index among hidden states, one more than layers
+    return layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
+
+
+def strategy(config: Any) -> str:
+    """The encoder's rows that are features: all of them, `full`, or those behind CLS, `default`."""
+    return getattr(config, "vision_feature_select_strategy", "full")
+
+
+def _check_merging(config: Any, module: ModuleType, options: ReducerOptions) -> None:
+    vision = config.vision_config
+    used = (vision.model_type, strategy(config))
+    if not isinstance(getattr(config, "vision_feature_layer", -1), int):
+        raise UserError("this model joins several encoder layers; attach a reducer of the projected tokens")
+    if block(config) > 1 and feature_layers(config) != vision.num_hidden_layers:
+        raise UserError("this model leaves out encoder layers; attach a reducer of the projected tokens")
+    if used not in _TOWERS:
+        raise UserError(
+            f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP or InternViT without CLS "
+            "('default') and a SigLIP ('full'); attach a reducer of the projected tokens"
+        )
+    layers, thresholds = feature_layers(config), options.thresholds
+    if isinstance(thresholds, tuple) and len(thresholds) != layers:
+        raise UserError(
+            f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
+        )
+    least, most = counts(config, module)
+    if module.COUNT == "fixed" and module.budget((1, 1, most), options) < least:
+        raise UserError(
+            f"keep={options.keep:g} of {most} tokens is out of reach: {layers} layers, each of which merges at most half, "
+            f"leave {least}; choose at least keep={least / most:.3g}"
+        )
+
+
+def counts(config: Any, module: ModuleType) -> tuple[int, int]:
+    """The fewest tokens that a method can leave of an image or tile, in each layer at most half where it merges; and all."""
+    tokens = math.prod(tile(config))
+    return -(-tokens >> feature_layers(config)) if hasattr(module, "merge") else 1, tokens
+
+
+def check_counter(spec: ModelSpec, config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
+    """Raise UserError unless the method can meet the counter's counts in a model of this family and config."""
+    if not chosen.takes_count:
+        raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")
+    if not hasattr(chosen.module, "merge") and spec.visual_grid != "patches":
+        raise UserError(
+            f"counts are of images that are one picture, and {spec.family} has others; leave the counts out"
+        )
+    least, most = counts(config, chosen.module)
+    if counter.patch != patch(config) or counter.buckets[0] < least or counter.buckets[-1] > most:
+        raise UserError(
+            f"counts of {counter.buckets[0]} to {counter.buckets[-1]}, of patches of {counter.patch}, are another model's; "
+            f"this one's encoder makes {least} to {most} tokens of patches of {patch(config)}"
+        )
