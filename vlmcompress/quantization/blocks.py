@@ -25,7 +25,7 @@ from vlmcompress.utils.progress import Progress, phase, silent
 
 if TYPE_CHECKING:
     from vlmcompress.quantization.calibration.gradient_pass import Fisher
-    from vlmcompress.quantization.calibration.input_recorder import BlockCapture, TokenWeights
+    from vlmcompress.quantization.calibration.input_recorder import BlockCapture
 
 
 @full_float32()
@@ -68,8 +68,7 @@ def quantize_blocks(
     method, norm_offset = searched.method, vlm.spec.norm_offset
     # Beside what the method reads: what errors are reported by, and the rounding of inputs.
     statistics = method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
-    weights = searched.token_weights
-    spec = CaptureSpec(statistics, method.needs.prefix, kv_cache, token_weights=weights, all_experts=all_experts)
+    spec = CaptureSpec(statistics, method.needs.prefix, kv_cache, all_experts=all_experts)
 
     def passed(layer: int) -> None:
         if lean:
@@ -163,12 +162,10 @@ class _SearchResult:
     Attributes:
         method: with the clipping ranges that were searched.
         scales: (block, group) -> smoothing scale `[in]`.
-        token_weights: of each sample's tokens; empty: all count alike.
     """
 
     method: QuantMethod
     scales: Mapping[tuple[int, str], Tensor] = field(default_factory=dict)
-    token_weights: TokenWeights = ()
 
 
 def _search(
@@ -181,7 +178,6 @@ def _search(
 ) -> _SearchResult:
     """Do the searches that the method needs before the first block (`quantizers.Needs`)."""
     searches, scales = method.needs.searches, dict[tuple[int, str], Tensor]()
-    token_weights: TokenWeights = ()
     if "block_scales" in searches:
         from vlmcompress.quantization.calibration.block_search import search_blocks
 
@@ -190,11 +186,7 @@ def _search(
         from vlmcompress.quantization.calibration import block_clip
 
         method = block_clip.search(vlm, blocks, samples, method, progress)
-    if "token_weights" in searches:
-        from vlmcompress.quantization.calibration import token_weights as vlmq
-
-        token_weights = vlmq.token_weights(vlm, blocks, method, samples, progress)
-    return _SearchResult(method, scales, token_weights)
+    return _SearchResult(method, scales)
 
 
 def _modules(model: nn.Module, groups: Sequence[Group]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.kit import tiny
 from tests.kit.pictures import file_of, picture, refused
@@ -185,25 +184,6 @@ def test_statistics_without_gradients_are_refused(world, tmp_path):
     base = recipe(world, tmp_path / "out", "gptq", None, options={"group_size": 64, "balance": "auto"})
     base = base.model_copy(update={"calibrate": base.calibrate.model_copy(update={"stats": str(tmp_path / "stats")})})
     refused(lambda: quantize(base), "needs gradient, too; calibrate again with --needs absmax,absmean,gradient,gram")
-
-
-def test_tokens_are_weighed_by_running_the_model(world, tmp_path):
-    """VLMQ's weights change attention's weights behind the first block, and can't come from statistics."""
-    by_name = {}
-    for tokens in ("off", "vlmq"):
-        work = recipe(world, tmp_path / tokens, "gptq", options={"bits": 3, "group_size": 64, "tokens": tokens})
-        by_name[tokens] = load_file(quantize(work).out / "model.safetensors")
-    differ = {
-        n for n, q in by_name["off"].items() if n.endswith("weight_packed") and not torch.equal(q, by_name["vlmq"][n])
-    }
-    assert {name.split(".layers.")[1].split("_proj")[0] for name in differ} >= {f"1.self_attn.{x}" for x in "qkvo"}
-    assert not any(".layers.0." in name for name in differ)
-    stored = recipe(world, tmp_path / "stored", "gptq", None, options={"group_size": 64, "tokens": "vlmq"})
-    refused(lambda: quantize(stored), "leave out the statistics or use tokens 'off'")
-    shared = recipe(
-        world, tmp_path / "shared", "gptq", options={"group_size": 64, "tokens": "vlmq"}, bits={"budget": 4.5}
-    )
-    refused(lambda: quantize(shared), "use options.tokens off")
 
 
 def test_damaged(world, tmp_path):

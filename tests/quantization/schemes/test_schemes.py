@@ -58,7 +58,6 @@ def test_declares_itself(name):
         ("mbq", {}, set()),
         ("mbq", {"activations": 8}, {"block_scales"}),
         ("qvlm", {}, {"ranges"}),
-        ("gptq-plus", {"tokens": "vlmq"}, {"token_weights"}),
         ("rtn", {}, set()),
     ],
 )

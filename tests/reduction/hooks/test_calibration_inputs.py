@@ -108,7 +108,6 @@ def recipe(world, model, out, **keys):
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "gptq": {"scheme": "gptq", "options": {"group_size": 64}},
-    "gptq vlmq": {"scheme": "gptq", "options": {"group_size": 64, "tokens": "vlmq"}},
     "awq block": {"scheme": "awq", "options": {"group_size": 32, "objective": "block"}},
     "mbq": {"scheme": "mbq", "options": {"group_size": 32}},
     "mbq block": {"scheme": "mbq", "options": {"group_size": 32, "objective": "mae"}},

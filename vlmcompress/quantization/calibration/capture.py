@@ -162,7 +162,7 @@ class _Capture:
         path = self.paths[layer]
         stops = not path or (not advance and not self.spec.kv_cache)
         forward = widened(block) if path else block  # the head is not run
-        recorder = InputRecorder(self.vlm.model, path, layer, groups, self.spec, self.tokens, self.device, stops=stops)
+        recorder = InputRecorder(self.vlm.model, path, groups, self.spec, self.tokens, self.device, stops=stops)
         reference = (
             ReferenceBlock(original, path, layer, groups, self.device, advance=leaves) if original is not None else None
         )

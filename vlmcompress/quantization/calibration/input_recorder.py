@@ -21,9 +21,6 @@ from vlmcompress.quantization.calibration.block_inputs import Batch, StopForward
 from vlmcompress.quantization.calibration.routed import LayerDraw, Routed
 from vlmcompress.utils import distributed
 
-TokenWeights = Sequence[dict[tuple[int, str], Tensor]]
-"""For each sample, (block, group) -> factors `[tokens]` of the rows of the group's input."""
-
 
 @dataclass(frozen=True)
 class CaptureSpec:
@@ -36,7 +33,6 @@ class CaptureSpec:
         kv_cache: ranges of keys and values, too.
         sampled_rows: how many rows of the first group's input are drawn; 0: none.
         seed: of that draw.
-        token_weights: factors of the rows of a group's input, where single tokens are weighed.
         all_experts: every expert of a mixture is given all tokens, not those alone that the router sends it.
     """
 
@@ -45,7 +41,6 @@ class CaptureSpec:
     kv_cache: bool = False
     sampled_rows: int = 0
     seed: int = 0
-    token_weights: TokenWeights = ()
     all_experts: bool = False
 
 
@@ -132,7 +127,6 @@ class InputRecorder:
 
     Args:
         path: name of the block in the model.
-        layer: number of the block.
         groups: the groups to record, of `spec`.
         tokens: where the tokens of each modality are.
         device: where the block runs.
@@ -143,7 +137,6 @@ class InputRecorder:
         self,
         model: nn.Module,
         path: str,
-        layer: int,
         groups: Sequence[Group],
         spec: CaptureSpec,
         tokens: TokenIndex,
@@ -151,7 +144,7 @@ class InputRecorder:
         *,
         stops: bool,
     ):
-        self.layer, self.groups, self.spec, self.tokens = layer, groups, spec, tokens
+        self.groups, self.spec, self.tokens = groups, spec, tokens
         self.device, self.stops = device, stops
         self.linears: list[Any] = [model.get_submodule(group.linears[0]) for group in groups]
         self.collectors = [Collector(linear.in_features, spec.statistics) for linear in self.linears]
@@ -212,10 +205,7 @@ class InputRecorder:
     def _hook(self, index: int) -> Callable:
         def record(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0]
-            original = self.reference.pop(index, None)
-            if original is not None:
-                original = self._weighed(index, original)
-            self.collectors[index].add(self._weighed(index, x), self._split(index, x), original)
+            self.collectors[index].add(x, self._split(index, x), self.reference.pop(index, None))
             if index == 0 and self.spec.sampled_rows:
                 self._draw(x)
             self.recorded.add(index)
@@ -230,20 +220,6 @@ class InputRecorder:
             return self.routed.split(index)
         split = self.tokens.splits[self.number]
         return split if x.numel() // x.shape[-1] == split.tokens else None
-
-    def _weighed(self, index: int, x: Tensor) -> Tensor:
-        """A group's input `x [..., in]` with each token's row times its weight."""
-        if not self.spec.token_weights:
-            return x
-        key = (self.layer, self.groups[index].name)
-        weights = [self.spec.token_weights[sample].get(key) for sample in self.batch.samples]
-        if all(weight is None for weight in weights):
-            return x
-        factors = x.new_ones(self.batch.modality.shape, dtype=torch.float32)
-        for row, weight in zip(factors, weights, strict=True):
-            if weight is not None:
-                row[len(row) - len(weight) :] = weight  # padding is on the left
-        return x * factors.view(*x.shape[:-1], 1)
 
     def _draw(self, x: Tensor) -> None:
         """Keep those of the rows of `x [..., in]` that were drawn."""

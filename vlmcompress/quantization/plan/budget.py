@@ -120,8 +120,6 @@ def budget_of(
         raise UserError(
             "bits needs predicted errors, which searches that re-run blocks do not have; use gptq, awq or rtn"
         )
-    if "token_weights" in searches:
-        raise UserError("bits is shared out by statistics, which know no single tokens; use options.tokens off")
     if any(CROSS in method.needs.statistics for method in table.values()):
         raise UserError(
             "bits is shared out by statistics of the 16-bit model, which know no quantized blocks before; use gptq"

@@ -50,8 +50,6 @@ def _absent(
 ) -> list[str]:
     lines = []
     needs, options = method.needs, cast(Any, method.options)
-    if "token_weights" in needs.searches:
-        lines.append("tokens 'vlmq' weighs tokens with the model itself; leave out the statistics or use tokens 'off'")
     if needs.searches & {"block_scales", "finalists"}:
         lines.append(
             f"objective '{options.objective}' searches with the model itself; leave out the statistics or use "

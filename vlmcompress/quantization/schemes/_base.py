@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme
 
-Search = Literal["token_weights", "ranges", "block_scales", "finalists"]
+Search = Literal["ranges", "block_scales"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,9 @@ class Needs:
             reports errors.
         prefix: what is quantized already where a group's inputs are captured: the "blocks" before its own, or also the
             "groups" before it in its own block.
-        searches: what the model itself decides, as statistics cannot. Before the first block: "token_weights", a factor of
-            each calibration token (`calibration.token_weights`); "block_scales", smoothing scales by the error of the block's
-            output (`calibration.block_search`); "ranges", clipping ranges by the output of several blocks
-            (`calibration.block_clip`). When a block's turn comes: "finalists", which of the scales that the statistics put
-            first is best for the block's output (`calibration.finalists`).
+        searches: what the model itself decides, as statistics cannot, before the first block: "block_scales", smoothing scales
+            by the error of the block's output (`calibration.block_search`); "ranges", clipping ranges by the output of
+            several blocks (`calibration.block_clip`).
     """
 
     statistics: frozenset[str] = frozenset()

@@ -23,8 +23,6 @@ don't tell apart share corrections as damping alone says. That and damping beyon
 factorized) are warned of; the larger the damping, the closer to rounding to nearest.
 
 `balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`statistics.balance`).
-`tokens: vlmq` weighs single tokens instead, in attention's layers (`calibration.token_weights`): H is then the Gram matrix of
-rows multiplied by their weights.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from vlmcompress.numerics import Format, QTensor, Scheme, find_params, residual,
 from vlmcompress.numerics.statistics.balance import check_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Search
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
 from vlmcompress.quantization.schemes._cholesky import factorize, reordered
 from vlmcompress.quantization.schemes._columns import Feedback, propagated_error, quantize_columns
 from vlmcompress.quantization.schemes._ranges import least_error
@@ -52,7 +50,7 @@ class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns that are
     rounded, and searched, together; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales first, or
     "feedback" for those of them that leave GPTQ least; `clip`: search the ranges, in `clip_grid` steps; `sweeps` of local
-    search; `balance`: see `statistics.balance`; `tokens`: "off" or "vlmq"."""
+    search; `balance`: see `statistics.balance`."""
 
     bits: int = 4
     group_size: int = 128
@@ -65,18 +63,12 @@ class Options(QuantizerOptions):
     clip_grid: int = 20
     sweeps: int = 0
     balance: Any = "off"
-    tokens: Any = "off"
 
     def __post_init__(self) -> None:
         scheme(self)
-        for name in ("smooth", "tokens"):
-            object.__setattr__(self, name, "off" if getattr(self, name) is False else getattr(self, name))
+        object.__setattr__(self, "smooth", "off" if self.smooth is False else self.smooth)
         check_steps(self)
-        if self.tokens not in ("off", "vlmq"):
-            raise ValueError(f"tokens must be 'off' or 'vlmq', got {self.tokens!r}")
         object.__setattr__(self, "balance", check_balance(self.balance))
-        if self.tokens != "off" and self.balance != "off":
-            raise ValueError("tokens 'vlmq' weighs every token, so balance must be 'off'")
         if isinstance(self.damp, bool) or not isinstance(self.damp, int | float) or not 0 < self.damp <= 1:
             raise ValueError(f"damp must be a number above 0 and at most 1, got {self.damp!r}")
         if type(self.block) is not int or self.block < 1:
@@ -98,9 +90,8 @@ def check_steps(options: Any) -> None:
 
 
 def needs(options: Options) -> Needs:
-    """The Gram matrix; mean magnitudes for smoothing; weights of tokens where the options ask for them."""
-    searches: frozenset[Search] = frozenset() if options.tokens == "off" else frozenset({"token_weights"})
-    return Needs(frozenset({"gram"} if options.smooth == "off" else {"gram", "absmean"}), searches=searches)
+    """The Gram matrix; mean magnitudes for smoothing."""
+    return Needs(frozenset({"gram"} if options.smooth == "off" else {"gram", "absmean"}))
 
 
 def scheme(options: Options) -> Scheme:

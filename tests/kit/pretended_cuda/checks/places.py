@@ -25,7 +25,6 @@ from vlmcompress.quantization.calibration import block_inputs, statistics_folder
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.calibration.gradient_pass import gradients
 from vlmcompress.quantization.calibration.solve import QuantMethod
-from vlmcompress.quantization.calibration.token_weights import token_weights
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.reduction.choice import parse
@@ -64,7 +63,6 @@ PHASES: dict[str, Callable[[SimpleNamespace], Any]] = {
     "vision attention": lambda it: tower_attention.scales(
         qwen := load(it.folder / "qwen2-5-vl"), encoded(samples()[:2], qwen)
     ),
-    "weights of tokens": lambda it: token_weights(it.vlm, it.blocks, RTN, it.rows),
     "inputs of blocks": lambda it: block_inputs.capture_block_inputs(it.vlm, it.rows),
     "gradients": lambda it: gradients(it.vlm, it.rows),
 }
