@@ -82,7 +82,7 @@ def weight_settings(bits: int, group: int) -> Iterator[Setting]:
 def allocations() -> Iterator[Setting]:
     """Settings of GPTQ with bits shared out: 3.25 per weight, and as many as 3 bits with their scales and zero points take."""
     options = {"group_size": GROUPS, "symmetric": False, "balance": "auto"}
-    for rule in ("error", "luq", "luq-reverse", "qvlm"):
+    for rule in ("error", "luq", "qvlm"):
         yield Setting(f"bits by {rule}", "3.25", Row("gptq", options, budget(3.25, by=rule)))
     yield Setting("bits by error", "3.15", Row("gptq", options, budget(3.149, by="error")))
 

@@ -33,8 +33,7 @@ PAIRS = {  # method -> methods that it is compared with, at the same number of b
     "awq": ["rtn", "stock awq", "awq 6"],
     "mbq": ["awq", "mbq mae"],
     "bits by error 3.15": [("gptq auto", "W3")],
-    "bits by error 3.25": [("gptq auto", "W3"), "bits by luq", "bits by luq-reverse", "bits by qvlm"],
-    "bits by luq 3.25": ["bits by luq-reverse"],
+    "bits by error 3.25": [("gptq auto", "W3"), "bits by luq", "bits by qvlm"],
 }
 SMALLEST = 1e-7  # nats, added to divergences before their logarithm
 Key = tuple[str, str, str, str]  # model, variant, method, bits
