@@ -32,7 +32,6 @@ RECIPES: dict[str, dict] = {
     "rtn g128": {"scheme": "rtn"},
     "gptq g128": {"scheme": "gptq"},
     "awq g128": {"scheme": "awq"},
-    "awq g128, block": {"scheme": "awq", "options": {"objective": "block"}},
     "awq g32": {"scheme": "awq", "options": {"group_size": 32}},
     "divprune 1/2": {"scheme": "none", "reduce": "divprune:1/2"},
     "divprune 1/4": {"scheme": "none", "reduce": "divprune:1/4"},

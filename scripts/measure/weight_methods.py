@@ -121,8 +121,6 @@ METHODS: dict[str, Row] = {
     "qronos all half": Row("qronos", STEPS | {"behind": "blocks", "correct": 0.5}, kind="run"),
     "awq": Row("awq"),
     "awq sweeps": Row("awq", {"clip_sweeps": 2}),
-    "awq both": Row("awq", {"objective": "both"}, kind="run"),
-    "awq block": Row("awq", {"objective": "block"}, kind="run"),
     "awq auto": Row("awq", {"balance": "auto"}),
     "awq run": Row("awq", kind="run"),
     "awq rotate": Row("awq", recipe={"rotate": "hadamard"}, kind="run"),

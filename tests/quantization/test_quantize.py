@@ -194,19 +194,6 @@ def test_killed_at_any_moment(world, tmp_path, signal_number):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_block_objective_is_llm_compressors(world, tmp_path):
-    """AWQ by block output goes through the stock modifier; on the same data it ends near the Gram form."""
-    errors = {}
-    for objective in ("gram", "block"):
-        out = tmp_path / objective
-        work = recipe(world, out, "awq", "qwen", options={"objective": objective})
-        layer_errors = quantize(work).manifest["errors"]
-        errors[objective] = sum(error["vision"] for error in layer_errors.values())
-        assert not [check for check in doctor.diagnose(out, source=world / "qwen") if not check.ok]
-    assert errors["gram"] == pytest.approx(errors["block"], rel=0.2)
-    assert weights(tmp_path / "gram") != weights(tmp_path / "block")
-
-
 @pytest.mark.parametrize(
     "options", [{"objective": "mae", "group_size": 32}, {"activations": 8, "bits": 8}, {"activations": 8}], ids=str
 )

@@ -99,19 +99,13 @@ def _solve_captured(
     sensitivities: Mapping[tuple[int, str], Sensitivity],
 ) -> BlockResult:
     """Solve the groups of a block that were captured, with what the searches before found for them."""
-    from vlmcompress.quantization.calibration import finalists
-
     method = searched.method
     device = vlm.model.get_parameter(
         f"{groups[0].linears[0]}.weight"
     ).device  # the block's, which is not the whole model's
     for name, stats in captured.stats.items():
         stats.sensitivity = sensitivities.get((layer, name))
-    scales: dict[str, Tensor | None] = {
-        name: scale.to(device) for (block, name), scale in searched.scales.items() if block == layer
-    }
-    with phase("searching"):
-        scales |= finalists.choose(vlm, layer, groups, captured.batches, captured.stats, method)
+    scales = {name: scale.to(device) for (block, name), scale in searched.scales.items() if block == layer}
     result = _solve(groups, _modules(vlm.model, groups), captured.stats, method, vlm.spec.norm_offset, scales)
     result.kv_ranges |= captured.kv_ranges
     return result
@@ -201,7 +195,7 @@ def _solve(
     stats: dict[str, GroupStats],
     method: QuantMethod,
     norm_offset: float,
-    scales: Mapping[str, Tensor | None],
+    scales: Mapping[str, Tensor],
     device: str | None = None,
 ) -> BlockResult:
     """Solve groups of a block on `device`, or where its weights are. `scales`: smoothing scales that were searched before."""

@@ -209,17 +209,3 @@ def test_signals_in_the_place_of_gradients(world, tmp_path):
     assert Gradients.from_dict(kept) == statistics.gradients
     stored = {"calibrate": {"stats": str(tmp_path / "stats")}, "options": options | {"balance": "mbq"}}
     refused(lambda: quantize(recipe(world, tmp_path / "x", "gptq", **stored)), "hold those of signs; calibrate again")
-
-
-def test_finalists_of_awq_are_compared_by_running_the_model(world, tmp_path):
-    """Two objectives smooth the first block differently in the same run otherwise, and statistics alone are refused."""
-    by_objective, options = {}, {"bits": 2, "group_size": 32, "clip": False}
-    for objective in ("gram", "both"):
-        work = recipe(world, tmp_path / objective, "awq", options=options | {"objective": objective, "finalists": 39})
-        by_objective[objective] = first_block(work, tmp_path)
-    assert by_objective["gram"].weights.keys() == by_objective["both"].weights.keys()
-    assert any(
-        not torch.equal(w.q, by_objective["both"].weights[name].q) for name, w in by_objective["gram"].weights.items()
-    )
-    stored = recipe(world, tmp_path / "stored", "awq", None, options=options | {"objective": "both"})
-    refused(lambda: quantize(stored), "objective 'both' searches with the model itself; leave out the statistics")

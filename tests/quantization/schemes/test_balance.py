@@ -202,5 +202,3 @@ def test_bad_balance_says_what_to_do(name, balance, message):
 def test_good_balances():
     assert check_balance(False) == "off", "YAML reads `off` as false"
     assert awq.Options(balance={"answer": 1, "vision": 0.5, "text": 0}).balance == MBQ
-    with pytest.raises(ValueError, match="balance needs objective 'gram'"):
-        awq.Options(objective="block", balance="ratio")

@@ -53,8 +53,6 @@ def test_declares_itself(name):
     ("name", "options", "searches"),
     [
         ("awq", {}, set()),
-        ("awq", {"objective": "block"}, {"block_scales"}),
-        ("awq", {"objective": "both"}, {"finalists"}),
         ("mbq", {}, set()),
         ("mbq", {"activations": 8}, {"block_scales"}),
         ("qvlm", {}, {"ranges"}),
@@ -191,7 +189,7 @@ def test_group_sizes(name, group_size):
         ("awq", {"symmetric": 1}, "symmetric must be true or false"),
         ("awq", {"grid": 2}, "grid must be a whole number of at least 3"),
         ("awq", {"clip": "yes"}, "clip must be true or false"),
-        ("awq", {"objective": "mae"}, "objective must be 'gram', 'block' or 'both'"),
+        ("mbq", {"objective": "mse"}, "objective must be 'gram' or 'mae'"),
         ("int8", {"alpha": 1.5}, "alpha must be a number from 0 to 1"),
         ("int8", {"alpha": True}, "alpha must be a number from 0 to 1"),
         ("fp8-static", {"weights": "group"}, "weights must be 'tensor' or 'channel'"),

@@ -108,7 +108,6 @@ def recipe(world, model, out, **keys):
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "gptq": {"scheme": "gptq", "options": {"group_size": 64}},
-    "awq block": {"scheme": "awq", "options": {"group_size": 32, "objective": "block"}},
     "mbq": {"scheme": "mbq", "options": {"group_size": 32}},
     "mbq block": {"scheme": "mbq", "options": {"group_size": 32, "objective": "mae"}},
     "qvlm": {"scheme": "qvlm", "options": {"group_size": 32}},
@@ -116,7 +115,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "bits": {"scheme": "gptq", "options": {"group_size": 32}, "bits": {"budget": 4.6}},
 }
 
-FEW = ("gptq", "awq block", "mbq", "fp8-static")  # one of each way to calibrate
+FEW = ("gptq", "mbq block", "mbq", "fp8-static")  # one of each way to calibrate
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ FEW = ("gptq", "awq block", "mbq", "fp8-static")  # one of each way to calibrate
 )
 def test_every_calibrating_scheme_runs_behind_a_reducer(world, built, tmp_path, name):
     """The manifest tells the reducer and counts the tokens that were left; statistics are of other tokens than without."""
-    model = built("qwen3-vl" if name in ("gptq", "mbq", "awq block") else "llava")
+    model = built("qwen3-vl" if name in ("gptq", "mbq", "mbq block") else "llava")
     done = quantize(recipe(world, model, tmp_path / "reduced", **SCHEMES[name], reduce="uniform:0.5"))
     plain = quantize(recipe(world, model, tmp_path / "plain", **SCHEMES[name]))
     now, before = (run.manifest["calibration"] for run in (done, plain))

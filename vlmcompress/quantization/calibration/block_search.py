@@ -1,9 +1,9 @@
-"""Search for smoothing scales as published: by the error of the block's output, re-running the block for every candidate.
+"""MBQ's search for smoothing scales as published: by the error of the block's output, re-running the block for every candidate.
 
 llm-compressor's `AWQModifier` has the machinery: it remembers the arguments of a block's modules, re-runs them and folds the
-scales found into the model. `StockSearch` is that modifier with mappings scoped to the decoder (its defaults match the vision
-towers of several families). `BlockSearch` puts MBQ's candidates and losses into it. Both change the model they work on, so they
-get a copy, from which only the scales are taken. This costs twice the memory and many times the arithmetic of the Gram forms.
+scales found into the model. `BlockSearch` puts MBQ's candidates and losses into it, and mappings scoped to the decoder (its
+defaults match the vision towers of several families). It changes the model that it works on, so it gets a copy, from which only
+the scales are taken. This costs twice the memory and many times the arithmetic of the Gram form.
 
 `BlockSearch` rests on private parts of `AWQModifier` in llm-compressor 0.14: it replaces the step `_compute_best_scale` and
 calls `_run_samples` and `_smooth_activation_stats` (its test notices if they change).
@@ -41,38 +41,26 @@ from vlmcompress.models.devices import replaced_forward
 from vlmcompress.numerics import Scheme, fake_quantize, find_params, round_activations
 from vlmcompress.numerics.statistics.balance import MODALITIES, Sensitivity
 from vlmcompress.quantization.calibration.solve import QuantMethod
-from vlmcompress.quantization.schemes import awq, mbq
+from vlmcompress.quantization.schemes import mbq
 from vlmcompress.utils.errors import UserError
 
 
-class StockSearch(AWQModifier):
-    """AWQ's search by llm-compressor, which also keeps the scales found, and runs without an accelerator, too."""
-
-    _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # op -> the scale that its output is divided by
-
-    def on_sequential_epoch_end(self, state: Any, event: Any, modules: Any = (), **kwargs: Any) -> None:
-        with _no_pinning():
-            super().on_sequential_epoch_end(state, event, **kwargs)
-
-    def _compute_best_scale(self, mapping: Any, fp16_outputs: list[Tensor], orig_layer_weights: Any) -> Tensor:
-        scale = super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
-        self._found[mapping.smooth_name] = scale.float()
-        return scale
-
-
-class BlockSearch(StockSearch):
+class BlockSearch(AWQModifier):
     """MBQ's search by the error of a block's output. Tokens need their modality as `loss_mask`.
 
     Attributes:
-        objective: "mae" or "mse", see `schemes.mbq`.
         rho: first linear layer of a group -> weight of visual tokens in the search for the scale of the group's input.
     """
 
     duo_scaling: bool | Literal["both"] = False
-    objective: Literal["mae", "mse"] = "mae"
     rho: dict[str, float]
 
+    _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # op -> the scale that its output is divided by
     _losses: dict[str, list[float]] = PrivateAttr(default_factory=dict)  # op -> loss of each candidate
+
+    def on_sequential_epoch_end(self, state: Any, event: Any, modules: Any = (), **kwargs: Any) -> None:
+        with _no_pinning():
+            super().on_sequential_epoch_end(state, event, **kwargs)
 
     def _compute_best_scale(self, mapping: Any, fp16_outputs: list[Tensor], orig_layer_weights: Any) -> Tensor:
         total, count = self._smooth_activation_stats[mapping.smooth_name]
@@ -86,7 +74,7 @@ class BlockSearch(StockSearch):
                     stack.enter_context(_rounded(layer, scale))
                 outputs = self._run_samples(mapping.parent)
             try:
-                losses.append(mbq.loss(self.objective, *sums(fp16_outputs, outputs, self.objective), rho))
+                losses.append(mbq.loss(*sums(fp16_outputs, outputs), rho))
             except ValueError as error:
                 raise UserError(f"{mapping.parent_name}: {error}") from error
         if not math.isfinite(min(losses)):
@@ -106,16 +94,13 @@ class BlockSearch(StockSearch):
         return scales[least].cpu()
 
 
-def sums(
-    references: Sequence[Tensor], outputs: Sequence[Tensor], objective: str
-) -> tuple[dict[str, float], dict[str, int]]:
-    """Sum errors over samples `[1, tokens, channels]`: modality -> sum of |D| (mae) or D^2 (mse), and number of elements."""
+def sums(references: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, int]]:
+    """Sum errors over samples `[1, tokens, channels]`: modality -> sum of |D|, and number of elements."""
     masks = active_session().state.loss_masks
     assert masks is not None  # `run_oneshot` gives every sample its mask
     total, count = torch.zeros(len(MODALITIES), dtype=torch.float64), torch.zeros(len(MODALITIES), dtype=torch.int64)
     for mask, reference, output in zip(masks, references, outputs, strict=True):
-        error = (reference - output).float()
-        error = error.abs() if objective == "mae" else error.square()
+        error = (reference - output).float().abs()
         token = error.sum(-1).double().cpu()  # [1, tokens]
         for i in range(len(MODALITIES)):
             chosen = mask.cpu().view_as(token) == i + 1
@@ -167,22 +152,15 @@ def search_blocks(
 
     Args:
         batches: from `encode`.
-        method: one whose scheme needs the search "block_scales".
-        sensitivities: (block, group) -> sensitivity, for mbq.
+        method: scheme `mbq` with `objective: mae`.
+        sensitivities: (block, group) -> sensitivity.
     """
     groups = [group for block in blocks for group in block]
     smoothed = [group for group in groups if group.smooth]
-    mappings = mappings_of(groups)
-    search: StockSearch
     options = method.options
-    if isinstance(options, mbq.Options):
-        rho = {group.linears[0]: _rho(group, sensitivities) for group in smoothed}
-        objective: Any = options.objective
-        search = BlockSearch(mappings=mappings, n_grid=options.grid, objective=objective, rho=rho)
-    else:
-        assert isinstance(options, awq.Options)
-        search = StockSearch(mappings=mappings, n_grid=options.grid, duo_scaling=options.duo)
-        batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # its loss is of tokens 1
+    assert isinstance(options, mbq.Options)
+    rho = {group.linears[0]: _rho(group, sensitivities) for group in smoothed}
+    search = BlockSearch(mappings=mappings_of(groups), n_grid=options.grid, rho=rho)
     targets = [(method.of(group).scheme, [_exactly(name) for name in group.linears]) for group in groups]
     config = compressed_tensors.quantization_config([(scheme, names) for scheme, names in targets if scheme], ignore=[])
     copied = replace(vlm, model=copy.deepcopy(vlm.model))

@@ -179,7 +179,7 @@ class _Capture:
         if reference:
             reference.close()
         del forward, reference  # float32 copies of the block's weights
-        captured = recorder.finish(self.batches, lambda: self._faulty_sample(layer, block))
+        captured = recorder.finish(lambda: self._faulty_sample(layer, block))
         trim()
         return captured
 

@@ -52,13 +52,11 @@ class BlockCapture:
         stats: by group of linear layers.
         kv_ranges: attention module -> ranges of keys and values; empty where they are not captured.
         rows: drawn rows of the first group's input, `[at most sampled_rows, in]` float32; None where none are drawn.
-        batches: this worker's samples; at the block's input, unless the prefix is "float".
     """
 
     stats: dict[str, GroupStats] = field(default_factory=dict)
     kv_ranges: dict[str, Tensor] = field(default_factory=dict)
     rows: Tensor | None = None
-    batches: Sequence[Batch] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ class InputRecorder:
         if self.routed:
             self.routed.fill(self.collectors)
 
-    def finish(self, batches: Sequence[Batch], faulty_sample: Callable[[], int | None]) -> BlockCapture:
+    def finish(self, faulty_sample: Callable[[], int | None]) -> BlockCapture:
         """What all workers have recorded. Raises UserError for NaN or Inf among inputs, which names the `faulty_sample`."""
         problem = None
         for group, collector in zip(self.groups, self.collectors, strict=True):
@@ -191,7 +189,7 @@ class InputRecorder:
                     where = "" if sample is None else f", calibration sample {sample}"
                     problem = f"{group.linears[0]}{where}: {error}"
         distributed.raise_any(problem)
-        capture, all_reduce = BlockCapture(batches=batches), (distributed.all_sum, distributed.all_max)
+        capture, all_reduce = BlockCapture(), (distributed.all_sum, distributed.all_max)
         for index, (group, collector) in enumerate(zip(self.groups, self.collectors, strict=True)):
             counts = self.routed.counts.get(index, self.tokens.counts) if self.routed else self.tokens.counts
             stats = capture.stats[group.name] = collector.pooled(counts, self.device, *all_reduce)

@@ -205,7 +205,7 @@ def _smoothing(
 ) -> Tensor | None:
     """The smoothing scale `[in]` of a group's input, searched before or by its method; None: it is not smoothed."""
     chosen = method.of(group)
-    if "block_scales" in chosen.needs.searches or group.name in scales:
+    if "block_scales" in chosen.needs.searches:
         return scales.get(group.name)
     weights = [current[name] for name in group.linears]
     with _naming(group):

@@ -50,7 +50,7 @@ def _absent(
 ) -> list[str]:
     lines = []
     needs, options = method.needs, cast(Any, method.options)
-    if needs.searches & {"block_scales", "finalists"}:
+    if "block_scales" in needs.searches:
         lines.append(
             f"objective '{options.objective}' searches with the model itself; leave out the statistics or use "
             "objective 'gram'"

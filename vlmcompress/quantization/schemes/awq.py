@@ -20,8 +20,6 @@ falls. With `clip_sweeps` each group's range is then chosen again under the whol
 
 `balance` weighs the modalities in mean|X|, in L and in the clip search alike: the Gram form of MBQ (arXiv 2412.19509).
 
-`objective: block` asks the pipeline for llm-compressor's own search instead (squared error of the block's output).
-`objective: both` has the pipeline compare the few best of the Gram search, and 1, by that error (`calibration.finalists`).
 Cost: `grid * 256 * in^2` multiply-adds a group (twice that with `duo`) and `out * in^2` for each layer. Loses: scales of one
 parameter, no error feedback (gptq has that).
 """
@@ -50,7 +48,7 @@ from vlmcompress.numerics import (
 )
 from vlmcompress.numerics.statistics.balance import check_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats, quadratic
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Search
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
 from vlmcompress.quantization.schemes._ranges import refined
 
 SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
@@ -63,8 +61,7 @@ _ROWS = 512  # rows whose ranges are searched at a time
 class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: as many more with weight magnitudes;
     `clip`: search clipped ranges, in `clip_grid` steps down to half; `clip_sweeps`: how many times each group's range is
-    chosen again under the whole Gram matrix; `objective`: "gram", "block" or "both"; `finalists`: how many scales are left
-    to compare of "both"; `balance`: see `vlmcompress.numerics.statistics.balance`."""
+    chosen again under the whole Gram matrix; `balance`: see `vlmcompress.numerics.statistics.balance`."""
 
     bits: int = 4
     group_size: int = 128
@@ -74,14 +71,12 @@ class Options(QuantizerOptions):
     clip: bool = True
     clip_grid: int = 10
     clip_sweeps: int = 0
-    objective: str = "gram"
-    finalists: int = 4
     balance: Any = "off"
 
     def __post_init__(self) -> None:
         scheme(self)
         object.__setattr__(self, "balance", check_balance(self.balance))
-        for name, least in (("grid", 3), ("clip_grid", 3), ("finalists", 1), ("clip_sweeps", 0)):
+        for name, least in (("grid", 3), ("clip_grid", 3), ("clip_sweeps", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
@@ -90,18 +85,11 @@ class Options(QuantizerOptions):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.clip_sweeps and not self.clip:
             raise ValueError("clip_sweeps needs clip true")
-        if self.objective not in ("gram", "block", "both"):
-            raise ValueError(f"objective must be 'gram', 'block' or 'both', got {self.objective!r}")
-        if self.objective == "block" and self.balance != "off":
-            raise ValueError(
-                "balance needs objective 'gram' or 'both': llm-compressor's search weighs all tokens alike"
-            )
 
 
 def needs(options: Any) -> Needs:
-    """The Gram matrix and mean magnitudes; unless the objective is "gram", a search by the block's output."""
-    searches: dict[str, frozenset[Search]] = {"block": frozenset({"block_scales"}), "both": frozenset({"finalists"})}
-    return Needs(frozenset({"gram", "absmean"}), searches=searches.get(options.objective, frozenset()))
+    """The Gram matrix and mean magnitudes."""
+    return Needs(frozenset({"gram", "absmean"}))
 
 
 def scheme(options: Options) -> Scheme:
@@ -114,18 +102,6 @@ def smooth(
 ) -> Tensor | None:
     """The best scale `[in]` for the weights `[out_i, in]` that share an input; None when none beats leaving them."""
     return least_error(weights, candidates(weights, stats, options), stats.gram(), scheme(options).weights, scale_dtype)
-
-
-def finalists(
-    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> list[Tensor]:
-    """Of `candidates` the `options.finalists` of least error, each `[in]`; arguments as of `smooth`."""
-    scales, fmt, gram = candidates(weights, stats, options), scheme(options).weights, stats.gram()
-
-    def losses(rows: Tensor, scales: Tensor) -> Tensor:
-        return _losses(rows, scales, gram, fmt, scale_dtype)
-
-    return list(successive_halving(weights, scales, losses, options.finalists)[0][1:])
 
 
 def least_error(
@@ -148,26 +124,19 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 def best_scale(weights: list[Tensor], scales: list[Tensor], losses: Losses) -> Tensor | None:
-    """Choose from `scales`, each `[in]`, the one that loses least on the weights `[out_i, in]`; None if 1 loses less."""
-    (_, best), least = successive_halving(weights, scales, losses, 1)
-    return best if least[1] < least[0] else None
-
-
-def successive_halving(
-    weights: list[Tensor], scales: list[Tensor], losses: Losses, count: int
-) -> tuple[Tensor, Tensor]:
-    """The identity and the `count` best scales, by successive halving: `[1 + count, in]` in their order, and their losses."""
+    """Choose by successive halving from `scales`, each `[in]`, the one that loses least on the weights `[out_i, in]`; None if 1
+    loses less."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
     rounds = _ROUNDS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
     total = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
-    for eighths, best in rounds:
+    for eighths, count in rounds:
         some = torch.cat([rows[k::8] for k in eighths])
         total += torch.cat([losses(some, scales) for scales in tried.split(max(1, _SAMPLE // len(some)))])
-        rivals = total[1:].topk(min(max(best, count), len(total) - 1), largest=False).indices.sort().values + 1
+        rivals = total[1:].topk(min(count, len(total) - 1), largest=False).indices.sort().values + 1
         ahead = torch.cat([rivals.new_zeros(1), rivals])  # 1 goes on in any case
         tried, total = tried[ahead], total[ahead]
-    return tried, total
+    return tried[1] if total[1] < total[0] else None
 
 
 def sample(weights: list[Tensor]) -> list[Tensor]:

@@ -10,14 +10,13 @@ from inputs alone,
 with the mean over all tokens, and the one taken has the least error `D` (see `objective`; K counts elements):
 
     mae     (sum_answer |D| + rho sum_vision |D|) / (K_answer + K_vision)
-    mse     sum_answer D^2 / K_answer + rho sum_vision D^2 / K_vision
-    gram    the same as mse, with D the error of each linear layer's own output, from Gram matrices
+    gram    sum_answer D^2 / K_answer + rho sum_vision D^2 / K_vision
 
-`mae` (the paper's choice) and `mse` are as published: D is the error of the output of the module that the layers are in (q/k/v:
-attention, gate/up: MLP, the others themselves), run again for each candidate (`calibration.block_search`). `gram` is ours: it
-needs no forward computation beyond the statistics. Prompt tokens count in neither, as in the authors' code, but for
-the last, from which the answer's first is read (`statistics.balance` says why); their two forms weigh the modalities
-differently (by tokens in mae, by means in mse). No clipping, no error feedback.
+`mae` is as published: D is the error of the output of the module that the layers are in (q/k/v: attention, gate/up: MLP, the
+others themselves), run again for each candidate (`calibration.block_search`). `gram` is ours: D is the error of each linear
+layer's own output, from Gram matrices, which needs no forward computation beyond the statistics. Prompt tokens count in
+neither, as in the authors' code, but for the last, from which the answer's first is read (`statistics.balance` says why). No
+clipping, no error feedback.
 
 16-bit activations: groups with zero points. 8-bit ones, as published: symmetric weights with one scale per row, and the
 candidate's error includes rounding the inputs of the layers token by token, which Gram matrices cannot tell.
@@ -41,8 +40,8 @@ from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Sear
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """`activations`: bits, 16 or 8; `bits`, `group_size`, `symmetric` of the weights as in rtn (by default 4, 128 and false; at
-    8-bit activations 4 or 8 bits, -1 and true); `grid`: candidate scales; `objective`: "gram", "mae" or "mse" (by default gram;
-    mae at 8-bit activations)."""
+    8-bit activations 4 or 8 bits, -1 and true); `grid`: candidate scales; `objective`: "gram" or "mae" (by default gram; mae at
+    8-bit activations)."""
 
     bits: int = 4
     group_size: int | None = None
@@ -66,10 +65,10 @@ class Options(QuantizerOptions):
         scheme(self)
         if type(self.grid) is not int or self.grid < 2:
             raise ValueError(f"grid must be a whole number of at least 2, got {self.grid!r}")
-        if self.objective not in ("gram", "mae", "mse"):
-            raise ValueError(f"objective must be 'gram', 'mae' or 'mse', got {self.objective!r}")
+        if self.objective not in ("gram", "mae"):
+            raise ValueError(f"objective must be 'gram' or 'mae', got {self.objective!r}")
         if self.objective == "gram" and not wide:
-            raise ValueError("objective 'gram' cannot see 8-bit activations; use mae or mse")
+            raise ValueError("objective 'gram' cannot see 8-bit activations; use mae")
 
 
 def needs(options: Options) -> Needs:
@@ -95,12 +94,11 @@ def candidates(mean: Tensor, grid: int) -> list[Tensor]:
     return scales
 
 
-def loss(objective: str, sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> float:
-    """The published loss of a candidate.
+def loss(sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> float:
+    """The published loss `mae` of a candidate.
 
     Args:
-        objective: "mae" or "mse".
-        sums: modality -> sum over its tokens and channels of |D| (mae) or D^2 (mse).
+        sums: modality -> sum over its tokens and channels of |D|.
         counts: modality -> how many elements were summed.
         rho: weight of the visual error.
 
@@ -109,9 +107,7 @@ def loss(objective: str, sums: Mapping[str, float], counts: Mapping[str, int], r
     """
     if not counts["answer"] + counts["vision"]:
         raise ValueError("the samples have no visual and no answer tokens to weigh; add some with images or answers")
-    if objective == "mae":
-        return (sums["answer"] + rho * sums["vision"]) / (counts["answer"] + counts["vision"])
-    return sums["answer"] / max(1, counts["answer"]) + rho * sums["vision"] / max(1, counts["vision"])
+    return (sums["answer"] + rho * sums["vision"]) / (counts["answer"] + counts["vision"])
 
 
 def smooth(
