@@ -1,16 +1,12 @@
-"""Train a model for some steps to answer behind a token reducer as it does without; the result is a plain checkpoint.
-
-With `--train scales` the model is a quantized one, and what is won back is what quantization cost, too.
-"""
+"""Train a model for some steps to answer behind a token reducer as it does without; the result is a plain checkpoint."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,16 +22,12 @@ from vlmcompress.utils.text import table
 GROUP = "compress"
 PLACE = 25
 KEYS = ("model", "out", "reduce", "resize", "calibrate", "trust_remote_code", "seed", "engine", "shard_size")
-PARTS = ("projector", "norms", "lora", "tower", "scales")  # `recovery_parts.PARTS`, which would bring torch along
+PARTS = ("projector", "norms", "lora", "tower")  # `recovery_parts.PARTS`, which would bring torch along
 DEFAULTS = {"rank": 8, "steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
 
 
 def options(parser: Parser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="folder of the original, in 16 bits or more, or of what --train scales is to train",
-    )
+    parser.add_argument("model", metavar="MODEL", help="folder of the original, in 16 bits or more")
     parser.add_argument("-o", "--out", required=True, help="folder to write")
     _flags.reducer(parser, "what the model is to run behind, and the checkpoint carries")
     _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
@@ -43,10 +35,9 @@ def options(parser: Parser) -> None:
         "--train",
         metavar="A,B",
         default="projector,norms,lora",
-        help="projector, norms (of the language model), lora (adapters of its linear layers, merged at the end), tower, "
-        "scales (of a quantized MODEL); default: projector,norms,lora",
+        help="projector, norms (of the language model), lora (adapters of its linear layers, merged at the end), tower; "
+        "default: projector,norms,lora",
     )
-    parser.add_argument("--teacher", metavar="ORIGINAL", help="with --train scales: the model that MODEL was made of")
     parser.add_argument("--rank", type=int, metavar="R", default=DEFAULTS["rank"], help="of the adapters; default: 8")
     _flags.training(parser, DEFAULTS, lr="2e-4")
     _flags.settings(parser, "calibrate.max_length, engine, shard_size or trust_remote_code")
@@ -56,8 +47,6 @@ def options(parser: Parser) -> None:
         "original's own are taken. A tenth of DATA, 8 samples at least, is held out. The state with the lowest divergence\n"
         "there is written, or the original weights where none is lower. The run ends once 4 measurements in a row are no\n"
         "better, or one is twice as bad as at first. Recover before you quantize: quantize OUT with the same --reduce.\n"
-        "With --train scales MODEL is int-quantized already: its codes stay, and its scales, with projector and norms if\n"
-        "you like, are trained to answer as ORIGINAL does, behind the reducer that MODEL carries, if any.\n"
         "torchrun -m vlmcompress recover ... shares out the samples of a step among several processes."
     )
 
@@ -72,37 +61,20 @@ def run(args: argparse.Namespace) -> Outcome:
 
     values = _flags.recipe_values(args)
     _flags.refuse_foreign(values, "recover", KEYS, "recover trains on images with questions alone")
-    teacher = _teacher(args.teacher, names, values)
     from vlmcompress.training.recover import TrainingOptions, recover
-    from vlmcompress.training.recover_scales import recover_scales
 
     training = TrainingOptions(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
     with closing(ProgressBar()) as progress:
-        run_options = {"resume": args.resume, "overwrite": args.overwrite, "progress": progress}
-        train = functools.partial(recover_scales, teacher=teacher) if teacher else recover
-        done = train(recipe, training, **run_options)
+        done = recover(recipe, training, resume=args.resume, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-    original, seconds = hub.shown(teacher or recipe.model), time.monotonic() - args.began
+    original, seconds = hub.shown(recipe.model), time.monotonic() - args.began
     data = result(done.out, original, done.manifest, seconds, recipe.calibrate.data)
     return OK, data, text(data, args.verbose)
-
-
-def _teacher(name: str | None, parts: Sequence[str], values: Mapping[str, Any]) -> Path | None:
-    """The folder of the teacher of a quantized model; None: the model is its own teacher."""
-    if "scales" not in parts:
-        if name is not None:
-            raise UserError("--teacher goes with --train scales; without, the model is its own teacher: leave it out")
-        return None
-    if name is None:
-        raise UserError("--train scales needs --teacher ORIGINAL, the model in 16 bits that MODEL was made of")
-    if values.get("reduce") or values.get("resize"):
-        raise UserError("--train scales trains behind the reducer that MODEL carries; leave out --reduce")
-    return hub.local(name)
 
 
 def result(
@@ -120,18 +92,14 @@ def result(
         "reduce": recipe.get("reduce"),
         "resize": recipe.get("resize"),
         "recovery": recovery,
-        "calibration": recovery.get("data", manifest["calibration"]),
+        "calibration": manifest["calibration"],
         "warnings": manifest["warnings"],
         "timing": manifest.get("timing", {}),
         "next": [
             evaluation_command(out, model, engine),
-            *([] if _of_scales(recovery) else [f"vlmcompress quantize {folder}{flags} --scheme SCHEME{data} -o OUT"]),
+            f"vlmcompress quantize {folder}{flags} --scheme SCHEME{data} -o OUT",
         ],
     }
-
-
-def _of_scales(recovery: Mapping[str, Any]) -> bool:
-    return "scales" in recovery["parameters"]
 
 
 def _reducers(recipe: Mapping[str, Any]) -> list[str]:
@@ -158,7 +126,6 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         ("data", f"{samples['trained_on']} samples of '{data['source']}', {samples['held_out']} held out{answers}"),
     ]
     kept = "the original weights, which were written with the reducer"
-    kept = "those that were there, which were written" if _of_scales(recovery) else kept
     remarks = [] if recovery["changed"] else [f"Nothing was better than {kept}."]
     return written_text(done, [table(rows)], verbose, remarks)
 

@@ -166,13 +166,9 @@ def _recovery(recovery: Mapping[str, Any]) -> str:
     if not recovery["changed"]:
         return f"{training} lowered nothing on {samples['held_out']} held-out samples; the weights are as they were before."
     parts = ", ".join(f"{name} ({count:,})" for name, count in recovery["parameters"].items())
-    after = (
-        "after it was quantized, its codes as they were,"
-        if "scales" in recovery["parameters"]
-        else "behind the reducer"
-    )
     return (
-        f"Trained {after} to answer as the original does: {training}, of which step {recovery['best_step']} is kept. "
+        f"Trained behind the reducer to answer as the original does: {training}, of which step "
+        f"{recovery['best_step']} is kept. "
         f"Its divergence from the original on {samples['held_out']} held-out samples fell from {kl['before']:.4f} to "
         f"{kl['after']:.4f} nats an answer token. Trained numbers: {parts}."
     )

@@ -1,4 +1,4 @@
-"""Write a quantized checkpoint anew without quantizing again: in another format, or with other values of some tensors.
+"""Write a quantized checkpoint in another format without quantizing again.
 
 `convert` packs the same codes and scales otherwise. What the new format can express is equal bit for bit when it is unpacked;
 what it cannot express is refused by name before a byte is written. Only scales of an FP8 KV cache are left out with a warning:
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.export import manifest, tokenizers
@@ -90,49 +88,6 @@ def convert(
     content = Content(tensors, stored, writer, layers, config, record, before, {}, _memory(written), stored.spec.family)
     with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
-
-
-def rewrite_tensors(
-    stored: Stored,
-    out: Path,
-    values: Mapping[str, Tensor],
-    entries: Mapping[str, Any],
-    *,
-    extra_files: Mapping[str, Mapping | bytes] | None = None,
-    shard_size: str | int = "5GB",
-    progress: Callable[[int, int], None] | None = None,
-) -> dict:
-    """Write a quantized checkpoint with other values of some of its tensors, all other bytes as they were.
-
-    Args:
-        stored: the checkpoint, one of ours.
-        out: folder to write, which `folders.check` has allowed; it appears whole or not at all.
-        values: tensor's name on disk -> its new value, of the type and shape that it has there.
-        entries: entries of the manifest that are new or differ from that of `stored`.
-        extra_files: as of `Content`.
-        shard_size: largest weight file.
-        progress: called with bytes written and bytes in all.
-
-    Returns:
-        The manifest of `out`.
-    """
-    record = manifest.read(stored.path)
-    tensors = [OutputTensor(entry.name, entry.spec, values.get(entry.name, entry)) for entry in stored.entries]
-    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
-    models.check_files(stored.path)
-    content = Content(
-        tensors,
-        stored,
-        FORMATS.get(stored.format),
-        _layers(stored, stored.names, stored.reader),
-        config,
-        record | dict(entries),
-        record["size"]["weights_before"],
-        extra_files or {},
-        _memory(stored.names),
-        stored.spec.family,
-    )
-    return write_folder(stored.path, out, content, shard_size=shard_size, progress=progress)
 
 
 def _memory(written: Mapping[str, str]) -> dict[str, str]:

@@ -117,9 +117,7 @@ def learn_reducer(
             samples = teacher_cache.read(source, recipe, reduced=True)
             settings = _settings(recipe, training, samples)
         with distributed.process_group():
-            taught = teacher_cache.cache_teacher(
-                recipe, recipe.model, source, samples, settings, resume=resume, progress=progress
-            )
+            taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
             vlm, files, data = taught.vlm, taught.files, taught.data
             vlm.model.requires_grad_(False)
             with phase("training"), torch.inference_mode(False):

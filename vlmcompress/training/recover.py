@@ -78,9 +78,7 @@ def _recovered(
         samples = teacher_cache.read(source, recipe, reduced=recipe.reduce is not None)
         settings = _settings(recipe, training, samples)
     with distributed.process_group():
-        taught = teacher_cache.cache_teacher(
-            recipe, recipe.model, source, samples, settings, resume=resume, progress=progress
-        )
+        taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
         files, data = taught.files, taught.data
         with phase("reducer"), distributed.shared_errors():
             vlm, recipe, batches, count = _behind(taught.vlm, work, data, progress)
@@ -114,8 +112,7 @@ def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
         raise UserError("recover: nothing to recover from; say with --reduce what the model is to run behind")
     if models.read_config(recipe.model).get("quantization_config"):
         raise UserError(
-            f"{recipe.model} is quantized already; recover the 16-bit original, then quantize what that gives; or train "
-            "its scales with --train scales --teacher ORIGINAL"
+            f"{recipe.model} is quantized already; recover the 16-bit original, then quantize what that gives"
         )
     work = make_plan(recipe)
     merges = recipe.reduce is not None and hasattr(recipe.reduce.module, "merge")

@@ -127,7 +127,6 @@ def read(source: str | Path, recipe: Recipe, *, reduced: bool) -> Samples:
 
 def cache_teacher(
     recipe: Recipe,
-    teacher: Path,
     source: str | Path,
     samples: Sequence[Sample],
     settings: Mapping[str, Any],
@@ -135,14 +134,14 @@ def cache_teacher(
     resume: bool,
     progress: Progress,
 ) -> TeacherCache:
-    """Load the model of the folder `teacher`, and cache its answers and log-probabilities in files beside `recipe.out`.
+    """Load the recipe's model, and cache its answers and log-probabilities in files beside `recipe.out`.
 
     `settings`: all that decides the run, by names for messages; a run that goes on has to have the same.
     """
     assert recipe.out is not None, "what is trained has an output"
     with phase("loading"), distributed.shared_errors():
         files = RecoveryFiles(recipe.out, settings, resume)
-        vlm = models.load(teacher, trust_remote_code=recipe.trust_remote_code)
+        vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
         if device := accelerator():
             vlm.model.to(device)  # type: ignore[arg-type]
     with phase("teacher"):

@@ -2,7 +2,7 @@
 
 A parameter of a model in 16 bits has a float32 master: gradients are added up there, the optimizer changes it, and the model
 gets it rounded. Linear layers of the language model have adapters (`training.lora`) and stay as they are until these are
-merged. Scales of quantized layers (`training.coded_linear`) have the logarithm of what they are multiplied by for a master.
+merged.
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ from torch import Tensor, nn
 from vlmcompress import models
 from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import Encoded
-from vlmcompress.training import coded_linear, distillation, lora, teacher_cache
+from vlmcompress.training import distillation, lora, teacher_cache
 from vlmcompress.training.recovery_files import RecoveryFiles
 from vlmcompress.training.teacher_cache import Data
 from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import Progress
-
-SCALES = "scales"
-BESIDE = ("projector", "norms")
-"""Parts that can be trained together with the scales of a quantized checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,6 @@ class TrainingOptions:
         for name in self.train:
             if name not in PARTS:
                 raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
-            if SCALES in self.train and name not in (SCALES, *BESIDE):
-                raise UserError(
-                    f"--train {name}: beside {SCALES} only {' and '.join(BESIDE)} can be trained, leave it out"
-                )
         check_flags(self, "rank", "steps", "batch", "every")
 
     @property
@@ -168,7 +160,6 @@ PARTS = {
     "norms": "norms of the language model",
     "lora": "adapters of the language model",
     "tower": "vision tower",
-    "scales": "scales of quantized layers",
 }
 """What can be trained -> in words."""
 
@@ -192,7 +183,6 @@ class Trained:
         self.counts: dict[str, int] = {}
         self.masters: dict[str, Tensor] = {}
         self.adapters: dict[str, Tensor] = {}
-        self.before: dict[str, Tensor] = {}  # scales as they were, float32
         for part in PARTS:
             if part not in parts:
                 continue
@@ -202,9 +192,6 @@ class Trained:
             else:
                 names = [name for name in _names(vlm, part) if name in stored and name not in self.masters]
                 tensors = {name: vlm.model.get_parameter(name).detach().float().clone() for name in names}
-                if part == "scales":
-                    self.before = tensors
-                    tensors = {name: torch.zeros_like(scale) for name, scale in tensors.items()}
                 self.masters |= tensors
             if not tensors:
                 raise UserError(f"--train {part}: the model has no {PARTS[part]} to train; leave it out")
@@ -231,7 +218,7 @@ class Trained:
             for name, master in self.masters.items():
                 parameter = self.model.get_parameter(name).requires_grad_()
                 stack.callback(parameter.requires_grad_, False)
-                stack.callback(parameter.register_post_accumulate_grad_hook(self._handing(name, master)).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._handing(master)).remove)
             stack.enter_context(lora.attached(self.model, self.adapters))
             yield
 
@@ -239,20 +226,14 @@ class Trained:
     def changed(self) -> None:
         """Give the model the present values of the masters, rounded to its type."""
         for name, master in self.masters.items():
-            self.model.get_parameter(name).copy_(self._value(name, master))
+            self.model.get_parameter(name).copy_(master)
 
-    def _value(self, name: str, master: Tensor) -> Tensor:
-        """What a parameter is for a value of its master, float32."""
-        return self.before[name] * master.exp() if name in self.before else master
-
-    def _handing(self, name: str, master: Tensor) -> Callable[[Tensor], None]:
+    def _handing(self, master: Tensor) -> Callable[[Tensor], None]:
         """A hook that moves a parameter's gradient to its master."""
 
         def hand(parameter: Tensor) -> None:
             assert parameter.grad is not None
             grad = parameter.grad.float()
-            if name in self.before:
-                grad = grad * self._value(name, master.detach())
             master.grad = grad if master.grad is None else master.grad + grad
             parameter.grad = None
 
@@ -264,8 +245,7 @@ class Trained:
         merged = {}
         for name in self.masters:
             parameter = self.model.get_parameter(name)
-            value = self._value(name, values[name].to(parameter.device))
-            merged[name] = value.to(parameter.dtype)
+            merged[name] = values[name].to(parameter.device, parameter.dtype)
         for layer in lora.layers(self.adapters):
             weight = self.model.get_parameter(f"{layer}.weight")
             down, up = (values[f"{layer}.{end}"].to(weight.device) for end in (lora.DOWN, lora.UP))
@@ -285,10 +265,6 @@ def _names(vlm: VLM, part: str) -> list[str]:
     spec = vlm.spec
     projector = (*spec.projector, *spec.newlines)
     names = [name for name, parameter in vlm.model.named_parameters() if parameter.is_floating_point()]
-    coded = [name for name in names if name.endswith(f".{coded_linear.SCALE}")]
-    if part == "scales":
-        return coded
-    names = [name for name in names if name not in set(coded)]
     if part == "norms":
         text = spec.layers.rpartition(".")[0]
         return [name for name in names if _below(name, (text,)) and _of_norm(vlm.model, name)]

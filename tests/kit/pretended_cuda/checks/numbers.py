@@ -25,7 +25,6 @@ from vlmcompress.reduction.methods import REGISTRY
 from vlmcompress.training.draft import DraftTraining, draft
 from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
 from vlmcompress.training.recover import TrainingOptions, recover
-from vlmcompress.training.recover_scales import recover_scales
 from vlmcompress.utils.registry import SCHEMES
 
 SLOW = pytest.mark.slow
@@ -86,13 +85,6 @@ def recovered(world: Path, folder: Path) -> Any:
     return recover(chosen, TrainingOptions(**FEW)).manifest["recovery"]["held_out_kl"]
 
 
-def recovered_scales(world: Path, folder: Path) -> Any:
-    quantize(recipe(world, folder / "rtn", scheme="rtn", calibrate={}))
-    chosen = training_recipe(world, folder / "recovered", scheme="none", model=str(folder / "rtn"))
-    training = TrainingOptions(train=("scales",), **FEW)
-    return recover_scales(chosen, training, world / "llava").manifest["recovery"]["held_out_kl"]
-
-
 def learnt(world: Path, folder: Path) -> Any:
     chosen = training_recipe(world, folder / "scorer.safetensors", scheme="none")
     return learn_reducer(chosen, ScorerTraining(keep=0.5, hidden=8, **FEW | {"steps": 4, "every": 4}))["held_out_kl"]
@@ -107,9 +99,7 @@ def training_recipe(world: Path, out: Path, **keys: Any) -> Any:
     return recipe(world, out, calibrate={"data": str(world / "train" / "calib.jsonl"), "samples": 16}, **keys)
 
 
-@pytest.mark.parametrize(
-    "train", [recovered, drafted, *(pytest.param(run, marks=SLOW) for run in (learnt, recovered_scales))]
-)
+@pytest.mark.parametrize("train", [recovered, drafted, pytest.param(learnt, marks=SLOW)])
 def test_training(world, tmp_path, train: Callable[[Path, Path], Any]):
     """What is held out is as far from the teacher as on the CPU, before and after some steps."""
     with hidden():
