@@ -46,7 +46,7 @@ DEMO = ROOT / "eval" / "demo"
 RESULTS = ROOT / "eval" / "methods.json"
 MODELS = ("demo-llava", "demo-qwen")
 GROUPS = 128
-BALANCES = ("ratio", "mbq", "auto")
+BALANCES = ("ratio", "mbq")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def weight_settings(bits: int, group: int) -> Iterator[Setting]:
     if group == GROUPS:
         rows |= {
             "awq": Row("awq"),
-            "awq auto": Row("awq", {"balance": "auto"}),
+            "awq ratio": Row("awq", {"balance": "ratio"}),
             "mbq": Row("mbq", {"objective": "gram"}),
         }
         rows |= {"mbq mae": Row("mbq", {"objective": "mae"}, kind="run")}
@@ -81,7 +81,7 @@ def weight_settings(bits: int, group: int) -> Iterator[Setting]:
 
 def allocations() -> Iterator[Setting]:
     """Settings of GPTQ with bits shared out: 3.25 per weight, and as many as 3 bits with their scales and zero points take."""
-    options = {"group_size": GROUPS, "symmetric": False, "balance": "auto"}
+    options = {"group_size": GROUPS, "symmetric": False, "balance": "ratio"}
     for rule in ("error", "luq", "qvlm"):
         yield Setting(f"bits by {rule}", "3.25", Row("gptq", options, budget(3.25, by=rule)))
     yield Setting("bits by error", "3.15", Row("gptq", options, budget(3.149, by="error")))
@@ -104,7 +104,7 @@ def settings() -> list[Setting]:
         rows += weight_settings(bits, GROUPS)
     rows += allocations()
     rows += weight_settings(4, -1)
-    for balance in ("off", "ratio", "auto"):
+    for balance in ("off", "ratio"):
         name = "int8" if balance == "off" else f"int8 {balance}"
         rows.append(Setting(name, "W8A8", Row("int8", {"balance": balance})))
     return [*rows, *nvfp4()]

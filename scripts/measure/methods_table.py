@@ -26,14 +26,14 @@ from vlmcompress.models.data import Sample
 BEYOND = 1.96
 COMPARED = ("exact", "path", "typical", "logit")
 BITS = ("16", "W8A8", "NVFP4 mixed", "NVFP4", "NVFP4A16", "W4", "W4 channel", "3.25", "3.15", "W3", "W2")
-BALANCES = ("ratio", "mbq", "auto")
+BALANCES = ("ratio", "mbq")
 PAIRS = {  # method -> methods that it is compared with, at the same number of bits or at that named
     "rtn": ["rtn 6"],
     "gptq": ["rtn", "stock gptq", "gptq 6"],
     "awq": ["rtn", "stock awq", "awq 6"],
     "mbq": ["awq", "mbq mae"],
-    "bits by error 3.15": [("gptq auto", "W3")],
-    "bits by error 3.25": [("gptq auto", "W3"), "bits by luq", "bits by qvlm"],
+    "bits by error 3.15": [("gptq ratio", "W3")],
+    "bits by error 3.25": [("gptq ratio", "W3"), "bits by luq", "bits by qvlm"],
 }
 SMALLEST = 1e-7  # nats, added to divergences before their logarithm
 Key = tuple[str, str, str, str]  # model, variant, method, bits

@@ -64,9 +64,7 @@ class Row:
     def reads_gradients(self) -> bool:
         """Whether statistics have to have gradients: balances by them and widths that are shared out."""
         return (
-            self.kind == "stats"
-            and not self.blind
-            and (self.options.get("balance") in ("auto", "mbq") or "bits" in self.recipe)
+            self.kind == "stats" and not self.blind and (self.options.get("balance") == "mbq" or "bits" in self.recipe)
         )
 
     def recipe_in(self, grid: Grid | None) -> dict[str, Any]:
@@ -97,7 +95,6 @@ METHODS: dict[str, Row] = {
     "autoround 50": Row(kind="autoround", options={"iters": 50}),
     "gptq": Row("gptq"),
     "gptq ratio": Row("gptq", {"balance": "ratio"}),
-    "gptq auto": Row("gptq", {"balance": "auto"}),
     "gptq run": Row("gptq", kind="run"),
     "gptq clip": Row("gptq", {"clip": True}),
     "gptq sweeps": Row("gptq", {"sweeps": 2}),
@@ -121,7 +118,6 @@ METHODS: dict[str, Row] = {
     "qronos all half": Row("qronos", STEPS | {"behind": "blocks", "correct": 0.5}, kind="run"),
     "awq": Row("awq"),
     "awq sweeps": Row("awq", {"clip_sweeps": 2}),
-    "awq auto": Row("awq", {"balance": "auto"}),
     "awq run": Row("awq", kind="run"),
     "awq rotate": Row("awq", recipe={"rotate": "hadamard"}, kind="run"),
     "gptq by error": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq")),

@@ -170,7 +170,7 @@ def test_gradients_are_collected_once(world, tmp_path, monkeypatch):
     monkeypatch.setattr(
         sensitivity, "gradients", lambda *args, **overrides: calls.append(1) or real(*args, **overrides)
     )
-    keys = {"options": {"group_size": 32, "balance": "auto"}}
+    keys = {"options": {"group_size": 32, "balance": "mbq"}}
     done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9}, stats=False, **keys))
     assert done.manifest["allocation"]["unit"] == "nats" and calls == [1]
 

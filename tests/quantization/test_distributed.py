@@ -35,7 +35,7 @@ def asked(world: Path, out: Path, *extra: str) -> list[str]:
 @pytest.mark.parametrize("scheme", ["awq", pytest.param("qronos", marks=pytest.mark.slow)])
 def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
     """Balanced by gradients: all passes are shared out. Sums are added up in another order, so that a few codes tip."""
-    call = asked(world, tmp_path / "two", "--scheme", scheme, "--set", "options.balance=auto", "--json")
+    call = asked(world, tmp_path / "two", "--scheme", scheme, "--set", "options.balance=mbq", "--json")
     (code, out, err), (other, silent, nothing) = ended(start("quantize", *call))
     assert (code, other) == (0, 0), err + nothing
     assert json.loads(out)["ok"] and not silent and not nothing.strip()

@@ -110,7 +110,7 @@ def test_statistics(tmp_path):
             "resize": {"tokens": 9},
         },
         "run": "0",
-        "settings": {"samples": 2, "max_length": 99, "seed": 0, "fisher": "labels", "all_experts": False},
+        "settings": {"samples": 2, "max_length": 99, "seed": 0, "all_experts": False},
         "rotate": {"kind": "hadamard", "seed": 0},
         "adapter": "0",
         "needs": ["gram", "gradient"],

@@ -37,7 +37,7 @@ def options(parser: Parser) -> None:
         "--for",
         dest="readers",
         metavar="A,B",
-        help="collect what these read: schemes, rules that share out bits, balances; e.g. gptq,mbq,luq",
+        help="collect what these read: schemes, rules that share out bits; e.g. gptq,mbq,luq",
     )
     which.add_argument(
         "--needs",

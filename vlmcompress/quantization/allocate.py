@@ -142,7 +142,7 @@ def predictor_of(group: Group, stats: Any, statistics: Statistics, read: Read, b
     weights = [read(name) for name in group.linears]
     gradients = statistics.facts.get("gradients")
     if gradients is None:
-        return Predictor(weights, stats, balance="off" if balance in ("auto", "mbq") else balance), 1.0
+        return Predictor(weights, stats, balance="off" if balance == "mbq" else balance), 1.0
     squares = [gradients["blocks"][group.layer][name]["square"] for name in group.linears]
     scale = statistics.facts["calibration"]["tokens"]["answer"] / gradients["samples"] ** 2
     return Predictor(weights, stats, squares, scale_dtype=weights[0].dtype), scale

@@ -24,7 +24,6 @@ from vlmcompress.utils import distributed
 from vlmcompress.utils.progress import Progress, phase, silent
 
 if TYPE_CHECKING:
-    from vlmcompress.quantization.calibration.gradient_pass import Fisher
     from vlmcompress.quantization.calibration.input_recorder import BlockCapture
 
 
@@ -38,8 +37,6 @@ def quantize_blocks(
     *,
     kv_cache: bool = False,
     all_experts: bool = False,
-    fisher: Fisher = "labels",
-    seed: int = 0,
     lean: bool = False,
     release: bool = False,
     progress: Progress = silent,
@@ -49,7 +46,6 @@ def quantize_blocks(
     Args:
         samples: from `encode`, one sample each; none: blocks are quantized without data.
         all_experts: every expert of a mixture is shown all tokens.
-        fisher, seed: what the backward pass propagates, where the method needs one (`calibration.gradient_pass`).
         lean: free a block's linear weights when its output has been passed on. What is loaded is mapped from files until it is
             changed, so memory holds the weights of one block, however large the model.
         release: leave nothing of `samples` but `modality` when the blocks' inputs are captured.
@@ -62,7 +58,7 @@ def quantize_blocks(
     sensitivities: Mapping[tuple[int, str], Sensitivity] = {}
     with phase("gradients"):
         if "gradient" in method.needs.statistics:
-            sensitivities = kept_sensitivities(store, vlm, blocks, samples, progress, fisher, seed)
+            sensitivities = kept_sensitivities(store, vlm, blocks, samples, progress)
     with phase("searching"):
         searched = _search(vlm, blocks, samples, method, sensitivities, progress)
     method, norm_offset = searched.method, vlm.spec.norm_offset

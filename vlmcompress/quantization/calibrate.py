@@ -18,7 +18,6 @@ from vlmcompress import models
 from vlmcompress.export import manifest
 from vlmcompress.models import VLM, Group, decoder_blocks, head_group
 from vlmcompress.models.devices import full_float32
-from vlmcompress.numerics.statistics.balance import BY_GRADIENT
 from vlmcompress.numerics.statistics.gradients import Gradients
 from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
 from vlmcompress.quantization.calibration import entropy
@@ -51,16 +50,14 @@ def needed(names: Collection[str]) -> frozenset[str]:
     """
     needs: set[str] = set()
     for name, options in (presets.named(name) for name in names):
-        choices = {*SCHEMES.names(), *RULES, *BY_GRADIENT}
+        choices = {*SCHEMES.names(), *RULES}
         if name not in choices:
-            raise UserError(f"--for: no scheme, rule for bits or balance '{name}'{did_you_mean(name, choices)}")
+            raise UserError(f"--for: no scheme or rule for bits '{name}'{did_you_mean(name, choices)}")
         if name in SCHEMES.names():
             module = SCHEMES.get(name)
             needs |= QuantMethod(module, module.Options(**options)).needs.statistics
         if name in RULES:
             needs |= {"gram", *RULES[name].needs}
-        if name in BY_GRADIENT:
-            needs.add("gradient")
     if CROSS in needs:
         raise UserError(
             f"--for {','.join(names)}: the cross-Gram matrix depends on the blocks quantized before and cannot be collected "
@@ -137,7 +134,7 @@ def _calibrated(
     with torch.inference_mode(False), torch.no_grad(), whole.naming():
         if "gradient" in needs:
             with phase("gradients"):
-                kept_gradients(store, vlm, inputs.batches, progress, recipe.calibrate.fisher, recipe.seed)
+                kept_gradients(store, vlm, inputs.batches, progress)
         collect(
             vlm,
             steps,
@@ -240,7 +237,7 @@ def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence
         "processor": processor_identity(vlm.path),
         "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
         "settings": {
-            **recipe.calibrate.model_dump(include={"samples", "max_length", "all_experts", "fisher"}),
+            **recipe.calibrate.model_dump(include={"samples", "max_length", "all_experts"}),
             "seed": recipe.seed,
         },
         "kv_cache": bool(recipe.kv_cache),

@@ -59,9 +59,6 @@ class Calibrate(_Frozen):
         samples: how many samples to take, those of `text` included.
         max_length: longest sample in tokens; None: the model's context.
         all_experts: show every expert of a mixture all tokens, not those alone that the router sends it.
-        fisher: what the backward pass of balance `auto` and of predictions in nats sends through the model: the gradient of
-            the answers' loss (`labels`), or random signals that know no labels and estimate the divergence's curvature without
-            bias (`signs`).
         stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; if `data` is given,
             too, the statistics must come from it.
     """
@@ -73,7 +70,6 @@ class Calibrate(_Frozen):
     samples: int = Field(default=128, ge=1, le=MOST)
     max_length: int | None = Field(default=None, ge=1, le=MOST)
     all_experts: bool = False
-    fisher: Literal["labels", "signs"] = "labels"
     stats: str | None = None
 
 

@@ -96,17 +96,15 @@ def output_error(x: Tensor, quantized: Tensor, weight: Tensor, scale: Tensor | N
 def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
     """Each statistic, relative to the same in float64: from the GPU, and from the CPU."""
     from vlmcompress.numerics.rotation import Rotation
-    from vlmcompress.numerics.statistics import gradients, kv_range
+    from vlmcompress.numerics.statistics import kv_range
     from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS, quadratic
 
     width = 128 if tiny else 2048
     x, mask = made.inputs(width, 3 * width, CPU)
     weight, wide = made.weight(width, width, CPU).float(), x.double()
-    signs = gradients.random_signs(64, width, gradients.sign_generator(0, 0))
     heads = x.view(1, len(x), 4, width // 4).transpose(1, 2)  # [1, heads, tokens, channels]
 
-    vision, logits = wide[mask == 2], x[:64].float()
-    p = logits.double().softmax(-1)
+    vision = wide[mask == 2]
     oracle = {
         "gram": vision.T @ vision,
         "cross": vision.T @ (x * 1.01 - x)[mask == 2].double(),
@@ -114,7 +112,6 @@ def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
         "absmax": wide.abs().amax(0),
         "error": (wide @ weight.double().T).square().sum().sqrt(),
         "kv_ranges": torch.stack([wide[mask == code].abs().amax() for code in made.SHARES]),
-        "fisher_signal": p.sqrt() * signs - p * (p.sqrt() * signs).sum(-1, keepdim=True),
         "rotation": wide @ Rotation("hadamard", width, 0).matrix(),
     }
 
@@ -128,7 +125,6 @@ def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
             "absmax": stats.absmax(),
             "error": quadratic(weight.to(device), stats.gram()).sum().sqrt(),
             "kv_ranges": ranges.ranges[0, :, 0],
-            "fisher_signal": gradients.fisher_signal(logits.to(device), signs.to(device)),
             "rotation": Rotation("hadamard", width, 0).rows(x.to(device).float()),
         }
 

@@ -53,8 +53,7 @@ def batches(vlm, tmp_path_factory) -> list[dict[str, Tensor]]:
 
 
 def sensitivities(blocks) -> dict[tuple[int, str], Sensitivity]:
-    square = {"text": 1.0, "vision": 1.0, "answer": 1.0}
-    return {(g.layer, g.name): Sensitivity(square, RHO[g.name] * (1 + g.layer)) for groups in blocks for g in groups}
+    return {(g.layer, g.name): Sensitivity(RHO[g.name] * (1 + g.layer)) for groups in blocks for g in groups}
 
 
 def calls(vlm, module: nn.Module, batches) -> list[tuple[tuple, dict]]:

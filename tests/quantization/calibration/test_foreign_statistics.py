@@ -195,7 +195,7 @@ def test_refusals(spoiled, capfd, spoil):
     ("extra", "message"),
     [
         (["--needs", "gramm"], "--needs: no 'gramm'; did you mean 'gram'?"),
-        (["--for", "gptk"], "--for: no scheme, rule for bits or balance 'gptk'; did you mean 'gptq'?"),
+        (["--for", "gptk"], "--for: no scheme or rule for bits 'gptk'; did you mean 'gptq'?"),
         (["--for", "rtn,fp8"], "--for rtn,fp8: needs no statistics; quantize without --stats"),
         (["--for", "gptq", "--needs", "gram"], "not allowed with argument"),
         (["--set", "options.bits=4"], "--set options: no such key of calibrate"),

@@ -118,18 +118,17 @@ def test_memory_changes_nothing(model, float32):
     assert {name: tensor.data_ptr() for name, tensor in vlm.model.state_dict().items()} == before
 
 
-@pytest.mark.parametrize("fisher", ["labels", "signs"])
-def test_tokens_at_a_time_change_nothing(fisher, float32, monkeypatch):
+def test_tokens_at_a_time_change_nothing(float32, monkeypatch):
     """The output head gets two answer tokens of each sample at a time, or all. Its own number of tokens says so."""
     vlm, batches = float32("llava")
     calls: list[int] = []
     hook = vlm.model.lm_head.register_forward_hook(
         lambda _module, args, _output: calls.append(args[0].shape[:2].numel())
     )
-    whole, most = gradients(vlm, batches, fisher=fisher), max(calls)
+    whole, most = gradients(vlm, batches), max(calls)
     calls.clear()
     monkeypatch.setattr(gradient_pass, "_LOGITS", 2 * vlm.model.lm_head.out_features)
-    parts = gradients(vlm, batches, fisher=fisher)
+    parts = gradients(vlm, batches)
     hook.remove()
     assert max(calls) == 2 < most and parts.loss == pytest.approx(whole.loss, rel=1e-6)
     for block, whole_block in zip(parts.blocks, whole.blocks, strict=True):
@@ -187,38 +186,6 @@ def test_finite_differences(float32):
     assert total > 0 and computed.square["text"] == pytest.approx(total / linear.out_features, rel=1e-2)
 
 
-def test_signs_estimate_the_divergences_curvature(float32):
-    """Oracle: the diagonal of `J^T F J` by transposed Jacobians of the logits, one entry of the vocabulary after the other. The
-    same sample many times over has signs of its own each time, and no label changes anything."""
-    vlm, batches = float32("llava")
-    batch, name, copies = batches[2], decoder_blocks(vlm.model, vlm.spec)[1][0].linears[0], 150
-    few = (batch["modality"] == 3).cumsum(1) <= 2  # answer tokens, for the oracle's sake
-    batch = batch | {"modality": torch.where(few, batch["modality"], 1)}
-    kept: dict[str, tuple] = {}
-    vlm.model.get_input_embeddings().weight.requires_grad_(True)
-    hook = vlm.model.get_submodule(name).register_forward_hook(keeper(kept, name, vlm.model))
-    with torch.enable_grad():
-        logits = vlm.model(**{key: value for key, value in batch.items() if key != "modality"}).logits[0]
-    hook.remove()
-    vlm.model.get_input_embeddings().weight.requires_grad_(False)
-    answers = (batch["modality"][0, :-1] == 3).nonzero().squeeze(1).tolist()
-    expected = torch.zeros(logits.shape[0])
-    for token in answers:
-        p = logits[token].detach().softmax(0)
-        ways = torch.diag(p.sqrt()) - torch.outer(p, p.sqrt())  # [v, v], times its transpose the Fisher matrix
-        (grads,) = torch.autograd.grad(logits[token], kept[name][0], ways.T, retain_graph=True, is_grads_batched=True)
-        expected += grads[:, 0].square().sum(0).mean(1)
-    expected /= len(answers) ** 2
-    computed = gradients(vlm, [batch] * copies, fisher="signs").blocks[1][name].square
-    for code, modality in ((1, "text"), (3, "answer")):
-        assert computed[modality] == pytest.approx(expected[batch["modality"][0] == code].mean().item(), rel=0.15)
-    other = batch | {"input_ids": batch["input_ids"].clone()}
-    other["input_ids"][0, answers[-1] + 1] += 1  # which nothing but the loss reads
-    first, second = (gradients(vlm, [row], fisher="signs", seed=5) for row in (batch, other))
-    assert first.loss != second.loss and first.blocks[1][name] == second.blocks[1][name]
-    assert gradients(vlm, [batch], fisher="signs", seed=6).blocks != first.blocks
-
-
 @pytest.mark.parametrize("model", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_positions_are_the_models(model, float32, monkeypatch):
     """Rotary embeddings get the positions that the model's own rule computes, three per token, and no plain counting."""
@@ -262,12 +229,10 @@ def test_gradients_survive_json(float32):
 
 
 def test_every_group_of_every_family_has_a_sensitivity(family, float32):
-    """Squares of all modalities, and MBQ's weight for groups in attention and in the MLP alike."""
+    """MBQ's weight for groups in attention and in the MLP alike."""
     vlm, batches = float32(family)
     blocks = decoder_blocks(vlm.model, vlm.spec)
     computed = gradients(vlm, batches)
     weights = sensitivities(computed, [{group.name: group.linears for group in groups} for groups in blocks])
     assert weights.keys() == {(group.layer, group.name) for groups in blocks for group in groups}
-    for (_, name), group_weights in weights.items():
-        assert set(group_weights.square) == set(MODALITIES) or name.startswith("experts.")
-        assert group_weights.rho is not None and group_weights.rho >= 0
+    assert all(group_weights.rho >= 0 for group_weights in weights.values())

@@ -111,11 +111,11 @@ def test_error_feedback_is_foreseen_and_shared():
 def test_what_methods_share_changes_no_prediction(squares):
     """Oracle: each method with statistics of its own, nothing kept; in an order that goes back and forth between balances."""
     _, stats = observed()
-    stats.sensitivity = Sensitivity(SQUARES, 0.4)
+    stats.sensitivity = Sensitivity(0.4)
     weights = [weight(24, WIDTH, 1), weight(16, WIDTH, 2)]
     predictor = Predictor(weights, stats, squares, rows=20)
     methods = [("rtn", {"bits": 3}), ("mbq", {"group_size": 32})]
-    for balance in ("off", "auto", "ratio", "off"):
+    for balance in ("off", "mbq", "ratio", "off"):
         methods += [("gptq", {"bits": bits, "group_size": 32, "balance": balance}) for bits in (2, 4)]
         methods += [("awq", {"group_size": 32, "balance": balance}), ("int8", {"balance": balance})]
     for name, options in methods:

@@ -189,6 +189,6 @@ def test_a_group_can_have_a_method_of_its_own(block):
         assert mixed_result.weights[name].format == expected.weights[name].format
     assert mixed.of(DOWN).scheme == two.scheme and mixed.of(GATE_UP).scheme == four.scheme
     assert mixed.needs.statistics == {"gram"} and two.needs == Needs()
-    auto = QuantMethod(gptq, gptq.Options(balance="auto"))
-    assert auto.needs == Needs(frozenset({"gram", "gradient"}))
-    assert QuantMethod(rtn, two.options, {(0, "down"): auto}).needs == auto.needs
+    weighed = QuantMethod(gptq, gptq.Options(balance="mbq"))
+    assert weighed.needs == Needs(frozenset({"gram", "gradient"}))
+    assert QuantMethod(rtn, two.options, {(0, "down"): weighed}).needs == weighed.needs

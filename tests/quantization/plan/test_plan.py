@@ -155,7 +155,6 @@ def test_skip(models):
         ({"scheme": "rtn", "skip": ["up_proj"]}, "is left but not .*gate_proj"),
         ({"scheme": "rtn", "skip": ["upproj"]}, "'upproj' matches no linear layer; names look like"),
         ({"scheme": "none"}, "quantizes nothing"),
-        ({"scheme": "mbq", "calibrate": {"fisher": "signs"}}, "'mbq' weighs by gradients of labels; leave out"),
         ({"scheme": "none", "vision": "fp8", "kv_cache": "fp8"}, "in every decoder block; 0 has none"),
         ({"scheme": "rtn", "skip": ["layers"]}, "quantizes nothing"),
     ],

@@ -15,7 +15,7 @@ from vlmcompress.quantization.schemes import mbq, smooth, solve
 def measured(rho: float):
     """Statistics of all three modalities with MBQ's weight attached."""
     stats = collected(tokens())
-    stats.sensitivity = Sensitivity({"text": 1.0, "vision": 1.0, "answer": 1.0}, rho)
+    stats.sensitivity = Sensitivity(rho)
     return stats
 
 

@@ -9,16 +9,13 @@ and maxima. It is one of
 * `{text: w, vision: w, answer: w}`: `p_m ~ w_m`, weights of the modalities' means.
 * `mbq`: the squared-error form of MBQ's objective (arXiv 2412.19509), `mean_answer(D^2) + rho mean_vision(D^2)`, that is
   `{text: 0, vision: rho, answer: 1}` with `rho`, block by block, from the ratio of the modalities' mean loss gradients.
-* `auto`: each token weighs its modality's mean squared gradient `f_m`, so `p_m ~ n_m f_m`. To second order, and with the
-  diagonal Fisher matrix for the Hessian, an output error `D` costs `1/2 sum_t sum_c (dL/dY_tc)^2 D_tc^2`; `auto` keeps of the
-  gradients what depends on the modality. Unlike MBQ's it counts the prompt.
 
 An answer's tokens are those that predict it, from the prompt's last on (`models.data.encode`). The authors of MBQ count the
 tokens that are predicted instead. With captions of a hundred words that is nearly the same; with answers of a word or two it
 leaves out the very token that the answer is read from, and puts the one that ends it in its place, of which nothing is read:
 on the demo models `mbq` then raised GPTQ's logit error, up to twofold.
 
-`mbq` and `auto` need a backward pass over the calibration samples: their `Sensitivity`.
+`mbq` needs a backward pass over the calibration samples: its `Sensitivity`.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from typing import Any
 MODALITIES = ("text", "vision", "answer")
 """Names of the token kinds; a mask holds 0 for tokens to ignore and `1 + index` for these."""
 
-NAMES = ("off", "ratio", "auto", "mbq")
-BY_GRADIENT = ("auto", "mbq")
+NAMES = ("off", "ratio", "mbq")
 
 
 @dataclass(frozen=True)
@@ -40,11 +36,9 @@ class Sensitivity:
     """How much the answer's loss L depends on the output Y of a group of linear layers.
 
     Attributes:
-        square: modality -> mean over its tokens and the channels of `(dL/dY)^2`.
         rho: MBQ's weight of visual tokens next to the answer's, `max(r_l, median_l r_l)` of `r = g_vision / g_answer`.
     """
 
-    square: Mapping[str, float]
     rho: float
 
 
@@ -82,7 +76,7 @@ def shares(
 
     Args:
         count: modality -> its number of tokens.
-        sensitivity: sensitivity of the group of layers whose statistics are balanced; for `auto` and `mbq`.
+        sensitivity: sensitivity of the group of layers whose statistics are balanced; for `mbq`.
         partial: of an expert, which may be given tokens of one modality alone, or none that the loss depends on: share out
             among the modalities that occurred, and pool where that is impossible.
 
@@ -102,10 +96,8 @@ def shares(
         weights = dict.fromkeys(MODALITIES, 1.0)
     elif sensitivity is None:
         raise ValueError(f"balance '{checked}' needs the gradients of a sensitivity pass")
-    elif checked == "mbq":
-        weights = {"vision": sensitivity.rho, "answer": 1.0}
     else:
-        weights = {name: count[name] * sensitivity.square.get(name, 0.0) for name in MODALITIES}
+        weights = {"vision": sensitivity.rho, "answer": 1.0}
     weights = {name: weight for name, weight in weights.items() if name not in missing}
     total = sum(weights.values())
     if not 0 < total < math.inf:

@@ -10,11 +10,6 @@ checkpointed: memory holds the input of every block and the graph of one. The ou
 than all blocks, gets the answers' tokens some at a time. Cost: two forward passes and a backward pass that computes no weight
 gradients, about three forward passes. A CPU that only emulates 16-bit products multiplies in float32 (`models.devices`).
 
-With `fisher: signs` the loss's gradient at the logits is replaced by a vector with random signs, independent of labels,
-whose expected square is the diagonal of the divergence's Hessian (`statistics.gradients`). It is divided by the number of a
-sample's answer tokens like the loss, so that squares are of the same size, and costs the same. What is called `absolute` is
-then not MBQ's.
-
 On a machine with an accelerator the model is there meanwhile; of one that does not fit the blocks are streamed. Sums over
 tokens are taken in one order, in float64, so that results are the same in every run.
 """
@@ -24,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +33,7 @@ from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.gradients import (
     Gradient,
     Gradients,
-    fisher_signal,
-    random_signs,
     sensitivities,
-    sign_generator,
 )
 from vlmcompress.numerics.statistics.inputs import MODALITIES
 from vlmcompress.quantization.calibration.block_inputs import add_positions, bucket_by_length, collate
@@ -56,9 +48,6 @@ _NO_TARGET = -100  # where a token predicts nothing that counts
 _LOGITS = 1 << 25  # logits that there are at a time
 _KINDS = 1 + len(MODALITIES)  # of tokens; the first are ignored
 
-Fisher = Literal["labels", "signs"]
-"""What is propagated back: the gradient of the answers' loss, or signals that know no labels."""
-
 
 def gradients(
     vlm: VLM,
@@ -66,8 +55,6 @@ def gradients(
     progress: Progress = silent,
     *,
     checkpointed: bool = True,
-    fisher: Fisher = "labels",
-    seed: int = 0,
 ) -> Gradients:
     """Gradients of the answers' loss at the outputs of the decoder's linear layers, averaged over samples and tokens.
 
@@ -75,8 +62,6 @@ def gradients(
         batches: from `encode`, one sample each; samples without an answer are passed over.
         progress: called with (label, done, total).
         checkpointed: keep the graph of one block instead of all; the same result.
-        fisher: what is propagated back; see the module.
-        seed: of the signs; those of a sample depend on this, its number and its answer's length alone.
 
     Raises:
         UserError: no sample has an answer, or a gradient is not finite.
@@ -100,8 +85,7 @@ def gradients(
             batch = {key: value.to(device) for key, value in collate([batches[index] for index in indices]).items()}
             add_positions(batch, vlm.spec)
             totals.begin(batch["modality"])
-            signs = None if fisher == "labels" else [sign_generator(seed, index) for index in indices]
-            losses = _propagate(vlm.model, batch, scale, signs)
+            losses = _propagate(vlm.model, batch, scale)
             totals.end(scale, indices)
             if totals.problem:
                 break
@@ -119,14 +103,12 @@ def kept_gradients(
     vlm: VLM,
     batches: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
-    fisher: Fisher = "labels",
-    seed: int = 0,
 ) -> Gradients:
     """The gradients that `store` keeps; where it has none yet, those of a pass, which it keeps then."""
     stored = store.noted("gradients", Gradients)
     if stored is not None:
         return Gradients.from_dict(stored)
-    computed = gradients(vlm, batches, progress, fisher=fisher, seed=seed)
+    computed = gradients(vlm, batches, progress)
     if distributed.is_main():
         store.note("gradients", computed.to_dict())
     return computed
@@ -138,20 +120,17 @@ def kept_sensitivities(
     blocks: Sequence[Sequence[Group]],
     batches: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
-    fisher: Fisher = "labels",
-    seed: int = 0,
 ) -> dict[tuple[int, str], Sensitivity]:
-    """Sensitivity of each group of `blocks`, by (block, group), for the balances `auto` and `mbq`."""
+    """Sensitivity of each group of `blocks`, by (block, group), for the balance `mbq`."""
     names = [{group.name: group.linears for group in groups} for groups in blocks]
-    return sensitivities(kept_gradients(store, vlm, batches, progress, fisher, seed), names)
+    return sensitivities(kept_gradients(store, vlm, batches, progress), names)
 
 
-def _propagate(model: Any, batch: dict[str, Tensor], scale: float, signs: Sequence[torch.Generator] | None) -> Tensor:
+def _propagate(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:
     """Send the gradient of each sample's loss times `scale` back through the model.
 
     Args:
         batch: as from `encode`, of one sample or several.
-        signs: of each sample; the signals that are sent instead have them. None: the loss.
 
     Returns:
         `[samples]`, the losses in nats: the mean cross entropy of the tokens that a sample's answer tokens predict, the next.
@@ -178,19 +157,9 @@ def _propagate(model: Any, batch: dict[str, Tensor], scale: float, signs: Sequen
             each = nn.functional.cross_entropy(predicted.flatten(0, 1), target.flatten(), reduction="none")
             losses = each.view_as(target).sum(1, keepdim=True) / counts
             parts.append(losses.detach())
-            if signs is not None:
-                losses = (_signals(predicted.detach(), target, signs) * predicted).sum((1, 2))[:, None] / counts
             (losses.sum() * scale).backward()
     states.backward(leaf.grad)
     return torch.cat(parts, 1).sum(1)
-
-
-def _signals(logits: Tensor, target: Tensor, signs: Sequence[torch.Generator]) -> Tensor:
-    """The signal at each of `logits [samples, columns, vocabulary]`; 0 where a sample has no target `[samples, columns]`."""
-    drawn = torch.zeros(logits.shape, dtype=torch.int8)
-    for sample_signs, chosen, generator in zip(drawn, (target != _NO_TARGET).cpu(), signs, strict=True):
-        sample_signs[chosen] = random_signs(int(chosen.sum()), logits.shape[-1], generator)
-    return fisher_signal(logits, drawn.to(logits.device))
 
 
 class _Totals:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from vlmcompress.models import HEAD, Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
-from vlmcompress.numerics.statistics.balance import BY_GRADIENT
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization import schemes as quantizers
 from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions
@@ -54,7 +53,7 @@ class QuantMethod:
     def needs(self) -> Needs:
         """What the scheme requires of a run, with the gradients that its balance reads, and the statistics of `others`."""
         needs = self.module.needs(self.options)
-        gradient = {"gradient"} if self.options.balance in BY_GRADIENT else set()
+        gradient = {"gradient"} if self.options.balance == "mbq" else set()
         others = (other.needs.statistics for other in self.others.values())
         return replace(needs, statistics=needs.statistics.union(gradient, *others))
 

@@ -75,7 +75,6 @@ class _Settings(TypedDict):
     max_length: Count | None
     seed: int
     all_experts: NotRequired[bool]
-    fisher: NotRequired[str]
 
 
 class _Gradient(TypedDict):

@@ -88,13 +88,6 @@ def experts(survey: Survey) -> Iterator[str]:
         )
 
 
-def fisher_signs(survey: Survey) -> Iterator[str]:
-    """Whether the gradients that the balance weighs by are those that the calibration takes."""
-    methods = (survey.method, *survey.assigned.values())
-    if survey.recipe.calibrate.fisher == "signs" and any(method.options.balance == "mbq" for method in methods):
-        yield "balance 'mbq' weighs by gradients of labels; leave out calibrate.fisher, or use balance auto"
-
-
 def draft_head(survey: Survey) -> Iterator[str]:
     """Whether the model's head that drafts tokens can be carried."""
     source = survey.source
@@ -218,7 +211,6 @@ CHECKS: tuple[Check, ...] = (
     tower_attention,
     assigned_schemes,
     experts,
-    fisher_signs,
     draft_head,
     skip,
     shapes,

@@ -55,11 +55,6 @@ def _absent(
             f"objective '{options.objective}' searches with the model itself; leave out the statistics or use "
             "objective 'gram'"
         )
-    if method.options.balance == "mbq" and statistics.facts["settings"].get("fisher") == "signs":
-        lines.append(
-            f"balance 'mbq' weighs by gradients of labels, statistics {statistics.folder} hold those of signs; calibrate again "
-            "without calibrate.fisher"
-        )
     if "ranges" in needs.searches:
         lines.append("the scheme searches with the model itself, over several blocks; leave out the statistics")
     if CROSS in needs.statistics:

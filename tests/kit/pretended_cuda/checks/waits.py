@@ -89,7 +89,7 @@ def observed(world) -> Callable[[int, frozenset[str]], tuple[Any, ...]]:
     def statistics_of(count: int, needs: frozenset[str]) -> Any:
         (_, block), *_ = captured(vlm, encoded(samples()[:count], vlm), needs)
         for stats in block.stats.values():
-            stats.sensitivity = Sensitivity({"text": 1.0, "vision": 0.5, "answer": 2.0}, rho=0.5)
+            stats.sensitivity = Sensitivity(rho=0.5)
         return block.stats
 
     return lambda count, needs: (groups, weights, norms, copy.deepcopy(statistics_of(count, needs)))
