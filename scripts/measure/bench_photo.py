@@ -11,7 +11,7 @@
 
 The model is assembled first by `scripts/train/assemble_demo_photo.py`. All questions about the first IMAGES images of a
 split are asked greedily in transformers, by `shared_answers.py`: what a reducer leaves of an image runs once for all of
-them. `random` has three seeds. `compact` numbers kept tokens without gaps. Images of LLaVA-1.5 have one size, so
+them. `random` has three seeds. Images of LLaVA-1.5 have one size, so
 `resize` is refused there, and `pool` stands for it. Differences to the model with all tokens are in percent of the
 questions, with an interval of 95%, clustered by image; the bands are shares of the image's patches on which nothing
 stands. The last line is one JSON object.
@@ -54,8 +54,8 @@ SEEDS = 3
 METHODS: dict[str, list[dict[str, Any]]] = {
     "uniform": [{}],
     "random": [{"seed": seed} for seed in range(SEEDS)],
-    "coverage": [{}, {"merge": "nearest"}, {"positions": "compact"}],
-    "divprune": [{}, {"merge": "nearest"}, {"positions": "compact"}],
+    "coverage": [{}, {"merge": "nearest"}],
+    "divprune": [{}, {"merge": "nearest"}],
     "cdpruner": [{}],
     "scope": [{}],
     "dart": [{}, {"pivots": 4}],
@@ -80,7 +80,7 @@ def settings() -> list[tuple[str, ReducerChoice | None]]:
     for share in SHARES:
         for method, variants in METHODS.items():
             for options in variants:
-                shown = {k: v for k, v in options.items() if k in ("merge", "positions", "pivots")}
+                shown = {k: v for k, v in options.items() if k in ("merge", "pivots")}
                 name = " ".join([method, *(f"{k}={v}" for k, v in shown.items())])
                 out.append((name, choose(method, {"keep": share} | options, "setting")))
         if share == SHARES[1]:

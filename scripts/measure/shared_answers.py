@@ -49,13 +49,11 @@ class SharedAsker(Asker):
             cache = self.vlm.model(
                 input_ids=prefix[None], **self.questions.images[image], use_cache=True, logits_to_keep=1
             ).past_key_values
-            compact = chosen is not None and chosen.options.positions == "compact"
         left = cache.get_seq_length() - int((prefix != token).sum())
         del attached
-        start = cache.get_seq_length() if compact else end
         tails = [prompt[end:] for prompt in prompts]
         answers = [self.questions.questions[number].answer for number in numbers]
-        return self._continued(cache, start, tails, answers), left
+        return self._continued(cache, end, tails, answers), left
 
     def _continued(self, cache: Any, start: int, tails: list[Tensor], answers: list[Tensor]) -> Tensor:
         """Whether each answer's tokens are the most likely ones behind its tail, `[questions]` bool."""

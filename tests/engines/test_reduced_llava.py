@@ -40,8 +40,6 @@ MORE = {
     "relevance": ("demo", "cdpruner:0.25,relevance=question", CACHED, 2),
     "coverage of the question": ("demo", "coverage:0.25,relevance=question", CACHED, 2),
     "pooled": ("llava-next", "pool:window=2x3", CHUNKED | CACHED, 2),
-    "compact positions": ("demo", "divprune:0.25,positions=compact", CHUNKED | CACHED, 2),
-    "compact positions in tiles": ("idefics3", "random:0.5,positions=compact", CHUNKED | CACHED, 2),
     "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
     "smolvlm, merged in the encoder": ("smolvlm", "tome:0.5", CHUNKED | CACHED, 2),

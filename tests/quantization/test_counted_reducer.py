@@ -11,7 +11,6 @@ from tests.kit import tiny
 from tests.kit.reduced_cases import trained
 from tests.kit.reduction_data import picture
 from vlmcompress.models import load
-from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction import block as reducer_block
@@ -101,12 +100,6 @@ def test_nothing_to_learn_from(setup, adaptive, tmp_path):
     for reduce in ("dymu:0.5", "dymu:thresholds=[0.5, 0.6]", adaptive, f"{adaptive},level=0.5"):
         with pytest.raises(UserError, match=f"reducer '{reduce.partition(':')[0]}' needs calibration images"):
             quantize(resolve(setup | {"reduce": reduce, "out": str(tmp_path / "out")}).recipe)
-
-
-def test_virtual_unmerging_is_refused_before_anything_is_read(setup, tmp_path):
-    setup, _ = setup
-    with pytest.raises(UserError, match="vtu is for evaluation"):
-        make_plan(resolve(setup | {"reduce": "dymu:0.5,vtu=true", "out": str(tmp_path / "out")}).recipe)
 
 
 def test_samples_to_learn_from_are_not_run_through_the_decoder(setup):

@@ -39,9 +39,9 @@ def test_a_count_from_pixels_is_carried():
         reducer_block.read(reducer_block.write(PLAIN, parse("dart"), counter()))
 
 
-@pytest.mark.parametrize("text", ["dymu", "dymu:thresholds=x.json", "dymu:thresholds=[0.9, 0.8],vtu=true"])
+@pytest.mark.parametrize("text", ["dymu", "dymu:thresholds=x.json"])
 def test_what_is_for_a_model_in_memory_is_not_carried(text):
-    with pytest.raises(UserError, match="has no thresholds|has vtu"):
+    with pytest.raises(UserError, match="has no thresholds"):
         reducer_block.write(PLAIN, parse(text))
 
 
@@ -71,7 +71,7 @@ def test_nothing_is_carried():
         ({"reduce": {"method": "dart", "keep": "0.5"}}, "should be a number"),
         ({"reduce": {"method": "dart", "kepp": 0.5}}, "no option 'kepp'"),
         ({"reduce": {"method": "dymu"}}, "has no thresholds"),
-        ({"reduce": {"method": "dymu", "thresholds": [0.5], "vtu": True}}, "has vtu"),
+        ({"reduce": {"method": "dymu", "thresholds": [0.5], "vtu": True}}, "no option 'vtu'"),
         ({"count": [1]}, "count should be a mapping"),
         ({"reduce": {"method": "dymu", "thresholds": "/etc/passwd"}}, "has no thresholds"),
     ],

@@ -23,7 +23,7 @@ from vlmcompress.utils.settings import merge
         ("visionzip:auto,merge=mean", {"method": "visionzip", "keep": 1 / 3, "contextual": 10 / 64, "merge": "mean"}),
         (
             "dymu:thresholds=[0.9, 0.8],keep=0.5",
-            {"method": "dymu", "keep": 0.5, "thresholds": (0.9, 0.8), "vtu": False},
+            {"method": "dymu", "keep": 0.5, "thresholds": (0.9, 0.8)},
         ),
         ("pixelprune", {"method": "pixelprune", "tolerance": 0.0}),
     ],

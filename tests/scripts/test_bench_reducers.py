@@ -89,7 +89,6 @@ def test_exact_match_is_that_of_generation(
 SHARED = [
     None,
     "coverage:0.25,merge=nearest",
-    "divprune:0.25,positions=compact",
     "tome:0.25",
     "visionzip:0.5",
     "fastv:0.25,layer=1",

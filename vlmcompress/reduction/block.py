@@ -83,11 +83,9 @@ def read(config: Mapping[str, Any]) -> CarriedReducer | None:
 
 
 def _check_reducer(reducer: ReducerChoice, where: str, remedy: str) -> None:
-    """Refuse a reducer that has not learnt its thresholds, or with an option that only a model in memory can have."""
+    """Refuse a reducer that has not learnt its thresholds."""
     if reducer.options.learns and not reducer.learnt:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
-    if reducer.options.vtu:
-        raise UserError(f"{where} has vtu, which is for evaluation and saves nothing; leave it out")
 
 
 def _check_schema(block: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ class ReducerChoice:
     def plain(self) -> dict[str, Any]:
         """The reducer as a recipe's mapping: every option of the method's own, and other options that are not at their default.
 
-        So versions that do not know `positions` or `merge` read the mapping too, where these are not used.
+        So versions that do not know `merge` read the mapping too, where these are not used.
         """
         common = {field.name: field.default for field in dataclasses.fields(self.options) if field.kw_only}
         settings = self.options.settings()

@@ -100,8 +100,6 @@ def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
     if config.vision_config.model_type == "pixtral":
         raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
     module, options = reducer.module, reducer.options
-    if options.positions == "compact":
-        _check_compact(spec, module)
     if options.layer is not None:
         _check_layer(config, options.layer)
     try:
@@ -114,15 +112,6 @@ def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
         _check_merging(config, module, options)
     elif needs_encoder(module):
         _check_encoder(config, options)
-
-
-def _check_compact(spec: ModelSpec, module: ModuleType) -> None:
-    if spec.positions != "1d":
-        raise UserError(
-            f"positions=compact: those of {spec.family} are rows and columns of the image, which kept tokens keep; leave it out"
-        )
-    if module.STAGE not in ("encoder", "projected"):
-        raise UserError("positions=compact is for methods that drop tokens before the language model; leave it out")
 
 
 def _check_layer(config: Any, layer: int) -> None:

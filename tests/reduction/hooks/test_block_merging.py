@@ -160,18 +160,6 @@ def test_a_shorter_encoder_really_runs():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_virtual_unmerging_keeps_all_tokens(family):
-    """With one row for each token nothing is averaged, and the answer is the model's."""
-    vlm = wide(family)
-    inputs = encode(vlm, ONE, TWO)
-    plain = vlm.model(**inputs).logits
-    with attach(vlm, "dymu", {"thresholds": (1.0, 1.0), "vtu": True}):
-        assert torch.equal(vlm.model(**inputs).logits, plain)
-    with attach(vlm, "dymu", {"thresholds": (0.2, 0.25), "vtu": True}):
-        assert vlm.model(**inputs).logits.shape == plain.shape
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
     """On one batch the share is kept on average; a file of them is read by its model, and by no other encoder."""
     vlm, file = wide(family), tmp_path / "dymu.json"

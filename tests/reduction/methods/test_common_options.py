@@ -71,11 +71,10 @@ def test_wrong_values_are_refused():
 
 def test_a_recipe_names_the_options_only_where_they_are_used():
     assert parse("divprune:0.5").plain() == {"method": "divprune", "keep": 0.5}
-    chosen = parse("divprune:0.5,merge=nearest,similar=0.8,positions=compact")
+    chosen = parse("divprune:0.5,merge=nearest,similar=0.8")
     assert chosen.plain() == {"method": "divprune", "keep": 0.5} | {
         "merge": "nearest",
         "similar": 0.8,
-        "positions": "compact",
     }
     assert parse(str(chosen)) == chosen
 

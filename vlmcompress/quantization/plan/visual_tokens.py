@@ -103,8 +103,6 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
             return reasons
         carried = scorer_file.carried(before.reducer, source.path)
         return [*reasons, f"the model carries the reducer {before.reducer}; add --reduce {carried}, or another"]
-    if recipe.reduce.options.vtu:
-        return [f"reduce {recipe.reduce}: vtu is for evaluation and saves nothing; leave it out"]
     try:
         reducer_support.check(source.vlm, source.config, recipe.reduce, engine="transformers")
     except UserError as error:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vlmcompress.models import VLM
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.tap import joined, tap
-from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit, block, patch
+from vlmcompress.reduction.hooks.units import Reduced, Unit, block, patch
 from vlmcompress.reduction.methods import Merger, Reduction
 from vlmcompress.reduction.support import feature_layers, strategy
 from vlmcompress.utils.errors import UserError
@@ -114,19 +114,9 @@ def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
 
 
 class Merging(Early):
-    """Shortens the encoder's rows from layer to layer, and the inputs of the language model.
-
-    With virtual token unmerging the language model is not shortened: all tokens of an image stand in the prompt with their
-    row's features, and behind each attention those of a row get the mean of what they got. (So they stay alike, which is
-    the same as one row for them all between the attentions.)
-    """
+    """Shortens the encoder's rows from layer to layer, and the inputs of the language model."""
 
     def _hook(self) -> None:
-        self._groups: list[tuple[Unit, Reduction]] = []  # whose attention is averaged
-        if self.options.vtu:
-            blocks: Any = self.text.get_submodule("layers")
-            for block in blocks:
-                self._after(block.self_attn, self._average)
         self._encoder, self._merged = {}, []
         self._layers = Layers(self.vlm, self._start)
         self._undo.append(self._layers.remove)
@@ -137,11 +127,11 @@ class Merging(Early):
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         super()._begin(module, args, kwargs)
-        self._layers.merger, self._groups = None, []
+        self._layers.merger = None
 
     def _end(self, *arguments: object) -> None:
         super()._end(*arguments)
-        self._layers.merger, self._groups = None, []
+        self._layers.merger = None
 
     def _start(self, states: Tensor) -> Merger | None:
         if self._call is None:
@@ -150,21 +140,6 @@ class Merging(Early):
         if self.counter:
             merger.counts = [self.counter.count(picture) for picture in pictures(self.vlm, self._call.arguments)]
         return merger
-
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
-        if not self.options.vtu:
-            return super()._reduce(kwargs, units, past)
-        self._groups = list(zip(units, self._merged, strict=True))
-        return kwargs
-
-    def _average(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Hook behind an attention of the language model: give all tokens of a row their mean in its output `[b, s, d]`."""
-        if not self._groups or output is None:
-            return None
-        states = output[0].clone()
-        for unit, result in self._groups:
-            states[unit.row, unit.columns] = result.expand(result.apply(states[unit.row, unit.columns]))
-        return (states, *output[1:])
 
     def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Hook before the projector: note which patches of each unit have become one row."""

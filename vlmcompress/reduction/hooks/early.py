@@ -109,8 +109,6 @@ class Early(Attachment[Slots]):
         layout = held.then(before - held.length, new)
         self._new = layout if dropped else past
         positions = self._positions(kwargs, before, slots)
-        if self.options.positions == "compact":
-            positions = positions - _absent(held, mask)[:, None] - (real & ~keep).cumsum(1)
         embeds = new.pick(embeds)
         return (
             kwargs
@@ -190,9 +188,3 @@ class Early(Attachment[Slots]):
                 full[unit.row, unit.columns[result.anchor]] = result.apply(full[unit.row, unit.columns])
             reduced.append(new.pick(full)[kept])
         return {"visual_pos_masks": kept, "deepstack_visual_embeds": reduced}
-
-
-def _absent(held: Slots, mask: Tensor) -> Tensor:
-    """Number of tokens of the full sequences that `held` has dropped, `[b]`; `mask [b, s]` is that of the full sequences."""
-    full = mask[:, : held.length].bool()
-    return full.sum(1) - (full.gather(1, held.columns) & held.valid).sum(1)

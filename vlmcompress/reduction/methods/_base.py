@@ -12,7 +12,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class Reduction:
         return torch.where(merged.view(-1, *[1] * (x.ndim - 1)), total.to(x.dtype).view_as(out), out)
 
     def expand(self, x: Tensor) -> Tensor:
-        """Expand `[m, ...]` to `[n, ...]`: each token gets its output's row, DyMU's virtual unmerging. None may be dropped."""
+        """Expand `[m, ...]` to `[n, ...]`: each token gets its output's row. None may be dropped."""
         if (self.target < 0).any():
             raise ValueError("a reduction that drops tokens cannot be undone")
         return x[self.target.to(x.device)]
@@ -237,12 +237,7 @@ class ReducerOptions:
 
     The answers here are those of a method that has no such option. A field or property of a subclass takes the place of the
     one whose name it has. Every field has a default, as `Options()` is what a method does unless told otherwise.
-
-    positions: those of the tokens that are left: `original`, as if none were dropped, or `compact`, one behind the other.
-        For whoever applies the reduction; a method knows nothing of it.
     """
-
-    positions: Literal["original", "compact"] = dataclasses.field(default="original", kw_only=True)
 
     @property
     def keep(self) -> float | None:
@@ -275,11 +270,6 @@ class ReducerOptions:
     def asks(self) -> bool:
         """Whether these options have the method look at the question, whatever it NEEDS."""
         return self.text_pivots > 0
-
-    @property
-    def vtu(self) -> bool:
-        """Whether the language model attends to all tokens all the same; for evaluation, so no checkpoint carries it."""
-        return False
 
     @property
     def by_channel(self) -> bool:

@@ -7,8 +7,7 @@ many tokens an image keeps is known only behind the encoder, unless `merge` is g
 in `tome`; the layers behind should attend in proportion to size, by adding `merged.sizes.log()` to the logits of the keys
 (before the softmax; the published code's slow path adds it behind).
 
-Virtual token unmerging (`vtu`), for evaluation: attention within the language model runs on all tokens of the grid, each
-with its output's row (`expand`), and the means of what they get (`apply`) go on. It saves no attention and no cache.
+The paper's virtual token unmerging is not here: the language model gets one row for each that is left.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ SERVED = (
 class Options(ReducerOptions):
     """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learnt.
 
-    Or the name of a file with them, which must have been read before anything merges. `vtu`: virtual token unmerging.
+    Or the name of a file with them, which must have been read before anything merges.
     """
 
     keep: float = 1 / 3
     thresholds: tuple[float, ...] | str | None = None
-    vtu: bool = False
     learns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

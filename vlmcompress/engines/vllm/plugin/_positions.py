@@ -10,8 +10,6 @@ vLLM has a hook of its own for this (`recompute_mrope_positions`, for pruned vid
 which sees no embeddings of what is cached. Its models pass deepstack features from `embed_input_ids` to `forward` in the
 way that is used here.
 
-With `positions: compact` tokens stand one behind the other, as vLLM counts them itself, and places are left aside.
-
 Families with plain RoPE run through vLLM's M-RoPE path with three equal rows of positions; their RoPE tables are lengthened.
 """
 
@@ -83,8 +81,6 @@ class OriginalPositions(ResumableModel):
 
     def get_mrope_input_positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """Positions `[3, len(input_tokens)]` of a prompt, and the number to add to the index of a generated token."""
-        if self.reducer.compact:
-            return torch.from_numpy(_text(len(input_tokens), 0).copy()), 0
         parts, done, base = [], 0, 0
         for feature in sorted(mm_features, key=lambda feature: feature.mm_position.offset):
             text = feature.mm_position.offset - done
@@ -122,9 +118,7 @@ class OriginalPositions(ResumableModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the model with the places of this step's tokens added to `positions [3, s]`, unless positions are compact."""
-        if self.reducer.compact:
-            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
+        """Run the model with the places of this step's tokens added to `positions [3, s]`."""
         tokens = positions.shape[-1]
         whole = torch.add(positions, self._places[:, :tokens], out=self._positions[:, :tokens])
         return super().forward(input_ids, whole, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]

@@ -73,11 +73,7 @@ class ReducedProcessor(ResumableProcessor):
         """Update the prompt as vLLM does. ValueError, answered with status 400, if positions exceed those of the model."""
         tokens, placeholders = super()._maybe_apply_prompt_updates(mm_items, mm_res)  # type: ignore[misc]
         contents = [update.content for items in mm_res.prompt_updates.values() for (update,) in items]
-        dropped = (
-            0
-            if self.info.reducer.compact
-            else sum(placeholder.positions - len(placeholder.full) for placeholder in contents)
-        )
+        dropped = sum(placeholder.positions - len(placeholder.full) for placeholder in contents)
         end = len(tokens) + dropped
         if end > (most := longest_prompt(self.info.ctx.model_config)):
             raise ValueError(

@@ -62,11 +62,6 @@ class ServedReducer:
         return ServedReducer(reducer, carried.count)
 
     @property
-    def compact(self) -> bool:
-        """Whether the tokens that are left stand one behind the other, as if the others had never been."""
-        return self.chosen.options.positions == "compact"
-
-    @property
     def views(self) -> bool:
         """Whether the method chooses among a request's images, before the encoder; one that stays is whole."""
         return chooses_images(self.chosen.module)
