@@ -37,8 +37,6 @@ MORE = {
     "question": ("demo", "relevance:0.5", CACHED, 2),
     "merged": ("demo", "coverage:0.25,merge=nearest", CHUNKED | CACHED, 2),
     "attention where there is some": ("demo", "scope:0.25", CHUNKED | CACHED, 2),
-    "relevance": ("demo", "cdpruner:0.25,relevance=question", CACHED, 2),
-    "coverage of the question": ("demo", "coverage:0.25,relevance=question", CACHED, 2),
     "pooled": ("llava-next", "pool:window=2x3", CHUNKED | CACHED, 2),
     "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),

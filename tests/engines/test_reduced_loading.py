@@ -81,12 +81,6 @@ def test_every_family_serves_the_baselines_and_no_method_within_the_language_mod
     assert refusal(reducer_support.PREFIX + architecture, parse("dart:0.5")) is None
 
 
-def test_text_pivots_need_the_question():
-    asking = parse("dart:0.5,text_pivots=4")
-    assert refusal("LlavaForConditionalGeneration", asking) is None
-    assert "set text_pivots=0" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
-
-
 def test_counts_that_depend_on_the_image_need_a_place_for_them():
     merging = parse("dymu:thresholds=[0.9, 0.9]")
     for counted in ("Llava", "Idefics3", "SmolVLM", "InternVL"):
@@ -100,14 +94,6 @@ def test_counts_of_projected_tokens_are_of_images_that_are_one_picture():
     assert refusal("LlavaForConditionalGeneration", choosing) is None
     for tiled in ("LlavaNext", "Idefics3", "SmolVLM", "InternVL"):
         assert "counts that depend on the image" in (refusal(f"{tiled}ForConditionalGeneration", choosing) or "")
-
-
-@pytest.mark.parametrize("method", ["cdpruner", "coverage"])
-def test_relevance_needs_the_question(method):
-    asking = parse(f"{method}:0.5,relevance=question")
-    assert refusal("LlavaForConditionalGeneration", asking) is None
-    assert "set relevance=none" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
-    assert refusal("Idefics3ForConditionalGeneration", parse(f"{method}:0.5")) is None
 
 
 def test_choosing_among_images_needs_encoders_of_whole_images():

@@ -73,7 +73,7 @@ def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reducer", "asks"),
-    [("relevance:0.5", True), ("dart:0.5,text_pivots=4", True), ("dart:0.5", False)],
+    [("relevance:0.5", True), ("dart:0.5", False)],
 )
 def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, asks: bool, tmp_path: Path) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}

@@ -26,9 +26,7 @@ EXTRA = {
 """Options without which a method does not run, or not on images this small."""
 SERVED: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in REGISTRY.names() if REGISTRY.get(name).SERVED and name != "pixelprune"),
-    ("cdpruner", {"relevance": "question"}),
-    ("coverage", {"relevance": "question"}),
-    ("dart", {"pivots": 4, "text_pivots": 4}),
+    ("dart", {"pivots": 4}),
     ("divprune", {"merge": "nearest"}),
     ("visionzip", {"merge": "mean"}),
 ]

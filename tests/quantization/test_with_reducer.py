@@ -42,7 +42,7 @@ def reduced(setup, file_text, folder):
 def test_a_recipe_names_a_reducer_in_either_form(tmp_path, text):
     got = reduced({}, text, tmp_path)
     assert got.recipe.reduce == chosen.parse("dart:0.25")
-    assert got.recipe.plain()["reduce"] == {"method": "dart", "keep": 0.25, "pivots": 0, "text_pivots": 0}
+    assert got.recipe.plain()["reduce"] == {"method": "dart", "keep": 0.25, "pivots": 0}
     assert got.origin("reduce.keep") == f"recipe {tmp_path / 'recipe.yaml'}"
 
 

@@ -15,9 +15,9 @@ from vlmcompress.utils.settings import merge
 @pytest.mark.parametrize(
     ("text", "plain"),
     [
-        ("dart:0.25", {"method": "dart", "keep": 0.25, "pivots": 0, "text_pivots": 0}),
-        ("dart:1/4,pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 0}),
-        ("dart: keep = 0.25 , pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 0}),
+        ("dart:0.25", {"method": "dart", "keep": 0.25, "pivots": 0}),
+        ("dart:1/4,pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8}),
+        ("dart: keep = 0.25 , pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8}),
         ("random:1", {"method": "random", "keep": 1, "seed": 0}),
         ("fastv:5e-1,layer=3", {"method": "fastv", "keep": 0.5, "layer": 3}),
         ("visionzip:auto,merge=mean", {"method": "visionzip", "keep": 1 / 3, "contextual": 10 / 64, "merge": "mean"}),
@@ -123,13 +123,10 @@ def test_what_has_to_be_learnt():
     ("text", "asks"),
     [
         ("dart:0.5", False),
-        ("dart:0.5,text_pivots=1", True),
         ("relevance:0.5", True),
         ("tome", False),
         ("cdpruner:0.5", False),
-        ("cdpruner:0.5,relevance=question", True),
         ("coverage:0.5,merge=nearest", False),
-        ("coverage:0.5,relevance=question", True),
     ],
 )
 def test_who_has_to_be_shown_the_question(text, asks):

@@ -126,13 +126,11 @@ def _checked(choice: ReducerChoice, where: str) -> ReducerChoice:
     """The reducer, if it needs nothing but features and keeps a share that can be chosen."""
     module, options = choice.module, choice.options
     fits = module.STAGE == "projected" and module.COUNT == "fixed" and not module.NEEDS - {"features"}
-    if not fits or options.keep is None or options.scorer is not None or options.asks:
+    if not fits or options.keep is None or options.scorer is not None:
         raise UserError(
             f"{where}: a draft's tokens are chosen by a method that looks at features alone and keeps a fixed share: "
             "coverage, divprune, cdpruner, dart, scope, uniform or random; or write hidden, all or none"
         )
-    if options.positions != "original":
-        raise UserError(f"{where}: a draft's tokens keep their positions; leave out positions=")
     return choice
 
 

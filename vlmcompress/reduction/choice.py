@@ -55,7 +55,7 @@ class ReducerChoice:
     @property
     def asks(self) -> bool:
         """Whether the method looks at the question."""
-        return "query" in self.module.NEEDS or self.options.asks
+        return "query" in self.module.NEEDS
 
     @property
     def takes_count(self) -> bool:

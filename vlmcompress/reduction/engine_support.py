@@ -78,9 +78,6 @@ def refusal(architecture: str, reducer: ReducerChoice) -> str | None:
         reason = f"vLLM does not serve '{method}' with {family} (without {missing})"
     if reason:
         return reason + did_you_mean("", [name for name in REDUCERS.names() if _serves(family, name)])
-    if "query" not in FAMILIES.constant(family, "SIGNALS") and reducer.options.asks:
-        what = "text_pivots=0" if reducer.options.text_pivots else "relevance=none"
-        return f"'{method}' looks at the question, which vLLM does not show it with {family}; set {what}"
     return None
 
 

@@ -51,7 +51,7 @@ def inputs_of(batch):
         ("llava", "relevance:0.5"),
         ("llava", "visionzip:0.5"),
         ("llava-next", "dart:0.5"),
-        ("idefics3", "dart:0.5,text_pivots=4"),
+        ("idefics3", "relevance:0.5"),
         ("qwen2-5-vl", "dart:0.5"),
         ("qwen3-vl", "relevance:0.5"),
         ("qwen3-5", "divprune:0.5"),

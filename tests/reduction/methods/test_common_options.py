@@ -1,4 +1,4 @@
-"""Options of several methods: `merge: nearest`, by which the rest goes into what it is most like, and `relevance: question`."""
+"""An option of several methods: `merge: nearest`, by which the rest goes into what it is most like."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from vlmcompress.reduction.choice import parse
 from vlmcompress.reduction.methods import REGISTRY
 from vlmcompress.reduction.methods._selecting import SelectingOptions
 
-ASKING = ("cdpruner", "coverage")  # with `relevance: question`
 NAMES = [name for name in REGISTRY.names() if issubclass(REGISTRY.get(name).Options, SelectingOptions)]
 
 
@@ -34,18 +33,6 @@ def test_outputs_are_means_of_a_chosen_token_and_those_most_like_it(name, simila
     torch.testing.assert_close(merged.apply(s.features), means)
     assert ((merged.target < 0).sum() == 0) == (sum(map(len, members.values())) == s.n)
     assert any(len(member) > 1 for member in members.values()) == (similar < 1)
-
-
-def test_what_the_question_had_chosen_takes_in_what_is_like_it():
-    s = signals()
-    asking = {"keep": 0.3, "relevance": "question"}
-    kept = run("coverage", s, options("coverage", **asking)).anchor
-    merged = run("coverage", s, options("coverage", merge="nearest", similar=-1.0, **asking))
-    assert torch.equal(merged.anchor, kept) and not torch.equal(
-        kept, run("coverage", s, options("coverage", keep=0.3)).anchor
-    )
-    likeness = [[cosine(x, s.features[j]) for j in kept.tolist()] for x in s.features]
-    assert merged.target.tolist() == [max(range(len(kept)), key=lambda r: row[r]) for row in likeness]
 
 
 def test_there_are_methods_that_have_the_option():
@@ -79,37 +66,16 @@ def test_a_recipe_names_the_options_only_where_they_are_used():
     assert parse(str(chosen)) == chosen
 
 
-@pytest.mark.parametrize("name", ASKING)
-def test_the_question_counts_where_it_is_asked_for(name):
-    s, plain, asking = signals(), options(name, keep=0.3), options(name, keep=0.3, relevance="question")
-    mute = dataclasses.replace(s, query=None)
-    assert torch.equal(run(name, s, plain).anchor, run(name, mute, plain).anchor)
-    assert not torch.equal(run(name, s, plain).anchor, run(name, s, asking).anchor)
-    with pytest.raises(ValueError, match="relevance=question needs signals that are missing: query"):
-        run(name, mute, asking)
-    with pytest.raises(ValueError, match="relevance must be none or question, got 'clip'"):
-        options(name, relevance="clip")
-
-
-@pytest.mark.parametrize("name", ASKING)
-def test_a_question_without_words_or_preference_leaves_the_choice_to_the_tokens(name):
-    """A word of length 0 is like all tokens alike."""
-    s, plain = signals(), run(name, signals(), options(name, keep=0.3)).anchor
-    for query in (s.query[:0], torch.zeros(2, 12)):
-        mute = dataclasses.replace(s, query=query)
-        assert torch.equal(run(name, mute, options(name, keep=0.3, relevance="question")).anchor, plain)
-
-
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("name", ["cdpruner", "coverage"])
 def test_identical_and_empty_tokens_are_kept_to_the_exact_count(name):
     for features in (torch.ones(48, 12), torch.zeros(48, 12), torch.cat([torch.zeros(24, 12), torch.ones(24, 12)])):
         s = dataclasses.replace(signals(), features=features)
-        for keep, relevance in ((0.5, "none"), (0.5, "question"), (0.9, "question")):
-            assert len(run(name, s, options(name, keep=keep, relevance=relevance)).anchor) == keep * 48 // 1
+        for keep in (0.5, 0.9):
+            assert len(run(name, s, options(name, keep=keep)).anchor) == keep * 48 // 1
 
 
-@pytest.mark.parametrize("name", ASKING)
-def test_half_precision_question_and_tokens(name):
-    s, chosen = signals(), options(name, keep=0.3, relevance="question")
-    narrow = dataclasses.replace(s, features=s.features.half(), query=s.query.half())
+@pytest.mark.parametrize("name", ["cdpruner", "coverage"])
+def test_half_precision(name):
+    s, chosen = signals(), options(name, keep=0.3)
+    narrow = dataclasses.replace(s, features=s.features.half())
     assert torch.equal(run(name, s, chosen).anchor, run(name, narrow, chosen).anchor)

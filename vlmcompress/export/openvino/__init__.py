@@ -45,18 +45,17 @@ def pruning(reduce: Mapping[str, Any], family: str | None = None) -> dict[str, A
     Raises:
         UserError: the pipeline has no such reducer, or prunes no such family.
     """
-    options = {"relevance": "none", **reduce}
-    if options.keys() - {"method", "keep", "relevance"} or options["method"] != METHOD:
+    if reduce.keys() - {"method", "keep"} or reduce["method"] != METHOD:
         raise UserError(
-            f"OpenVINO GenAI has no reducer of visual tokens but {METHOD} with keep and relevance; take that, or --resize"
+            f"OpenVINO GenAI has no reducer of visual tokens but {METHOD} with keep alone; take that, or --resize"
         )
     if family and not REGISTRY.get(family).FAMILY.prunes:
         raise UserError(
             f"OpenVINO GenAI drops no visual tokens of the family {family}; make images smaller by --resize"
         )
-    percent = 100 * (1 - options["keep"])
+    percent = 100 * (1 - reduce["keep"])
     if abs(percent - round(percent)) > 1e-6 or not 1 <= round(percent) <= 99:
         raise UserError(
-            f"OpenVINO GenAI drops whole percents of the tokens, from 1 to 99; keep {options['keep']} is none"
+            f"OpenVINO GenAI drops whole percents of the tokens, from 1 to 99; keep {reduce['keep']} is none"
         )
-    return {"pruning_ratio": round(percent), "relevance_weight": 1.0 if options["relevance"] == "question" else 0.0}
+    return {"pruning_ratio": round(percent), "relevance_weight": 0.0}

@@ -140,8 +140,7 @@ class Early(Attachment[Slots]):
         if self.module.STAGE != "projected":  # applied already
             return embeds, list(zip(units, self._merged, strict=True))
         self.seen = []
-        asks = "query" in self.module.NEEDS | getattr(self.module, "OPTIONAL", frozenset())
-        words = self._words(real) if asks else None
+        words = self._words(real) if "query" in self.module.NEEDS else None
         out, changes = embeds.clone(), []
         for number, unit in enumerate(units):
             features = embeds[unit.row, unit.columns]

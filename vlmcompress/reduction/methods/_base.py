@@ -262,16 +262,6 @@ class ReducerOptions:
         return None
 
     @property
-    def text_pivots(self) -> int:
-        """How many tokens of the question are pivots; above 0 the method has to be shown the question."""
-        return 0
-
-    @property
-    def asks(self) -> bool:
-        """Whether these options have the method look at the question, whatever it NEEDS."""
-        return self.text_pivots > 0
-
-    @property
     def by_channel(self) -> bool:
         """Whether the choice depends on single channels of the projected rows, so that a rotation of them would change it."""
         return False

@@ -9,10 +9,9 @@ form); this is the same rule on the rows that the language model would get, as T
 norm of the rows in place of that of the keys. There it loses more than a random choice with the four pivots published,
 because tokens of large norm are few and alike, and what resembles them least is background. So by default four in five of
 the tokens that are kept are pivots, a share chosen on the demo models' validation questions; `pivots=4` is the published
-number. Text pivots (4 as published) are for when the text's embeddings are given,
-at the price that the result of an image depends on the question, so that no cache has it for another one: there are none
-unless asked for. Two things the paper leaves open are fixed here. Pivots take their turns by falling norm, those of the
-image first; the published code walks a Python set, so it takes the same tokens only where that happens to give this order.
+number. The published text pivots are in `dart-llm` alone, so that an image's result serves every question. Two things the
+paper leaves open are fixed here. Pivots take their turns by falling norm; the published code walks a Python set, so it takes
+the same tokens only where that happens to give this order.
 And the count is exactly the budget: the first turns take one token more when the picks do not divide, where the code's
 count is 4 + 8 floor(keep n / 8).
 """
@@ -29,7 +28,6 @@ from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
-OPTIONAL = frozenset({"query"})
 COUNT = "fixed"
 SERVED = True
 BATCHED = True
@@ -39,16 +37,13 @@ LED = 0.8
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """`keep`: share of the tokens; `pivots`: of the image, 0 for four in five of the tokens kept; `text_pivots`: of the text,
-    when it is given."""
+    """`keep`: share of the tokens; `pivots`: how many of them are, 0 for four in five of the tokens kept."""
 
     pivots: int = 0
-    text_pivots: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("pivots", self.pivots)
-        check_whole("text_pivots", self.text_pivots)
 
     @property
     def by_channel(self) -> bool:
@@ -64,12 +59,9 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep pivots, the tokens of largest L1 norm of the features, and those least like them."""
     assert signals.features is not None
-    query = signals.features[:0] if signals.query is None else signals.query
     count = budget(signals.grid, options)
     lead = top(_size(signals.features), options.pivots or max(1, round(LED * count)))
-    ask = top(_size(query), options.text_pivots)
-    kept = select(signals.features, query[ask], lead, count)
-    return selected(kept, signals, options)
+    return selected(select(signals.features, signals.features[:0], lead, count), signals, options)
 
 
 def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tensor:
