@@ -63,7 +63,6 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "random": [{"seed": seed} for seed in range(SEEDS)],
     "coverage": [{}, {"merge": "nearest"}],
     "learned": [{}, {"merge": "nearest"}],
-    "learned-adaptive": [{}],
     "cdpruner": [{}],
     "scope": [{}],
     "dart": [{}, {"pivots": 4}],
@@ -81,7 +80,6 @@ ABOVE = {
     "pyramiddrop": 0.25
 }  # shares must be larger, as the first of four stages, one block of these models, drops nothing
 OWN_COUNT: dict[str, list[dict[str, Any]]] = {
-    "pixelprune": [{"tolerance": tolerance} for tolerance in (0, 8, 16, 32, 64)],
     "dyrate": [{"factor": factor} for factor in (4.0, 2.0, 1.0, 0.5)],
     "litevlm": [{"keep": 0.5}],
     "pool": [{"window": window} for window in ("1x2", "2x2", "3x3")],

@@ -38,8 +38,7 @@ from vlmcompress.reduction.methods import REGISTRY, Grid, Merger, Signals, learn
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "choosing.json"
 GRIDS: dict[int, Grid] = {256: (1, 16, 16), 576: (1, 24, 24), 1280: (1, 32, 40), 4096: (1, 64, 64)}
-FILMS: dict[int, Grid] = {256: (4, 8, 8), 576: (4, 12, 12), 1280: (5, 16, 16), 4096: (4, 32, 32)}  # for `evs`
-KEEP, WIDTH, PIXELS = 0.25, 4096, 4 * 2 * 3 * 14 * 14  # pixels: of a token of Qwen2.5-VL
+KEEP, WIDTH = 0.25, 4096
 LAYERS, KEYS, HEADS = 23, 1024, 16  # of ViT-L/14: layers that merge, and the keys in each
 IMAGES = 8
 MOST = (
@@ -48,7 +47,7 @@ MOST = (
 METHODS = [name for name in REGISTRY.names() if REGISTRY.get(name).SERVED and name != "litevlm"]  # that chooses images
 
 
-def drawn(tokens: int, seed: int, film: bool = False) -> Signals:
+def drawn(tokens: int, seed: int) -> Signals:
     """Make the signals of an image of so many tokens, a twentieth as many groups of alike ones."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -60,22 +59,20 @@ def drawn(tokens: int, seed: int, film: bool = False) -> Signals:
     words: dict[str, Any] = {"query": torch.randn(20, WIDTH, generator=draw).bfloat16()}
     words["query_keys"] = torch.randn(20, KEYS, generator=draw).bfloat16()
     fields = {"features": alike(WIDTH), "keys": alike(KEYS), "heads": HEADS, "saliency": torch.rand(tokens)} | words
-    pixels = torch.randint(0, 2, (tokens, 1), generator=draw).expand(-1, PIXELS).float()
-    grid = FILMS[tokens] if film else GRIDS[tokens]
-    return Signals(grid, **fields, windowed=torch.rand(tokens), pixels=pixels, finite=True)
+    return Signals(GRIDS[tokens], **fields, windowed=torch.rand(tokens), finite=True)
 
 
 def chooser(name: str, tokens: int) -> Callable[[Signals], None]:
     """A function that chooses and applies as the engine's plugin does."""
     method, chosen = REGISTRY.get(name), {"keep": KEEP}
     network = learned.Network(learned.initial(torch.zeros(WIDTH), torch.ones(WIDTH), 64, 0))
-    chosen |= {"network": network, "level": 0.5, "thresholds": (0.9,) * LAYERS}
+    chosen |= {"network": network, "thresholds": (0.9,) * LAYERS}
     fields = {field.name for field in dataclasses.fields(method.Options)}
     options = method.Options(**{key: value for key, value in chosen.items() if key in fields})
     count = round(KEEP * tokens)
 
     def choose(image: Signals) -> None:
-        result = reducers.reduce(method, image, options, count if name == "learned-adaptive" else None, check=False)
+        result = reducers.reduce(method, image, options, check=False)
         result.apply(image.features)
 
     def merge(image: Signals) -> None:
@@ -141,11 +138,10 @@ def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
         for images, turns in ((1, rounds), (IMAGES, 1)) if tokens <= MOST else ((1, rounds),):
             runs: dict[str, Callable[[], float]] = dict(encoders(tokens, images))
             made = [drawn(tokens, seed) for seed in range(images)]
-            films = [dataclasses.replace(image, grid=FILMS[tokens], finite=True) for image in made]
             for name in METHODS:
-                choose, inputs = chooser(name, tokens), films if name == "evs" else made
-                choose(inputs[0])
-                runs[name] = lambda choose=choose, inputs=inputs: timed(lambda: [choose(image) for image in inputs])
+                choose = chooser(name, tokens)
+                choose(made[0])
+                runs[name] = lambda choose=choose, made=made: timed(lambda: [choose(image) for image in made])
             taken: dict[str, list[float]] = {name: [] for name in runs}
             for number in range(turns):
                 for name, run in runs.items():

@@ -29,7 +29,6 @@ LOOKS = {  # group -> colour (Okabe and Ito's, which readers of any colour visio
     "vscan": ("#e69f00", "2 3"),
     "tome": ("#56b4e9", None),
     "dymu": ("#56b4e9", "2 3"),
-    "pixelprune": ("#000000", None),
     "dyrate": ("#000000", "6 3"),
 }
 

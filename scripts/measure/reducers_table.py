@@ -25,7 +25,7 @@ from vlmcompress.models.data import Sample
 BEYOND = 1.96
 POINT = 0.01
 HALF = 0.5
-SIMILAR = ("dart", "dart-llm", "divprune", "tome", "dymu", "pixelprune")  # methods that drop or merge what is alike
+SIMILAR = ("dart", "dart-llm", "divprune", "tome", "dymu")  # methods that drop or merge what is alike
 MARKS = {
     "random": " o",
     "random_cached": " (o)",

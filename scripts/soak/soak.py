@@ -15,8 +15,8 @@ front end notes an image as sent before the engine has it, so after a client tha
 Such requests are sent again, once; `lost_images` counts these cases in the server's log, and one that was sent again for
 another reason is a failure.
 
-A model that gives the encoder ever new lengths (`pixelprune`) grows for long: oneDNN keeps what it compiled for up to 1,024
-shapes, or for as many as ONEDNN_PRIMITIVE_CACHE_CAPACITY says.
+A model that gives the encoder ever new lengths grows for long: oneDNN keeps what it compiled for up to 1,024 shapes, or for as
+many as ONEDNN_PRIMITIVE_CACHE_CAPACITY says.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from vlmcompress.reduction import methods as reducers
 from vlmcompress.reduction.choice import parse
 from vlmcompress.reduction.hooks import picture
 from vlmcompress.reduction.hooks.picture import Counts
-from vlmcompress.reduction.hooks.pixels import signals
 from vlmcompress.reduction.methods import Signals
 
 pytestmark = pytest.mark.representatives
@@ -68,31 +67,6 @@ def test_each_image_as_the_method_decides_on_its_features(family, text):
     assert len(rows) == 0
 
 
-def test_pixels_are_those_of_the_image():
-    """An image that need not be resized: the levels of each token are those of its 28 x 28 part, and flat parts go."""
-    image = noise(140, 84)
-    image.paste((10, 20, 30), (56, 0, 140, 84))
-    inputs = encode_prompt(Sample("x", [image], ""), vlm("qwen2-5-vl"))
-    (signal,) = signals(vlm("qwen2-5-vl").processor.image_processor, inputs["pixel_values"], inputs["image_grid_thw"])
-    assert signal.grid == (1, 3, 5)
-    for token, levels in enumerate(signal.pixels):
-        x, y = 28 * (token % 5), 28 * (token // 5)
-        part = torch.tensor(list(image.crop((x, y, x + 28, y + 28)).get_flattened_data()), dtype=torch.float32)
-        assert torch.equal(levels.sort().values, part.flatten().repeat(2).sort().values)  # two frames, both the image
-    (reduction,) = looked("qwen2-5-vl", [image], "pixelprune")
-    assert reduction.anchor.tolist() == [
-        0,
-        1,
-        2,
-        5,
-        6,
-        7,
-        10,
-        11,
-        12,
-    ]  # the first flat one of a row has noise to its left
-
-
 def test_images_that_go_stay_or_shrink_while_generating():
     """What is drawn of methods that leave one token of whole images, all, or drop some behind the prompt's last token."""
     images = [noise(112, 84), noise(112, 84)]
@@ -102,11 +76,10 @@ def test_images_that_go_stay_or_shrink_while_generating():
             "litevlm:0.5",
             "pevlm",
             "dyrate:factor=1e-6,least=0.5,layer=1",
-            "pixelprune",
             "pyramiddrop:ratio=1/4,stages=2",
         )
     }
-    assert list(left.values()) == [[12, 1], [12, 12], [6, 6], [12, 12], [3, 3]]
+    assert list(left.values()) == [[12, 1], [12, 12], [6, 6], [3, 3]]
 
 
 def test_verb(capfd, tmp_path):
@@ -144,7 +117,6 @@ def test_verb(capfd, tmp_path):
     [
         ("llava", ["--reduce", "dart:2"], "keep must be a number above 0 and at most 1, got 2"),
         ("llava", ["--reduce", "relevance:0.5"], "'relevance' looks at the question; add --question"),
-        ("llava", ["--reduce", "pixelprune"], "the encoder of llava takes whole pictures; use a Qwen model"),
         ("llava", [], "missing --reduce"),
         ("llava", ["--reduce", "dart:0.5", "-o", "x.jpg"], "--out x.jpg: a picture is written; name it FILE.png"),
         ("llava", ["--reduce", "dart:0.5", "--image", "/no/such.png"], "'/no/such.png' cannot be read"),

@@ -24,7 +24,7 @@ CASES = {
     "in chunks": ("demo", "visionzip:0.25", CHUNKED | ALONE, 1),
     "llava-next": ("llava-next", "divprune:0.5", CHUNKED | CACHED, 2),
     "by a scorer": ("demo", "learned:0.25,merge=nearest", CHUNKED | CACHED, 2),
-    "internvl": ("internvl", "evs:0.5", CHUNKED | CACHED, 2),
+    "internvl": ("internvl", "uniform:0.5", CHUNKED | CACHED, 2),
     "idefics3, merged in the encoder": ("idefics3", "tome:0.5", CHUNKED | CACHED, 2),
 }
 MORE = {
@@ -32,7 +32,6 @@ MORE = {
     "internvl, merged in the encoder": ("internvl", "tome:0.5", CHUNKED | CACHED, 2),
     "in chunks, cached": ("demo", "tome:0.5", CHUNKED | CACHED, 2),
     "llava-onevision": ("llava-onevision", "random:0.25", CHUNKED | CACHED, 2),
-    "llava-onevision, videos only": ("llava-onevision", "evs:0.5", CHUNKED | CACHED, 2),
     "internvl, images too": ("internvl", "dart:0.5", CHUNKED | CACHED, 2),
     "question": ("demo", "relevance:0.5", CACHED, 2),
     "merged": ("demo", "coverage:0.25,merge=nearest", CHUNKED | CACHED, 2),

@@ -57,7 +57,6 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("dart-llm:0.5", {}, "choose from cdpruner"),
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
         ("tome:0.01", {}, "out of reach"),
-        ("pixelprune", {}, "before the encoder"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
@@ -87,13 +86,6 @@ def test_counts_that_depend_on_the_image_need_a_place_for_them():
         assert refusal(f"{counted}ForConditionalGeneration", merging) is None
         assert refusal(f"{counted}ForConditionalGeneration", parse("tome:0.5")) is None
     assert "counts that depend on the image" in (refusal("LlavaNextForConditionalGeneration", merging) or "")
-
-
-def test_counts_of_projected_tokens_are_of_images_that_are_one_picture():
-    choosing = parse("learned-adaptive:level=0.5")
-    assert refusal("LlavaForConditionalGeneration", choosing) is None
-    for tiled in ("LlavaNext", "Idefics3", "SmolVLM", "InternVL"):
-        assert "counts that depend on the image" in (refusal(f"{tiled}ForConditionalGeneration", choosing) or "")
 
 
 def test_choosing_among_images_needs_encoders_of_whole_images():

@@ -43,7 +43,6 @@ REDUCERS = (
     "tome:0.5",
     "dymu:0.5",
     "relevance:0.5",
-    "pixelprune",
     "litevlm:0.5",
 )
 SERVED = [

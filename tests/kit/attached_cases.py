@@ -14,7 +14,7 @@ from vlmcompress.reduction.methods import REGISTRY
 DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]
 FAMILIES = [spec.family for spec in DENSE]
 INSIDE = [spec.family for spec in DENSE if refusal(spec, "fastv") is None]  # methods within the language model
-APART = ("litevlm", "evs", "learned", "learned-adaptive")  # chooses among images; looks at videos; have to be trained
+APART = ("litevlm", "learned")  # chooses among images; has to be trained
 SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).Options().keep is not None and name not in APART]
 FEW = ("random", "fastv")
 CASES = [

@@ -1,4 +1,4 @@
-"""DyMU and `learned-adaptive` in a recipe: thresholds and counts are learnt from images, and the checkpoint carries both."""
+"""DyMU in a recipe: thresholds and counts are learnt from images, and the checkpoint carries both."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.kit import tiny
-from tests.kit.reduced_cases import trained
 from tests.kit.reduction_data import picture
-from vlmcompress.models import load
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction import block as reducer_block
@@ -50,44 +48,6 @@ def test_the_checkpoint_carries_thresholds_and_counts(setup):
     assert block.count == carried.count and block.reducer.options.thresholds == carried.reducer.options.thresholds
 
 
-@pytest.fixture(scope="module")
-def adaptive(setup, tmp_path_factory):
-    """A recipe of `learned-adaptive` with a scorer, as text."""
-    vlm = load(setup[0]["model"])
-    return str(trained("learned-adaptive:0.5", vlm, tmp_path_factory.mktemp("scorer")))
-
-
-def test_a_level_and_counts_are_learnt_for_a_scorer(setup, adaptive):
-    setup, folder = setup
-    out = written(setup, folder, reduce=adaptive)
-    carried = reducer_block.read(json.loads((out / "config.json").read_text()))
-    assert 0 < carried.reducer.options.level < 1 and carried.reducer.options.scorer == "reducer/scorer.safetensors"
-    model, processor = AutoModelForImageTextToText.from_pretrained(out), AutoProcessor.from_pretrained(out)
-    inputs = processor(text="<image>what?", images=picture(9), return_tensors="pt").to(model.dtype)
-    with attach_carried(model, processor, out) as attached:
-        model(**inputs)
-    (unit,) = attached.seen
-    assert len(unit.reduction.anchor) == carried.count.count(inputs["pixel_values"][0])
-    again = written(setup, folder, reduce=f"{adaptive},level={carried.reducer.options.level!r}")
-    block = reducer_block.read(json.loads((again / "config.json").read_text()))
-    assert block.count == carried.count and block.reducer.options.level == carried.reducer.options.level
-
-
-def test_a_family_without_counts_is_refused_in_vllm(setup, tmp_path):
-    setup, folder = setup
-    model = tiny.build("qwen2-5-vl", tmp_path / "qwen")
-    reduce = str(trained("learned-adaptive:0.5", load(model), tmp_path))
-    calib = {"model": str(model), "calibrate": {"data": str(folder / "images")}, "reduce": reduce}
-    with pytest.raises(
-        UserError, match=r"vLLM does not serve 'learned-adaptive' with qwen2-5-vl \(without counts"
-    ) as caught:
-        written(setup, folder, **calib)
-    assert "engine=transformers" in str(caught.value) and "\n" not in str(caught.value)
-    out = written(setup, folder, **calib, engine="transformers")
-    block = reducer_block.read(json.loads((out / "config.json").read_text()))
-    assert block.count is None and 0 < block.reducer.options.level < 1
-
-
 def test_transformers_need_no_counts(setup):
     setup, folder = setup
     out = written(setup, folder, engine="transformers")
@@ -95,9 +55,9 @@ def test_transformers_need_no_counts(setup):
     assert block.count is None and block.reducer.options.thresholds
 
 
-def test_nothing_to_learn_from(setup, adaptive, tmp_path):
+def test_nothing_to_learn_from(setup, tmp_path):
     setup, _ = setup
-    for reduce in ("dymu:0.5", "dymu:thresholds=[0.5, 0.6]", adaptive, f"{adaptive},level=0.5"):
+    for reduce in ("dymu:0.5", "dymu:thresholds=[0.5, 0.6]"):
         with pytest.raises(UserError, match=f"reducer '{reduce.partition(':')[0]}' needs calibration images"):
             quantize(resolve(setup | {"reduce": reduce, "out": str(tmp_path / "out")}).recipe)
 

@@ -16,7 +16,7 @@ PLAIN = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration
 
 @pytest.mark.parametrize("method", REGISTRY.names())
 def test_what_is_written_is_read(method):
-    learnt = {"dymu": "dymu:thresholds=[0.9, 0.8]", "learned-adaptive": "learned-adaptive:level=0.5"}
+    learnt = {"dymu": "dymu:thresholds=[0.9, 0.8]"}
     reducer = parse(learnt.get(method, method))
     config = json.loads(json.dumps(reducer_block.write(PLAIN, reducer)))
     assert config["architectures"] == ["VlmcompressLlavaForConditionalGeneration"]

@@ -25,7 +25,6 @@ from vlmcompress.utils.settings import merge
             "dymu:thresholds=[0.9, 0.8],keep=0.5",
             {"method": "dymu", "keep": 0.5, "thresholds": (0.9, 0.8)},
         ),
-        ("pixelprune", {"method": "pixelprune", "tolerance": 0.0}),
     ],
 )
 def test_understood(text, plain):
@@ -96,11 +95,10 @@ def test_recipes_that_say_no_method(settings):
 
 def test_what_options_say_is_no_option():
     """What the base answers for a method is not on the command line, nor in a checkpoint."""
-    for text in ("dymu:0.5,learns=false", "dart:0.5,vtu=true", "pixelprune:layer=2", "tome:0.5,thresholds=[0.5]"):
+    for text in ("dymu:0.5,learns=false", "dart:0.5,vtu=true", "tome:layer=2", "tome:0.5,thresholds=[0.5]"):
         option = text.partition("=")[0].rpartition(",")[2].rpartition(":")[2]
         with pytest.raises(UserError, match=f"has no option '{option}'"):
             parse(text)
-    assert parse("pixelprune").plain() == {"method": "pixelprune", "tolerance": 0.0}
 
 
 def test_what_has_to_be_learnt():

@@ -60,7 +60,7 @@ class ReducerChoice:
     @property
     def takes_count(self) -> bool:
         """Whether the number of tokens that the method keeps depends on the image, but can be given to it instead."""
-        return self.module.COUNT == "adaptive" and self.module.STAGE in ("encoder", "projected")
+        return self.module.COUNT == "adaptive" and self.module.STAGE == "encoder"
 
     @property
     def learnt(self) -> bool:

@@ -93,12 +93,9 @@ def _serves(family: str, method: str) -> bool:
 def _missing(method: str, family: str) -> str:
     """Names of the signals that a method needs and the family's model cannot give it."""
     signals = FAMILIES.constant(family, "SIGNALS")
-    if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
-        return "videos"
     stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
-    if adaptive and stage not in ("pixels", *(FAMILIES.constant(family, "COUNTED") or ())):
+    if adaptive and not FAMILIES.constant(family, "COUNTED"):
         return "counts that depend on the image"
     if stage == "pixels":
-        needed = "pixels" if "pixels" in REDUCERS.constant(method, "NEEDS") else "views"
-        return "" if needed in signals else "what it needs before the encoder"
+        return "" if "views" in signals else "what it needs before the encoder"
     return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(signals)))

@@ -34,8 +34,6 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
         return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
     if _fits(spec, module):
         return None
-    if "pixels" in module.NEEDS:
-        return f"'{method}' leaves out patches, and the encoder of {spec.family} takes whole pictures; use a Qwen model"
     modules = {name: REGISTRY.get(name) for name in REGISTRY.names()}
     others = ", ".join(name for name, other in modules.items() if _fits(spec, other) and not _weak(other))
     return f"'{method}' {_unfit(spec, module)}; use {others}"
@@ -52,8 +50,6 @@ def _fits(spec: ModelSpec, module: ModuleType) -> bool:
         return not spec.mixed_blocks
     if hasattr(module, "merge"):
         return spec.vision_joint is not None
-    if "pixels" in module.NEEDS:
-        return spec.visual_grid == "thw"
     if chooses_images(module):
         return spec.visual_grid in ("thw", "patches")
     return spec.vision_cls or not needs_encoder(module)
@@ -83,7 +79,7 @@ def listens(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
 
 def chooses_images(module: ModuleType) -> bool:
     """Whether the method keeps or drops whole images of a prompt."""
-    return module.STAGE == "pixels" and "pixels" not in module.NEEDS
+    return module.STAGE == "pixels"
 
 
 def check(vlm: VLM, reducer: ReducerChoice) -> None:
@@ -195,10 +191,6 @@ def check_counter(spec: ModelSpec, config: Any, chosen: ReducerChoice, counter: 
     """Raise UserError unless the method can meet the counter's counts in a model of this family and config."""
     if not chosen.takes_count:
         raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")
-    if not hasattr(chosen.module, "merge") and spec.visual_grid != "patches":
-        raise UserError(
-            f"counts are of images that are one picture, and {spec.family} has others; leave the counts out"
-        )
     least, most = counts(config, chosen.module)
     if counter.patch != patch(config) or counter.buckets[0] < least or counter.buckets[-1] > most:
         raise UserError(

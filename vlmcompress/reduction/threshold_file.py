@@ -52,10 +52,6 @@ def resolve(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
 def known(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     """Resolve the reducer's file, and raise UserError where thresholds are needed and missing."""
     chosen = resolve(vlm, chosen)
-    if chosen.options.unlearnt and chosen.method != METHOD:
-        raise UserError(
-            f"'{chosen.method}' has no level; `vlmcompress quantize` learns it from --calib, or give one: level=0.8"
-        )
     if chosen.options.unlearnt:
         raise UserError(f"'{chosen.method}' has no thresholds; learn them with `{COMMAND}`")
     return chosen

@@ -168,7 +168,7 @@ def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None
     vLLM's plugin reduces a video as one grid, and within the encoder each of its frames. UserError for a reducer that it does
     not give videos to.
     """
-    if counted.film and (chosen.asks or "pixels" in chosen.module.NEEDS):
+    if counted.film and chosen.asks:
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
     if spec.visual_grid == "anyres" and hasattr(chosen.module, "merge"):
         return None

@@ -101,9 +101,7 @@ def test_what_is_refused_and_what_is_not():
         "coverage",
         "dart",
         "divprune",
-        "evs",
         "learned",
-        "learned-adaptive",
         "pool",
         "random",
         "relevance",
@@ -116,9 +114,9 @@ def test_what_is_refused_and_what_is_not():
     assert works["gemma3"] == sorted([*after, *merging])
     assert works["lfm2-vl"] == after
     for family in ("qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe"):
-        assert works[family] == sorted([*after, *inside, "litevlm", "pixelprune"])
+        assert works[family] == sorted([*after, *inside, "litevlm"])
     for family in ("qwen3-5", "qwen3-5-moe"):  # recurrent states
-        assert works[family] == sorted([*after, "litevlm", "pixelprune"])
+        assert works[family] == sorted([*after, "litevlm"])
     for family in ("idefics3", "internvl"):
         assert works[family] == sorted([*after, *inside, *merging])
     assert works["llava-onevision"] == sorted([*after, *inside])

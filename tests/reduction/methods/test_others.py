@@ -1,4 +1,4 @@
-"""Pixel prediction, views, falling rates and block masks, against their definitions written as loops."""
+"""Views, falling rates and block masks, against their definitions written as loops."""
 
 from __future__ import annotations
 
@@ -9,64 +9,7 @@ import pytest
 import torch
 
 from tests.kit.reducer_data import best, cosine, run, signals
-from vlmcompress.reduction.methods import REGISTRY, Reduction, Signals, dyrate, litevlm, pevlm, pixelprune
-
-
-def slow_pixelprune(pixels, rows, columns, tolerance):
-    """Token by token in raster order, each compared with its prediction from what a decoder would have."""
-
-    def alike(a, b):
-        return (a - b).abs().max().item() <= tolerance
-
-    reconstructed, kept = {}, []
-    for r, c in itertools.product(range(rows), range(columns)):
-        x = pixels[r * columns + c]
-        if r == c == 0:
-            guess = None
-        elif r == 0:
-            guess = reconstructed[r, c - 1]
-        elif c == 0:
-            guess = reconstructed[r - 1, c]
-        else:
-            left, above, corner = reconstructed[r, c - 1], reconstructed[r - 1, c], reconstructed[r - 1, c - 1]
-            guess = above if alike(corner, left) and not alike(corner, above) else left
-        reconstructed[r, c] = x if guess is None or not alike(x, guess) else guess
-        if reconstructed[r, c] is x:
-            kept.append(r * columns + c)
-    return kept, reconstructed
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(6, 9), (9, 6), (1, 7), (7, 1)])
-@pytest.mark.parametrize("tolerance", [0, 1, 2])
-def test_pixelprune(rows, columns, tolerance):
-    g = torch.Generator().manual_seed(rows)
-    steps = torch.randint(0, 3, (2, rows * columns, 2), generator=g).float()
-    s = Signals((2, rows, columns), pixels=steps.reshape(-1, 2))
-    got = run("pixelprune", s, pixelprune.Options(tolerance=tolerance)).anchor.tolist()
-    expected = []
-    for frame in range(2):
-        kept, reconstructed = slow_pixelprune(steps[frame], rows, columns, tolerance)
-        expected += [frame * rows * columns + i for i in kept]
-        assert max((steps[frame][r * columns + c] - x).abs().max() for (r, c), x in reconstructed.items()) <= tolerance
-    assert got == expected
-
-
-def test_pixelprune_of_a_page_keeps_its_ink_and_of_noise_everything():
-    page = torch.ones(20, 30)
-    page[5, 3:12], page[9:15, 20:26] = 0, 0.5
-    kept = run("pixelprune", Signals((1, 20, 30), pixels=page.reshape(-1, 1)), pixelprune.Options()).anchor
-    assert len(kept) <= 12  # corners of a line and a box, however large they are
-    assert {5 * 30 + 3, 9 * 30 + 20} <= set(kept.tolist())
-    noise = Signals((1, 20, 30), pixels=torch.rand(600, 3))
-    assert len(run("pixelprune", noise, pixelprune.Options()).anchor) == 600
-    flat = Signals((1, 20, 30), pixels=torch.ones(600, 3))
-    assert run("pixelprune", flat, pixelprune.Options()).anchor.tolist() == [0]
-
-
-def test_pixelprune_errors_do_not_add_up():
-    """A slow ramp: each step is below the tolerance, so comparing with neighbours would keep one token of the whole."""
-    ramp = Signals((1, 1, 40), pixels=torch.arange(40.0)[:, None])
-    assert run("pixelprune", ramp, pixelprune.Options(tolerance=3)).anchor.tolist() == list(range(0, 40, 4))
+from vlmcompress.reduction.methods import REGISTRY, Reduction, Signals, dyrate, litevlm, pevlm
 
 
 def test_litevlm_keeps_the_views_asked_about():

@@ -69,7 +69,7 @@ def test_a_drop_takes_from_what_is_left():
     scores, left = original.saliency.tolist(), list(range(48))
     merged = Reduction.identity(48)
     for (_, drop), share in zip(chosen.drops(4), (0.2, 0.04, 0.008), strict=True):
-        without = dict.fromkeys(("features", "keys", "windowed", "pixels"))
+        without = dict.fromkeys(("features", "keys", "windowed"))
         stage = {"merged": merged, "saliency": original.saliency[merged.anchor]}
         now = type(original)(**vars(original) | without | stage)
         merged = merged.then(run("pyramiddrop", now, drop))

@@ -21,18 +21,11 @@ def bare(image: Signals) -> Signals:
 
 @pytest.mark.parametrize(("name", "chosen"), SERVED)
 def test_a_served_method_looks_at_no_value(name, chosen):
-    grid = (3, 4, 5) if name == "evs" else (1, 6, 8)
-    image = signals(grid)
+    image = signals((1, 6, 8))
     rows = served(name, bare(image), **chosen)
     adaptive = REGISTRY.get(name).COUNT == "adaptive"
     count = COUNT if adaptive else len(run(name, image, options(name, keep=KEEP, **chosen)).anchor)
     assert rows.shape == (count, image.features.shape[1])
-
-
-def test_a_method_whose_count_is_in_the_values_does_wait():
-    """The check above would see a wait: this one can't run so."""
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        served("pixelprune", bare(signals()))
 
 
 def test_looking_at_signals_or_a_result_is_a_wait():

@@ -11,8 +11,7 @@ Reducing to a selection is therefore the same as hiding the dropped tokens from 
 is of attention alone. Others (`ModelSpec.mixed_blocks`) run on the shorter sequence, in which dropped tokens are absent: LFM2's
 short convolutions take the tokens that are left for neighbours, the recurrent states of Qwen3.5's Gated DeltaNets take them up
 one after the other. That is tested, too: with all tokens left at their old positions. In Gemma 3 what is left of an image sees
-what is left of it in both directions. Qwen towers never get the patches that `pixelprune` drops, so the others do not see them
-either.
+what is left of it in both directions.
 
 Logits and hidden states have the reduced length. A batch is padded on the left, on the right if it was. Each image, or tile
 where a family cuts images into tiles, is reduced on its own; videos are not. The caches hold what is kept, and a model

@@ -185,18 +185,17 @@ class Attachment(Generic[Held]):
         assert self._call is not None
         return units(self.vlm, self._call)
 
-    def _decide(self, unit: Unit, signals: Signals, options: Any = None, count: int | None = None) -> Reduction:
+    def _decide(self, unit: Unit, signals: Signals, options: Any = None) -> Reduction:
         """Decide what becomes of the rows of one unit's signals, and add to `seen` what has become of its tokens.
 
         options: those of this decision, where a method makes several.
-        count: how many tokens stay, where that is given instead of decided.
         """
         if not self._told and reducers.too_small(self.module, unit.grid, self.options):
             self._told = True
             grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
             text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
             warnings.warn(text, KeptWhole, stacklevel=2)
-        result = reducers.reduce(self.module, signals, options or self.options, count)
+        result = reducers.reduce(self.module, signals, options or self.options)
         total = result if signals.merged is None else signals.merged.then(result)
         self.seen.append(Reduced(**vars(unit), reduction=total))
         return result

@@ -22,7 +22,7 @@ from vlmcompress.models import VLM
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.tap import joined, tap
 from vlmcompress.reduction.hooks.units import Reduced, Unit, block, patch
-from vlmcompress.reduction.methods import Merger, Reduction
+from vlmcompress.reduction.methods import Merger, Reduction, TokenCounter
 from vlmcompress.reduction.support import feature_layers, strategy
 from vlmcompress.utils.errors import UserError
 
@@ -114,7 +114,14 @@ def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
 
 
 class Merging(Early):
-    """Shortens the encoder's rows from layer to layer, and the inputs of the language model."""
+    """Shortens the encoder's rows from layer to layer, and the inputs of the language model.
+
+    counter: computes how many tokens each image is to keep, instead of the method; None: the method decides it.
+    """
+
+    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: TokenCounter | None = None):
+        self.counter = counter
+        super().__init__(vlm, module, options)
 
     def _hook(self) -> None:
         self._encoder, self._merged = {}, []

@@ -23,7 +23,6 @@ from vlmcompress.reduction.hooks._attach import Attachment
 from vlmcompress.reduction.hooks._decoder import Blocks, Generating, Inside
 from vlmcompress.reduction.hooks._merging import Merging
 from vlmcompress.reduction.hooks.early import Early
-from vlmcompress.reduction.hooks.pixels import Pixels
 from vlmcompress.reduction.hooks.views import Views
 from vlmcompress.reduction.methods import REGISTRY, TokenCounter
 from vlmcompress.reduction.support import check, check_counter
@@ -48,12 +47,10 @@ def attach(
         method = ReducerChoice(method, options) if ready else choose(method, options or {}, "reduce")
     check(vlm, method)
     method = threshold_file.known(vlm, scorer_file.known(vlm.model.config, method))
-    kind = _kind(method.module)
     if counter is None:
-        return kind(vlm, method.module, method.options)
+        return _kind(method.module)(vlm, method.module, method.options)
     check_counter(vlm.spec, vlm.model.config, method, counter)
-    assert issubclass(kind, Early)
-    return kind(vlm, method.module, method.options, counter)
+    return Merging(vlm, method.module, method.options, counter)
 
 
 def _kind(module: ModuleType) -> type[Attachment]:
@@ -65,7 +62,7 @@ def _kind(module: ModuleType) -> type[Attachment]:
     if module.STAGE == "llm":
         return Inside if module.COUNT == "fixed" else Generating
     if module.STAGE == "pixels":
-        return Pixels if "pixels" in module.NEEDS else Views
+        return Views
     return Early
 
 

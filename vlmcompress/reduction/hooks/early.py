@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.models import VLM
 from vlmcompress.reduction.hooks._attach import Attachment, full_mask
 from vlmcompress.reduction.hooks.tap import joined, received, tap
 from vlmcompress.reduction.hooks.units import Slots, Unit
-from vlmcompress.reduction.methods import Reduction, Signals, TokenCounter
+from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.reduction.support import feature_layers, listens
 from vlmcompress.utils.errors import UserError
 
 
 class Early(Attachment[Slots]):
-    """Shortens the inputs of the language model: embeddings, mask, positions, and deepstack features.
-
-    counter: computes how many tokens each image is to keep, instead of the method; None: the method decides it.
-    """
-
-    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: TokenCounter | None = None):
-        self.counter = counter
-        super().__init__(vlm, module, options)
+    """Shortens the inputs of the language model: embeddings, mask, positions, and deepstack features."""
 
     def _hook(self) -> None:
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
@@ -145,15 +136,10 @@ class Early(Attachment[Slots]):
         for number, unit in enumerate(units):
             features = embeds[unit.row, unit.columns]
             query = None if words is None else embeds[unit.row, words[unit.row]]
-            result = self._decide(unit, self._signals(unit, number, features, query), count=self._count(number))
+            result = self._decide(unit, self._signals(unit, number, features, query))
             out[unit.row, unit.columns[result.anchor]] = result.apply(features)
             changes.append((unit, result))
         return out, changes
-
-    def _count(self, number: int) -> int | None:
-        """How many tokens the encoder's image `number` is to keep; None: the method decides it."""
-        assert self._call is not None
-        return self.counter.count(self._call.get("pixel_values")[number]) if self.counter else None
 
     def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
         """Signals of the unit that is the encoder's image `number`."""

@@ -1,19 +1,15 @@
-"""Learn from images what a reducer goes by whose count depends on the image: DyMU's thresholds, a level, and counts.
+"""Learn from images what a reducer goes by whose count depends on the image: DyMU's thresholds, and counts.
 
 For DyMU, images go through the encoder in batches of 64. In each layer a batch gets the threshold at which it merges its
 part of the pairs, of which all layers together leave a share `keep` of the tokens (`tome.schedule`); the batch goes on with
 the merged rows, and thresholds are the means over the batches. So images keep `keep` of their tokens on average, plain ones
 fewer. Families that cut images into tiles learn from the tiles.
-
-A method that chooses behind the encoder (`learned-adaptive`) is shown the tokens that the language model would get of each
-image, and says itself at which level they keep `keep` on average.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,30 +18,15 @@ from torch import Tensor
 from vlmcompress.models import VLM
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks._merging import Layers, M, merger_of, pictures
-from vlmcompress.reduction.hooks.early import Early
-from vlmcompress.reduction.hooks.prefill import prefill
-from vlmcompress.reduction.hooks.units import Unit, patch, typed
-from vlmcompress.reduction.methods import REGISTRY, Grid, Merger, Reduction, Signals, TokenCounter, fit_counter
+from vlmcompress.reduction.hooks.units import patch
+from vlmcompress.reduction.methods import REGISTRY, Grid, Merger, TokenCounter, fit_counter
 from vlmcompress.reduction.support import counts
 from vlmcompress.reduction.threshold_file import METHOD, resolve, tower
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
 
 BATCH = 64
-FINE = 64  # steps of counts of a method that can meet each, rounded to the nearest, so that the mean share stays `keep`
 NO_IMAGES = "thresholds are learnt from images, and the calibration data have none; name some with --calib"
-
-
-class _Listening(Early):
-    """Keeps all tokens, and in `curves` what the method makes of each image's."""
-
-    def __init__(self, vlm: VLM, module: ModuleType, options: Any):
-        self.curves: list[Tensor] = []
-        super().__init__(vlm, module, options)
-
-    def _decide(self, unit: Unit, signals: Signals, options: Any = None, count: int | None = None) -> Reduction:
-        self.curves.append(self.module.shown(signals, self.options).cpu())
-        return Reduction.identity(signals.n, signals.device)
 
 
 class _Learning(Merger):
@@ -81,9 +62,6 @@ def learn(
     chosen = resolve(vlm, chosen)
     if chosen.options.thresholds is not None:
         return chosen
-    if not hasattr(chosen.module, "merge"):
-        curves = _curves(vlm, batches, chosen, progress)
-        return chosen.with_thresholds((chosen.module.level(curves, chosen.options.keep),))
     levels = []
     for part, parts in _pictures(vlm, batches):
         levels.append(_run(vlm, part, chosen.options, _Learning).found)
@@ -94,10 +72,6 @@ def learn(
 @torch.no_grad()
 def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> list[int]:
     """Count the tokens that each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
-    if not hasattr(chosen.module, "merge"):
-        assert isinstance(chosen.options.thresholds, tuple)
-        (level,) = chosen.options.thresholds
-        return [chosen.module.counted(curve, level) for curve in _curves(vlm, batches, chosen, silent)]
     return [
         len(reduction.anchor)
         for part, _parts in _pictures(vlm, batches)
@@ -111,24 +85,7 @@ def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerCh
         picture for inputs in batches if inputs.get("pixel_values") is not None for picture in pictures(vlm, inputs)
     ]
     least, tokens = counts(vlm.model.config, chosen.module)
-    settings: dict[str, Any] = {} if hasattr(chosen.module, "merge") else {"steps": FINE, "within": None}
-    return fit_counter(images, kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least, **settings)
-
-
-def _curves(
-    vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice, progress: Progress
-) -> list[Tensor]:
-    """What `shown` of a method that learns a level says of each image of `batches`, in order, on the CPU."""
-    listening = _Listening(vlm, chosen.module, chosen.options)
-    with listening:
-        for number, batch in enumerate(batches):
-            if batch.get("pixel_values") is None:
-                continue
-            prefill(vlm, listening, typed(vlm, {name: value for name, value in batch.items() if name != "modality"}))
-            progress("thresholds", number + 1, len(batches))
-    if not listening.curves:
-        raise UserError(NO_IMAGES)
-    return listening.curves
+    return fit_counter(images, kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least)
 
 
 def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Apply reducers by pixels, whose dropped tokens never enter the encoder, to Qwen towers, which take patches one by one.
+"""Keep images out of Qwen towers, which take patches one by one: dropped tokens never enter the encoder.
 
 Such a tower also takes as arguments what it derives from an image's grid (rotary and learnt positions, windows, the
 lengths of attention). It is computed for the full grid by transformers' own functions, and the part of the kept patches
@@ -8,7 +8,6 @@ Behind the merger the rows go back to where the placeholders are, for `Early` to
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from transformers import vision_utils
 
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.units import Call, Unit
-from vlmcompress.reduction.methods import Reduction, Signals
+from vlmcompress.reduction.methods import Reduction
 
 
 class Pixels(Early):
@@ -40,9 +39,8 @@ class Pixels(Early):
         return None
 
     def _choose(self, units: list[Unit], call: Call) -> list[Reduction]:
-        """Decide the reduction of each unit, from the pixels of this call alone."""
-        looks = signals(self.vlm.processor.image_processor, call.get("pixel_values"), call.get("image_grid_thw"))
-        return [self._decide(unit, image) for unit, image in zip(units, looks, strict=True)]
+        """Decide the reduction of each unit, before the encoder has run."""
+        raise NotImplementedError
 
     def _kept(self) -> Tensor | None:
         """Mark the kept tokens, `[tokens of all images]` bool; None when none is dropped."""
@@ -68,31 +66,6 @@ class Pixels(Early):
         output.pooler_output = _spread(output.pooler_output, kept)
         if getattr(output, "deepstack_features", None):
             output.deepstack_features = [_spread(level, kept) for level in output.deepstack_features]
-
-
-def signals(images_of: Any, pixel_values: Tensor, image_grid_thw: Tensor) -> list[Signals]:
-    """Compute for each image the pixels of its tokens, in levels 0 to 255.
-
-    Exact of whole numbers, float32 and float16, and of bfloat16 with mean and std 0.5 (Qwen3-VL). With those of CLIP
-    (Qwen2-VL, Qwen2.5-VL) bfloat16 has one value for levels 253 and 254 of the third channel: both are 254, so a token
-    that differs in nothing else counts as a copy. vLLM 0.32 leaves normalizing to these models, and so gives the levels.
-
-    Args:
-        images_of: a Qwen image processor, which made the other two arguments.
-        pixel_values: `[patches, d]`, normalized, or whole numbers that are the levels themselves.
-        image_grid_thw: `[images, 3]`, frames, rows and columns of patches.
-    """
-    levels, side = pixel_values, images_of.merge_size
-    if levels.is_floating_point():
-        statistics, device = (images_of.image_mean, images_of.image_std), levels.device
-        mean, std = (torch.tensor(values, device=device)[:, None] for values in statistics)
-        levels = ((levels.float().reshape(len(levels), 3, -1) * std + mean) * 255).round()
-    parts = levels.split(image_grid_thw.prod(-1).tolist())  # patches of a token stand together
-    images = []
-    for (t, h, w), part in zip(image_grid_thw.tolist(), parts, strict=True):
-        grid = (t, h // side, w // side)
-        images.append(Signals(grid, pixels=part.reshape(math.prod(grid), -1)))
-    return images
 
 
 def geometry(tower: Any, grid: Tensor, kept: Tensor) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ no model and no other image. A module of this folder has
                 projector), "projected" (the rows that the language model would get), "llm" (within the language model)
     NEEDS       fields of `Signals` that it cannot do without; OPTIONAL, where there are any: fields used when they are given
     COUNT       "fixed": all images of one size keep the same number of tokens; "adaptive": it depends on the image
-    MEDIA       "video" for a method that keeps images whole; left out by all others
     SERVED      whether an engine with one token count for all layers, fixed before the encoder runs, can serve it;
                 WHY_NOT says why when it cannot
     BATCHED     whether `reduce` is many small steps, through which `reduce_all` takes all images of a call at once by
@@ -22,8 +21,7 @@ no model and no other image. A module of this folder has
 
 and one of
 
-    reduce(signals, options) -> Reduction                   at once; `options.layer` or `.drops` say where, for stage "llm". Of
-                                    stage "projected" and COUNT adaptive it takes a `count`, too, as `merge` does
+    reduce(signals, options) -> Reduction                   at once; `options.layer` or `.drops` say where, for stage "llm"
     merge(signals, options, layer, layers, count) -> Reduction
                                     a bit in each of the encoder's `layers`; `signals.merged` is what the layers before made
                                     of the grid, `count` how many tokens are left behind the last (None: as `options` say)
@@ -34,9 +32,8 @@ attention and keeps all tokens has, besides a `reduce` that is the identity, a `
 `reduce`, `reduce_all` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower
 index), computes in float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same
 input gives the same bits in every call. One that is SERVED does not wait for its signals' device: no shape and no branch
-depends on a value, once it is given a count. (`pixelprune` takes none: it runs on pixels in main memory.) An image is kept
-whole where the share `keep` of it rounds to no token (of a video `evs` always keeps the first frame). To add a reducer, add a
-file.
+depends on a value, once it is given a count. An image is kept
+whole where the share `keep` of it rounds to no token. To add a reducer, add a file.
 """
 
 from __future__ import annotations

@@ -183,7 +183,6 @@ class Signals:
                 token (language model).
     windowed:   `[n]`, saliency in a shallow layer of the encoder (VScan's local scan).
     query:      `[q, d]`, the text's tokens at the same stage; `query_keys`: `[q, dk]`, their keys.
-    pixels:     `[n, ...]`, pixels of each token, in units of the method's tolerance.
     merged:     the reduction of the grid's tokens by earlier layers; rows are then its outputs.
     finite:     when made: the caller vouches that there is no NaN or Inf, so that nothing waits for a device to look.
     """
@@ -196,7 +195,6 @@ class Signals:
     windowed: Tensor | None = None
     query: Tensor | None = None
     query_keys: Tensor | None = None
-    pixels: Tensor | None = None
     merged: Reduction | None = None
     finite: dataclasses.InitVar[bool] = False
 
@@ -205,7 +203,7 @@ class Signals:
             raise ValueError(f"the grid must be three positive whole numbers, got {self.grid!r}")
         if self.merged is not None and len(self.merged.target) != math.prod(self.grid):
             raise ValueError(f"{len(self.merged.target)} tokens were merged on a grid of {math.prod(self.grid)}")
-        for name in ("features", "keys", "saliency", "windowed", "pixels"):
+        for name in ("features", "keys", "saliency", "windowed"):
             value = getattr(self, name)
             if value is not None and len(value) != self.n:
                 raise ValueError(f"{name} has {len(value)} rows for {self.n} tokens")

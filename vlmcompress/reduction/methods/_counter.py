@@ -99,18 +99,16 @@ def fit_counter(
     tokens: int,
     least: int = 1,
     penalty: float = 1.0,
-    within: float | None = 0.75,
-    steps: int = STEPS,
+    within: float = 0.75,
 ) -> TokenCounter:
     """Fit the regression from pictures `[3, height, width]` to the numbers of tokens that they keep.
 
     Args:
         patch: side of a patch, in pixels.
-        tokens: number of tokens of an image that keeps all; buckets are multiples of its part `1 / steps`.
+        tokens: number of tokens of an image that keeps all; buckets are multiples of its part `1 / STEPS`.
         least: number of tokens that an image cannot go below.
         penalty: factor of the squared weights of standardized statistics, added to the sum of squared errors.
-        within: share of these pictures that are to get no fewer tokens than they keep; None: predictions are rounded to the
-            nearest bucket instead of up, so that the pictures get as many on average as they keep.
+        within: share of these pictures that are to get no fewer tokens than they keep.
     """
     if len(pictures) != len(counts) or not pictures:
         raise ValueError("a count for each picture, and at least one")
@@ -120,10 +118,8 @@ def fit_counter(
     z = (x - mean) / scale
     weights = torch.linalg.solve(z.T @ z + penalty * torch.eye(z.shape[1]).double(), z.T @ (y - y.mean()))
     residuals = (y - y.mean() - z @ weights).sort().values
-    margin = -tokens / steps / 2
-    if within is not None:
-        margin = max(0.0, residuals[min(len(y) - 1, math.ceil(within * len(y)) - 1)].item())
-    buckets = {max(least, math.ceil(tokens * step / steps)) for step in range(1, steps + 1)}
+    margin = max(0.0, residuals[min(len(y) - 1, math.ceil(within * len(y)) - 1)].item())
+    buckets = {max(least, math.ceil(tokens * step / STEPS)) for step in range(1, STEPS + 1)}
     fitted: dict[str, Any] = {"weights": weights, "mean": mean, "scale": scale}
     return TokenCounter(
         patch,

@@ -28,19 +28,14 @@ def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
 
 
 @torch.no_grad()
-def reduce(
-    method: ModuleType, signals: Signals, options: ReducerOptions, count: int | None = None, check: bool = True
-) -> Reduction:
+def reduce(method: ModuleType, signals: Signals, options: ReducerOptions, check: bool = True) -> Reduction:
     """What the method does with the tokens of one image. ValueError if a signal that it needs is missing.
 
-    count: how many tokens are left, for a method that would decide it by the image; None: as the options say.
     check: whether to look at the result's values, too, for which the host waits; its lengths are looked at anyway.
     """
-    if options.keep == 1 and count is None:
+    if options.keep == 1:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
-    if count is not None:
-        return _checked(method, method.reduce(signals, options, count), count, check)
     return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options), check)
 
 
@@ -49,7 +44,6 @@ def reduce_all(
     method: ModuleType,
     images: Sequence[Signals],
     options: ReducerOptions,
-    counts: Sequence[int | None] | None = None,
     check: bool = True,
 ) -> list[Reduction]:
     """What the method does with the tokens of each image; other arguments as of `reduce`.
@@ -57,11 +51,10 @@ def reduce_all(
     A BATCHED method takes all images at once where they have the same shapes and a device that launches kernels, whose number
     is then that of one image. A CPU computes as long either way.
     """
-    counts = [None] * len(images) if counts is None else counts
     shapes = {_shapes(image) for image in images}
     alike = getattr(method, "BATCHED", False) and len(shapes) == 1 < len(images) and options.keep != 1
-    if not alike or any(count is not None for count in counts) or images[0].device.type == "cpu":
-        return [reduce(method, image, options, count, check) for image, count in zip(images, counts, strict=True)]
+    if not alike or images[0].device.type == "cpu":
+        return [reduce(method, image, options, check) for image in images]
     most, results = max(1, _ENTRIES // images[0].n ** 2), list[Reduction]()
     for start in range(0, len(images), most):
         results += _at_once(method, images[start : start + most], options)

@@ -37,7 +37,7 @@ def moved(image: Signals) -> Signals:
 @pytest.mark.parametrize(("method", "options"), reducer_data.SERVED)
 def test_served_reducers_do_not_wait(method, options):
     """They leave the CPU's rows. That no value is read, `test_waits.py` of the methods shows; here uploads count, too."""
-    image = reducer_data.signals((3, 4, 5) if method == "evs" else (1, 6, 8))
+    image = reducer_data.signals((1, 6, 8))
     expected, there = reducer_data.served(method, image, **options), moved(image)
     reducer_data.served(method, there, **options)  # tables are sent once
     with counting() as counts:

@@ -13,8 +13,8 @@ Each module here without a leading underscore is a family. It defines, as litera
     ARCHITECTURE    name of the architecture that it reduces
     SIGNALS         fields of `reducers.Signals` that it can give a method; "views" where it can leave out whole images
     VIDEOS          True where videos are served, too; left out otherwise
-    COUNTED         stages, "encoder" or "projected", at which a method may keep a number of tokens that depends on the image,
-                    and that its pixels say (`_processing.Counting`); left out where there are none
+    COUNTED         True where a method within the encoder may keep a number of tokens that depends on the image, and that its
+                    pixels say (`_processing.Counting`); left out otherwise
 
 and, under the registered name, vLLM's class of that family with the reducer in it. To add a family, add a file.
 """

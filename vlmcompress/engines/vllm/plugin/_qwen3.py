@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.models.qwen3_vl import (
-    Qwen3VLDummyInputsBuilder,
     Qwen3VLMultiModalProcessor,
 )
 
 from vlmcompress.engines.vllm.plugin._asking import embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
-from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen, grid_of
+from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, ReducedQwen, grid_of
 from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
 from vlmcompress.reduction.methods import Grid
 
@@ -45,16 +44,12 @@ class Qwen3Processor(ViewsProcessor, QwenProcessor, Qwen3VLMultiModalProcessor):
             return super()._placeholders(full, grid, pace)
         visual = self.info.get_hf_config().video_token_id
         text = len(full.full) - full.full.count(visual)
-        return Placeholders([visual] * (text + self.info.kept(grid)), positions=text + _sides(grid))
+        return Placeholders([visual] * (text + self.info.reducer.count(grid)), positions=text + _sides(grid))
 
 
 def _sides(grid: Grid) -> int:
     """Number of positions that the frames of a video take up, without the text between them."""
     return grid[0] * max(grid[1:])
-
-
-class Qwen3Dummies(QwenDummies, Qwen3VLDummyInputsBuilder):
-    """vLLM's dummy inputs of all these families, with images of which pixel reducers drop nothing."""
 
 
 class ReducedQwen3(ReducedQwen):

@@ -89,20 +89,16 @@ class ServedReducer:
         Args:
             grid: grid of the image's tokens.
             features: `[n, d]`, the tokens; None before the encoder has run.
-            signals: further fields of `Signals`; and `count`, its tokens in the prompt, where the image decides that.
+            signals: further fields of `Signals`.
         """
         return self.reduce_all([{"grid": grid, "features": features, **signals}])[0]
 
     def reduce_all(self, images: Sequence[Mapping[str, Any]]) -> list[Reduction]:
         """Decide the reductions of several images, for each of which there are the arguments of `reduce`."""
-        counts = [image.get("count") for image in images]
-        signals = [
-            Signals(**{name: value for name, value in image.items() if name != "count"}, finite=True)
-            for image in images
-        ]
+        signals = [Signals(**image, finite=True) for image in images]
         if self.views:  # it was decided before, and these images stay
             return [Reduction.identity(image.n, image.device) for image in signals]
-        return reducers.reduce_all(self.chosen.module, signals, self.chosen.options, counts, check=False)
+        return reducers.reduce_all(self.chosen.module, signals, self.chosen.options, check=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -14,7 +14,7 @@ from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, Tiled
 
 ARCHITECTURE = "Idefics3ForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")
-COUNTED = ("encoder",)
+COUNTED = True
 
 
 class Info(TiledInfo, Idefics3ProcessingInfo):

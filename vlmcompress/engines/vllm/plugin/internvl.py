@@ -33,7 +33,7 @@ from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")
-COUNTED = ("encoder",)
+COUNTED = True
 VIDEOS = True
 
 

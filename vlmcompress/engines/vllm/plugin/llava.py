@@ -25,7 +25,7 @@ from vlmcompress.reduction.support import listens
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads", "views")
-COUNTED = ("encoder", "projected")
+COUNTED = True
 
 
 class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
@@ -73,10 +73,6 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         if merger is not None:
             return self._projected(features, merger.merged)
         signals = [self._scan.of(number) if self._scan else {} for number in range(len(pixels))]
-        if self._counts is not None:
-            signals = [
-                image_signals | {"count": count} for image_signals, count in zip(signals, self._counts, strict=True)
-            ]
         if self.reducer.chosen.module.STAGE == "encoder":
             reductions = [
                 self.reducer.reduce(grid, rows, **image_signals)

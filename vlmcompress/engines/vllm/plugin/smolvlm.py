@@ -10,7 +10,7 @@ from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, Tiled
 
 ARCHITECTURE = "SmolVLMForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")
-COUNTED = ("encoder",)
+COUNTED = True
 
 
 class Info(TiledInfo, SmolVLMProcessingInfo):
