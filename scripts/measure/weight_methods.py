@@ -109,9 +109,7 @@ METHODS: dict[str, Row] = {
     "gptq-plus run": Row("gptq-plus", kind="run"),
     "gptq all run": Row("gptq", {"smooth": "awq", "clip": True, "sweeps": 2}, kind="run"),
     "gptq rotate": Row("gptq", recipe={"rotate": "hadamard"}, kind="run"),
-    "gptq all rotate": Row(
-        "gptq", {"smooth": "awq", "clip": True, "sweeps": 2}, recipe={"rotate": "hadamard"}, kind="run"
-    ),
+    "gptq-plus rotate": Row("gptq-plus", recipe={"rotate": "hadamard"}, kind="run"),
     "qronos": Row("qronos", kind="run"),
     "qronos clip sweeps": Row("qronos", {"clip": True, "sweeps": 2}, kind="run"),
     "qronos all": Row("qronos", STEPS | {"behind": "blocks"}, kind="run"),
