@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vlmcompress.reduction import methods as reducers
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.hooks.pixels import Pixels
+from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.units import Call, Reduced, Unit
 from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.reduction.methods.litevlm import matches
@@ -92,18 +92,27 @@ def tokens_left(full: int, images: int, chosen: ReducerChoice) -> int:
     return full * stay // images + images - stay
 
 
-class Views(Pixels):
+class Views(Early):
     """Leaves images out of the encoder's input, and all but one of their tokens out of the language model's."""
 
     def _hook(self) -> None:
         super()._hook()
         self._stays: list[bool] = []  # of this call's images
+        if self.vlm.spec.visual_grid == "thw":
+            tower = self.vlm.model.get_submodule(self.vlm.spec.vision[0])
+            self._before(tower, self._leave_out)
+            self._after(tower, self._put_back)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         self._stays = []
         super()._begin(module, args, kwargs)
         assert self._call is not None
-        if self._kept() is None or self.vlm.spec.visual_grid == "thw":  # there the tower takes tokens one by one
+        if units := self._units():
+            self.seen = []
+            self._merged = self._choose(units, self._call)
+        if (
+            all(self._stays) or self.vlm.spec.visual_grid == "thw"
+        ):  # such a tower takes the patches of all images in one row
             return None
         ids = self._call.get("input_ids").clone()
         for unit, stay in zip(self.seen, self._stays, strict=True):
@@ -112,6 +121,32 @@ class Views(Pixels):
         pixels = self._call.get("pixel_values")
         kept = torch.tensor(self._stays, device=pixels.device)
         return (), self._call.arguments | {"input_ids": ids, "pixel_values": pixels[kept]}
+
+    def _leave_out(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Hook before a Qwen tower: leave in `[patches, d]` those of images that stay."""
+        if all(self._stays):
+            return None
+        call = Call.of(module, args, kwargs)
+        patches, grid = call.get("hidden_states"), call.get("grid_thw")
+        kept = torch.tensor(self._stays, device=grid.device)
+        rows = kept.repeat_interleave(grid.prod(-1)).to(patches.device)
+        return (patches[rows],), kwargs | {"grid_thw": grid[kept]}
+
+    def _put_back(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Hook after a Qwen tower: put rows, deepstack's too, where the placeholders are; `Early` leaves out the others."""
+        if all(self._stays) or output is None:
+            return
+        parts = [torch.full((len(unit.columns),), stay) for unit, stay in zip(self.seen, self._stays, strict=True)]
+        kept = torch.cat(parts)
+
+        def spread(rows: Tensor) -> Tensor:
+            full = rows.new_zeros(len(kept), *rows.shape[1:])
+            full[kept.to(rows.device)] = rows
+            return full
+
+        output.pooler_output = spread(output.pooler_output)
+        if getattr(output, "deepstack_features", None):
+            output.deepstack_features = [spread(level) for level in output.deepstack_features]
 
     @property
     def _tokenizer(self) -> Any:
@@ -140,13 +175,6 @@ class Views(Pixels):
         """Rows `[n, d]` of the language model's table for `ids [n]`."""
         table: Any = self.vlm.model.get_input_embeddings()
         return table(ids.to(table.weight.device))
-
-    def _kept(self) -> Tensor | None:
-        """Mark the tokens that are encoded, `[tokens of all images]` bool; None when all are."""
-        if all(self._stays):
-            return None
-        parts = [torch.full((len(unit.columns),), stay) for unit, stay in zip(self.seen, self._stays, strict=True)]
-        return torch.cat(parts)
 
     def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
         """Put the token that stands for it into `embeds [b, s, d]` where an image is left out."""
