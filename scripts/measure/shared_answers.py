@@ -78,5 +78,4 @@ class SharedAsker(Asker):
 
 def shareable(chosen: ReducerChoice) -> bool:
     """Whether the method gives every question about an image the same tokens, in all blocks."""
-    looks = "query" in chosen.module.NEEDS or chosen.options.asks
-    return chosen.module.STAGE != "llm" and not looks
+    return chosen.module.STAGE != "llm" and not chosen.asks

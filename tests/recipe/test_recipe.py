@@ -167,7 +167,7 @@ ERRORS = [
     ("scheme: rtn\noptions: {symmetric: 1}", "options.symmetric is 1, it should be a valid boolean"),
     ("scheme: rtn\noptions: {bits: 99}", "scheme 'rtn': bits must be"),
     ("scheme: rtn\noptions: {balance: ratio}", "scheme 'rtn' has no option 'options.balance'"),
-    ("scheme: gptq\noptions: {balance: even}", "recipe .*: scheme 'gptq': balance must be off, ratio, auto, mbq or"),
+    ("scheme: gptq\noptions: {balance: even}", "recipe .*: scheme 'gptq': balance must be off, ratio, mbq or"),
     (
         "scheme: int8\noptions: {balance: {vision: 1}}",
         "recipe .*: scheme 'int8': balance must weigh text, vision, answer",

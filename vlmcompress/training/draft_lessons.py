@@ -202,7 +202,7 @@ class Lessons:
         embeds = embedding(ids, self.table).float()[1:]
         taps, positions = self.taps.joined()[:-1], self.taps.places(len(ids)).to(ids.device)[:-1].clone()
         images = runs(modality == VISION)
-        if self.reducer and self.reducer.options.positions == "original" and self.target.spec.positions == "1d":
+        if self.reducer and self.target.spec.positions == "1d":
             for start, end in images:  # vLLM tells a draft where an image begins, and no place within it
                 positions[start:end] = positions[start - 1] + 1
         if self.images.plain:
