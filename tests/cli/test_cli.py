@@ -284,8 +284,8 @@ def test_a_target_with_one_scheme_names_it_once(capfd):
 
 def test_list_reducers_says_what_their_modules_say(capfd):
     from vlmcompress.reduction.choice import parse
-    from vlmcompress.reduction.engine_support import FAMILIES, refusal
     from vlmcompress.reduction.methods import REGISTRY
+    from vlmcompress.reduction.support import SERVED, engine_refusal
 
     assert cli.main(["list", "reducers", "--json"]) == 0
     listed = json.loads(capfd.readouterr().out)["reducers"]
@@ -298,8 +298,8 @@ def test_list_reducers_says_what_their_modules_say(capfd):
         assert (entry["stage"], entry["count"], entry["served"]) == (module.STAGE, module.COUNT, module.SERVED)
         assert entry["why_not"] == getattr(module, "WHY_NOT", None) and (entry["served"] or entry["why_not"])
         assert bool(entry["vllm"]) == entry["served"]
-        for family in FAMILIES.names():
-            reason = refusal(FAMILIES.constant(family, "ARCHITECTURE"), parse(entry["name"]))
+        for family in SERVED.names():
+            reason = engine_refusal(SERVED.constant(family, "ARCHITECTURE"), parse(entry["name"]))
             assert (reason is None) == (family in entry["vllm"])
     (videos_only,) = (entry["vllm"] for entry in listed if entry["name"] == "evs")
     assert {"qwen2-vl", "qwen2-5-vl", "qwen3-vl"} <= {*videos_only} and not {"llava", "idefics3"} & {*videos_only}

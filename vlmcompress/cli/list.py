@@ -68,7 +68,7 @@ def _recipes() -> Entries:
 
 
 def _reducers() -> Entries:
-    from vlmcompress.reduction.engine_support import served
+    from vlmcompress.reduction.support import served
 
     keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
     keys |= {"no_better_than": "NO_BETTER_THAN"}
