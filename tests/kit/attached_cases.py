@@ -7,8 +7,8 @@ import torch
 
 from vlmcompress.models import all_specs
 from vlmcompress.reduction import methods as reducers
-from vlmcompress.reduction.hooks import family_refusal
 from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.support import family_refusal
 
 # A mixture of experts is reduced as its dense model: a few of `CASES` are enough.
 DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]

@@ -14,8 +14,8 @@ PLUGS = ("models/families", "export/gguf/families", "export/openvino/families", 
 
 def test_no_code_goes_by_a_familys_name() -> None:
     """String literals that are a family's name or a model type, whole; docstrings and messages may speak of families."""
-    given = {name for spec in all_specs() for name in (spec.family, *spec.model_types)}
-    names = given | {name.replace("-", "_") for name in given} | {name.replace("_", "-") for name in given}
+    listed = {name for spec in all_specs() for name in (spec.family, *spec.model_types)}
+    names = listed | {name.replace("-", "_") for name in listed} | {name.replace("_", "-") for name in listed}
     places = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
         for path in sorted(PACKAGE.rglob("*.py"))

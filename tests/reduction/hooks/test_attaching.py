@@ -16,8 +16,9 @@ from tests.kit.tiny import build
 from vlmcompress.models import all_specs, load
 from vlmcompress.reduction import block as carried
 from vlmcompress.reduction.choice import parse
-from vlmcompress.reduction.hooks import KeptWhole, attach, attach_carried, family_refusal
+from vlmcompress.reduction.hooks import KeptWhole, attach, attach_carried
 from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.support import family_refusal
 from vlmcompress.utils.errors import UserError
 
 pytestmark = pytest.mark.representatives

@@ -10,8 +10,9 @@ from tests.kit import reference
 from tests.kit.attached_cases import DENSE, GREEDY, STEPS, extended, traces
 from tests.kit.reduction_data import NONE, picture, tiny
 from vlmcompress.models import VLM
-from vlmcompress.reduction.hooks import attach, family_refusal
+from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import Signals, litevlm
+from vlmcompress.reduction.support import family_refusal
 from vlmcompress.utils.errors import UserError
 
 pytestmark = pytest.mark.representatives
