@@ -136,12 +136,12 @@ def run(args):
 
 
 def test_a_verb_is_one_file(capfd, monkeypatch, tmp_path):
-    """A file in the folder is a verb: in `--help` behind the others, with flags, text, JSON and errors of its own."""
+    """A file in the folder is a verb: in `--help`, with flags, text, JSON and errors of its own."""
     (tmp_path / "say_hello.py").write_text(GREET)
-    folders = [*commands.__path__, str(tmp_path)]
-    monkeypatch.setattr(commands, "__path__", folders)
-    monkeypatch.setattr(commands.__spec__, "submodule_search_locations", folders)
-    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.cli", "verb"))
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    verbs = Registry("vlmcompress.cli", "verb")
+    monkeypatch.setattr(verbs, "_folder", tmp_path)
+    monkeypatch.setattr(cli, "VERBS", verbs)
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert re.search(r"\nmore:\n  say-hello +Greet somebody\.\n", capfd.readouterr().out)

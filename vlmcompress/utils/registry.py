@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
@@ -34,14 +33,16 @@ class Registry:
         self.package = package
         self.noun = noun
         self.table = table or {}
+        self._folder = (
+            Path(__file__).parents[1].joinpath(*package.split(".")[1:])
+        )  # importing it would bring torch along
 
     @functools.cached_property
     def _modules(self) -> dict[str, str]:
         """Map each entry's recipe name to its dotted module name."""
-        spec = importlib.util.find_spec(self.package)  # finds the folder without importing it, and torch with it
         modules = dict.fromkeys(self.table, self.package) | {
             info.name.replace("_", "-"): f"{self.package}.{info.name}"
-            for info in pkgutil.iter_modules((spec and spec.submodule_search_locations) or [])
+            for info in pkgutil.iter_modules([str(self._folder)])
             if not info.name.startswith("_")
         }
         for point in entry_points(group=self.package):
@@ -105,12 +106,8 @@ class Registry:
 
     def _tree(self, name: str) -> ast.Module | None:
         """The syntax tree of an entry of the package's own; None for one that joined through an entry point."""
-        module = self._modules[name]
-        spec = importlib.util.find_spec(self.package)
-        if module.rpartition(".")[0] != self.package or not spec or not spec.submodule_search_locations:
-            return None
-        files = (Path(folder, f"{module.rpartition('.')[2]}.py") for folder in spec.submodule_search_locations)
-        return _parsed(next(file for file in files if file.is_file()))
+        package, _, module = self._modules[name].rpartition(".")
+        return _parsed(self._folder / f"{module}.py") if package == self.package else None
 
 
 @functools.cache
