@@ -35,8 +35,9 @@ from vlmcompress.quantization.inputs import Result
 from vlmcompress.quantization.run import quantize as _quantize
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction.choice import parse
-from vlmcompress.reduction.hooks import Attachment, refusal
+from vlmcompress.reduction.hooks import Attachment
 from vlmcompress.reduction.hooks import attach as _attach
+from vlmcompress.reduction.support import family_refusal
 from vlmcompress.utils import hub, workers
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
@@ -203,6 +204,6 @@ def _reducing(engine: str | Engine, reduce: str, model: str | Path) -> Engine:
         raise UserError(
             f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
         )
-    if reason := refusal(models.spec_for(models.read_config(hub.local(model, weights="none"))), chosen.method):
+    if reason := family_refusal(models.spec_for(models.read_config(hub.local(model, weights="none"))), chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     return dataclasses.replace(TRANSFORMERS, name=f"hf, {chosen}", reduce=str(chosen))

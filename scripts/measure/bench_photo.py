@@ -44,8 +44,8 @@ from vlmcompress import models
 from vlmcompress.cli._process import quiet_libraries
 from vlmcompress.models.data import Sample, bundled, encode, load_samples
 from vlmcompress.reduction.choice import ReducerChoice, choose
-from vlmcompress.reduction.hooks import refusal
 from vlmcompress.reduction.hooks.learning import learn
+from vlmcompress.reduction.support import family_refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "photo.json"
@@ -115,7 +115,9 @@ def measure(args: argparse.Namespace) -> None:
             continue
         if shares and chosen and getattr(chosen.options, "keep", None) not in shares:
             continue
-        if chosen and (refusal(vlm.spec, chosen.method) or (chosen.options.scorer is not None and not args.scorer)):
+        if chosen and (
+            family_refusal(vlm.spec, chosen.method) or (chosen.options.scorer is not None and not args.scorer)
+        ):
             continue
         start = time.process_time()
         answers = asker.ask(_ready(vlm, chosen, args))

@@ -47,9 +47,10 @@ from vlmcompress.cli._process import quiet_libraries
 from vlmcompress.models.data import Sample, bundled, encode, load_samples
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.choice import ReducerChoice, choose
-from vlmcompress.reduction.hooks import refusal, resizing
+from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.hooks.learning import learn
 from vlmcompress.reduction.resize import Resize
+from vlmcompress.reduction.support import family_refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval" / "demo"
@@ -154,7 +155,7 @@ def measure(args: argparse.Namespace) -> None:
                 vlm = models.load(DEMO / model)
                 questions = reduced_answers.prepare(vlm, samples(model, args.split, args.per_family))
                 askers[model] = Asker(vlm, questions)
-            if setting.chosen and refusal(askers[model].vlm.spec, setting.chosen.method):
+            if setting.chosen and family_refusal(askers[model].vlm.spec, setting.chosen.method):
                 continue
             if setting.group.startswith("learned") and not args.scorers:
                 continue

@@ -34,11 +34,11 @@ def ours(source: Path, out: Path) -> str:
     """Write the unquantized checkpoint; return how, in words."""
     from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
-    from vlmcompress.reduction import engine_support as reducer_support
+    from vlmcompress.reduction import support
     from vlmcompress.reduction.choice import parse
 
     (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
-    if reducer_support.refusal(architecture, parse("uniform:1.0")) is None:
+    if support.engine_refusal(architecture, parse("uniform:1.0")) is None:
         quantize(resolve({"model": str(source), "out": str(out), "scheme": "none", "reduce": "uniform:1.0"}).recipe)
         return "reduce uniform:1.0"
     _copy(source, out)

@@ -27,8 +27,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from vlmcompress import models
 from vlmcompress.models import VLM
 from vlmcompress.reduction.choice import ReducerChoice, parse
-from vlmcompress.reduction.hooks import attach, refusal, resizing
+from vlmcompress.reduction.hooks import attach, resizing
 from vlmcompress.reduction.methods import learned
+from vlmcompress.reduction.support import family_refusal
 
 SIDE = 32  # tokens down and across: 1,024 together
 WORDS = 48  # tokens of the question
@@ -115,7 +116,7 @@ def settings(vlm: VLM, methods: Sequence[str]) -> list[Setting]:
         for share in SHARES:
             if method == "resize" and resizing.refusal(vlm.spec) is None:
                 rows.append(Setting(f"resize:{_shown(share)}", side=round(SIDE * share**0.5)))
-            elif method != "resize" and refusal(vlm.spec, method) is None:
+            elif method != "resize" and family_refusal(vlm.spec, method) is None:
                 rows.append(Setting(f"{method}:{_shown(share)}", _scored(vlm, parse(f"{method}:{share}"))))
     return rows
 

@@ -136,12 +136,12 @@ def run(args):
 
 
 def test_a_verb_is_one_file(capfd, monkeypatch, tmp_path):
-    """A file in the folder is a verb: in `--help` behind the others, with flags, text, JSON and errors of its own."""
+    """A file in the folder is a verb: in `--help`, with flags, text, JSON and errors of its own."""
     (tmp_path / "say_hello.py").write_text(GREET)
-    folders = [*commands.__path__, str(tmp_path)]
-    monkeypatch.setattr(commands, "__path__", folders)
-    monkeypatch.setattr(commands.__spec__, "submodule_search_locations", folders)
-    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.cli", "verb"))
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    verbs = Registry("vlmcompress.cli", "verb")
+    monkeypatch.setattr(verbs, "_folder", tmp_path)
+    monkeypatch.setattr(cli, "VERBS", verbs)
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert re.search(r"\nmore:\n  say-hello +Greet somebody\.\n", capfd.readouterr().out)
@@ -284,8 +284,8 @@ def test_a_target_with_one_scheme_names_it_once(capfd):
 
 def test_list_reducers_says_what_their_modules_say(capfd):
     from vlmcompress.reduction.choice import parse
-    from vlmcompress.reduction.engine_support import FAMILIES, refusal
     from vlmcompress.reduction.methods import REGISTRY
+    from vlmcompress.reduction.support import SERVED, engine_refusal
 
     assert cli.main(["list", "reducers", "--json"]) == 0
     listed = json.loads(capfd.readouterr().out)["reducers"]
@@ -298,8 +298,8 @@ def test_list_reducers_says_what_their_modules_say(capfd):
         assert (entry["stage"], entry["count"], entry["served"]) == (module.STAGE, module.COUNT, module.SERVED)
         assert entry["why_not"] == getattr(module, "WHY_NOT", None) and (entry["served"] or entry["why_not"])
         assert bool(entry["vllm"]) == entry["served"]
-        for family in FAMILIES.names():
-            reason = refusal(FAMILIES.constant(family, "ARCHITECTURE"), parse(entry["name"]))
+        for family in SERVED.names():
+            reason = engine_refusal(SERVED.constant(family, "ARCHITECTURE"), parse(entry["name"]))
             assert (reason is None) == (family in entry["vllm"])
     assert cli.main(["list", "reducers"]) == 0
     text = " ".join(capfd.readouterr().out.split())

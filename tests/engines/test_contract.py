@@ -15,7 +15,7 @@ from tests.kit.vllm_source import edited, package
 from vlmcompress.engines.vllm.plugin import _contract
 from vlmcompress.engines.vllm.plugin._contract import PARTS, Reach, faults
 from vlmcompress.engines.vllm.plugin._source import Source
-from vlmcompress.reduction.engine_support import FAMILIES
+from vlmcompress.reduction.support import SERVED
 
 PLUGIN = ROOT / "vlmcompress/engines/vllm/plugin"
 ALL = [reach for part in PARTS.values() for reach in part]
@@ -32,7 +32,7 @@ def test_vllm_has_it_all(folder: Callable[[], Path]) -> None:
 
 
 def test_families_are_parts() -> None:
-    assert set(FAMILIES.names()) <= set(PARTS)
+    assert set(SERVED.names()) <= set(PARTS)
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:

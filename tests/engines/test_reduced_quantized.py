@@ -24,7 +24,7 @@ from vlmcompress.engines.vllm.conformance_reference import Expected, Reference
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction import engine_support as reducer_support
+from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import parse
 
 pytestmark = pytest.mark.engine
@@ -49,7 +49,7 @@ SERVED = [
     (family, reducer)
     for family, name in ARCHITECTURES.items()
     for reducer in REDUCERS
-    if reducer_support.refusal(name, parse(reducer)) is None
+    if support.engine_refusal(name, parse(reducer)) is None
 ]
 FEW = [
     ("llava", "visionzip:0.5", "fp8"),

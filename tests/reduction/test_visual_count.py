@@ -20,7 +20,7 @@ SIZES = [(64, 64), (200, 90), (90, 260)]
 
 def rule(path) -> Rule:
     model = open_model(path)
-    return Rule(path, model.config, model.pictures)
+    return Rule(path, model.meta_model.config, model.pictures)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2-5-vl", "qwen3-vl", "llava-next", "internvl", "gemma3"])

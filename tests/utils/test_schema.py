@@ -195,9 +195,10 @@ def test_a_models_config(model):
 
 
 def test_a_processor(model):
-    config = models.read_config(model)
+    config = models.build_meta_model(model).config
+    spec = models.spec_for(models.read_config(model))
 
     def read() -> None:
-        Rule(model, config, models.spec_for(config)).count(Pictures(((64, 48),)))
+        Rule(model, config, spec).count(Pictures(((64, 48),)))
 
     accepted(model / "processor_config.json", read)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from vlmcompress.utils.errors import UserError, closest, did_you_mean
-from vlmcompress.utils.registry import TARGETS
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,7 +113,14 @@ def model(parser: argparse.ArgumentParser) -> None:
 
 def target(parser: argparse.ArgumentParser, about: str = "machine to serve on; see vlmcompress list targets") -> None:
     """The flag of the machine to serve on; `about`: its help."""
-    parser.add_argument("--target", type=TARGETS.name, default=argparse.SUPPRESS, help=about)
+    parser.add_argument("--target", type=target_name, default=argparse.SUPPRESS, help=about)
+
+
+def target_name(text: str) -> str:
+    """The name in the table of targets that a flag's value stands for."""
+    from vlmcompress.recipe import targets
+
+    return targets.REGISTRY.name(text)
 
 
 def settings(parser: argparse.ArgumentParser, about: str) -> None:

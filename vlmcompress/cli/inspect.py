@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.models.data.samples import Sample, open_image
     from vlmcompress.quantization.plan.prompt_cost import too_small
     from vlmcompress.reduction.choice import parse
-    from vlmcompress.reduction.hooks import refusal
     from vlmcompress.reduction.hooks.picture import Counts, decide, sheet
+    from vlmcompress.reduction.support import family_refusal
     from vlmcompress.utils.folders import save
 
     out = Path(args.out)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> Outcome:
     model = hub.local(args.model)
     family = spec_for(read_config(model))
     for reducer in reducers:
-        if reason := refusal(family, reducer.method):
+        if reason := family_refusal(family, reducer.method):
             raise UserError(f"--reduce {reducer}: {reason}")
         if "query" in reducer.module.NEEDS and not args.question.strip():
             raise UserError(f"--reduce {reducer}: '{reducer.method}' looks at the question; add --question")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vlmcompress.cli._outcome import OK, Outcome
-from vlmcompress.utils.registry import FAMILIES, FORMATS, REDUCERS, SCHEMES, TARGETS, Registry
+from vlmcompress.utils.registry import FAMILIES, FORMATS, REDUCERS, SCHEMES, Registry
 from vlmcompress.utils.text import table
 
 GROUP = "look first"
@@ -50,7 +50,7 @@ def _registered(registry: Registry) -> Entries:
 def _targets() -> Entries:
     from vlmcompress.recipe import targets
 
-    machines = [(name, targets.get(name)) for name in TARGETS.names()]
+    machines = [(name, targets.get(name)) for name in targets.REGISTRY.names()]
     return [{"name": name, "about": f"{m.title}: {_defaults(m.schemes)}"} for name, m in machines]
 
 
@@ -68,7 +68,7 @@ def _recipes() -> Entries:
 
 
 def _reducers() -> Entries:
-    from vlmcompress.reduction.engine_support import served
+    from vlmcompress.reduction.support import served
 
     keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
     keys |= {"no_better_than": "NO_BETTER_THAN"}

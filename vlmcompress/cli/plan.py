@@ -13,7 +13,6 @@ from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.registry import TARGETS
 from vlmcompress.utils.text import figures, parse_size, size, table
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def options(parser: Parser) -> None:
         metavar="MODEL",
         help="folder with config.json, weights and processor may be missing; or an id on the Hub",
     )
-    parser.add_argument("--target", type=TARGETS.name, help="machine to serve on; see vlmcompress list targets")
+    parser.add_argument("--target", type=_flags.target_name, help="machine to serve on; see vlmcompress list targets")
     _flags.tensor_parallel(parser, "devices that share the model (tensor parallel)")
     parser.add_argument(
         "--image-size", aliases=["--image"], default="1024x1024", metavar="WxH", help="of an image; default: 1024x1024"

@@ -37,8 +37,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress import models
     from vlmcompress.quantization.inputs import placed, read_inputs
     from vlmcompress.recipe import resolve
-    from vlmcompress.reduction import hooks as hf_hooks
-    from vlmcompress.reduction import threshold_file
+    from vlmcompress.reduction import support, threshold_file
     from vlmcompress.reduction.choice import parse
     from vlmcompress.reduction.hooks import learning
 
@@ -48,10 +47,10 @@ def run(args: argparse.Namespace) -> Outcome:
     reducer = parse(f"{threshold_file.METHOD}:{args.keep}")
     values = {key: value for key, value in _flags.recipe_values(args).items() if key != "out"}
     recipe = resolve(values | {"scheme": "none"}).recipe
-    if reason := hf_hooks.refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
+    if reason := support.family_refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    hf_hooks.check(vlm, reducer)
+    support.check(vlm, reducer)
     with closing(ProgressBar()) as progress:
         inputs = read_inputs(recipe, vlm, "vlmcompress thresholds", progress)
         with placed(vlm):

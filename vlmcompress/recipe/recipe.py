@@ -26,7 +26,7 @@ from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils import hub, yaml_files
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.model_folder import is_adapter
-from vlmcompress.utils.registry import FORMATS, SCHEMES, TARGETS
+from vlmcompress.utils.registry import FORMATS, SCHEMES
 from vlmcompress.utils.settings import Layer, find, merge
 from vlmcompress.utils.text import check_size
 
@@ -254,7 +254,7 @@ def resolve(
     values, origins = merge(layers)
     layers.append(_format_layer(values))
     values, origins = merge(layers)
-    for key, registry in (("scheme", SCHEMES), ("target", TARGETS), ("format", FORMATS)):
+    for key, registry in (("scheme", SCHEMES), ("target", targets.REGISTRY), ("format", FORMATS)):
         if isinstance(values.get(key), str):
             values[key] = registry.name(values[key])
     if "scheme" not in values:
@@ -296,7 +296,7 @@ def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Laye
         return "target", {}
     if goal not in ("memory", "throughput", None):
         raise UserError(_wrong("goal", goal, "should be 'memory' or 'throughput'", origins))
-    return f"target {TARGETS.name(target)}", {"scheme": targets.default_scheme(target, goal)}
+    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.default_scheme(target, goal)}
 
 
 def _format_layer(values: Mapping[str, Any]) -> Layer:

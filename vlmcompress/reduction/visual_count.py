@@ -1,17 +1,13 @@
-"""Visual tokens of images and videos by the family's own rule, before and after a reducer, and the patches behind them.
+"""Visual tokens of images and videos by the family's own rule, before and after a reducer, and the patches of the encoder.
 
-Images go by `ModelSpec.layout` with the model's processor. Where the folder has no processor, a stand-in takes the sizes from
-config.json, and what only a processor's files say, the limits of pixels, from transformers' defaults; `Counted.notes` says so.
-
-Videos, with f frames of the size that the processor makes of them (checked against the processors of transformers 5.17):
-
-    Qwen          ceil(f / 2) grids of the frame; Qwen3-VL resizes all frames together to a number of pixels
-    InternVL      f times the tokens of one tile
-    OneVision     f pooled grids of ceil(n / 2)^2, and one newline
+Images go by `ModelSpec.layout` with the model's processor, videos by `ModelSpec.video` with frames of the size that the
+processor makes of them (checked against the processors of transformers 5.17). Where the folder has no processor, a stand-in has
+the settings that config.json implies (`ModelSpec.placeholders` and `image_processor`); `Rule.notes` says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +18,7 @@ from typing import Any
 from transformers import AutoImageProcessor
 
 from vlmcompress import models
-from vlmcompress.models import Layout, ModelSpec
+from vlmcompress.models import Layout, ModelSpec, Piece, square_patches
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.views import tokens_left
 from vlmcompress.reduction.support import chooses_images
@@ -76,33 +72,32 @@ class Rule:
         notes: what was assumed, for people.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], spec: ModelSpec | None):
+    def __init__(self, path: Path, config: Any, spec: ModelSpec | None):
+        """`path`: the model's folder; `config`: its config, as transformers has it; `spec`: None: of no family."""
         if spec is None:
             raise UserError(
-                f"visual tokens of '{config.get('model_type')}' are not known here; plan its text with "
-                "--images-per-request 0"
+                f"visual tokens of '{config.model_type}' are not known here; plan its text with --images-per-request 0"
             )
         self.spec, self.config = spec, config
         self.notes: tuple[str, ...] = ()
         try:
             self.processor: Any = models.load_processor(path)
         except UserError:
-            self.processor = _stand_in(path, config, spec)
-            self.notes = self.processor.notes
+            self.processor, self.notes = _stand_in(path, config, spec)
 
     def count(self, pictures: Pictures) -> Counted:
         """Count the tokens of pictures. UserError for sizes that the processor refuses, or a video where none are counted."""
         layouts = layouts_of(self.spec, self.processor, pictures.images)
-        patches = [
-            piece
-            for layout, size in zip(layouts, pictures.images, strict=True)
-            for piece in self._patches(layout, size)
-        ]
-        film, patch = self._video(*pictures.video) if pictures.video else (None, 0)
-        video = math.prod(film) + (self.spec.family == "llava-onevision") if film else 0
+        patches = [count for layout in layouts for piece in layout.pieces for count in self._patches(piece)]
+        film = self._video(*pictures.video) if pictures.video else None
+        video = math.prod(film) + bool(self.spec.newlines) if film else 0
+        if film:
+            frames, rows, columns = film
+            whole = self.spec.visual_grid == "thw"
+            patches += [self._side**2 * rows * columns if whole else square_patches(self.config.vision_config)] * frames
         largest = max((self._try(size) for size in LARGE), default=0)
         longest = max([largest, video, *(layout.tokens for layout in layouts)])
-        return Counted(layouts, film, video, (*patches, *([patch] * film[0] if film else ())), longest)
+        return Counted(layouts, film, video, tuple(patches), longest)
 
     def _try(self, size: Size) -> int:
         try:
@@ -110,44 +105,30 @@ class Rule:
         except UserError:
             return 0
 
-    def _patches(self, layout: Layout, size: Size) -> list[int]:
-        """Patches of each piece of an image that the encoder sees by itself."""
-        vision = self.config.get("vision_config") or {}
-        if self.spec.visual_grid == "thw":
-            return [layout.tokens * int(vision.get("spatial_merge_size") or 2) ** 2]
-        if self.spec.visual_grid == "shapes":
-            factor = int(self.config.get("downsample_factor") or 2) ** 2
-            return [piece.rows * piece.columns * factor for piece in layout.pieces]
-        per_tile = (_first(vision.get("image_size"), 384) // _first(vision.get("patch_size"), 14)) ** 2
-        return [per_tile] * (self._tiles(size) if self.spec.visual_grid == "anyres" else len(layout.pieces))
+    @property
+    def _side(self) -> int:
+        return self.spec.token_side(self.config) if self.spec.token_side else 1
 
-    def _tiles(self, size: Size) -> int:
-        from transformers.image_processing_utils import select_best_resolution
+    def _patches(self, piece: Piece) -> list[int]:
+        """Patches of each picture that the encoder sees for a piece of an image."""
+        if piece.tiles is None:
+            return [piece.rows * piece.columns * self._side**2]
+        return [square_patches(self.config.vision_config)] * piece.tiles
 
-        images_of = self.processor.image_processor
-        side = images_of.size.get("shortest_edge") or images_of.size["height"]
-        canvas = select_best_resolution((size[1], size[0]), images_of.image_grid_pinpoints)
-        return 1 + (canvas[0] // side) * (canvas[1] // side)
-
-    def _video(self, frames: int, width: int, height: int) -> tuple[tuple[int, int, int], int]:
-        """The grid of a video's tokens, and the patches of each frame of it, which the encoder sees by itself."""
+    def _video(self, frames: int, width: int, height: int) -> tuple[int, int, int]:
+        """The grid of a video's tokens."""
         if width * height > LARGEST or frames > MOST_FRAMES:
             raise UserError(
                 f"video {frames}x{width}x{height} is larger than {MOST_FRAMES:,} frames of {LARGEST / 1e6:.0f} Mpx"
             )
-        family, vision = self.spec.family, self.config.get("vision_config") or {}
-        per_tile = (_first(vision.get("image_size"), 384) // _first(vision.get("patch_size"), 14)) ** 2
-        if family == "internvl":
-            side = math.isqrt(int(self.processor.image_seq_length))
-            return (frames, side, side), per_tile
-        if family == "llava-onevision":
-            side = math.isqrt(int(self.processor.num_image_tokens))
-            return (frames, math.ceil(side / 2), math.ceil(side / 2)), per_tile
-        if self.spec.visual_grid == "thw":
-            rows, columns = _video_grid(self.processor, self.spec, frames, width, height)
-            merge = int(vision.get("spatial_merge_size") or 2) ** 2
-            return (math.ceil(frames / 2), rows, columns), rows * columns * merge
-        raise UserError(f"videos of {family} are not counted here; give the frames as --images-per-request")
+        if self.spec.video is None:
+            raise UserError(
+                f"videos of {self.spec.family} are not counted here; give the frames as --images-per-request"
+            )
+        try:
+            return self.spec.video(self.processor, frames, width, height)
+        except ValueError as error:
+            raise UserError(f"video {frames}x{width}x{height}: the model's processor refuses it ({error})") from error
 
 
 def layouts_of(spec: ModelSpec, processor: Any, sizes: Sequence[Size]) -> tuple[Layout, ...]:
@@ -203,92 +184,27 @@ def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]
     return images + ([(1, rows, columns)] * frames if hasattr(chosen.module, "merge") else [counted.film])
 
 
-def _video_grid(processor: Any, spec: ModelSpec, frames: int, width: int, height: int) -> tuple[int, int]:
-    """Rows and columns of tokens of a frame of a video, as the processors of the Qwen family resize it."""
-    from transformers.models.qwen2_vl import image_processing_qwen2_vl, video_processing_qwen2_vl
-    from transformers.models.qwen3_vl import video_processing_qwen3_vl
+def _stand_in(path: Path, config: Any, spec: ModelSpec) -> tuple[Any, tuple[str, ...]]:
+    """What the layouts read of a processor, from config.json, and from preprocessor_config.json where that is there alone.
 
-    of = getattr(processor, "video_processor", None)
-    together = spec.family not in ("qwen2-vl", "qwen2-5-vl")
-    if of is None:
-        source: Any = (
-            video_processing_qwen3_vl.Qwen3VLVideoProcessor
-            if together
-            else video_processing_qwen2_vl.Qwen2VLVideoProcessor
-        )
-        of = source(patch_size=processor.image_processor.patch_size, merge_size=processor.image_processor.merge_size)
-    unit, low, high = of.patch_size * of.merge_size, of.size["shortest_edge"], of.size["longest_edge"]
-    try:
-        if together:
-            high_wide = video_processing_qwen3_vl.smart_resize(
-                num_frames=frames, height=height, width=width, factor=unit, min_pixels=low, max_pixels=high,
-                temporal_factor=of.temporal_patch_size,
-            )  # fmt: skip
-        else:
-            high_wide = image_processing_qwen2_vl.smart_resize(height, width, unit, min_pixels=low, max_pixels=high)
-    except ValueError as error:
-        raise UserError(f"video {frames}x{width}x{height}: the model's processor refuses it ({error})") from error
-    return high_wide[0] // unit, high_wide[1] // unit
-
-
-def _stand_in(path: Path, config: dict[str, Any], spec: ModelSpec) -> Any:
-    """What the layouts ask of a processor, from config.json, and from preprocessor_config.json where that is there alone."""
-    vision = config.get("vision_config") or {}
-    side, patch = _first(vision.get("image_size"), 384), _first(vision.get("patch_size"), 14)
-    note = "the folder has no processor: sizes are those of config.json"
-    whole: tuple[str, ...] = ()
+    Second, what was assumed.
+    """
+    notes: tuple[str, ...] = ()
     image_processor: Any = None
     if (path / "preprocessor_config.json").is_file():
-        try:
-            with models.quiet():
-                image_processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
-        except (ValueError, OSError, TypeError, KeyError, AttributeError, ImportError):
-            image_processor = None
+        with contextlib.suppress(ValueError, OSError, TypeError, KeyError, AttributeError, ImportError), models.quiet():
+            image_processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
     if image_processor is None:
-        image_processor = _images(config, spec, side, patch)
-        whole = (note,)
-        if spec.visual_grid == "thw":
-            whole = (
-                f"{note}, and an image has up to transformers' {image_processor.size['longest_edge'] / 1e6:.2f} Mpx",
+        if spec.image_processor is None:
+            raise UserError(
+                f"visual tokens of {spec.family} depend on its processor; copy preprocessor_config.json from the source"
             )
-    tokens = config.get("image_seq_length") or config.get("mm_tokens_per_image") or (side // patch) ** 2
-    attributes = {
-        "image_processor": image_processor,
-        "num_additional_image_tokens": 1,
-        "vision_feature_select_strategy": config.get("vision_feature_select_strategy", "default"),
-        "patch_size": patch,
-        "image_seq_length": tokens,
-        "num_image_tokens": (side // patch) ** 2,
-        "notes": whole,
-    }
-    if spec.family == "llava-onevision":
-        attributes["vision_aspect_ratio"] = config.get("vision_aspect_ratio") or "anyres_max_9"
-    return SimpleNamespace(**attributes)
-
-
-def _images(config: dict[str, Any], spec: ModelSpec, side: int, patch: int) -> Any:
-    """An image processor's settings where there are none."""
-    square = {"height": side, "width": side}
-    if spec.visual_grid == "thw":
-        from transformers import Qwen2VLImageProcessor
-
-        merge = int((config.get("vision_config") or {}).get("spatial_merge_size") or 2)
-        return Qwen2VLImageProcessor(patch_size=patch, merge_size=merge)
-    if spec.visual_grid == "anyres" and (points := config.get("image_grid_pinpoints")):
-        return SimpleNamespace(size={"shortest_edge": side}, image_grid_pinpoints=points)
-    if spec.family == "internvl":
-        return SimpleNamespace(size=square, min_patches=1, max_patches=12)
-    if spec.family in ("llava", "gemma3"):
-        return SimpleNamespace(
-            do_resize=True, size={"shortest_edge": side}, do_center_crop=True, crop_size=square, do_pad=False
-        )
-    raise UserError(
-        f"visual tokens of {spec.family} depend on its processor; copy preprocessor_config.json from the source"
-    )
-
-
-def _first(value: Any, default: int) -> int:
-    """A side that is one number, or the first of several."""
-    if isinstance(value, list | tuple) and value:
-        value = value[0]
-    return value if isinstance(value, int) and value > 0 else default
+        image_processor = spec.image_processor(config)
+        note = "the folder has no processor: sizes are those of config.json"
+        if spec.visual_grid == "thw":
+            most = image_processor.size["longest_edge"] / 1e6
+            note += f", and an image has up to transformers' {most:.2f} Mpx"
+        notes = (note,)
+    settings = spec.placeholders(config) if spec.placeholders else {}
+    whole = {name: value for name, value in settings.items() if "." not in name}
+    return SimpleNamespace(image_processor=image_processor, **whole), notes

@@ -26,9 +26,10 @@ from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.plan.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
-from vlmcompress.reduction.hooks import gated, refusal
+from vlmcompress.reduction.hooks import gated
 from vlmcompress.reduction.hooks.gated import Gate, Gated
 from vlmcompress.reduction.methods import REGISTRY, Grid, Signals, learned, reduce, too_small
+from vlmcompress.reduction.support import family_refusal
 from vlmcompress.training import distillation, teacher_cache
 from vlmcompress.training.recovery_files import RecoveryFiles, model_facts, run_settings
 from vlmcompress.training.teacher_cache import Data
@@ -267,7 +268,7 @@ def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
         raise UserError(f"{out} is there already; choose another name, or add --overwrite")
     if out.exists() and not scorer_file.is_scorer(out):
         raise UserError(f"{out} is no scorer, so it is not ours to overwrite; choose another name")
-    if reason := refusal(models.spec_for(models.read_config(recipe.model)), "learned"):
+    if reason := family_refusal(models.spec_for(models.read_config(recipe.model)), "learned"):
         raise UserError(reason)
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import importlib.util
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,23 @@ class Registry:
     Args:
         package: dotted name of the folder, e.g. `vlmcompress.quantization.schemes`; also the entry-point group.
         noun: what one entry is called in messages, e.g. `scheme`.
+        table: entries by name, where `package` is one module that holds them instead of a folder of modules.
     """
 
-    def __init__(self, package: str, noun: str):
+    def __init__(self, package: str, noun: str, table: Mapping[str, Any] | None = None):
         self.package = package
         self.noun = noun
+        self.table = table or {}
+        self._folder = (
+            Path(__file__).parents[1].joinpath(*package.split(".")[1:])
+        )  # importing it would bring torch along
 
     @functools.cached_property
     def _modules(self) -> dict[str, str]:
         """Map each entry's recipe name to its dotted module name."""
-        spec = importlib.util.find_spec(self.package)  # finds the folder without importing it, and torch with it
-        assert spec is not None and spec.submodule_search_locations is not None
-        modules = {
+        modules = dict.fromkeys(self.table, self.package) | {
             info.name.replace("_", "-"): f"{self.package}.{info.name}"
-            for info in pkgutil.iter_modules(spec.submodule_search_locations)
+            for info in pkgutil.iter_modules([str(self._folder)])
             if not info.name.startswith("_")
         }
         for point in entry_points(group=self.package):
@@ -75,11 +77,11 @@ class Registry:
         return {alias: name for name in self._modules for alias in self.aliases(name)}
 
     def get(self, name: str) -> Any:
-        """The module behind `name`; what it has, the folder's docstring says. Raises `UserError` with the closest name when
-        there is none."""
+        """The row or the module of `name`; what a module has, the folder's docstring says. Raises `UserError` with the closest
+        name when there is none."""
         if name not in self._modules:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
-        return importlib.import_module(self._modules[name])
+        return self.table[name] if name in self.table else importlib.import_module(self._modules[name])
 
     def summary(self, name: str) -> str:
         """The first sentence of an entry's docstring, read from its file without importing it."""
@@ -104,12 +106,8 @@ class Registry:
 
     def _tree(self, name: str) -> ast.Module | None:
         """The syntax tree of an entry of the package's own; None for one that joined through an entry point."""
-        module = self._modules[name]
-        spec = importlib.util.find_spec(self.package)
-        if module.rpartition(".")[0] != self.package or not spec or not spec.submodule_search_locations:
-            return None
-        files = (Path(folder, f"{module.rpartition('.')[2]}.py") for folder in spec.submodule_search_locations)
-        return _parsed(next(file for file in files if file.is_file()))
+        package, _, module = self._modules[name].rpartition(".")
+        return _parsed(self._folder / f"{module}.py") if package == self.package else None
 
 
 @functools.cache
@@ -124,6 +122,5 @@ FORMATS = Registry("vlmcompress.export.formats", "format")
 FAMILIES = Registry("vlmcompress.models.families", "model family")
 LLAMACPP = Registry("vlmcompress.export.gguf.families", "family of llama.cpp")
 OPENVINO = Registry("vlmcompress.export.openvino.families", "family of OpenVINO")
-TARGETS = Registry("vlmcompress.recipe.targets", "target")
 VERBS = Registry("vlmcompress.cli", "verb")
 LAUNCHERS = Registry("vlmcompress.export.launch", "launch file")

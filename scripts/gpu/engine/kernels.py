@@ -1,4 +1,4 @@
-"""Every scheme of a shape loaded by vLLM: which kernel runs which layer, and whether `vlmcompress/recipe/targets` says so.
+"""Every scheme of a shape loaded by vLLM: which kernel runs which layer, and whether `recipe.targets` says so.
 
 The checkpoints are shallow: a kernel is chosen by a layer's type and shape, not by the number of layers. Several engines run
 at a time, each a process of its own. What the target refuses is left out and named.
@@ -125,7 +125,7 @@ def judged(key: str, expected: str, loaded: dict[str, Any]) -> dict[str, Any]:
     if not kernels:
         wrong.append("no layer has a kernel; was it loaded quantized?")
     if strange := sorted(kernel for kernel in kernels.keys() | loaded["logged"].keys() if not fits(expected, kernel)):
-        wrong.append(f"runs in {', '.join(strange)}, targets/ says {expected}")
+        wrong.append(f"runs in {', '.join(strange)}, recipe.targets says {expected}")
     return {**about, **({"wrong": wrong} if wrong else {})}
 
 

@@ -16,8 +16,9 @@ from tests.kit.tiny import build
 from vlmcompress.models import all_specs, load
 from vlmcompress.reduction import block as carried
 from vlmcompress.reduction.choice import parse
-from vlmcompress.reduction.hooks import KeptWhole, attach, attach_carried, refusal
+from vlmcompress.reduction.hooks import KeptWhole, attach, attach_carried
 from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.support import family_refusal
 from vlmcompress.utils.errors import UserError
 
 pytestmark = pytest.mark.representatives
@@ -86,7 +87,7 @@ def test_text_alone_is_untouched(family, method):
 
 def test_refusals_are_one_line():
     for spec, method in itertools.product(all_specs(), REGISTRY.names()):
-        reason = refusal(spec, method)
+        reason = family_refusal(spec, method)
         if reason is None:
             assert spec.visual_grid is not None, (spec.family, method)
         else:
@@ -94,7 +95,7 @@ def test_refusals_are_one_line():
 
 
 def test_what_is_refused_and_what_is_not():
-    works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
+    works = {spec.family: [m for m in REGISTRY.names() if family_refusal(spec, m) is None] for spec in all_specs()}
     inside = ["dart-llm", "dyrate", "fastv", "pevlm", "pyramiddrop"]
     after = [
         "cdpruner",

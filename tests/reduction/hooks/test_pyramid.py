@@ -12,9 +12,9 @@ from tests.kit.attached_cases import GREEDY, INSIDE, extended, recorded
 from tests.kit.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from vlmcompress.models import VLM
 from vlmcompress.reduction.choice import parse
-from vlmcompress.reduction.hooks import Reduced, attach, check
+from vlmcompress.reduction.hooks import Reduced, attach
 from vlmcompress.reduction.methods import Reduction
-from vlmcompress.reduction.support import check_config
+from vlmcompress.reduction.support import check, check_config
 from vlmcompress.utils.errors import UserError
 
 

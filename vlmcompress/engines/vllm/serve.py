@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from vlmcompress.engines.local import how_it_ended, keep_log, last_words, start_process, stop_process
 from vlmcompress.engines.vllm import ENVIRONMENT, environment, installed, interpreter, slow, speculation
 from vlmcompress.export import readers
-from vlmcompress.reduction import engine_support as reducer_support
+from vlmcompress.reduction import support
 from vlmcompress.utils import model_folder, schema
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import note
@@ -292,13 +292,13 @@ def _config(model: Path) -> dict:
 def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     """The reducer that a checkpoint carries, if any. UserError where vLLM would refuse it, as vLLM shows a traceback."""
     names = config.get("architectures") or []
-    if "vlmcompress" not in config and not any(str(name).startswith(reducer_support.PREFIX) for name in names):
+    if "vlmcompress" not in config and not any(str(name).startswith(support.PREFIX) for name in names):
         return None
     from vlmcompress.reduction import block as reducer_block  # which brings torch along
 
     try:
         carried = reducer_block.read(config)
-        reason = carried and reducer_support.refusal(names[0], carried.reducer)
+        reason = carried and support.engine_refusal(names[0], carried.reducer)
     except UserError as error:
         reason = str(error)
     if reason:

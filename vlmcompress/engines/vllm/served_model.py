@@ -5,6 +5,7 @@ Its decoder is described by what each of its blocks caches on one of several dev
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -283,10 +284,10 @@ def open_model(path: Path) -> Model:
 
 
 def _like(meta_model: PreTrainedModel) -> ModelSpec | None:
-    """The family that a model of an unknown one takes its tower from: that of Qwen3-VL, as Qwen3.5 does."""
-    like: ModelSpec = models.REGISTRY.get("qwen3-vl").SPEC
-    try:
-        blocks: Any = meta_model.get_submodule(like.vision_layers)
-        return like if "Qwen3" in type(blocks[0]).__name__ else None
-    except (AttributeError, IndexError):
-        return None
+    """The family whose tower a model of an unknown one has, by the name of the tower's blocks."""
+    for spec in models.all_specs():
+        with contextlib.suppress(AttributeError, IndexError):
+            blocks: Any = meta_model.get_submodule(spec.vision_layers)
+            if spec.tower_blocks and spec.tower_blocks in type(blocks[0]).__name__:
+                return spec
+    return None

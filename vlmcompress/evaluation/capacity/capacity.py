@@ -26,7 +26,7 @@ from vlmcompress.quantization.plan import kv_cache, roofline
 from vlmcompress.quantization.plan.findings import MEMORY_SHARE
 from vlmcompress.recipe.targets import Target
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction import engine_support as reducer_support
+from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.visual_count import Counted, Pictures, Rule, kept, per_block
 from vlmcompress.utils.errors import UserError
@@ -206,7 +206,7 @@ def _count(model: Model, request: Request, notes: list[str]) -> tuple[Counted, i
     """The visual tokens of a request, and those that its reducer leaves; None without one, or where it depends on the image."""
     if not request.pictures.images and not request.pictures.video:
         return Counted((), None, 0, (), 0), None
-    rule = Rule(model.path, model.config, model.pictures)
+    rule = Rule(model.path, model.meta_model.config, model.pictures)
     notes += rule.notes
     counted = rule.count(request.pictures)
     chosen = request.reduce
@@ -217,7 +217,7 @@ def _count(model: Model, request: Request, notes: list[str]) -> tuple[Counted, i
             f"--reduce {chosen}: the family '{model.config.get('model_type')}' is not one that is reduced here"
         )
     try:
-        reducer_support.check(VLM(model.meta_model, None, model.spec, model.path), model.config, chosen, files=False)
+        support.check(VLM(model.meta_model, None, model.spec, model.path), chosen, engine="vllm", files=False)
     except UserError as error:
         raise UserError(f"--reduce {chosen}: {error}") from error
     left = kept(counted, chosen, model.spec)

@@ -23,7 +23,7 @@ from vlmcompress.export.layer_targets import misnamed, misread
 from vlmcompress.export.stored import Stored
 from vlmcompress.models import Group, ModelSpec
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction import engine_support as reducer_support
+from vlmcompress.reduction import scorer_file, support
 from vlmcompress.utils import identity, tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import Finding, reason
@@ -183,8 +183,9 @@ def _reducer(subject: _Subject) -> str:
     if carried is None:
         return "none, all visual tokens are kept"
     vlm = models.VLM(subject.meta_model, None, subject.spec, subject.path)
-    reducer_support.check(vlm, subject.config, carried.reducer, engine="transformers", folder=subject.path)
-    reason = reducer_support.refusal(subject.config["architectures"][0], carried.reducer)
+    support.check(vlm, carried.reducer)
+    scorer_file.known(vlm.model.config, carried.reducer, subject.path)
+    reason = support.engine_refusal(subject.config["architectures"][0], carried.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
     return f"{carried.reducer.label}, {where}"
 

@@ -6,8 +6,11 @@ Its norms compute `x * (1 + weight)`, and each block has four of them: the MLP r
 
 from __future__ import annotations
 
-from vlmcompress.models._images import pooled
-from vlmcompress.models._placeholders import pooled_tokens
+import math
+from types import SimpleNamespace
+from typing import Any
+
+from vlmcompress.models._images import Layout, Piece
 from vlmcompress.models._spec import (
     ATTENTION_OUT,
     CLIP,
@@ -18,6 +21,29 @@ from vlmcompress.models._spec import (
     LinearGroup,
     ModelSpec,
 )
+
+
+def layout(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Layout of Gemma 3: the image resized to a square whatever its shape (pan and scan is off unless a call asks for it)."""
+    n = math.isqrt(processor.image_seq_length)
+    return Layout((Piece.whole(n, n, width, height),))
+
+
+def placeholders(config: Any) -> dict[str, Any]:
+    """Settings of Gemma 3's processor."""
+    return {"image_seq_length": config.mm_tokens_per_image}
+
+
+def image_processor(config: Any) -> Any:
+    """Nothing: `layout` reads no setting of it."""
+    return SimpleNamespace()
+
+
+def token_side(config: Any) -> int:
+    """A mean of patches."""
+    vision = config.vision_config
+    return vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image)
+
 
 SPEC = ModelSpec(
     family="gemma3",
@@ -34,10 +60,13 @@ SPEC = ModelSpec(
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
     image_token="image_token_index",
-    layout=pooled,
-    placeholders=pooled_tokens,
+    layout=layout,
+    placeholders=placeholders,
+    image_processor=image_processor,
+    token_side=token_side,
     visual_grid="tiles",
     vision_joint=("self_attn", "layer_norm2"),
+    merging_towers=(("siglip_vision_model", "full"),),
     mixed_blocks="attention in windows, and both ways within an image",
     norm_offset=1.0,
     engine_prefixes=LLAVA_ENGINE,

@@ -11,8 +11,10 @@ The tower of audio, where there is one, stays as it is.
 
 from __future__ import annotations
 
-from vlmcompress.models._images import budgeted, budgets
-from vlmcompress.models._placeholders import pooled_patches
+from operator import attrgetter
+from typing import Any
+
+from vlmcompress.models._images import ImageSetting, Layout, Piece
 from vlmcompress.models._spec import DOWN, QKV, LinearGroup, ModelSpec, Prefixes
 
 ENGINE: Prefixes = (
@@ -23,6 +25,34 @@ ENGINE: Prefixes = (
     ("model.embed_audio", "embed_audio"),
     ("lm_head", "language_model.lm_head"),
 )
+
+
+def layout(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Layout of Gemma 4: one grid in the image's own shape, scaled up or down to the budget of tokens."""
+    from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
+
+    images_of = processor.image_processor
+    patch, pool = images_of.patch_size, images_of.pooling_kernel_size
+    sides = get_aspect_ratio_preserving_size(height, width, patch, images_of.max_soft_tokens * pool**2, pool)
+    rows, columns = (side // (patch * pool) for side in sides)
+    return Layout((Piece.whole(rows, columns, width, height),))
+
+
+def placeholders(config: Any) -> dict[str, Any]:
+    """Settings of Gemma 4's processor."""
+    vision = config.vision_config
+    names = ("patch_size", "pooling_kernel_size")
+    return {f"image_processor.{name}": getattr(vision, name) for name in names}
+
+
+def sizes(processor: Any) -> list[ImageSetting]:
+    """Settings of Gemma 4: the budget of tokens, one of those that it was trained with."""
+    now = processor.image_processor.max_soft_tokens
+    trained = (70, 140, 280, 560, 1120)
+    return [ImageSetting(budget, {"max_soft_tokens": budget}) for budget in trained if budget < now] + [
+        ImageSetting(now)
+    ]
+
 
 SPEC = ModelSpec(
     family="gemma4",
@@ -50,9 +80,10 @@ SPEC = ModelSpec(
     ),
     vision_whole=True,
     image_token="image_token_id",
-    layout=budgeted,
-    placeholders=pooled_patches,
-    sizes=budgets,
+    layout=layout,
+    placeholders=placeholders,
+    sizes=sizes,
+    token_side=attrgetter("vision_config.pooling_kernel_size"),
     mixed_blocks="attention in windows, and in large models both ways within an image",
     engine_prefixes=ENGINE,
     engine_mapper=(*ENGINE, ("model", "language_model.model")),

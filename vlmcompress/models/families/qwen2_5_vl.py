@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from vlmcompress.models._images import native, pixels
-from vlmcompress.models._placeholders import patch_grid
 from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, ModelSpec
+from vlmcompress.models.families import qwen2_vl
 
 SPEC = ModelSpec(
     family="qwen2-5-vl",
@@ -22,9 +21,12 @@ SPEC = ModelSpec(
     ),
     vision_attention="attn",
     image_token="image_token_id",
-    layout=native,
-    placeholders=patch_grid,
-    sizes=pixels,
+    layout=qwen2_vl.layout,
+    placeholders=qwen2_vl.placeholders,
+    image_processor=qwen2_vl.image_processor,
+    sizes=qwen2_vl.sizes,
+    video=qwen2_vl.video,
+    token_side=qwen2_vl.SPEC.token_side,
     positions="mrope",
     visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,

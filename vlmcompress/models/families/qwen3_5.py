@@ -6,9 +6,8 @@ Three of four blocks mix tokens by a Gated DeltaNet, a linear attention with a r
 
 from __future__ import annotations
 
-from vlmcompress.models._images import native, pixels
-from vlmcompress.models._placeholders import patch_grid
 from vlmcompress.models._spec import GATED_DELTA_NET, LLAMA, MTP, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
+from vlmcompress.models.families import qwen2_vl, qwen3_vl
 
 SPEC = ModelSpec(
     family="qwen3-5",
@@ -21,9 +20,12 @@ SPEC = ModelSpec(
     vision_groups=QWEN3_TOWER,
     vision_attention="attn",
     image_token="image_token_id",
-    layout=native,
-    placeholders=patch_grid,
-    sizes=pixels,
+    layout=qwen2_vl.layout,
+    placeholders=qwen2_vl.placeholders,
+    image_processor=qwen2_vl.image_processor,
+    sizes=qwen2_vl.sizes,
+    video=qwen3_vl.video,
+    token_side=qwen2_vl.SPEC.token_side,
     positions="mrope",
     visual_grid="thw",
     float32=("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm"),

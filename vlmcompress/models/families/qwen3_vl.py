@@ -5,9 +5,25 @@ The deepstack mergers are projectors: they stay as they are, even where the towe
 
 from __future__ import annotations
 
-from vlmcompress.models._images import native, pixels
-from vlmcompress.models._placeholders import patch_grid
+import math
+from typing import Any
+
 from vlmcompress.models._spec import LLAMA, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
+from vlmcompress.models.families import qwen2_vl
+
+
+def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, int, int]:
+    """Pairs of frames, all frames together resized to a number of pixels."""
+    from transformers.models.qwen3_vl import video_processing_qwen3_vl
+
+    settings = qwen2_vl.video_settings(processor, video_processing_qwen3_vl.Qwen3VLVideoProcessor)
+    unit, limits = settings.patch_size * settings.merge_size, settings.size
+    sides = video_processing_qwen3_vl.smart_resize(
+        num_frames=frames, height=height, width=width, factor=unit, min_pixels=limits["shortest_edge"],
+        max_pixels=limits["longest_edge"], temporal_factor=settings.temporal_patch_size,
+    )  # fmt: skip
+    return math.ceil(frames / 2), sides[0] // unit, sides[1] // unit
+
 
 SPEC = ModelSpec(
     family="qwen3-vl",
@@ -20,9 +36,13 @@ SPEC = ModelSpec(
     vision_groups=QWEN3_TOWER,
     vision_attention="attn",
     image_token="image_token_id",
-    layout=native,
-    placeholders=patch_grid,
-    sizes=pixels,
+    layout=qwen2_vl.layout,
+    placeholders=qwen2_vl.placeholders,
+    image_processor=qwen2_vl.image_processor,
+    sizes=qwen2_vl.sizes,
+    video=video,
+    token_side=qwen2_vl.SPEC.token_side,
+    tower_blocks="Qwen3",
     positions="mrope",
     visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,

@@ -12,8 +12,7 @@ from vlmcompress.models import Source
 from vlmcompress.quantization.plan import prompt_cost
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction import engine_support as reducer_support
-from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction import scorer_file, support
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.resize import Resize
@@ -104,14 +103,14 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
         carried = scorer_file.carried(before.reducer, source.path)
         return [*reasons, f"the model carries the reducer {before.reducer}; add --reduce {carried}, or another"]
     try:
-        reducer_support.check(source.vlm, source.config, recipe.reduce, engine="transformers")
+        support.check(source.vlm, recipe.reduce)
+        scorer_file.known(source.vlm.model.config, recipe.reduce)
     except UserError as error:
         return [f"reduce {recipe.reduce}: {error}"]
     if recipe.engine == "vllm":
-        try:
-            reducer_support.check_served(source.config, recipe.reduce)
-        except UserError as error:
-            reasons.append(f"reduce {recipe.reduce}: {error}; or --set engine=transformers")
+        for architecture in source.config.get("architectures") or []:
+            if reason := support.engine_refusal(architecture, recipe.reduce):
+                return [*reasons, f"reduce {recipe.reduce}: {reason}; or --set engine=transformers"]
     return reasons
 
 

@@ -23,6 +23,5 @@ from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks._attach import Attachment, KeptWhole
 from vlmcompress.reduction.hooks.attaching import attach, attach_carried
 from vlmcompress.reduction.hooks.units import Reduced
-from vlmcompress.reduction.support import check, refusal
 
-__all__ = ["Attachment", "ReducerChoice", "KeptWhole", "Reduced", "attach", "attach_carried", "check", "refusal"]
+__all__ = ["Attachment", "ReducerChoice", "KeptWhole", "Reduced", "attach", "attach_carried"]

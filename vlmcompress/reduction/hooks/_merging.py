@@ -192,11 +192,8 @@ class Merging(Early):
 
 def _tiles(vlm: VLM, sizes: Tensor) -> list[int]:
     """Number of tiles of each image of `sizes [images, 2]`, the whole image as one more."""
-    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-    config = vlm.model.config
-    side = config.vision_config.image_size
-    return [image_size_to_num_patches(size, config.image_grid_pinpoints, side) for size in sizes]
+    layouts = [vlm.spec.layout(vlm.processor, width, height, 1) for height, width in sizes.tolist()]
+    return [sum(piece.tiles or 1 for piece in layout.pieces) for layout in layouts]
 
 
 def _reduction(labels: Tensor) -> Reduction:

@@ -39,7 +39,7 @@ def attach(
         options: its `Options`, or a mapping of them; default: its defaults.
         counter: computes how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
 
-    Raises UserError when this model and this method do not go together (see `refusal`) or an option is wrong. An image
+    Raises UserError when this model and this method do not go together (see `support.check`) or an option is wrong. An image
     whose kept share rounds to no token is kept whole, with one warning (`KeptWhole`) for all such images.
     """
     if isinstance(method, str):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.models import VLM
+from vlmcompress.models import VLM, side_length, spec_for
 from vlmcompress.reduction.methods import Grid, Reduction
 from vlmcompress.utils.errors import UserError
 
@@ -100,13 +100,9 @@ def _images(vlm: VLM, call: Call, tokens: int) -> list[_Image]:
     config, kind = vlm.model.config, vlm.spec.visual_grid
     if kind == "anyres":
         return _anyres(vlm, call)
-    if kind == "thw":
-        side = config.vision_config.spatial_merge_size
-        grids = [(t, h // side, w // side) for t, h, w in call.get("image_grid_thw").tolist()]
-        return [(math.prod(grid), [(grid, slice(None))]) for grid in grids]
-    if kind == "shapes":
-        factor = config.downsample_factor
-        grids = [(1, h // factor, w // factor) for h, w in call.get("spatial_shapes").tolist()]
+    if kind in ("thw", "shapes"):
+        shapes, side = call.get("image_grid_thw" if kind == "thw" else "spatial_shapes").tolist(), block(config)
+        grids = [(frames[0] if frames else 1, h // side, w // side) for *frames, h, w in shapes]
         return [(math.prod(grid), [(grid, slice(None))]) for grid in grids]
     if kind == "patches":
         pixels, patch = call.get("pixel_values"), config.vision_config.patch_size
@@ -129,9 +125,6 @@ def _anyres(vlm: VLM, call: Call) -> list[_Image]:
 
 def tile(config: Any) -> Grid:
     """The grid of one tile, or of an image where all have one size, behind the pixel shuffle or the pooling."""
-    if hasattr(config, "mm_tokens_per_image"):
-        side = math.isqrt(config.mm_tokens_per_image)
-        return (1, side, side)
     size, unit = config.vision_config.image_size, patch(config) * block(config)
     rows, columns = size if isinstance(size, list | tuple) else (size, size)
     return (1, rows // unit, columns // unit)
@@ -139,17 +132,13 @@ def tile(config: Any) -> Grid:
 
 def patch(config: Any) -> int:
     """The side of a patch, in pixels."""
-    size = config.vision_config.patch_size
-    return size[0] if isinstance(size, list | tuple) else size
+    return side_length(config.vision_config.patch_size)
 
 
 def block(config: Any) -> int:
-    """Rows, and columns, of patches that one token is made of, by pixel shuffle or pooling; 1 where a patch is a token."""
-    if hasattr(config, "mm_tokens_per_image"):
-        return config.vision_config.image_size // patch(config) // math.isqrt(config.mm_tokens_per_image)
-    if hasattr(config, "scale_factor"):
-        return int(config.scale_factor)
-    return round(1 / config.downsample_ratio) if hasattr(config, "downsample_ratio") else 1
+    """Rows, and columns, of patches that one token is made of (`ModelSpec.token_side`); 1 where a patch is a token."""
+    token_side = spec_for({"model_type": config.model_type}).token_side
+    return token_side(config) if token_side else 1
 
 
 def whole(units: Sequence[Reduced], device: torch.device | None = None) -> Reduction:

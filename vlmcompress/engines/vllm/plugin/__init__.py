@@ -28,9 +28,9 @@ from vlmcompress.engines.vllm.plugin._cpu import (
     multiply_fp8,
     unpack_on_load,
 )
-from vlmcompress.reduction.engine_support import FAMILIES, PREFIX
+from vlmcompress.reduction.support import PREFIX, SERVED
 
-__all__ = ["FAMILIES", "register"]
+__all__ = ["SERVED", "register"]
 
 
 def register() -> None:
@@ -44,8 +44,8 @@ def register() -> None:
     from vlmcompress.engines.vllm.plugin import _draft, _medusa, _mended
     from vlmcompress.engines.vllm.plugin._loading import Loading, refusal
 
-    for family in FAMILIES.names():
-        original = FAMILIES.constant(family, "ARCHITECTURE")
+    for family in SERVED.names():
+        original = SERVED.constant(family, "ARCHITECTURE")
         name, reason = PREFIX + original, refusal(family)
         module = "_loading:Unsupported" if reason else f"{family.replace('-', '_')}:{name}"
         ModelRegistry.register_model(name, f"{__name__}.{module}")

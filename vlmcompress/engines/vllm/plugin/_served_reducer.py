@@ -18,9 +18,8 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import methods as reducers
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.engine_support import refusal
 from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
-from vlmcompress.reduction.support import check_config, check_counter, chooses_images
+from vlmcompress.reduction.support import check_config, check_counter, chooses_images, engine_refusal
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 
@@ -47,7 +46,7 @@ class ServedReducer:
                 f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
             )
         reducer, where = carried.reducer, f"config.json: {reducer_block.KEY}"
-        if reason := refusal(config["architectures"][0], reducer):
+        if reason := engine_refusal(config["architectures"][0], reducer):
             raise UserError(f"{where}: {reason}")
         try:
             spec = spec_for({"model_type": carried.model_type})
