@@ -237,7 +237,8 @@ def fp8_kernel() -> Any:
     from vllm.logger import init_logger
     from vllm.model_executor.kernels.linear.scaled_mm.pytorch import TorchFP8ScaledMMLinearKernel
 
-    class Fp8In16Bits(TorchFP8ScaledMMLinearKernel):
+    # "Kernel" is in the name, as vLLM logs it and `scripts/gpu/engine/probe.py` finds kernels by that word.
+    class Fp8In16BitsLinearKernel(TorchFP8ScaledMMLinearKernel):
         @classmethod
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:
             return True, None
@@ -261,7 +262,7 @@ def fp8_kernel() -> Any:
             products = products * As.reshape(-1, 1) * Bs.reshape(1, -1)
             return (products if bias is None else products + bias).to(out_dtype).view(*output_shape)
 
-    return Fp8In16Bits
+    return Fp8In16BitsLinearKernel
 
 
 NVFP4_VARIABLE, MX_VARIABLE = "VLMCOMPRESS_EMULATE_NVFP4", "VLMCOMPRESS_EMULATE_MX"
@@ -299,7 +300,7 @@ def _mxfp4_kernel() -> type:
 
     from vlmcompress.numerics import MXFP4, ActFormat, QTensor, round_activations, unpack_fp4
 
-    class MxFp4InPlainTorch(MxFp4LinearKernel):
+    class MxFp4InPlainTorchLinearKernel(MxFp4LinearKernel):
         is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
 
         @classmethod
@@ -314,4 +315,4 @@ def _mxfp4_kernel() -> type:
             rounded = round_activations(x, ActFormat("float", 4, dynamic=True, mx=True)).to(x.dtype)
             return torch.nn.functional.linear(rounded, layer.weight.to(x.dtype), bias)
 
-    return MxFp4InPlainTorch
+    return MxFp4InPlainTorchLinearKernel
