@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.engines import Answer, Engine, Refusals, Request, Run, Settings, media_file
+from vlmcompress.engines import Answer, Engine, Job, Refusals, Request, Run, Settings, media_file
 from vlmcompress.engines.local import WORKER, Local
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import model_hash
-from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.workers import Failed, Workers
 
 PARTS = 2  # parts for each worker, so that a slow one holds up less
@@ -35,43 +34,30 @@ MIXED = ("version", "device_name", "dtype")  # of an engine's description, where
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(Engine):
     """The engine `engine` on `workers`. Its name is that engine's: the answers are, too."""
 
     engine: Engine
     workers: Workers
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return self.engine.name
 
     @property
-    def local(self) -> bool:
+    def local(self) -> bool:  # type: ignore[override]
         return self.engine.local
 
-    def answer(
-        self,
-        model: str | Path,
-        requests: Sequence[Request],
-        *,
-        media: str | Path,
-        settings: Settings | None = None,
-        label: str = "answering",
-        progress: Progress | None = None,
-        on_answer: Callable[[Answer], None] | None = None,
-    ) -> Run:
-        """Answer all requests greedily; see `engines.Engine`. `engine["workers"]` of the result says how many there were.
-
-        The seconds are those of all workers together.
-        """
-        settings, progress = settings or Settings(), progress or (lambda *_: None)
-        folder = Path(model).absolute()
+    def _answer(self, job: Job) -> Run:
+        """Answer on all workers; `engine["workers"]` says how many there were. The seconds are those of all together."""
+        settings, folder = job.settings, Path(job.model).absolute()
         shared = Part(_portable(self.engine), str(folder), hub.identity(folder), model_hash(folder), settings)
-        jobs = _Jobs(shared, divide(requests, self._batch(settings), PARTS * self.workers.size), Path(media).resolve())
+        parts = divide(job.requests, self._batch(settings), PARTS * self.workers.size)
+        jobs = _Jobs(shared, parts, job.media.resolve())
         answers: dict[str, Answer] = {}
         refusals = Refusals(str(folder), settings.refusals)
         runs: dict[int, Run] = {}
-        progress(f"{label}: {len(jobs)} parts, {self.workers.name}", 0, len(requests))
+        job.progress(f"{job.label}: {len(jobs)} parts, {self.workers.name}", 0, len(job.requests))
         with contextlib.closing(self.workers.map(answer_part, jobs)) as results:
             for index, run in results:
                 if isinstance(run, Failed):
@@ -81,14 +67,10 @@ class DataParallel:
                     if answer.refused:
                         refusals.add(answer.id, answer.refused)
                     answers[answer.id] = answer
-                    if on_answer:
-                        on_answer(answer)
-                progress(label, len(answers), len(requests))
-        return Run(
-            answers,
-            _described(runs, min(self.workers.size, len(jobs))),
-            round(sum(run.seconds for run in runs.values()), 2),
-        )
+                    job.on_answer(answer)
+                job.progress(job.label, len(answers), len(job.requests))
+        seconds = round(sum(run.seconds for run in runs.values()), 2)
+        return Run(answers, _described(runs, min(self.workers.size, len(jobs))), seconds)
 
     def _batch(self, settings: Settings) -> int:
         """The requests that the engine computes together; 0: as they come."""

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,10 @@ from vlmcompress.engines.local import Local
 
 PACKAGE = "transformers"
 IN_FLIGHT = 8  # requests of a batch, unless the settings say
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENGINE = Local(
     name="hf",
     title="transformers",
     module=Path(__file__),
-    interpreter=lambda: sys.executable,
-    environment=lambda: {**ENVIRONMENT, **os.environ},
     advice="pip install vlmcompress there again",
     batch=IN_FLIGHT,
     videos=True,

@@ -47,6 +47,7 @@ def register() -> None:
 
     if left_out(PART):
         return
+    # vllm/transformers_utils/config.py::maybe_override_with_speculators reads a draft's config by this registry.
     register_speculator(draft_images.SPECULATOR)(_update)
     ModelRegistry.register_model(draft_images.ARCHITECTURE, f"{__package__}._draft_model:{draft_images.ARCHITECTURE}")
     when_imported(RUNNER, _replace)
@@ -58,10 +59,12 @@ def _update(config_dict: dict[str, Any], pre_trained_config: dict[str, Any]) -> 
 
     update_eagle3(config_dict, pre_trained_config)
     pre_trained_config["architectures"] = [draft_images.ARCHITECTURE]
+    # vllm/config/vllm.py::VllmConfig.use_v2_model_runner; no config of a draft can choose the runner otherwise.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 def _replace(module: Any) -> None:
     from vlmcompress.engines.vllm.plugin._draft_proposer import Proposer
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner makes it by this name of its module. Goes with that runner.
     module.EagleProposer = Proposer

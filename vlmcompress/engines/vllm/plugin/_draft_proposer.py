@@ -104,6 +104,8 @@ class Proposer(EagleProposer):
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Fill the buffers as vLLM does, then let images have the rows that the draft gives them."""
+        # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.set_inputs_first_pass shifts ids by one and fills
+        # `input_ids`, `positions` and `hidden_states`, which are rearranged below.
         count, sampled, cad = super().set_inputs_first_pass(
             target_token_ids=target_token_ids,
             next_token_ids=next_token_ids,
@@ -128,6 +130,8 @@ class Proposer(EagleProposer):
             self._set_image(torch.stack([self._vector(name) for name in names]))
         return count, sampled, cad
 
+    # Mends vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.prepare_next_token_ids_padded, whose backup token
+    # is the prompt's last. Goes when it takes the token after what is computed.
     def _continue_prompts(self, names: Sequence[str], starts: Sequence[int]) -> None:
         """Give the last row of a prompt that this step leaves unfinished the token that follows there."""
         for name, first, behind in zip(names, starts[:-1], starts[1:], strict=True):
@@ -214,6 +218,8 @@ class Proposer(EagleProposer):
 
     def _features(self, image: Shown) -> Tensor:
         """The rows `[n, hidden]` that the target's decoder got; further channels of the encoder are not for a draft."""
+        # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.encoder_cache has an image until no request needs it for the
+        # target.
         encoded = self.runner.encoder_cache.get(image.name)
         if encoded is None:  # never seen; a draft may guess badly, and nothing else
             return self.hidden_states.new_zeros(image.end - image.start, self.hidden_size)
@@ -261,6 +267,8 @@ class Proposer(EagleProposer):
             max_query_len=int(loc.diff().max()),
             block_table_tensor=self._listed(parts, cad.block_table_tensor),
             slot_mapping=slot_mapping,
+            # vllm/v1/attention/backend.py::CommonAttentionMetadata computes these from the fields above when asked the first
+            # time.
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
@@ -280,6 +288,7 @@ class Proposer(EagleProposer):
                 kept = np.delete(row, [first + n for first, count in part.gone for n in range(count)])
                 row[: len(kept)] = kept
             self._lists = key, torch.from_numpy(columns).to(self.device)
+        # A new tensor: the runner's own table of blocks stays the target's.
         return blocks.gather(1, self._lists[1])
 
     def build_model_inputs_first_pass(
@@ -329,6 +338,8 @@ class Proposer(EagleProposer):
         block_size: int,
     ) -> Tensor:
         """Positions and slots of the next drafted token: the slot behind the sequence, whatever its position is."""
+        # Mends vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer._update_positions_dependent_metadata, which
+        # takes the slot from the position (vllm #54498). Goes when it takes it from `seq_lens`.
         update = super()._update_positions_dependent_metadata
         if self.images.plain and not self.vllm_config.model_config.uses_mrope:
             return update(positions, common_attn_metadata, batch_size, input_batch_size, block_size)

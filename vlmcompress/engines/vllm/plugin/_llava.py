@@ -34,6 +34,8 @@ def kept(layout: Layout, reducer: ServedReducer) -> int:
 class LlavaInfo(ReducedInfo):
     """Mixin of a processing info, put before the family's class."""
 
+    # vllm/model_executor/models/llava.py::LlavaProcessingInfo.get_num_image_tokens is what the family's processor writes
+    # placeholders by, and what memory is measured with.
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Number of placeholders of an image in the prompt."""
         return kept(self.layout(image_width, image_height), self.reducer)
@@ -125,6 +127,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         """Pack `rows [m, d]`, one for each output of `reduction`, with their places in the image."""
         return pack(rows, reduction.anchor.to(rows.device)[:, None].expand(-1, DIMS), len(reduction.target) - 1)
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder; see `_qwen`.
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Numbers of tokens in encoder and projector, which get the full image."""
         if mm_kwargs is not None:

@@ -28,6 +28,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vlmcompress.engines.vllm.plugin._loading import ResumableModel, sent
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
+# vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._init_mrope_positions and v1/worker/gpu/mm/rope.py::RopeState keep three
+# rows of positions a request.
 DIMS = 3
 DIGITS = 3
 CHANNELS = DIMS * DIGITS
@@ -65,10 +67,13 @@ class OriginalPositions(ResumableModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.reducer = reducer
         config = vllm_config.model_config.hf_config
+        # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.load_model tells a draft the placeholder by this name
+        # but for architectures in a list of names, and ours are in none. Goes when vLLM reads `image_token_id` first.
         if not hasattr(
             config, "image_token_index"
         ):  # a draft is told the placeholder by this name, but for names vLLM has
             config.image_token_index = config.image_token_id
+        # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner makes `mrope_positions` of max_num_batched_tokens + 1 columns.
         # Allocated once, as a CUDA graph replays fixed addresses. As wide as the runner's own.
         tokens = vllm_config.scheduler_config.max_num_batched_tokens + 1
         self._places: Tensor = torch.zeros(DIMS, tokens, dtype=torch.int64)
@@ -81,6 +86,8 @@ class OriginalPositions(ResumableModel):
         """
         raise NotImplementedError
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._init_mrope_positions asks once a request, before any encoder has run,
+    # and never again: hence positions in two parts. Goes when vLLM asks anew after the encoder on every runner.
     def get_mrope_input_positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """Positions `[3, len(input_tokens)]` of a prompt, and the number to add to the index of a generated token."""
         if self.reducer.compact:
@@ -96,6 +103,8 @@ class OriginalPositions(ResumableModel):
         parts.append(_text(rest, base))
         return torch.from_numpy(np.concatenate(parts, 1)), base + rest - len(input_tokens)
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._gather_mm_embeddings cuts each cached row range of the step out of the
+    # encoder's output, whatever its width: places travel with their rows as deepstack's channels do in Qwen3-VL.
     def embed_input_ids(
         self,
         input_ids: Tensor,
@@ -125,6 +134,7 @@ class OriginalPositions(ResumableModel):
         """Run the model with the places of this step's tokens added to `positions [3, s]`, unless positions are compact."""
         if self.reducer.compact:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
+        # Rows of a batch are the first ones of the runner's buffers, padded for CUDA graphs, whose addresses may not change.
         tokens = positions.shape[-1]
         whole = torch.add(positions, self._places[:, :tokens], out=self._positions[:, :tokens])
         return super().forward(input_ids, whole, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
@@ -138,8 +148,11 @@ def _check(config: Any, reducer: ServedReducer) -> None:
     """Raise ValueError for settings under which the model would run without the places of the tokens."""
     speculative = config.speculative_config
     for wrong, text in (
+        # Later stages get no embeddings, so `embed_input_ids` leaves no places there.
         (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism; use tensor parallelism"),
+        # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner with microbatches runs two forwards after one `embed_input_ids`.
         (config.parallel_config.use_ubatching, "microbatches; leave out --enable-dbo"),
+        # vllm/multimodal/video_prune/evs.py::recompute_mrope_positions would overwrite the positions of kept tokens.
         (config.model_config.multimodal_config.is_multimodal_pruning_enabled(), "--video-pruning-rate; leave it out"),
         (
             speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix", "eagle3", "medusa"),
@@ -151,6 +164,7 @@ def _check(config: Any, reducer: ServedReducer) -> None:
             "too; leave out --speculative-config",
         ),
         (
+            # In this mode each device encodes other images, and the merger holds one list of reductions for all.
             config.model_config.multimodal_config.mm_encoder_tp_mode == "data" and reducer.merges,
             "--mm-encoder-tp-mode data where tokens merge within the encoder; leave it out",
         ),
@@ -179,6 +193,8 @@ def _on_cpu() -> bool:
 class PlainRope:
     """Mixin put before one of vLLM's models with plain RoPE; mixins before it give positions in three equal rows."""
 
+    # vllm/model_executor/models/interfaces.py::SupportsMRoPE is recognized by this attribute; with `mrope_section` in the
+    # config (`_loading`) the runner then makes three rows for a model that has one.
     supports_mrope = True
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -208,6 +224,8 @@ def make_room(language_model: nn.Module, config: Any) -> None:
     ropes = [module for module in language_model.modules() if isinstance(module, RotaryEmbeddingBase)]
     if not ropes:
         raise ValueError("the language model's positions are not RoPE's, so kept tokens cannot keep theirs")
+    # vllm/model_executor/layers/rotary_embedding/base.py::RotaryEmbeddingBase makes a table of `max_position_embeddings` rows
+    # at most, as its own prompts end there; positions of kept tokens go beyond.
     for rope in ropes:  # usually one, shared by all layers
         if len(rope.cos_sin_cache) < needed:
             rope.cos_sin_cache = lengthened(rope._compute_cos_sin_cache(), needed).to(rope.cos_sin_cache)

@@ -27,6 +27,7 @@ from vlmcompress.reduction.methods import Grid
 class Qwen3Info(QwenInfo):
     """Mixin of a processing info with the counts of reduced images and videos."""
 
+    # vllm/model_executor/models/qwen3_vl.py::Qwen3VLProcessingInfo.get_max_video_tokens leaves out the tokens of timestamps.
     def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
         """The most tokens of a video, timestamps included."""
         parent: Any = super()
@@ -82,6 +83,8 @@ class ReducedQwen3(ReducedQwen):
         """Reduce a video's tokens `rows [n, d]`; returns those left, between marks and `times` of its frames, with places."""
         kept, where = unpack(self.reduced(rows, grid))
         config, frame = self.config, where[:, 0]
+        # vllm/model_executor/models/qwen3_vl.py::Qwen3VLMultiModalProcessor.get_video_repl is what writes a video in the
+        # prompt.
         ids = Qwen3VLMultiModalProcessor.get_video_repl(
             tokens_per_frame=frame.bincount(minlength=grid[0]).tolist(),
             timestamps=times,

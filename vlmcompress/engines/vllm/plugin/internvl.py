@@ -112,6 +112,8 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
     def _film(self, frames: Any) -> Grid:
         return int(frames), *self.grid[1:]
 
+    # vllm/model_executor/models/interns1.py::InternS1ForConditionalGeneration._process_vision_input takes images and videos,
+    # and `type` tells which.
     def _process_vision_input(self, image_input: Any) -> tuple[Tensor, ...]:
         items = super()._process_vision_input(image_input)
         if image_input["type"] == "pixel_values":

@@ -69,6 +69,8 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         pixels = image_input["pixel_values"]
         grid = grid_of(pixels, self.config)
         merger = self._merging.begin([grid] * len(pixels), pixels.device, self._counts) if self._merging else None
+        # vllm/model_executor/models/llava.py::LlavaForConditionalGeneration._process_image_input projects at once; its first
+        # half is called by itself, as methods of stage "encoder" reduce between the two.
         features: Any = super()._process_image_pixels(image_input)
         if merger is not None:
             return self._projected(features, merger.merged)

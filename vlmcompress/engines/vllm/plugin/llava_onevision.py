@@ -76,6 +76,7 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         sizes = [size for height, width in canvases for size in fitting(height, width, patch)]
         return max(sizes, key=lambda size: self.get_num_image_tokens(image_width=size.width, image_height=size.height))
 
+    # vllm/model_executor/models/llava_onevision.py::LlavaOnevisionProcessingInfo tries only its canvases themselves.
     def get_image_size_with_most_features(self) -> ImageSize:
         """The size of image with the most tokens; vLLM's one size for all checkpoints is exceeded by others, or by newlines."""
         return self._largest
@@ -107,6 +108,8 @@ class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevis
     def _process_image_input(self, image_input: Any) -> Any:
         return self._reduced(super()._process_image_input(image_input), image_input["image_sizes"].tolist())
 
+    # vllm/model_executor/models/llava_onevision.py::LlavaOnevisionForConditionalGeneration._process_video_pixels pools frames
+    # and appends the newline, which is after a video's grid and stays.
     def _process_video_pixels(self, inputs: Any) -> tuple[Tensor, ...]:
         reduced = []
         for pixels, rows in zip(inputs["pixel_values_videos"], super()._process_video_pixels(inputs), strict=True):
