@@ -52,7 +52,9 @@ class DataParallel(Engine):
         """Answer on all workers; `engine["workers"]` says how many there were. The seconds are those of all together."""
         settings, folder = job.settings, Path(job.model).absolute()
         shared = Part(_portable(self.engine), str(folder), hub.identity(folder), model_hash(folder), settings)
-        parts = divide(job.requests, self._batch(settings), PARTS * self.workers.size)
+        batch = self.engine.batch if isinstance(self.engine, Local) else 0  # requests that it computes together
+        batch = settings.max_num_seqs or batch if batch else 0
+        parts = divide(job.requests, batch, PARTS * self.workers.size)
         jobs = _Jobs(shared, parts, job.media.resolve())
         answers: dict[str, Answer] = {}
         refusals = Refusals(str(folder), settings.refusals)
@@ -71,11 +73,6 @@ class DataParallel(Engine):
                 job.progress(job.label, len(answers), len(job.requests))
         seconds = round(sum(run.seconds for run in runs.values()), 2)
         return Run(answers, _described(runs, min(self.workers.size, len(jobs))), seconds)
-
-    def _batch(self, settings: Settings) -> int:
-        """The requests that the engine computes together; 0: as they come."""
-        batch = self.engine.batch if isinstance(self.engine, Local) else 0
-        return settings.max_num_seqs or batch if batch else 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,8 @@ def divide(requests: Sequence[Request], batch: int, count: int) -> list[list[Req
     """
     groups: dict[Any, list[Request]] = {}
     for request in requests:
-        shown = (request.images(), request.videos()) if batch else _addresses(request)
+        addresses = tuple(part[part["type"]]["url"] for part in request.media())
+        shown = (request.images(), request.videos()) if batch else addresses
         groups.setdefault(shown or request.id, []).append(request)
     cuts = ((group, batch or len(group)) for group in groups.values())
     units = [group[at : at + size] for group, size in cuts for at in range(0, len(group), size)]
@@ -158,7 +156,10 @@ def answer_part(part: Part) -> Run:
             return files[int(address.removeprefix(SCHEME))].as_uri()
 
         requests = [_readdressed(request, here) for request in part.requests]
-        return _local(part.engine).answer(model, requests, media=folder, settings=part.settings)
+        engine = part.engine
+        if isinstance(engine, Local):  # see `_portable`
+            engine = dataclasses.replace(engine, module=WORKER.parent / engine.module)
+        return engine.answer(model, requests, media=folder, settings=part.settings)
 
 
 def _model_here(part: Part) -> Path:
@@ -181,11 +182,6 @@ def _portable(engine: Engine) -> Engine:
     return dataclasses.replace(engine, module=engine.module.relative_to(WORKER.parent))
 
 
-def _local(engine: Engine) -> Engine:
-    """The engine that `_portable` made ready, for this machine."""
-    return dataclasses.replace(engine, module=WORKER.parent / engine.module) if isinstance(engine, Local) else engine
-
-
 def _described(runs: dict[int, Run], workers: int) -> dict[str, Any]:
     """An engine's description of itself: the first part's, with what differs on others, and all restarts."""
     abouts = [runs[index].engine for index in sorted(runs)]
@@ -194,10 +190,6 @@ def _described(runs: dict[int, Run], workers: int) -> dict[str, Any]:
     mixed = {name: " and ".join(sorted({str(about[name]) for about in abouts if name in about})) for name in MIXED}
     restarts = sum(about.get("restarts", 0) for about in abouts)
     return abouts[0] | {name: text for name, text in mixed.items() if text} | {"restarts": restarts, "workers": workers}
-
-
-def _addresses(request: Request) -> tuple[str, ...]:
-    return tuple(part[part["type"]]["url"] for part in request.media())
 
 
 def _readdressed(request: Request, new: Callable[[str], str]) -> Request:

@@ -230,7 +230,7 @@ class Proposer(EagleProposer):
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Put the rows of all parts into the buffers; returns their number, those to sample from, and the metadata."""
         spare = self.max_num_tokens - sum(len(p) for part in parts for p in part.pieces if isinstance(p, range))
-        source, target, ends, slots, total = list[int](), list[int](), [0], list[tuple[int, Tensor]](), 0
+        source, target, ends, slots, total = list[int](), list[int](), [0], list[Tensor](), 0
         for number, part in enumerate(parts):
             for piece in part.pieces:
                 if isinstance(piece, range):
@@ -241,7 +241,8 @@ class Proposer(EagleProposer):
                 piece = piece.last(min(len(piece.embeds), spare))  # what has no room in this step is not written
                 spare -= len(piece.embeds)
                 self._images_rows.append((total, piece))
-                slots.append((total, self._slots(cad.block_table_tensor[number], piece.places)))
+                blocks, places = cad.block_table_tensor[number], piece.places.to(self.device)
+                slots.append(blocks[places // self.block_size] * self.block_size + places % self.block_size)
                 total += len(piece.embeds)
             ends.append(total)
         taken, put = torch.tensor(source).to(self.device), torch.tensor(target).to(self.device)
@@ -250,7 +251,7 @@ class Proposer(EagleProposer):
         ids, positions, hidden = self.input_ids[taken], self.positions[taken], self.hidden_states[taken]
         self.input_ids[:total] = 0
         self.input_ids[put], self.positions[put], self.hidden_states[put] = ids, positions, hidden
-        for (begin, rows), (_, own_slots) in zip(self._images_rows, slots, strict=True):
+        for (begin, rows), own_slots in zip(self._images_rows, slots, strict=True):
             window = slice(begin, begin + len(rows.embeds))
             self.positions[window], self.hidden_states[window] = rows.positions, rows.hidden
             slot_mapping[window] = own_slots
@@ -273,11 +274,6 @@ class Proposer(EagleProposer):
             _token_to_req_indices_cache=None,
         )
         return total, sampled + moved.to(sampled), changed
-
-    def _slots(self, blocks: Tensor, places: Tensor) -> Tensor:
-        """Slots of tokens of a sequence, whose blocks are `blocks`."""
-        places = places.to(self.device)
-        return blocks[places // self.block_size] * self.block_size + places % self.block_size
 
     def _listed(self, parts: Sequence[Part], blocks: Tensor) -> Tensor:
         """The lists of blocks `[requests, n]` without those that are left out."""

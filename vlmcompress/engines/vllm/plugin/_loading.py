@@ -107,7 +107,10 @@ class ResumableProcessor:
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         parent: Any = super()
         fields = parent._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
-        return {name: _on_cpu(config) for name, config in fields.items()}
+        return {
+            name: dataclasses.replace(config, field=dataclasses.replace(config.field, keep_on_cpu=True))
+            for name, config in fields.items()
+        }
 
 
 class ResumableModel:
@@ -122,10 +125,6 @@ class ResumableModel:
         pixels = {name: value for name, value in kwargs.items() if name.startswith(PIXELS)}
         moved = tree_map_only(torch.Tensor, lambda part: sent(part, device), pixels)
         return parent.embed_multimodal(**kwargs | moved)
-
-
-def _on_cpu(config: Any) -> Any:
-    return dataclasses.replace(config, field=dataclasses.replace(config.field, keep_on_cpu=True))
 
 
 def refusal(family: str) -> str | None:

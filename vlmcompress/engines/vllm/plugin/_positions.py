@@ -146,7 +146,11 @@ def _text(tokens: int, start: int) -> np.ndarray:
 
 def _check(config: Any, reducer: ServedReducer) -> None:
     """Raise ValueError for settings under which the model would run without the places of the tokens."""
+    from vllm.platforms import current_platform
+
     speculative = config.speculative_config
+    text_config = config.model_config.hf_config.get_text_config()
+    recurrent = "linear_attention" in (getattr(text_config, "layer_types", None) or ())  # Gated DeltaNets
     for wrong, text in (
         # Later stages get no embeddings, so `embed_input_ids` leaves no places there.
         (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism; use tensor parallelism"),
@@ -159,7 +163,10 @@ def _check(config: Any, reducer: ServedReducer) -> None:
             "speculative decoding by a draft model; use a head that `vlmcompress draft` trains, or the method ngram",
         ),
         (
-            speculative is not None and _recurrent(config.model_config.hf_config) and _on_cpu(),
+            # vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py::_spec_forward looks for a sequence's last inputs where
+            # they are after a step with all drafts that may be made. N-grams and suffixes propose fewer, or none: the engine
+            # ends with tensors that do not fit, or answers from other inputs. Goes when it counts the drafts of a step.
+            speculative is not None and recurrent and current_platform.is_cpu(),
             "speculative decoding on vLLM's CPU build where states are recurrent, which it then gets wrong, without a reducer, "
             "too; leave out --speculative-config",
         ),
@@ -171,23 +178,6 @@ def _check(config: Any, reducer: ServedReducer) -> None:
     ):
         if wrong:
             raise ValueError(f"a checkpoint that carries a reducer of visual tokens does not go with {text}")
-
-
-def _recurrent(hf_config: Any) -> bool:
-    """Whether blocks of the decoder are Gated DeltaNets."""
-    return "linear_attention" in (getattr(hf_config.get_text_config(), "layer_types", None) or ())
-
-
-def _on_cpu() -> bool:
-    """Whether this is vLLM's CPU build.
-
-    In vLLM 0.32 a convolution there looks for a sequence's last inputs where they are after a step with all drafts that may be
-    made (`_spec_forward` in `ops/cpu/gdn_attention.py`). N-grams and suffixes propose fewer, or none, as they find them: the
-    engine ends with tensors that do not fit, or answers from other inputs.
-    """
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 class PlainRope:

@@ -49,7 +49,7 @@ class ViewsProcessor:
                 raise ValueError(f"{self.info.reducer.chosen} does not choose among images; leave out '{NAMES}'")
         elif images := inputs.mm_data_items.get_all_counts().get("image", 0):
             words = self._named(inputs.prompt, images, kwargs.pop(NAMES, None), kwargs.pop(ARGUMENT, None))
-            stays = words and views.stays(self.info.reducer.chosen, self._tokenizer, self._embed, words)
+            stays = words and views.stays(self.info.reducer.chosen, self._tokenizer, self._table.__getitem__, words)
             kwargs[FIELD] = stays or [True] * images
         # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor.apply looks into its cache first, image by image: the
         # choice among all has to be made here.
@@ -78,9 +78,6 @@ class ViewsProcessor:
         if not isinstance(names, list) or len(names) != images or not all(isinstance(name, str) for name in names):
             raise ValueError(f"'{NAMES}' must be a list of {images} texts, one for each image, got {names!r}")
         return dataclasses.replace(named, names=[processor._words(name) for name in names])
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self._table[ids]
 
     # Without the choice in the arguments: it has an entry for each image, and would give all of them names of this request.
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
