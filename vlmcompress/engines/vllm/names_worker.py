@@ -66,7 +66,9 @@ def tensor_places(folder: str) -> dict:
             except Exception as error:
                 lost[name] = line(error)
     loaded = {parameter for parameters in places.values() for parameter in parameters}
-    with contextlib.suppress(ValueError):  # it adds what a checkpoint need not have, then complains about the rest
+    # vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.track_weights_loading adds to `loaded` what a
+    # checkpoint need not have, then complains about the rest.
+    with contextlib.suppress(ValueError):
         quantized = config.model_config.quantization is not None
         DefaultModelLoader(config.load_config).track_weights_loading(model, loaded, quantized=quantized)
     missing = sorted({name for name, _ in model.named_parameters()} - loaded)

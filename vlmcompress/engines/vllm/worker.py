@@ -72,6 +72,7 @@ def answers(llm, requests, job: dict):
         limit = request["max_tokens"] or settings["max_tokens"]
         sampling = SamplingParams(temperature=0.0, max_tokens=limit, logprobs=settings["logprobs"] or None)
         try:
+            # vllm/entrypoints/llm.py::LLM.enqueue_chat renders the prompt and raises for one that is refused.
             (name,) = llm.enqueue_chat([request["messages"]], sampling, use_tqdm=False)
         except Exception as error:
             refused.append((request["id"], error))
@@ -90,6 +91,7 @@ def answers(llm, requests, job: dict):
 
 def step(llm, names: dict[str, str]):
     """Run the engine for a step and yield the answers that it finished, taking them out of `names`."""
+    # vllm/v1/engine/llm_engine.py::LLMEngine.step: `LLM.chat` would give no answer before all are there.
     for output in llm.llm_engine.step():
         if not output.finished:
             continue

@@ -15,11 +15,9 @@ from torch import Tensor
 from vlmcompress import __version__
 from vlmcompress.models import spec_for
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction import (
-    hooks,  # noqa: F401  (before `support`: the two import each other)
-    scorer_file,
-)
+from vlmcompress.reduction import hooks as hooks  # before `support`: the two import each other
 from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.engine_support import refusal
 from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
