@@ -84,7 +84,7 @@ def _emulated(original: Any) -> Any:
 
     class Emulated(original):
         def __init__(self, weight_quant: Any, input_quant: Any, moe: Any, layer_name: str | None = None):
-            # Past the class's own __init__, which chooses a kernel for AMX and raises where there is none.
+            # Past the class's own __init__, where `select_wna16_moe_backend` raises for a CPU without AMX.
             super(original, self).__init__(moe)
             self.weight_quant, self.input_quant = weight_quant, input_quant
             self.symmetric, self.num_bits = weight_quant.symmetric, weight_quant.num_bits
@@ -312,7 +312,6 @@ def _mxfp4_kernel() -> type:
     from vlmcompress.numerics import MXFP4, ActFormat, QTensor, round_activations, unpack_fp4
 
     class MxFp4InPlainTorchLinearKernel(MxFp4LinearKernel):
-        # vllm/model_executor/kernels/linear/__init__.py::init_mxfp4_linear_kernel asks for it with a compute capability.
         is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
 
         @classmethod

@@ -72,7 +72,7 @@ class Loading:
             ServedReducer.of(config)
         except UserError as error:
             raise ValueError(f"{model_config.model}: {error}") from None
-        # vllm/transformers_utils/config.py::uses_mrope looks for this key in the config and nowhere else.
+        # vllm/transformers_utils/config.py::uses_mrope looks for this key in the config, its text config and RoPE's parameters.
         if not uses_mrope(config):
             config.mrope_section = [1, 1, 1]
         if self.original is not None:

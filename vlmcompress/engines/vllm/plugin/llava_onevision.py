@@ -76,7 +76,8 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         sizes = [size for height, width in canvases for size in fitting(height, width, patch)]
         return max(sizes, key=lambda size: self.get_num_image_tokens(image_width=size.width, image_height=size.height))
 
-    # vllm/model_executor/models/llava_onevision.py::LlavaOnevisionProcessingInfo tries only its canvases themselves.
+    # vllm/model_executor/models/llava_onevision.py::LlavaOnevisionProcessingInfo.get_image_size_with_most_features returns one
+    # size for all checkpoints. Goes when it looks at their canvases.
     def get_image_size_with_most_features(self) -> ImageSize:
         """The size of image with the most tokens; vLLM's one size for all checkpoints is exceeded by others, or by newlines."""
         return self._largest
