@@ -1,7 +1,7 @@
 """Finding that an engine answers as transformers does: `vlmcompress doctor OUT --engine vllm` (or `llamacpp --source MODEL`).
 
 Engine and transformers (`engines.hf`, one conversation at a time, with the reducer that OUT carries) answer the same
-questions greedily: about one image, two, one after text, none, and for vLLM a second turn and an image far behind the
+questions greedily: about one image, two, one after text, none, and for vLLM a second turn and an image far from the
 beginning. vLLM gets each question twice in one run with prefix caching, a few in a batch. Weights that are not quantized are
 compared in float32. GGUF is compared with the checkpoint that it was exported from, which transformers reads.
 

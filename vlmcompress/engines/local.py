@@ -45,7 +45,7 @@ _PREFIX = re.compile(
 )
 _NOISE = re.compile(r"$|Traceback |File \"|[~^]+$|raise |return |[\w.]*ValidationError: \d+ validation ")
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*(error:|error loading |\[type=\w+, |Killed|out of memory)")
-_INPUT = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given behind what is wrong with it
+_INPUT = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given after what is wrong with it
 
 
 class Crash(UserError):

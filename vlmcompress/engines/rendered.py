@@ -1,4 +1,4 @@
-"""Base of the engines of llama.cpp and OpenVINO, which get a prompt as text and its images beside it.
+"""Base of the engines of llama.cpp and OpenVINO, which get a prompt as text, and its images apart.
 
 The text is rendered here, by the checkpoint's own chat template, so that prompts are those of the other engines: llama.cpp's
 chat interface puts an image where a text part stands, and leaves out what a template writes around it.

@@ -96,5 +96,5 @@ def tensors(folder: str):
 
 
 def line(error: Exception) -> str:
-    """The first sentence of an error; vLLM lists all of a model's parameters behind it."""
+    """The first sentence of an error; vLLM lists all of a model's parameters after it."""
     return " ".join(f"{type(error).__name__}: {error}".split()).split(" The available parameters")[0][:300]

@@ -8,7 +8,7 @@ it hands to a head by itself, with the hidden state of the token before (`gather
 
 **Slots.** From its second token on vLLM writes a drafted token's keys to the slot of its rotary position. A model with
 M-RoPE counts an image's positions once a row and column, not once a token, so these slots are those of earlier tokens, and
-what attention reads as the last keys was never written (vllm #54498). Here the slot is the one behind the sequence.
+what attention reads as the last keys was never written (vllm #54498). Here the slot is the one after the sequence.
 
 **Prompts in pieces.** Where a step ends within a prompt, its last row has the embedding of the token that follows. vLLM
 takes the prompt's last token (`prepare_next_token_ids_padded`), whatever follows.
@@ -22,7 +22,7 @@ other lists of blocks, not other blocks. Of an image in tokens `[start, end)` wi
 the blocks that go lie within the image, so all others hold what the prompt up to their ends decides, as the prefix cache
 requires; text stays where it is. The rows that stay are written when the target has seen the whole image. The list of blocks
 without those that go is what attention reads, and a sequence is shorter by their tokens. Where the beginning of an image was
-found in the prefix cache and its end was not, the rows in its blocks are there already, and those behind them have no hidden
+found in the prefix cache and its end was not, the rows in its blocks are there already, and those after them have no hidden
 states of its tokens: zeros. Where the step that completes an image has no room for all its rows beside the text, which has the
 room of a step's budget, the first ones are not written. The draft then guesses less well, and answers are what they are.
 """

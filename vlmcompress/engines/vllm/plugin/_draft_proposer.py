@@ -134,17 +134,17 @@ class Proposer(EagleProposer):
     # is the prompt's last. Goes when it takes the token after what is computed.
     def _continue_prompts(self, names: Sequence[str], starts: Sequence[int]) -> None:
         """Give the last row of a prompt that this step leaves unfinished the token that follows there."""
-        for name, first, behind in zip(names, starts[:-1], starts[1:], strict=True):
+        for name, first, stop in zip(names, starts[:-1], starts[1:], strict=True):
             request = self.runner.requests[name]
-            end = request.num_computed_tokens + behind - first
+            end = request.num_computed_tokens + stop - first
             if end < request.num_prompt_tokens:
-                self.input_ids[behind - 1] = request.get_token_id(end)
+                self.input_ids[stop - 1] = request.get_token_id(end)
 
-    def _part(self, name: str, first: int, behind: int, cad: CommonAttentionMetadata, number: int) -> Part:
-        """What request `number` has in this step, whose rows of the target are `[first, behind)`."""
+    def _part(self, name: str, first: int, stop: int, cad: CommonAttentionMetadata, number: int) -> Part:
+        """What request `number` has in this step, whose rows of the target are `[first, stop)`."""
         request = self.runner.requests[name]
         begin = at = request.num_computed_tokens
-        end, part = begin + behind - first, Part()
+        end, part = begin + stop - first, Part()
         for image in shown(request.mm_features):
             if image.start >= end:
                 break
@@ -172,9 +172,9 @@ class Proposer(EagleProposer):
                 part.short += end - image.start
             at = inside.stop
         if at < end:
-            part.pieces.append(range(first + at - begin, behind))
+            part.pieces.append(range(first + at - begin, stop))
         if not part.pieces:  # the step ends within an image: a row that nothing is read from
-            part.pieces.append(range(behind - 1, behind))
+            part.pieces.append(range(stop - 1, stop))
             part.short -= 1
         return part
 
@@ -333,7 +333,7 @@ class Proposer(EagleProposer):
         input_batch_size: int,
         block_size: int,
     ) -> Tensor:
-        """Positions and slots of the next drafted token: the slot behind the sequence, whatever its position is."""
+        """Positions and slots of the next drafted token: the slot after the sequence, whatever its position is."""
         # Mends vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer._update_positions_dependent_metadata, which
         # takes the slot from the position (vllm #54498). Goes when it takes it from `seq_lens`.
         update = super()._update_positions_dependent_metadata

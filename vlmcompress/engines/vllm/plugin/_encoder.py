@@ -100,14 +100,14 @@ class EncoderMerging:
         self._keys, self._heads = keys, heads
 
     def _join(self, number: int, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
+        """Merge rows before the norm after attention, in place, as the layer adds the MLP's rows to the same tensor."""
         assert self._merger is not None
         # vllm/model_executor/models/clip.py::CLIPEncoderLayer.forward keeps this tensor as the residual of its MLP.
         args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
 
 
 class TileMerging(EncoderMerging):
-    """Merges the tokens of tiles of one size; behind the last layer each of a tile's patches gets its row back."""
+    """Merges the tokens of tiles of one size; after the last layer each of a tile's patches gets its row back."""
 
     def __init__(self, layers: nn.ModuleList, reducer: ServedReducer, config: Any):
         super().__init__(layers, reducer, config)

@@ -60,7 +60,7 @@ class LlavaProcessor(AskingProcessor, ReducedProcessor):
 
 
 class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
-    """Mixin of a model, put before the family's class: reduces the tokens of images behind encoder and projector."""
+    """Mixin of a model, put before the family's class: reduces the tokens of images after encoder and projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -70,7 +70,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         self._spec = _spec(vllm_config.model_config.hf_config.model_type)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of an image: all 0, as places come with its rows; text goes on as far behind as without a reducer."""
+        """Positions of an image: all 0, as places come with its rows; text goes on where it does without a reducer."""
         height, width = self._size(feature.data)
         return np.zeros((DIMS, feature.mm_position.length), np.int64), self._layout(height, width).tokens
 
@@ -91,7 +91,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         """Reduce each image; returns the rows that are left, with their places.
 
         Args:
-            images: rows `[n, d]` of each image, behind the projector.
+            images: rows `[n, d]` of each image, after the projector.
             sizes: height and width of each image.
             signals: function that gives the encoder's signals for image number i, whose tokens are one grid.
         """

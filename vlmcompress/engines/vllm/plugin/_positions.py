@@ -2,7 +2,7 @@
 
 The kept tokens of an image are known when its encoder has run, but vLLM asks for positions before. So positions come in two
 parts that are added just before the language model runs: `get_mrope_input_positions` gives every kept token the position
-at which its image begins, and gives text the position behind the full grid, so what is generated goes on from there;
+at which its image begins, and gives text the position after the full grid, so what is generated goes on from there;
 the encoder's output carries each row's place within its image, in further channels that nobody else sees. A cached
 encoder output, a chunk that cuts an image in two and a prompt whose image is in the prefix cache need nothing more.
 
@@ -82,7 +82,7 @@ class OriginalPositions(ResumableModel):
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Positions `[3, length]` of the tokens `feature.mm_position` of an image before their places are added.
 
-        They count from the image's first position as 0. The second result is the position of the text behind the image.
+        They count from the image's first position as 0. The second result is the position of the text after the image.
         """
         raise NotImplementedError
 
@@ -204,7 +204,7 @@ class PlainRope:
 
 
 def make_room(language_model: nn.Module, config: Any) -> None:
-    """Lengthen RoPE's tables to the last position that a token may have, as far behind the longest prompt as an answer goes.
+    """Lengthen RoPE's tables to the last position that a token may have, as far beyond the longest prompt as an answer goes.
 
     A server that only encodes has no language model, and needs none. ValueError for a model without RoPE.
     """

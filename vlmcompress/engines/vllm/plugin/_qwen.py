@@ -144,7 +144,7 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
 
 
 class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
-    """Mixin of a model: a reducer behind vLLM's encoder."""
+    """Mixin of a model: a reducer after vLLM's encoder."""
 
     config: Any
 
@@ -201,7 +201,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
     def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0, **signals: Tensor) -> Tensor:
         """Reduce the tokens `rows [n, d]` of one image or video; returns those left with their places."""
         # vllm/model_executor/models/qwen3_vl.py::Qwen3_VisionTransformer.forward appends deepstack's levels as channels.
-        features = rows[:, : self.config.get_text_config().hidden_size]  # behind them those of deepstack
+        features = rows[:, : self.config.get_text_config().hidden_size]  # after them those of deepstack
         result = self.reducer.reduce(grid, features, **signals)
         if len(result.anchor) != (count := self.reducer.count(grid)):
             raise ValueError(

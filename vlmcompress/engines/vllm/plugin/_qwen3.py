@@ -59,7 +59,7 @@ class Qwen3Dummies(QwenDummies, Qwen3VLDummyInputsBuilder):
 
 
 class ReducedQwen3(ReducedQwen):
-    """Mixin of a model that is a `Qwen3VLForConditionalGeneration`, with a reducer behind its encoder."""
+    """Mixin of a model that is a `Qwen3VLForConditionalGeneration`, with a reducer after its encoder."""
 
     _tokenizer: Any
 
@@ -95,7 +95,7 @@ class ReducedQwen3(ReducedQwen):
         ).full
         tokens = torch.tensor(ids, device=rows.device)
         visual, starts = tokens == config.video_token_id, tokens == config.vision_start_token_id
-        # A text token stands one behind the last text token or, behind a frame, where that one's longer side ends.
+        # A text token stands one after the last text token or, after a frame, where that one's longer side ends.
         text = (~visual).cumsum(0)
         places = text - 1 + (starts.cumsum(0) - starts.long()) * max(grid[1:])
         places = places[:, None].repeat(1, DIMS)

@@ -76,7 +76,7 @@ class TiledProcessor(Counting, ReducedProcessor):
 
 
 class TiledImages(OriginalPositions, PlainRope):
-    """Mixin of a model, put before the family's class: reduces the tokens of each tile, in encoder or behind projector."""
+    """Mixin of a model, put before the family's class: reduces the tokens of each tile, in encoder or after projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -38,7 +38,7 @@ class Processor(ViewsProcessor, LlavaProcessor, CountedProcessor, LlavaMultiModa
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
 class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaForConditionalGeneration):
-    """vLLM's model of the family, with a reducer in its encoder, before its projector or behind it."""
+    """vLLM's model of the family, with a reducer in its encoder, before its projector or after it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -46,7 +46,7 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         return self.reducer.count(film(self.get_hf_config(), num_frames)) + 1
 
     def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        """The most frames: kept tokens must fit the prompt, and all tokens, beside the largest images, the model's positions.
+        """The most frames: kept tokens must fit the prompt, and all tokens, next to the largest images, the model's positions.
 
         There are no more than vLLM measures memory with.
         """
@@ -97,10 +97,10 @@ class Processor(LlavaProcessor, LlavaOnevisionMultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaOnevisionDummyInputsBuilder)
 class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevisionForConditionalGeneration):
-    """vLLM's model of the family, with a reducer behind the projector and the pooling."""
+    """vLLM's model of the family, with a reducer after the projector and the pooling."""
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of an image or video: places come with its rows; text goes on as far behind as without a reducer."""
+        """Positions of an image or video: places come with its rows; text goes on where it does without a reducer."""
         if feature.modality == "image":
             return super().span(feature)
         grid = film(self.config, len(feature.data["pixel_values_videos"].data))

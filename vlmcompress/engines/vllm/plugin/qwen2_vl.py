@@ -1,4 +1,4 @@
-"""Qwen2-VL: the tokens behind the encoder are reduced; M-RoPE positions stay."""
+"""Qwen2-VL: the tokens after the encoder are reduced; M-RoPE positions stay."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ class Dummies(QwenDummies, Qwen2VLDummyInputsBuilder):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummies)
 class VlmcompressQwen2VLForConditionalGeneration(ReducedQwen, Qwen2VLForConditionalGeneration):
-    """vLLM's Qwen2-VL with a reducer behind its encoder."""
+    """vLLM's Qwen2-VL with a reducer after its encoder."""
