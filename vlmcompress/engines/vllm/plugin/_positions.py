@@ -134,7 +134,6 @@ class OriginalPositions(ResumableModel):
         """Run the model with the places of this step's tokens added to `positions [3, s]`, unless positions are compact."""
         if self.reducer.compact:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
-        # Rows of a batch are the first ones of the runner's buffers, padded for CUDA graphs, whose addresses may not change.
         tokens = positions.shape[-1]
         whole = torch.add(positions, self._places[:, :tokens], out=self._positions[:, :tokens])
         return super().forward(input_ids, whole, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
