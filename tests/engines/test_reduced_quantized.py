@@ -87,7 +87,7 @@ def check(world: Path, folder: Path, names: tuple[str, str, str]) -> str:
     for name, answer in runs["vllm"].answers.items():
         expected = runs["hf"].answers[name]
         assert answer.prompt_tokens == expected.prompt_tokens, (names, name)
-        both = answer.first.keys() & expected.first.keys()
+        both = answer.first.keys() & expected.first.keys()  # each decodes parts of characters its own way
         gaps = [abs(math.exp(answer.first[token]) - math.exp(expected.first[token])) for token in both]
         assert gaps and max(gaps) < 0.02, (names, name, gaps)
     return runs["vllm"].engine["version"]

@@ -25,14 +25,14 @@ import random
 import statistics
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
 
 from vlmcompress import engines, models
-from vlmcompress.engines import Answer, Request, Settings, llamacpp_server
+from vlmcompress.engines import Answer, Request, Settings, first_tokens, llamacpp_server
 from vlmcompress.engines.vllm import installed, interpreter, names
 from vlmcompress.export.convert import convert
 from vlmcompress.export.formats import compressed_tensors
@@ -150,6 +150,7 @@ def _is_exact_gguf(folder: Path, source: Path) -> bool:
 
 def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits: Limits) -> list[Finding]:
     """Compare transformers' answers with an engine's to the same questions; those with `AGAIN` are compared with the first."""
+    expected, answers = _whole_characters(expected), _whole_characters(answers)
     both = [name for name in expected if name in answers]
     failed = [name for name in expected if name not in answers]
     lengths = [name for name in both if answers[name].prompt_tokens != expected[name].prompt_tokens]
@@ -189,6 +190,15 @@ def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits:
         detail = f"{len(again) - len(set(changed))} of {len(again)} answers from caches are the same{_some(changed)}"
         findings.append(Finding("asked again", not changed, detail))
     return findings
+
+
+def _whole_characters(answers: Mapping[str, Answer]) -> dict[str, Answer]:
+    """Answers without tokens' parts of characters, each of which is a mark in transformers, and one or none in an engine."""
+    whole = {}
+    for name, answer in answers.items():
+        first = first_tokens((text.replace("\ufffd", ""), value) for text, value in (answer.first or {}).items())
+        whole[name] = replace(answer, text=answer.text.replace("\ufffd", ""), first=first or None)
+    return whole
 
 
 def _gap(answer: Answer, expected: Answer) -> float | None:
