@@ -100,7 +100,8 @@ def examine(
     """
     folder, progress = Path(folder), progress or (lambda *_: None)
     with tempfile.TemporaryDirectory(prefix="vlmcompress-conformance-") as place:
-        media, findings = Path(place, "media"), []
+        findings: list[Finding] = []
+        media = Path(place, "media")
         media.mkdir()
         if engine == "llamacpp":
             reference = Path(source or "")
@@ -224,7 +225,7 @@ def make_questions(media: Path, count: int, data: Path | None, seed: int) -> lis
     """
     if count < len(KINDS):
         raise UserError(f"--prompts is {count}; take at least {len(KINDS)}, one of each kind")
-    chance, pairs = random.Random(seed), []
+    chance, pairs = random.Random(seed), list[tuple[dict[str, Any], dict[str, Any]]]()
     if data:
         for most in (2 * count, None):  # some may have no image
             samples = [sample for sample in load_samples(data, samples=most, seed=seed) if sample.images][:count]

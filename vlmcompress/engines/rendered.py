@@ -53,7 +53,8 @@ class Rendered:
         A token that begins a text is left out where the tokenizer adds it. Images are opened as transformers does: other
         decoders of JPEG give other pixels.
         """
-        images, conversation = [], []
+        images: list[Any] = []
+        conversation = []
         for message in messages:
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
