@@ -57,7 +57,7 @@ class Rendered:
         conversation = []
         for message in messages:
             content = message["content"]
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+            parts: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
             for at, part in enumerate(parts):
                 if part["type"] == "image_url":
                     with Image.open(media_file(part["image_url"]["url"], self.media)) as picture:
