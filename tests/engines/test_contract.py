@@ -31,6 +31,19 @@ def test_vllm_has_it_all(folder: Callable[[], Path]) -> None:
     assert {part: lines for part in PARTS if (lines := faults(part, place))} == {}
 
 
+@pytest.mark.parametrize("folder", [package, lane.package])
+def test_comments_name_what_is_there(folder: Callable[[], Path]) -> None:
+    """`vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.requests` in a comment is a definition in that file, or in one that
+    it imports from."""
+    source, places = Source(folder()), set()
+    for file in PLUGIN.parent.parent.rglob("*.py"):
+        comments = " ".join(line.partition("# ")[2] for line in file.read_text().splitlines())
+        places |= {(file.name, *place) for place in re.findall(r"vllm/([\w/]+)\.py::([\w.]*\w)", comments)}
+    modules = {(name, path.removesuffix("/__init__").replace("/", "."), what) for name, path, what in places}
+    assert len(modules) > 50
+    assert {place for place in modules if source.find(*place[1:]) is None} == set()
+
+
 def test_families_are_parts() -> None:
     assert set(SERVED.names()) <= set(PARTS)
 

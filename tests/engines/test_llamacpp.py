@@ -283,5 +283,5 @@ def test_what_can_not_be_done_with_gguf_is_refused_in_one_line(command, reason, 
 
 def test_a_folder_without_gguf_is_refused(tmp_path):
     source = build("qwen2-vl", tmp_path / "source")
-    with pytest.raises(ValueError, match="no checkpoint of ours"):
+    with pytest.raises(ValueError, match="has no model.gguf; write it by"):
         llamacpp.start(job(source, tmp_path))

@@ -40,8 +40,8 @@ def options(parser: Parser) -> None:
         "--seed", type=int, metavar="S", default=0, help="of the choice, and of what is drawn; default: 0"
     )
     parser.epilog = (
-        "Without --engine the files are examined, and nothing runs. With it the model answers in float32 and in its own\n"
-        "type, several times: exact counts, parity with transformers, positions, caches, cut prompts, JSON, streaming, ..."
+        "Without --engine the files are examined, and nothing runs. With it the engine and transformers answer the same\n"
+        "questions: counts of tokens, probabilities of first tokens and texts are compared, in vLLM also from its caches."
     )
 
 
@@ -69,23 +69,28 @@ def _conformance(args: argparse.Namespace) -> list[Any]:
     """Run the conformance checks in the engine."""
     if args.draft is not None:
         raise UserError(f"--draft is for examining files; leave out --engine {args.engine}")
-    with closing(ProgressBar()) as progress:
-        count = PROMPTS if args.prompts is None else args.prompts
-        data = Path(args.data) if args.data else None
-        if args.engine == "llamacpp":
-            from vlmcompress.engines import llamacpp_conformance
-
-            if args.source is None:
-                raise UserError(
-                    "--engine llamacpp compares with transformers; give the same weights by --source CHECKPOINT"
-                )
-            source = hub.local(args.source)
-            settings: dict[str, Any] = {"prompts": count, "data": data, "seed": args.seed, "progress": progress}
-            return llamacpp_conformance.examine(args.out, source, **settings)
-        from vlmcompress.engines.vllm import conformance
+    source = None
+    if args.engine == "llamacpp":
+        if args.source is None:
+            raise UserError(
+                "--engine llamacpp compares with transformers; give the same weights by --source CHECKPOINT"
+            )
+        source = hub.local(args.source)
+    else:
         from vlmcompress.export import readers
 
         readers.refuse(args.out, ["vllm"], "without --engine doctor examines its files")
         if args.source is not None:
             raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
-        return conformance.examine(args.out, prompts=count, data=data, seed=args.seed, progress=progress)
+    from vlmcompress.engines import conformance
+
+    with closing(ProgressBar()) as progress:
+        return conformance.examine(
+            args.out,
+            args.engine,
+            source=source,
+            prompts=PROMPTS if args.prompts is None else args.prompts,
+            data=Path(args.data) if args.data else None,
+            seed=args.seed,
+            progress=progress,
+        )

@@ -17,7 +17,7 @@ from gpu.machine import target_here
 from gpu.part import Failed, Place
 from gpu.steps import SCHEMES
 
-# A word of a target's `kernels` -> the classes of vLLM 0.32 that it stands for.
+# A word of a target's `kernels` -> the classes of vLLM 0.32 that it stands for, and our plugin's in their place (`_cpu`).
 CLASSES = {
     "Marlin": r"Marlin\w*Kernel",
     "Machete": r"MacheteLinearKernel",
@@ -37,7 +37,7 @@ CLASSES = {
     "Dynamic4bit": r"Dynamic4bitLinearKernel",
     "CPUWNA16": r"CPUWNA16LinearKernel",
     "oneDNN": r"CPUInt8ScaledMMLinearKernel",
-    "torch._scaled_mm": r"\w*TorchFP8ScaledMMLinearKernel",
+    "torch._scaled_mm": r"\w*TorchFP8ScaledMMLinearKernel|Fp8In16BitsLinearKernel",
 }
 AT_A_TIME = 3
 

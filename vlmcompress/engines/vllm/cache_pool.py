@@ -11,7 +11,7 @@ length, and a group has its own table of blocks, so
         1, or 2 where prefixes are cached, + drafted tokens       a recurrent state
     requests at once = (bytes of the pool // bytes of a block) / blocks of a request
 
-"In flight" are tokens that are scheduled and not yet settled: a sliding layer frees blocks only behind them.
+"In flight" are tokens that are scheduled and not yet settled: a sliding layer frees blocks only after them.
 
 Source: vLLM 0.32 `v1/core/kv_cache_utils.py` (`get_kv_cache_groups`, `unify_kv_cache_spec_page_size`,
 `get_max_concurrency_for_kv_cache_config`), `v1/kv_cache_interface.py` (`max_memory_usage_bytes`) and

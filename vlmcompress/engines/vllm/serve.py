@@ -191,7 +191,9 @@ def arguments_of(
     for flag, (value, least) in counts.items():
         if value is not None and value < least:
             raise UserError(f"--{flag} is {value}, it should be at least {least}")
-    config = _config(model)
+    if not model.is_dir():
+        raise UserError(f"{model}: no such checkpoint folder")
+    config: dict[str, Any] = schema.read(model_folder.Config, model / "config.json", "give a checkpoint's folder")
     readers.refuse(model, ["vllm"], "write another format with vlmcompress export")
     check_length(max_model_len, config)
     reducer = _reducer(model, config)
@@ -280,13 +282,6 @@ curl {address}/chat/completions -H 'Content-Type: application/json' -d @- <<JSON
   {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,$(base64 -w0 image.png)"}}}},
   {{"type": "text", "text": "What is in this image?"}}]}}]}}
 JSON"""
-
-
-def _config(model: Path) -> dict:
-    if not model.is_dir():
-        raise UserError(f"{model}: no such checkpoint folder")
-    config: dict[str, Any] = schema.read(model_folder.Config, model / "config.json", "give a checkpoint's folder")
-    return config
 
 
 def _reducer(model: Path, config: dict) -> ReducerChoice | None:

@@ -13,7 +13,7 @@ Two engines that run at the same time disturb each other, so only one is ever as
 started for every turn, which always fits into memory), or `resident`: up, but idle. On two CPU cores an idle vLLM 0.32
 server was seen to take 0.8% of the machine; on a GPU both have to fit, see `--gpu-memory-utilization`.
 
-Offline, `engines/vllm/offline.py` is the engine's process. An engine that was started answers a warm-up burst, then the
+Offline, `engines/vllm/worker.py` is the engine's process. An engine that was started answers a warm-up burst, then the
 bursts of its turn, one engine at a time. The bursts are those of the cold server runs, so that different counts of
 prompt tokens show that images were not processed alike. Flags for `vllm serve` have no effect here. `vllm bench
 throughput --backend vllm-chat` times the same; but that tool takes no image files of one's own, and its `random-mm`
@@ -23,6 +23,7 @@ silently becomes plain text where no data set path is given.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -32,7 +33,7 @@ from typing import Any, Literal
 from vlmcompress.engines import llamacpp_server
 from vlmcompress.engines.local import last_words
 from vlmcompress.engines.vllm import ENGINE as VLLM
-from vlmcompress.engines.vllm import environment, offline
+from vlmcompress.engines.vllm import environment
 from vlmcompress.engines.vllm.serve import Server, server
 from vlmcompress.evaluation.results import LoadRun, State
 from vlmcompress.evaluation.speed import client, counters, llama_cpp, measure
@@ -56,7 +57,6 @@ SILENCE = 1800.0  # seconds in which the engine must be up, then answer a burst
 OFFLINE_ENGINE = replace(
     VLLM,
     name="vllm-offline",
-    module=Path(offline.__file__),
     environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"),
 )
 
@@ -251,14 +251,20 @@ def run_offline(
 def _offline_job(plan: Plan, side: SideName) -> dict[str, Any]:
     config = json_files.read(plan.paths[side] / "config.json")
     scaled = (config.get("quantization_config") or {}).get("kv_cache_scheme")
+    speculative = plan.speculative.get(side)
     return {
         "model": str(plan.paths[side].resolve()),
-        "max_model_len": -1 if plan.max_model_len is None else plan.max_model_len,
-        "kv_cache_dtype": "fp8" if scaled else "auto",
-        "images": plan.prompts.images,
-        "out_tokens": plan.out_tokens,
-        "seed": plan.seed,
-        "speculative": plan.speculative.get(side),
+        "bursts": plan.out_tokens,
+        "options": {
+            "max_model_len": -1 if plan.max_model_len is None else plan.max_model_len,
+            "seed": plan.seed,
+            "kv_cache_dtype": "fp8" if scaled else "auto",
+            "limit_mm_per_prompt": {"image": plan.prompts.images, "video": 0, "audio": 0},
+            "enable_prefix_caching": False,  # as in the server's cold runs
+            "mm_processor_cache_gb": 0,
+            "speculative_config": speculative and json.loads(speculative),
+            "disable_log_stats": not speculative,
+        },
     }
 
 

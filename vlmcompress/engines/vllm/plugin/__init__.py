@@ -48,7 +48,11 @@ def register() -> None:
         original = SERVED.constant(family, "ARCHITECTURE")
         name, reason = PREFIX + original, refusal(family)
         module = "_loading:Unsupported" if reason else f"{family.replace('-', '_')}:{name}"
+        # vllm/model_executor/models/registry.py::_ModelRegistry.register_model imports a class given as text only when it is
+        # needed.
         ModelRegistry.register_model(name, f"{__name__}.{module}")
+        # vllm/model_executor/models/config.py::MODELS_CONFIG_MAP has no function to register in; an entry is a class with two
+        # methods.
         hook = Loading(MODELS_CONFIG_MAP.get(original), reason)
         MODELS_CONFIG_MAP[name] = hook  # type: ignore[assignment]
     _draft.register()

@@ -142,7 +142,7 @@ def _qwen(module: str, prefix: str) -> list[Reach]:
         *_reaches(where, "what the family is made of", f"{prefix}DummyInputsBuilder"),
         *_reaches(
             where,
-            "tokens are reduced behind the encoder",
+            "tokens are reduced after the encoder",
             f"{prefix}ForConditionalGeneration._process_image_input(image_input)",
             f"{prefix}ForConditionalGeneration._process_video_input(video_input)",
             f"{prefix}ForConditionalGeneration.get_encoder_cudagraph_config()",
@@ -322,7 +322,7 @@ _IDEFICS = [
     ),
     *_reaches(
         f"{_MODELS}.idefics3",
-        "tokens are reduced behind the projector",
+        "tokens are reduced after the projector",
         "Idefics3ForConditionalGeneration._process_image_input(image_input)",
         "Idefics3ForConditionalGeneration.get_encoder_cudagraph_config()",
         ours=True,
@@ -336,13 +336,13 @@ PARTS: dict[str, list[Reach]] = {
         *_model("llava", "LlavaForConditionalGeneration", "LlavaForConditionalGeneration.vision_tower"),
         *_reaches(
             f"{_MODELS}.llava",
-            "tokens are reduced before the projector or behind it",
+            "tokens are reduced before the projector or after it",
             "LlavaForConditionalGeneration._process_image_input(image_input)",
             ours=True,
         ),
         *_reaches(
             f"{_MODELS}.llava",
-            "tokens are reduced before the projector or behind it",
+            "tokens are reduced before the projector or after it",
             "LlavaForConditionalGeneration._process_image_pixels(inputs)",
             "LlavaForConditionalGeneration.multi_modal_projector",
             "LlavaMultiModalProcessor",
@@ -360,7 +360,7 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(f"{_MODELS}.llava", "what the family is made of", "LlavaDummyInputsBuilder"),
         *_reaches(
             f"{_MODELS}.llava_next",
-            "tokens are reduced behind the projector",
+            "tokens are reduced after the projector",
             "LlavaNextForConditionalGeneration._process_image_input(image_input)",
             "LlavaNextProcessingInfo.get_num_image_tokens(image_width, image_height)",
             ours=True,
@@ -372,7 +372,7 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches("multimodal.parse", "the largest image", "ImageSize"),
         *_reaches(
             f"{_MODELS}.llava_onevision",
-            "tokens are reduced behind the projector",
+            "tokens are reduced after the projector",
             "LlavaOnevisionForConditionalGeneration._process_image_input(image_input)",
             "LlavaOnevisionForConditionalGeneration._process_video_pixels(inputs)",
             "LlavaOnevisionProcessingInfo.get_num_video_tokens(image_width, image_height, num_frames)",
@@ -396,7 +396,7 @@ PARTS: dict[str, list[Reach]] = {
         ),
         *_reaches(
             f"{_MODELS}.interns1",
-            "tokens are reduced behind the projector",
+            "tokens are reduced after the projector",
             "InternS1ForConditionalGeneration._process_vision_input(image_input)",
             "InternS1ProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
             "InternS1ProcessingInfo.get_supported_mm_limits()",

@@ -15,6 +15,7 @@ from vlmcompress.utils.errors import UserError
 class VlmcompressEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
     """The head; `image` is what is added to each row, `[rows, hidden]`, or None. Our proposer sets it (`_draft_proposer`)."""
 
+    # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.load_model leaves embeddings out without it.
     supports_multimodal_embeddings = True  # so that vLLM hands embeddings over, and not ids
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -32,6 +33,8 @@ class VlmcompressEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
             width = self.config.hidden_size
             self.model.image_vector = nn.Linear(width, width, bias=False)
 
+    # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.build_model_inputs_first_pass calls it with the images'
+    # rows, and every later draft step without them.
     def embed_input_ids(
         self, input_ids: Tensor, multimodal_embeddings: Any = None, is_multimodal: Any = None
     ) -> Tensor:

@@ -65,6 +65,9 @@ class EncoderMerging:
         joint = spec_for({"model_type": config.model_type}).vision_joint
         assert joint is not None
         for number, layer in enumerate(layers):
+            # vllm/model_executor/models/clip.py::CLIPAttention (and Siglip's, Idefics2's, InternS1's) calls `attn(query, key,
+            # value)`, which has no bias in vllm/model_executor/layers/attention/mm_encoder_attention.py::MMEncoderAttention.
+            # Goes when it has one.
             attention: Any = layer.get_submodule(joint[0])
             attention.attn = _Proportional(attention, self)
             layer.get_submodule(joint[1]).register_forward_pre_hook(functools.partial(self._join, number))
@@ -89,13 +92,14 @@ class EncoderMerging:
         self._keys, self._heads = keys, heads
 
     def _join(self, number: int, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
+        """Merge rows before the norm after attention, in place, as the layer adds the MLP's rows to the same tensor."""
         assert self._merger is not None
+        # vllm/model_executor/models/clip.py::CLIPEncoderLayer.forward keeps this tensor as the residual of its MLP.
         args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
 
 
 class TileMerging(EncoderMerging):
-    """Merges the tokens of tiles of one size; behind the last layer each of a tile's patches gets its row back."""
+    """Merges the tokens of tiles of one size; after the last layer each of a tile's patches gets its row back."""
 
     def __init__(self, layers: nn.ModuleList, reducer: ServedReducer, config: Any):
         super().__init__(layers, reducer, config)
@@ -145,6 +149,7 @@ def _hear(attention: Any, listener: Any) -> None:
     """Call `listener(attention, query, key)`, both `[b, t, heads * d]` of this device, whenever `attention` runs."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
+        # vllm/model_executor/layers/linear.py::QKVParallelLinear returns output and bias; the output is q, k, v side by side.
         query, key, _ = output[0].chunk(3, dim=-1)
         listener(attention, query, key)
 
@@ -165,6 +170,7 @@ def heads_first(x: Tensor, heads: int) -> Tensor:
 
 def all_heads(rows: Tensor, devices: int) -> Tensor:
     """Gather `[..., all heads * d]` from the heads of each of `devices`, `[..., heads * d]`."""
+    # vllm/distributed/communication_op.py::tensor_model_parallel_all_gather joins the last dimension, in the order of devices.
     return rows if devices == 1 else tensor_model_parallel_all_gather(rows.contiguous())
 
 

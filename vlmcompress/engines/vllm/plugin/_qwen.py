@@ -67,6 +67,8 @@ class QwenInfo(ReducedInfo):
     def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return super()._merge_and_resolve_mm_processor_kwargs(_unasked(mm_kwargs))  # type: ignore[misc]
 
+    # vllm/model_executor/models/qwen2_vl.py::Qwen2VLProcessingInfo._get_vision_info is asked for every count of tokens, also of
+    # the largest image that memory is measured with.
     def _get_vision_info(self, **arguments: Any) -> tuple[Any, int]:
         size, tokens = super()._get_vision_info(**arguments)  # type: ignore[misc]
         vision = self.get_hf_config().vision_config  # type: ignore[attr-defined]
@@ -95,7 +97,7 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
 
 
 class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
-    """Mixin of a model: a reducer behind vLLM's encoder."""
+    """Mixin of a model: a reducer after vLLM's encoder."""
 
     config: Any
 
@@ -114,6 +116,8 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         starts = np.zeros((DIMS, feature.mm_position.length), dtype=np.int64)
         return starts, extent(grid, pace_of(feature.data, feature.modality, self.config))
 
+    # vllm/model_executor/models/qwen2_vl.py::Qwen2VLForConditionalGeneration._process_image_input returns rows of each image,
+    # in order; `embed_multimodal` hands them on to the encoder's cache as they are.
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
@@ -132,7 +136,8 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
 
     def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0, **signals: Tensor) -> Tensor:
         """Reduce the tokens `rows [n, d]` of one image or video; returns those left with their places."""
-        features = rows[:, : self.config.get_text_config().hidden_size]  # behind them those of deepstack
+        # vllm/model_executor/models/qwen3_vl.py::Qwen3_VisionTransformer.forward appends deepstack's levels as channels.
+        features = rows[:, : self.config.get_text_config().hidden_size]  # after them those of deepstack
         result = self.reducer.reduce(grid, features, **signals)
         if len(result.anchor) != (count := self.reducer.count(grid)):
             raise ValueError(
@@ -142,10 +147,14 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         anchors = sent(where, rows.device)[result.anchor]
         return pack(result.apply(rows), anchors, int(where.max()))
 
+    # vllm/v1/worker/encoder_cudagraph.py::EncoderCudaGraphManager runs the tower itself and skips `_process_image_input`. Goes
+    # when it calls the model's own method for what comes after the tower.
     def get_encoder_cudagraph_config(self) -> Any:
         """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""
         return dataclasses.replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder takes the tokens of the tower from the
+    # placeholders, which are fewer than the tower computes.
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Numbers of tokens in encoder and projector, which get the full image."""
         if mm_kwargs is not None:

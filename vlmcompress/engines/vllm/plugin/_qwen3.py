@@ -26,6 +26,7 @@ from vlmcompress.reduction.methods import Grid
 class Qwen3Info(QwenInfo):
     """Mixin of a processing info with the counts of reduced images and videos."""
 
+    # vllm/model_executor/models/qwen3_vl.py::Qwen3VLProcessingInfo.get_max_video_tokens leaves out the tokens of timestamps.
     def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
         """The most tokens of a video, timestamps included."""
         parent: Any = super()
@@ -53,7 +54,7 @@ def _sides(grid: Grid) -> int:
 
 
 class ReducedQwen3(ReducedQwen):
-    """Mixin of a model that is a `Qwen3VLForConditionalGeneration`, with a reducer behind its encoder."""
+    """Mixin of a model that is a `Qwen3VLForConditionalGeneration`, with a reducer after its encoder."""
 
     _tokenizer: Any
 
@@ -77,6 +78,8 @@ class ReducedQwen3(ReducedQwen):
         """Reduce a video's tokens `rows [n, d]`; returns those left, between marks and `times` of its frames, with places."""
         kept, where = unpack(self.reduced(rows, grid))
         config, frame = self.config, where[:, 0]
+        # vllm/model_executor/models/qwen3_vl.py::Qwen3VLMultiModalProcessor.get_video_repl is what writes a video in the
+        # prompt.
         ids = Qwen3VLMultiModalProcessor.get_video_repl(
             tokens_per_frame=frame.bincount(minlength=grid[0]).tolist(),
             timestamps=times,
@@ -87,7 +90,7 @@ class ReducedQwen3(ReducedQwen):
         ).full
         tokens = torch.tensor(ids, device=rows.device)
         visual, starts = tokens == config.video_token_id, tokens == config.vision_start_token_id
-        # A text token stands one behind the last text token or, behind a frame, where that one's longer side ends.
+        # A text token stands one after the last text token or, after a frame, where that one's longer side ends.
         text = (~visual).cumsum(0)
         places = text - 1 + (starts.cumsum(0) - starts.long()) * max(grid[1:])
         places = places[:, None].repeat(1, DIMS)

@@ -15,6 +15,7 @@ from torch import Tensor
 from vlmcompress import __version__
 from vlmcompress.models import spec_for
 from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import hooks as hooks  # before `support`: the two import each other
 from vlmcompress.reduction import methods as reducers
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.choice import ReducerChoice

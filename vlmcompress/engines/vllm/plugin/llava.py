@@ -38,7 +38,7 @@ class Processor(ViewsProcessor, LlavaProcessor, CountedProcessor, LlavaMultiModa
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
 class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaForConditionalGeneration):
-    """vLLM's model of the family, with a reducer in its encoder, before its projector or behind it."""
+    """vLLM's model of the family, with a reducer in its encoder, before its projector or after it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -69,6 +69,8 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         pixels = image_input["pixel_values"]
         grid = grid_of(pixels, self.config)
         merger = self._merging.begin([grid] * len(pixels), pixels.device, self._counts) if self._merging else None
+        # vllm/model_executor/models/llava.py::LlavaForConditionalGeneration._process_image_input projects at once; its first
+        # half is called by itself, as methods of stage "encoder" reduce between the two.
         features: Any = super()._process_image_pixels(image_input)
         if merger is not None:
             return self._projected(features, merger.merged)

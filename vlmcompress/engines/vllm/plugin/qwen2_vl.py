@@ -1,4 +1,4 @@
-"""Qwen2-VL: the tokens behind the encoder are reduced; M-RoPE positions stay."""
+"""Qwen2-VL: the tokens after the encoder are reduced; M-RoPE positions stay."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ class Processor(ViewsProcessor, QwenProcessor, Qwen2VLMultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Qwen2VLDummyInputsBuilder)
 class VlmcompressQwen2VLForConditionalGeneration(ReducedQwen, Qwen2VLForConditionalGeneration):
-    """vLLM's Qwen2-VL with a reducer behind its encoder."""
+    """vLLM's Qwen2-VL with a reducer after its encoder."""

@@ -23,4 +23,4 @@ class Info(Qwen3Info, Qwen3_5ProcessingInfo):
 
 @MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3VLDummyInputsBuilder)
 class VlmcompressQwen3_5ForConditionalGeneration(ReducedQwen3, Qwen3_5ForConditionalGeneration):
-    """vLLM's Qwen3.5 with a reducer behind its encoder."""
+    """vLLM's Qwen3.5 with a reducer after its encoder."""

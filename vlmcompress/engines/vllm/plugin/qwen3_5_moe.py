@@ -19,4 +19,4 @@ class Info(Qwen3Info, Qwen3_5MoeProcessingInfo):
 
 @MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3VLDummyInputsBuilder)
 class VlmcompressQwen3_5MoeForConditionalGeneration(ReducedQwen3, Qwen3_5MoeForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's Qwen3.5-MoE with a reducer behind its encoder."""
+    """vLLM's Qwen3.5-MoE with a reducer after its encoder."""

@@ -22,4 +22,4 @@ class Info(Qwen3Info, Qwen3VLProcessingInfo):
 
 @MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3VLDummyInputsBuilder)
 class VlmcompressQwen3VLForConditionalGeneration(ReducedQwen3, Qwen3VLForConditionalGeneration):
-    """vLLM's Qwen3-VL with a reducer behind its encoder; it sees the last layer's features, not deepstack's."""
+    """vLLM's Qwen3-VL with a reducer after its encoder; it sees the last layer's features, not deepstack's."""

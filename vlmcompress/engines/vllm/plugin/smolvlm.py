@@ -23,4 +23,4 @@ class Processor(TiledProcessor, Idefics3MultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Idefics3DummyInputsBuilder)
 class VlmcompressSmolVLMForConditionalGeneration(TiledImages, SmolVLMForConditionalGeneration):
-    """vLLM's model of the family, with a reducer in its encoder or behind the projector."""
+    """vLLM's model of the family, with a reducer in its encoder or after the projector."""
