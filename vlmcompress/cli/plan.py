@@ -180,7 +180,7 @@ def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> 
 
 
 def _draw(file: Path, rows: list[dict[str, Any]], capacity: Capacity) -> None:
-    from vlmcompress.evaluation.report.scatter import requests
+    from vlmcompress.evaluation.report.charts import requests
 
     rows = sorted(rows, key=lambda row: row["pixels"])
     names = list(rows[0]["loads"])

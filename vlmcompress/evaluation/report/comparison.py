@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from vlmcompress.evaluation.report import files, html, words
+from vlmcompress.evaluation.report.charts import HALF, Point, both, pareto
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.plot import HALF, both
-from vlmcompress.evaluation.report.scatter import Point, pareto
 from vlmcompress.evaluation.report.text import MARKS, escape, table
 from vlmcompress.evaluation.results import Comparison, Results, Verdict, load
 from vlmcompress.utils.errors import UserError

@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 from PIL import Image
 
-from vlmcompress.evaluation.report import heatmap, panels, words
+from vlmcompress.evaluation.report import charts, heatmap, words
 from vlmcompress.evaluation.report.findings import Findings, Row, SuiteFindings
 from vlmcompress.evaluation.results import Bench, Results, Side
 from vlmcompress.export.manifest import error_kind
@@ -35,7 +35,7 @@ def page(findings: Findings) -> str:
     """The content of `report.html`."""
     results, bench = findings.results, findings.results.bench
     ratios = [ratio for table in findings.speed for ratio in table.metrics.values()]
-    axis = panels.gain_axis(ratios) if ratios else None
+    axis = charts.gain_axis(ratios) if ratios else None
     overview = [s.rows[0]._replace(name=s.suite.name) for s in findings.suites]
     # those with pictures first, as readers can judge these
     shown = sorted(findings.changed, key=lambda sample: (sample.id not in results.pictures, sample.change))[:_EXAMPLES]
@@ -47,38 +47,38 @@ def page(findings: Findings) -> str:
         suites=[(s, differences(s.rows), _distributions(s, results)) for s in findings.suites],
         lowest=min(findings.suites, key=lambda s: s.overall.difference, default=None),
         speed=[
-            (table, panels.ruler(axis, "times"), {n: panels.gain(n, r, axis) for n, r in table.metrics.items()})
+            (table, charts.ruler(axis, "times"), {n: charts.gain(n, r, axis) for n, r in table.metrics.items()})
             for table in findings.speed
             if axis
         ],
         latency=_latencies(bench) if bench else [],
-        heat=_heat(results.candidate),
+        errors=_heat(results.candidate),
         examples=[(sample, [thumbnail(png) for png in results.pictures.get(sample.id, [])]) for sample in shown],
     )
 
 
 def differences(rows: Sequence[Row]) -> dict[str, Any]:
     """Rows of accuracy, each with its chart, and the ruler of the axis that they share."""
-    axis = panels.accuracy_axis(rows)
-    return {"ruler": panels.ruler(axis), "rows": [(row, panels.accuracy(row, axis)) for row in rows]}
+    axis = charts.accuracy_axis(rows)
+    return {"ruler": charts.ruler(axis), "rows": [(row, charts.accuracy(row, axis)) for row in rows]}
 
 
 def _distributions(s: SuiteFindings, results: Results) -> list[tuple[str, Markup]]:
     """Charts of prompt tokens and of the first token's divergence, with their titles."""
     samples = [sample for sample in results.samples if sample.suite == s.suite.name]
     tokens = {"baseline": [s.baseline_tokens for s in samples], "candidate": [s.candidate_tokens for s in samples]}
-    charts = []
+    titled = []
     if any(tokens["baseline"]):
-        charts.append(("Prompt tokens, images included", panels.histogram("Prompt tokens", "tokens", tokens)))
+        titled.append(("Prompt tokens, images included", charts.histogram("Prompt tokens", "tokens", tokens)))
     if divergences := [sample.kl for sample in samples if sample.kl is not None]:
-        chart = panels.cumulative("First-token divergence", "nats", {"candidate": [divergences]})
-        charts.append(("Divergence of the first token (KL)", chart))
-    return [(title, chart) for title, chart in charts if chart]
+        chart = charts.cumulative("First-token divergence", "nats", {"candidate": [divergences]})
+        titled.append(("Divergence of the first token (KL)", chart))
+    return [(title, chart) for title, chart in titled if chart]
 
 
 def _latencies(bench: Bench) -> list[tuple[str, Markup]]:
     """Charts of latencies as clients saw them, for served runs only."""
-    charts = []
+    titled = []
     for state in ("cold", "warm"):
         runs = [run for run in bench.runs if run.mode == "serve" and run.state == state]
         for name, what in _LATENCIES.items():
@@ -88,8 +88,8 @@ def _latencies(bench: Bench) -> list[tuple[str, Markup]]:
                 for side in ("baseline", "candidate")
             }
             if all(sides.values()):
-                charts.append((title, panels.cumulative(title, "ms", sides)))
-    return charts
+                titled.append((title, charts.cumulative(title, "ms", sides)))
+    return titled
 
 
 def _heat(side: Side) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _heat(side: Side) -> dict[str, Any]:
     scale = heatmap.extremes(grids)
     names = sorted(errors, key=lambda name: (-max(errors[name].values(), default=0.0), name))
     return {
-        "grids": [(grid, heatmap.heatmap(grid, scale)) for grid in grids],
+        "grids": [(grid, heatmap.errors(grid, scale)) for grid in grids],
         "legend": heatmap.legend(scale),
         "kinds": list(dict.fromkeys(kind for by_kind in errors.values() for kind in by_kind)),
         "worst": names[:_LAYERS],

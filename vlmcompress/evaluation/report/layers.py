@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from markupsafe import Markup
-
 from vlmcompress.evaluation.doctor import layer_errors
 from vlmcompress.evaluation.doctor.layer_errors import Change, LayerErrors
 from vlmcompress.evaluation.report import heatmap, words
-from vlmcompress.evaluation.report.heatmap import Grid
+from vlmcompress.evaluation.report.heatmap import Cells, Grid
 from vlmcompress.evaluation.report.html import render
 from vlmcompress.export.manifest import OF_OUTPUTS, OF_WEIGHTS, error_kind
 from vlmcompress.utils.text import figures, percentage, table, times
@@ -175,12 +173,12 @@ def _panels(grids: list[dict[tuple[str, str], Grid]], scale: tuple[float, float]
     """For each part and modality its grid, and the drawings with their captions."""
     panels = []
     for key, grid in grids[0].items():
-        charts: list[tuple[str, Markup]] = [("", heatmap.heatmap(grid, scale))]
+        drawn: list[tuple[str, Cells]] = [("", heatmap.errors(grid, scale))]
         if after := (grids[1].get(key) if len(grids) > 1 else None):
-            charts = [
-                ("before", heatmap.heatmap(grid, scale)),
-                ("after", heatmap.heatmap(after, scale)),
+            drawn = [
+                ("before", heatmap.errors(grid, scale)),
+                ("after", heatmap.errors(after, scale)),
                 ("change", heatmap.changes(grid, after, most)),
             ]
-        panels.append({"grid": grid, "charts": [chart for chart in charts if chart[1]]})
+        panels.append({"grid": grid, "charts": [chart for chart in drawn if chart[1]]})
     return panels

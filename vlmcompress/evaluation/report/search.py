@@ -13,9 +13,8 @@ from typing import Any
 from markupsafe import Markup
 
 from vlmcompress.evaluation.report import words
+from vlmcompress.evaluation.report.charts import PAGE, Frame, both, front
 from vlmcompress.evaluation.report.html import render
-from vlmcompress.evaluation.report.plot import PAGE, Frame, both
-from vlmcompress.evaluation.report.scatter import front
 from vlmcompress.evaluation.search.outcome import FILE
 from vlmcompress.evaluation.search.speed import GOALS
 from vlmcompress.utils.folders import dump, save
