@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from PIL import Image
 
 from vlmcompress.evaluation.report import charts, heatmap, words
 from vlmcompress.evaluation.report.findings import Findings, Row, SuiteFindings
-from vlmcompress.evaluation.results import Bench, Results, Side
+from vlmcompress.evaluation.results import Bench, Side
 from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import reason
@@ -44,7 +45,7 @@ def page(findings: Findings) -> str:
         f=findings,
         r=results,
         overview=differences(overview) if len(overview) > 1 else None,
-        suites=[(s, differences(s.rows), _distributions(s, results)) for s in findings.suites],
+        suites=[(s, differences(s.rows), _panels(s)) for s in findings.suites],
         lowest=min(findings.suites, key=lambda s: s.overall.difference, default=None),
         speed=[
             (table, charts.ruler(axis, "times"), {n: charts.gain(n, r, axis) for n, r in table.metrics.items()})
@@ -63,33 +64,28 @@ def differences(rows: Sequence[Row]) -> dict[str, Any]:
     return {"ruler": charts.ruler(axis), "rows": [(row, charts.accuracy(row, axis)) for row in rows]}
 
 
-def _distributions(s: SuiteFindings, results: Results) -> list[tuple[str, Markup]]:
+def _panels(s: SuiteFindings) -> list[tuple[str, Markup]]:
     """Charts of prompt tokens and of the first token's divergence, with their titles."""
-    samples = [sample for sample in results.samples if sample.suite == s.suite.name]
-    tokens = {"baseline": [s.baseline_tokens for s in samples], "candidate": [s.candidate_tokens for s in samples]}
-    titled = []
+    tokens = {side: [getattr(x, f"{side}_tokens") for x in s.samples] for side in ("baseline", "candidate")}
+    divergences, panels = [sample.kl for sample in s.samples if sample.kl is not None], []
     if any(tokens["baseline"]):
-        titled.append(("Prompt tokens, images included", charts.histogram("Prompt tokens", "tokens", tokens)))
-    if divergences := [sample.kl for sample in samples if sample.kl is not None]:
-        chart = charts.cumulative("First-token divergence", "nats", {"candidate": [divergences]})
-        titled.append(("Divergence of the first token (KL)", chart))
-    return [(title, chart) for title, chart in titled if chart]
+        panels.append(("Prompt tokens, images included", charts.histogram("Prompt tokens", "tokens", tokens)))
+    if drawn := charts.cumulative("First-token divergence", "nats", {"candidate": [divergences]}):
+        panels.append(("Divergence of the first token (KL)", drawn))
+    return panels
 
 
 def _latencies(bench: Bench) -> list[tuple[str, Markup]]:
     """Charts of latencies as clients saw them, for served runs only."""
-    titled = []
-    for state in ("cold", "warm"):
-        runs = [run for run in bench.runs if run.mode == "serve" and run.state == state]
-        for name, what in _LATENCIES.items():
-            title = f"{what}, {state}"
-            sides: dict[str, Sequence[Sequence[float]]] = {
-                side: [getattr(run, name) for run in runs if run.side == side and getattr(run, name)]
-                for side in ("baseline", "candidate")
-            }
-            if all(sides.values()):
-                titled.append((title, charts.cumulative(title, "ms", sides)))
-    return titled
+    panels = []
+    for state, (name, what) in product(("cold", "warm"), _LATENCIES.items()):
+        sides: dict[str, list[list[float]]] = {"baseline": [], "candidate": []}
+        for run in bench.runs:
+            if run.mode == "serve" and run.state == state and getattr(run, name):
+                sides[run.side].append(getattr(run, name))
+        if all(sides.values()):
+            panels.append((f"{what}, {state}", charts.cumulative(f"{what}, {state}", "ms", sides)))
+    return panels
 
 
 def _heat(side: Side) -> dict[str, Any]:
@@ -136,24 +132,12 @@ def render(template: str, **variables: Any) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    filters: tuple[Callable[..., object], ...] = (
-        *(points, words.percent, words.metric, error_kind, words.typeset),
-        *(size, figures, percentage, times, dotted),
-    )
-    environment.filters |= {filter_.__name__: filter_ for filter_ in filters}
+    loader = jinja2.FileSystemLoader(_FOLDER)
+    look: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, **look)
+    for filter_ in (points, words.percent, words.metric, error_kind, words.typeset, size, figures, percentage, times):
+        environment.filters[filter_.__name__] = filter_
+    environment.filters["dotted"] = lambda name: Markup(".<wbr>").join(escape(part) for part in name.split("."))
     environment.filters["tick"] = lambda verdict: words.VERDICTS[verdict]
     environment.globals["smaller"] = smaller
     return environment
-
-
-def dotted(name: str) -> Markup:
-    """A layer's name as markup whose lines may break after its dots only."""
-    return Markup(".<wbr>").join(escape(part) for part in name.split("."))
