@@ -56,10 +56,11 @@ def run(
     if offline:
         offline_runs, devices = run_offline(planned, runs, progress)
         runs += offline_runs
-    described = {
-        side: _side(path, "llamacpp" if llama_cpp[side] else "vllm", about[side], devices[side])
-        for side, path in planned.paths.items()
-    }
+    described = {}
+    for side, path in planned.paths.items():
+        engine = {"name": "llamacpp" if llama_cpp[side] else "vllm", "version": about[side].version, **devices[side]}
+        start = {"flags": about[side].flags, "start_seconds": about[side].start_seconds}
+        described[side] = sides.side(path, {**engine, **start})
     bench = Bench(
         load=str(planned.load),
         requests=planned.requests,
@@ -75,11 +76,6 @@ def run(
         memory=_memory(planned, described, about, runs),
     )
     return Results(**sides.origin(), baseline=described["baseline"], candidate=described["candidate"], bench=bench)
-
-
-def _side(path: Path, name: str, about: About, device: Mapping[str, Any]) -> Side:
-    engine = {"name": name, "version": about.version, **device}
-    return sides.side(path, {**engine, "flags": about.flags, "start_seconds": about.start_seconds})
 
 
 def plan(

@@ -236,8 +236,18 @@ def run_offline(
         repeats = [repeat for _, repeat in turns]
         label = f"offline {side} {', '.join(str(repeat + 1) for repeat in repeats)}/{plan.repeats}"
         progress(f"{label}: starting vLLM", 0, len(repeats))
+        quantization = json_files.read(plan.paths[side] / "config.json").get("quantization_config") or {}
+        job = {
+            "model": str(plan.paths[side].resolve()),
+            "max_model_len": -1 if plan.max_model_len is None else plan.max_model_len,
+            "kv_cache_dtype": "fp8" if quantization.get("kv_cache_scheme") else "auto",
+            "images": plan.prompts.images,
+            "out_tokens": plan.out_tokens,
+            "seed": plan.seed,
+            "speculative": plan.speculative.get(side),
+        }
         bursts = [{"id": n, "messages": plan.prompts.burst(n, plan.requests)} for n in (plan.repeats, *repeats)]
-        events = OFFLINE_ENGINE.events(_offline_job(plan, side), bursts, plan.paths[side], SILENCE, SILENCE)
+        events = OFFLINE_ENGINE.events(job, bursts, plan.paths[side], SILENCE, SILENCE)
         with contextlib.closing(events):
             for event in events:
                 if event["event"] == "ready":
@@ -246,20 +256,6 @@ def run_offline(
                     runs.append(_offline_run(plan, side, event, served))
                     progress(label, len(runs), 2 * plan.repeats)
     return runs, about
-
-
-def _offline_job(plan: Plan, side: SideName) -> dict[str, Any]:
-    config = json_files.read(plan.paths[side] / "config.json")
-    scaled = (config.get("quantization_config") or {}).get("kv_cache_scheme")
-    return {
-        "model": str(plan.paths[side].resolve()),
-        "max_model_len": -1 if plan.max_model_len is None else plan.max_model_len,
-        "kv_cache_dtype": "fp8" if scaled else "auto",
-        "images": plan.prompts.images,
-        "out_tokens": plan.out_tokens,
-        "seed": plan.seed,
-        "speculative": plan.speculative.get(side),
-    }
 
 
 def _offline_run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequence[LoadRun]) -> LoadRun:
