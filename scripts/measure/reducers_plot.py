@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from vlmcompress.evaluation.report.svg import Axis, element, linear, picture
+from vlmcompress.evaluation.report.charts import Axis, element, linear, picture
 
 WIDTH, HEIGHT = 520, 440  # size of a panel
 _LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND = 44, 12, 34, 42, 150

@@ -154,7 +154,7 @@ def test_absurd_towers(models, tmp_path, capsys, changed):
         (("--text-tokens", "4000"), "the model takes 2,048"),
         (("--tp", "3"), "use one of 1, 2, 4"),
         (("--tp", "0"), "--tp 0"),
-        (("--image-size", "1024"), "WIDTHxHEIGHT"),
+        (("--image-size", "1024x"), "WIDTHxHEIGHT"),
         (("--image-size", "0x5"), "WIDTHxHEIGHT"),
         (("--image-size", "99999x99999"), "more than 50"),
         (("--sizes", "64x64,oops"), "--sizes oops"),

@@ -56,12 +56,12 @@ def test_table() -> None:
 @pytest.mark.parametrize(
     ("written", "count"), [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("1GiB", 2**30), (77, 77), ("9B", 9)]
 )
-def test_parse_size(written: str | int, count: int) -> None:
-    assert text.parse_size(written, "shard_size") == count
+def test_parse_bytes(written: str | int, count: int) -> None:
+    assert text.parse_bytes(written, "shard_size") == count
 
 
 @pytest.mark.parametrize("written", ["", "GB", "-1GB", "0", "inf", "1e400GB", "nan"])
 def test_no_sizes(written: str) -> None:
     with pytest.raises(UserError) as caught:
-        text.parse_size(written, "--max-size")
+        text.parse_bytes(written, "--max-size")
     assert str(caught.value) == f"--max-size '{written}' is not a size; write it like 5GB or 500MB"

@@ -378,11 +378,3 @@ def refuse_foreign(values: Mapping[str, Any], verb: str, keys: Sequence[str], tr
     foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
     if foreign:
         raise UserError(f"--set {foreign[0]}: no such key of {verb}{did_you_mean(foreign[0], keys)}")
-
-
-def parse_size(text: str, flag: str, most: int) -> tuple[int, int]:
-    """Width and height of an image, from a text like 1024x768 with at most `most` digits for each; UserError for another."""
-    match = re.fullmatch(r"([1-9]\d*)[x×X*]([1-9]\d*)", text)
-    if not match or max(len(match[1]), len(match[2])) > most:
-        raise UserError(f"{flag} {text[:40]} is not a size; write it WIDTHxHEIGHT, like 1024x768")
-    return int(match[1]), int(match[2])

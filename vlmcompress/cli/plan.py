@@ -13,7 +13,7 @@ from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.text import figures, parse_size, size, table
+from vlmcompress.utils.text import figures, parse_bytes, parse_pixels, size, table
 
 if TYPE_CHECKING:
     from vlmcompress.engines.vllm.served_model import Model
@@ -71,7 +71,7 @@ def options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Plan the memory and throughput of serving. Exit code 2 if no format fits."""
     fields = _request_fields(args)
-    sizes = [_flags.parse_size(text.strip(), "--sizes", most=7) for text in (args.sizes or SIZES).split(",")]
+    sizes = [parse_pixels(text, "--sizes", most=9_999_999) for text in (args.sizes or SIZES).split(",")]
     if args.plot and Path(args.plot).suffix != ".svg":
         raise UserError(f"--plot {args.plot} should end in .svg")
     if args.plot and not Path(args.plot).parent.is_dir():
@@ -110,12 +110,12 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         value = getattr(args, flag[2:].replace("-", "_")) or 0
         if not least <= value <= MOST:
             raise UserError(f"{flag} {value} should be a whole number from {least} to {MOST:,}")
-    image = _flags.parse_size(args.image_size, "--image-size", most=7)
+    image = parse_pixels(args.image_size, "--image-size", most=9_999_999)
     images = args.images_per_request if args.images_per_request is not None else int(args.video is None)
     if images > 10_000:
         raise UserError(f"--images-per-request {images} is more than a request can hold; give up to 10,000")
     texts = {"--memory": args.memory, "--reserve": args.reserve, "--kv-cache-memory": args.kv_cache_memory}
-    memory, reserve, space = (text and parse_size(text, flag) for flag, text in texts.items())
+    memory, reserve, space = (text and parse_bytes(text, flag) for flag, text in texts.items())
     return {
         "pictures": ((image,) * images, _video(args.video)),
         "text": args.text_tokens,
@@ -179,7 +179,7 @@ def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> 
 
 
 def _draw(file: Path, rows: list[dict[str, Any]], capacity: Capacity) -> None:
-    from vlmcompress.evaluation.report.scatter import requests
+    from vlmcompress.evaluation.report.charts import requests
 
     rows = sorted(rows, key=lambda row: row["pixels"])
     names = list(rows[0]["loads"])

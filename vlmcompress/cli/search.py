@@ -16,6 +16,7 @@ from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.folders import claimed
 from vlmcompress.utils.progress import ProgressBar
+from vlmcompress.utils.text import parse_pixels
 
 if TYPE_CHECKING:
     from vlmcompress.evaluation.search.search import Request
@@ -100,7 +101,7 @@ def request(args: argparse.Namespace) -> Request:
     from vlmcompress.evaluation.search.speed import Load
 
     check(args)
-    width, _, height = args.image_size.partition("x")
+    image = parse_pixels(args.image_size, "--image-size", most=999_999)
     base = _flags.recipe_values(args)
     out = Path(base.pop("out"))
     return Request(
@@ -113,7 +114,7 @@ def request(args: argparse.Namespace) -> Request:
         margin=args.max_drop,
         goal=args.optimize,
         speed=args.speed,
-        load=Load(image=(int(width), int(height)), out=args.out_tokens),
+        load=Load(image=image, out=args.out_tokens),
         budget=seconds(args.max_time) if args.max_time else None,
         engine=args.engine,
         ray=args.ray,
@@ -130,8 +131,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--speed {args.speed}: give measured or modelled")
     if not 0 < args.max_drop < 1:
         raise UserError(f"--max-drop {args.max_drop:g} is no share between 0 and 1; for one point write 0.01")
-    if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", args.image_size):
-        raise UserError(f"--image-size {args.image_size} is not a size; write it WIDTHxHEIGHT, like 448x448")
+    parse_pixels(args.image_size, "--image-size", most=999_999)
     if args.out_tokens < 1:
         raise UserError(f"--out-tokens is {args.out_tokens}; it should be at least 1")
     if args.price is not None and not args.price > 0:

@@ -12,8 +12,8 @@ from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import OK, Outcome
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.text import parse_pixels, table
 from vlmcompress.utils.text import size as size_text
-from vlmcompress.utils.text import table
 
 if TYPE_CHECKING:
     from vlmcompress.quantization.plan.prompt_cost import Planned
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.quantization.plan import prompt_cost
     from vlmcompress.reduction.choice import compared
 
-    sizes = [_flags.parse_size(text, "--image-size", most=9) for text in args.image_size]
+    sizes = [parse_pixels(text, "--image-size", most=999_999_999) for text in args.image_size]
     resize, reducers = compared(args.reduce)
     model = hub.local(args.model, weights="none")
     costs = prompt_cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)

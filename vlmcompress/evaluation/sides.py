@@ -29,7 +29,10 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     path = Path(model)
     if not path.is_dir():
         return Side(name=str(model), path=str(model), engine=dict(engine))
-    record = _record(path)
+    try:
+        record = manifest.read(path)
+    except UserError:  # none that can be read: an error here would cost hours of measurement
+        record = {}
     made = _made(path, record) if record else None
     reducer, attached = _reducer(path), engine.get("reduce") or ""
     return Side(
@@ -42,14 +45,6 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
         layer_errors=record.get("errors", {}),
         engine=dict(engine),
     )
-
-
-def _record(path: Path) -> dict[str, Any]:
-    """The manifest; empty where there is none that can be read: an error here would cost hours of measurement."""
-    try:
-        return manifest.read(path)
-    except UserError:
-        return {}
 
 
 def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
@@ -74,12 +69,17 @@ def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
     """
     recipe, data = record["recipe"], record["calibration"]
     try:
+        quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
+        formats = [
+            f"weights {card.number_format(group['weights'])}, activations {card.number_format(group['input_activations'])}"
+            for group in (quantization.get("config_groups") or {}).values()
+        ] or [card.other_format(quantization)] * bool(quantization)
         return Made(
             source=record["model"]["source"],
             family=record["model"]["family"],
             scheme=recipe.get("scheme") or "",
             options=recipe.get("options") or {},
-            formats=_formats(path),
+            formats=list(dict.fromkeys(formats)),
             bits=record["allocation"]["bits"] if "allocation" in record else None,
             vision=recipe.get("vision") or "",
             kv_cache=recipe.get("kv_cache") or "",
@@ -107,19 +107,6 @@ def _calibration(data: Mapping[str, Any]) -> Calibration:
         seed=data.get("seed"),
         prefix=data.get("prefix"),
     )
-
-
-def _formats(path: Path) -> list[str]:
-    """Name the number formats of a checkpoint's config groups, each once; of another format what its config says."""
-    quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
-    groups = quantization.get("config_groups") or {}
-    if quantization and not groups:
-        return [card.other_format(quantization)]
-    formats = [
-        f"weights {card.number_format(group['weights'])}, activations {card.number_format(group['input_activations'])}"
-        for group in groups.values()
-    ]
-    return list(dict.fromkeys(formats))
 
 
 def _reducer(path: Path) -> str:

@@ -18,7 +18,7 @@ from vlmcompress.utils import folders, tensor_files
 from vlmcompress.utils.model_folder import companions
 from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_files import Entry
-from vlmcompress.utils.text import parse_size
+from vlmcompress.utils.text import parse_bytes
 
 Change = Callable[[Tensor], Tensor]
 
@@ -51,7 +51,7 @@ def write(
     name, mark = record
     folders.check(source, out, overwrite=True, mark=name)
     with folders.new_folder(out) as tree:
-        write_weights(tree, list(tensors), parse_size(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
+        write_weights(tree, list(tensors), parse_bytes(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
         write_json(tree / "config.json", dict(config))
         files = files or source
         for place in companions(files):

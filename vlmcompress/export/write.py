@@ -46,7 +46,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import INDEX, companions
 from vlmcompress.utils.progress import phase, phase_seconds
 from vlmcompress.utils.tensor_files import Entry, Spec
-from vlmcompress.utils.text import parse_size
+from vlmcompress.utils.text import parse_bytes
 
 Quantized = tuple[QTensor, Scheme, Tensor | None]
 """A linear layer's weight, its scheme, the scale of static activations."""
@@ -171,7 +171,7 @@ def write_folder(
 ) -> dict:
     """Write `out`, which `folders.check` has allowed, with copies of the other files of `files` (None: `source`); return its
     manifest."""
-    limit, warnings = parse_size(shard_size, "shard_size"), list[str]()
+    limit, warnings = parse_bytes(shard_size, "shard_size"), list[str]()
     copied = [(file, place) for file, place in _other_files(files or source) if str(place) not in content.extra_files]
     needed = sum(tensor.spec.nbytes for tensor in content.tensors)
     folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))

@@ -78,7 +78,21 @@ def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
     )
 
 
-def parse_size(text: str | int, what: str) -> int:
+def parse_pixels(text: str, flag: str, least: int = 1, most: int = 2**31) -> tuple[int, int]:
+    """Read the width and height of an image from `1024x768`, or `448` for a square.
+
+    Raises:
+        UserError: it is no size, or a side has fewer than `least` or more than `most` pixels.
+    """
+    match = re.fullmatch(r"(\d{1,10})(?:[x×*](\d{1,10}))?", text.strip().lower(), re.ASCII)
+    width, height = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not least <= min(width, height) <= max(width, height) <= most:
+        limits = f", each from {least} to {most}" if least > 1 else ""
+        raise UserError(f"{flag} {text[:40]} is not a size; write it WIDTHxHEIGHT, like 1024x768{limits}")
+    return width, height
+
+
+def parse_bytes(text: str | int, what: str) -> int:
     """Read a number of bytes from `5GB`, `200MB`, `1GiB` or a plain number.
 
     Args:

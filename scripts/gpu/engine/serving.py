@@ -8,7 +8,6 @@ of the same bytes. `latency` is one client, `load` many; caches are off, which t
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,9 +111,10 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
 def described(running: Any, folder: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """The figures of a server: medians over its turns, and the requests that its KV cache holds at once."""
     from vlmcompress.evaluation.speed import counters, measure
+    from vlmcompress.evaluation.speed.runs import kv_bytes_per_token
 
-    config, cache = json.loads((folder / "config.json").read_text()), counters.cache_config(running)
-    per_token = measure.kv_bytes_per_token(config, cache["cache_dtype"])
+    cache = counters.cache_config(running)
+    per_token = kv_bytes_per_token(folder, cache["cache_dtype"])
     assert per_token, "a Qwen has full attention in every block"
     longest = max(row["tokens"] for row in rows["load"])
 

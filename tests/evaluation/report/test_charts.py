@@ -1,22 +1,33 @@
-"""Charts: what is drawn where, read back from the markup."""
+"""Charts: what is drawn where, read back from the markup, and names that can be read on a page and on a phone."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from markupsafe import Markup
+from PIL import ImageFont
 
-from tests.kit.made_results import HOSTILE, comparison, layer_errors, make_bench
-from vlmcompress.evaluation.report import heatmap, panels, scatter
-from vlmcompress.evaluation.report.findings import Row
-from vlmcompress.evaluation.report.svg import element, linear, logarithmic
+from tests.kit.made_results import HOSTILE, comparison, layer_errors, make_bench, make_results
+from vlmcompress.evaluation.report import charts, heatmap, html, search
+from vlmcompress.evaluation.report.charts import HALF, PAGE, PANEL, PHONE, Box, Dot, Frame, element, linear, logarithmic
+from vlmcompress.evaluation.report.findings import Findings, Row
+from vlmcompress.evaluation.search.outcome import mark
 
 
 def parse(markup: object) -> ElementTree.Element:
-    return ElementTree.fromstring(str(markup))
+    """Without the namespace that makes it a file of its own."""
+    return ElementTree.fromstring(str(markup).replace(' xmlns="http://www.w3.org/2000/svg"', ""))
 
 
 def across(mark: ElementTree.Element, name: str) -> float:
@@ -50,7 +61,7 @@ def test_logarithmic_axis_holds_its_range_with_few_ticks(low: float, factor: flo
 def test_interval_is_to_scale() -> None:
     broken = comparison("broken")
     axis = linear(-0.1, 0.1)
-    svg = parse(panels.accuracy(Row("all", broken, True), axis))
+    svg = parse(charts.accuracy(Row("all", broken, True), axis))
     group = svg.find("g")
     assert group is not None and group.get("class") == "fail"
     line, dot = group.find("line"), group.find("circle")
@@ -64,19 +75,19 @@ def test_interval_is_to_scale() -> None:
 
 
 def test_accuracy_axis_is_not_flattened_by_one_wild_family() -> None:
-    axis = panels.accuracy_axis([Row("all", comparison("awq"), True), Row("x", comparison("broken", low=-0.9), False)])
+    axis = charts.accuracy_axis([Row("all", comparison("awq"), True), Row("x", comparison("broken", low=-0.9), False)])
     assert axis.low == pytest.approx(-0.3, abs=0.11)
 
 
 def test_a_row_that_is_not_judged_has_no_verdict_and_no_margin() -> None:
     broken = comparison("broken")
     axis = linear(-0.1, 0.1)
-    svg = parse(panels.accuracy(Row("chart", broken, False), axis))
+    svg = parse(charts.accuracy(Row("chart", broken, False), axis))
     group = svg.find("g")
     assert group is not None and group.get("class") == "even" and svg.find("rect") is None
     assert (svg.findtext("title") or "").endswith("p = 0.000137")
     wide = broken.model_copy(update={"margin": 0.3})  # beyond the axis: nothing of the chart is
-    assert parse(panels.accuracy(Row("chart", wide, True), axis)).find("rect") is None
+    assert parse(charts.accuracy(Row("chart", wide, True), axis)).find("rect") is None
 
 
 def test_cumulative_curve_is_the_empirical_distribution() -> None:
@@ -85,7 +96,7 @@ def test_cumulative_curve_is_the_empirical_distribution() -> None:
         "baseline": [rng.lognormal(6, 0.4, 50), rng.lognormal(6, 0.4, 50)],
         "candidate": [rng.lognormal(5.5, 0.4, 90)],
     }
-    svg = parse(panels.cumulative("first token", "ms", sides))
+    svg = parse(charts.cumulative("first token", "ms", sides))
     lines = {line.get("class"): points(line) for line in svg.findall("polyline")}
     assert sum(line.get("class") == "baseline repeat" for line in svg.findall("polyline")) == 2
     assert "candidate repeat" not in lines
@@ -93,8 +104,11 @@ def test_cumulative_curve_is_the_empirical_distribution() -> None:
     axis = logarithmic(everything.min(), everything.max())
     pooled = np.sort(np.concatenate(sides["baseline"]))
     top, bottom = lines["baseline curve"][:, 1].min(), lines["baseline curve"][:, 1].max()
+    left, right = next(
+        (across(line, "x1"), across(line, "x2")) for line in svg.iter("line") if line.get("x1") != line.get("x2")
+    )
     for x, y in lines["baseline curve"][1::10]:
-        value = np.exp(np.log(axis.low) + (x - 44) / 260 * np.log(axis.high / axis.low))
+        value = np.exp(np.log(axis.low) + (x - left) / (right - left) * np.log(axis.high / axis.low))
         assert np.mean(pooled <= value) == pytest.approx((bottom - y) / (bottom - top), abs=0.02)
     assert {text.text for text in svg.findall("text[@class]")} == {
         f"{np.median(np.concatenate(lists)):.0f} ms" for lists in sides.values()
@@ -102,12 +116,12 @@ def test_cumulative_curve_is_the_empirical_distribution() -> None:
 
 
 def test_cumulative_curve_of_nothing_positive_is_no_chart() -> None:
-    assert panels.cumulative("divergence", "nats", {"candidate": [[0.0, 0.0]]}) == ""
+    assert charts.cumulative("divergence", "nats", {"candidate": [[0.0, 0.0]]}) == ""
 
 
 def test_histogram_counts_everything() -> None:
     values = [80, 80, 81, 85, 90, 90, 90]
-    svg = parse(panels.histogram("prompt tokens", "tokens", {"baseline": values, "candidate": values}))
+    svg = parse(charts.histogram("prompt tokens", "tokens", {"baseline": values, "candidate": values}))
     bars = [points(line) for line in svg.findall("polyline")]
     assert len(bars) == 2 and np.array_equal(*bars)
     steps = bars[0][1:-1].reshape(-1, 2, 2)
@@ -149,15 +163,26 @@ def test_numbers_of_cells(value: float, written: str) -> None:
     assert heatmap.compact(value) == written
 
 
-def test_cells_have_their_numbers_where_they_fit() -> None:
-    """In percent, and as a tooltip in full everywhere."""
-    few, many = (heatmap.grids(layer_errors(blocks))[0] for blocks in (4, 80))
-    scale = heatmap.extremes([few, many])
-    svg = parse(heatmap.heatmap(few, scale))
-    numbers = [text.text for text in svg.findall("text[@class='number']")]
-    assert numbers == [heatmap.compact(100 * error) for row in few.cells.values() for error in row.values()]
-    crowded = parse(heatmap.heatmap(many, scale))
-    assert crowded.findall("text[@class='number']") == [] and len(crowded.findall("rect/title")) == 4 * 80
+def test_maps_have_a_cell_a_layer_and_the_worst_expert() -> None:
+    """The deeper the larger the error, from 0.06 to 1; numbers are in percent, as far as cells are broad enough for them."""
+    errors = layer_errors() | {f"model.layers.0.mlp.experts.{i}.up": {"text": 0.001 * i} for i in range(1, 9)}
+    grids = heatmap.grids(errors)
+    assert [(g.part, g.modality, g.blocks) for g in grids] == [
+        ("language_model", "text", 4),
+        ("language_model", "vision", 4),
+        ("model.layers", "text", 1),
+    ]
+    assert grids[2].cells == {"mlp.experts.*.up": {0: 0.008}}
+    scale = heatmap.extremes(grids)
+    cells = [cell for row in heatmap.errors(grids[1], scale).values() for cell in row.values()]
+    flat = [error for row in grids[1].cells.values() for error in row.values()]
+    assert len(cells) == 16 and np.all(np.diff(np.array([cell.shade for cell in cells])[np.argsort(flat)]) >= 0)
+    assert heatmap.strength(scale[0], scale) == pytest.approx(0.06) and heatmap.strength(scale[1], scale) == 1.0
+    for blocks, written in ((4, True), (80, False)):
+        candidate = make_results().candidate.model_copy(update={"layer_errors": layer_errors(blocks)})
+        table = html.page(Findings(make_results(candidate=candidate))).partition('<table class="heat"')[2]
+        texts = re.findall(r'title="[^"]*">([^<]*)</td>', table.partition("</table>")[0])
+        assert len(texts) == 4 * blocks and all(bool(text) == written for text in texts)
 
 
 def test_legends_are_in_equal_factors() -> None:
@@ -171,39 +196,175 @@ def test_legends_are_in_equal_factors() -> None:
     assert [s.text for s in heatmap.change_legend(1.0)] == ["unchanged"]
 
 
-def test_heatmap_has_a_cell_a_layer_and_the_worst_expert() -> None:
-    errors = layer_errors() | {f"model.layers.0.mlp.experts.{i}.up": {"text": 0.001 * i} for i in range(1, 9)}
-    grids = heatmap.grids(errors)
-    assert [(g.part, g.modality, g.blocks) for g in grids] == [
-        ("language_model", "text", 4),
-        ("language_model", "vision", 4),
-        ("model.layers", "text", 1),
-    ]
-    assert grids[2].cells == {"mlp.experts.*.up": {0: 0.008}}
-    scale = heatmap.extremes(grids)
-    cells = parse(heatmap.heatmap(grids[1], scale)).findall("rect")
-    shades = [float(cell.get("fill-opacity", "")) for cell in cells]
-    flat = [error for row in grids[1].cells.values() for error in row.values()]
-    assert len(cells) == 16 and np.all(np.diff(np.array(shades)[np.argsort(flat)]) >= 0)
-    assert heatmap.strength(scale[0], scale) == pytest.approx(0.06) and heatmap.strength(scale[1], scale) == 1.0
-
-
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(-5, 5)), min_size=1, max_size=8))
 def test_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
-    runs = [scatter.Point(str(i), gain, comparison("awq", difference=d / 100)) for i, (gain, d) in enumerate(pairs)]
+    runs = [charts.Point(str(i), gain, comparison("awq", difference=d / 100)) for i, (gain, d) in enumerate(pairs)]
     best = {(gain, d) for gain, d in pairs if not any(g >= gain and e >= d and (g, e) != (gain, d) for g, e in pairs)}
-    front = [(p.gain, round(100 * p.accuracy.difference)) for p in scatter.undominated(runs)]
+    front = [(p.gain, round(100 * p.accuracy.difference)) for p in charts.undominated(runs)]
     assert set(front) == best and front == sorted(front)
 
 
 def test_a_side_without_a_good_request_has_no_dot() -> None:
     dead = make_bench().summary["serve"]["cold"]["request_throughput"].model_copy(update={"ratio": 0.0, "low": 0.0})
-    svg = parse(panels.gain("request_throughput", dead, panels.gain_axis([dead])))
+    svg = parse(charts.gain("request_throughput", dead, charts.gain_axis([dead])))
     assert svg.find(".//circle") is None and "not comparable" in (svg.findtext("title") or "")
 
 
 def test_gain_axis_has_the_baseline_and_all_repeats() -> None:
     rows = [r for states in make_bench(1.9).summary.values() for metrics in states.values() for r in metrics.values()]
-    axis = panels.gain_axis(rows)
+    axis = charts.gain_axis(rows)
     assert axis.low < 1 < axis.high and any(tick == pytest.approx(1) for tick in axis.ticks)
     assert axis.high >= max(1 / r.low if not r.higher_is_better else r.high for r in rows)
+
+
+ROOT = Path(__file__).parents[3]
+PHONE_PIXELS = 297  # what a figure has on a screen of 360 pixels, by the margins in style.css
+
+
+def candidates() -> list[dict[str, Any]]:
+    """Recipes of demo-llava with their measured accuracy, as a search would list them."""
+    measured = json.loads((ROOT / "eval" / "accuracy.json").read_text())
+    rows = []
+    for row in (row for row in measured if row["model"] == "demo-llava"):
+        o = row["overall"]
+        shared = {"believed": o["difference"], "front": False, "winner": False, "rough": False, "chance": 0.5}
+        figures = {"name": row["recipe"], "gain": row["ratio"], "questions": o["n"], "difference": o["difference"]}
+        rows.append({**figures, "low": o["low"], "high": o["high"], "divergence": 0.01, "why": "behind", **shared})
+    mark(rows)
+    winner = max((row for row in rows if row["low"] > -0.02), key=lambda row: row["gain"])
+    winner.update(winner=True, why="")
+    return rows
+
+
+CONFIRMED = {"verdict": "inconclusive", "questions": 1500, "difference": -0.006, "low": -0.025, "high": 0.01}
+
+
+EQUAL = [charts.Point(name, 1.96, comparison("awq")) for name in ("rtn", "gptq", "awq", "awq-block")]
+
+
+def measured(frame: Frame) -> Markup:
+    runs = [
+        charts.Point(
+            row["name"], row["gain"], comparison("awq", difference=row["difference"], low=row["low"], high=row["high"])
+        )
+        for row in candidates()[:8]
+    ]
+    return charts.pareto(runs, "times smaller", 0.01, frame)
+
+
+DRAWN: dict[str, Callable[[Frame], Markup]] = {
+    "search": lambda frame: charts.front(candidates(), 0.02, "requests a second", CONFIRMED, frame),
+    "comparison": measured,
+    "equal runs": lambda frame: charts.pareto(EQUAL, "times smaller", 0.01, frame),
+}
+
+
+def texts(svg: ElementTree.Element) -> list[tuple[str, Box]]:
+    """Texts with the boxes that a real font gives them."""
+    size = float(re.findall(r"font-size: ([\d.]+)px", svg.get("style", ""))[0])
+    font, boxes = ImageFont.load_default(10 * size), []  # so large that hinting does not count
+    for text in svg.iter("text"):
+        x, y, long = float(text.get("x", "")), float(text.get("y", "")), font.getlength(text.text or "") / 10
+        left = x - {"end": long, "middle": long / 2}.get(text.get("text-anchor", ""), 0.0)
+        boxes.append((text.text or "", Box(left, y - 0.75 * size, left + long, y + 0.2 * size)))
+    return boxes
+
+
+@pytest.mark.parametrize("frame", [PAGE, HALF, PHONE], ids=lambda frame: frame.name)
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_text_covers_another_or_leaves_the_drawing(name: str, frame: Frame) -> None:
+    boxes = texts(parse(DRAWN[name](frame)))
+    for (first, a), (second, b) in itertools.combinations(boxes, 2):
+        assert not a.overlap(b), (first, second)
+    assert all(a.left >= 0 and a.right <= frame.width + 4 and a.top >= 0 and a.bottom <= frame.height for _, a in boxes)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 290), st.integers(20, 380), st.booleans()), min_size=1, max_size=14))
+def test_names_never_overlap_and_needed_ones_are_there(spots: list[tuple[int, int, bool]]) -> None:
+    plot = charts.Plot(linear(0, 300), linear(0, 400), PHONE)
+    dots = [Dot(f"w{i} g128", x, y, named=named) for i, (x, y, named) in enumerate(spots)]
+    svg = parse(plot.picture("", *plot.dots(dots)))
+    boxes = texts(svg)
+    assert {dot.name for dot in dots if dot.named} <= {name for name, _ in boxes}, "room for 14 is there"
+    assert all(not a.overlap(b) for (_, a), (_, b) in itertools.combinations(boxes, 2))
+
+
+def test_widths_are_upper_estimates() -> None:
+    names = [row["name"] for row in candidates()] + ["gptq-plus + coverage:1/9,merge=mean"]
+    for name in names:
+        assert charts.width(name, 1) >= ImageFont.load_default(100).getlength(name) / 100, name
+
+
+def test_text_is_large_enough_on_every_screen() -> None:
+    """At least 11 pixels: on a phone of 360, and on the narrowest screen that is shown the broad drawing."""
+    style = Path(html.__file__).with_name("style.css").read_text()
+    narrow = (
+        int(re.findall(r"@media screen and \(max-width: (\d+)rem\) \{\s*\.plot:is\(\.broad, \.half\)", style)[0]) * 16
+    )
+    least = {PAGE: narrow - 2 * 19.2 - 34, HALF: 25 * 16 - 34, PHONE: PHONE_PIXELS}  # of a panel of at least 25rem
+    for frame, pixels in least.items():
+        assert frame.font * min(1.0, pixels / frame.width) >= 11, frame
+    assert PANEL.font * PHONE_PIXELS / PANEL.width >= 11
+    assert ".plot.narrow { display: none;" in style and ".plot.narrow { display: block; }" in style
+
+
+def test_a_search_shows_error_bars_names_and_a_verdict() -> None:
+    rows = candidates()
+    for frame in (PAGE, PHONE):
+        svg = parse(charts.front(rows, 0.02, "requests a second", CONFIRMED, frame))
+        bars = [line for line in svg.iter("line") if line.get("class") == "bar"]
+        assert len(bars) == len(rows) + 1, "the winner's other questions have one, too"
+        strong = [bar for bar in bars if bar.get("stroke") != "#8a8a8a"]  # the others may end at the chart's edge
+        lengths = sorted(float(bar.get("y2", "")) - float(bar.get("y1", "")) for bar in strong)
+        shown_rows = [row for row in rows if row["winner"] or row["front"]]
+        widths = sorted(row["high"] - row["low"] for row in [*shown_rows, CONFIRMED])
+        assert [length / lengths[-1] for length in lengths] == pytest.approx([w / widths[-1] for w in widths], rel=0.01)
+        shown = {text for text, _ in texts(svg)}
+        assert {row["name"] for row in rows if row["winner"] or row["front"]} | {"on 1,500 other questions"} <= shown
+        assert len(svg.findall(".//circle[@class='ring']")) == 1
+
+
+def test_the_page_of_a_search_says_its_verdict_in_a_badge() -> None:
+    request = {"model": "demo-llava", "target": "cpu", "max_drop": 0.02, "optimize": "memory", "gains": "modelled"}
+    counts = {"questions": {"search": 900, "asked": 900, "full_grid": 9000}, "seconds": 60.0, "left_out": {}}
+    rest = {"ended_by_budget": False, "one_more_point": None, "nearest": None, "rate": None}
+    data = {**request, **counts, **rest, "candidates": candidates(), "winner": {"name": "x"}}
+    text = search.page({**data, "confirmed": {**CONFIRMED, "images": 500, "missing": 70, "unit": "images"}})
+    assert 'class="pill inconclusive"' in text and 'class="verdict inconclusive"' in text
+    assert "on 1,500 other questions about 500 images" in text and "about 70 more images would decide" in text
+    assert text.count("<svg") == 2 and "pill" not in search.page(data).partition("<main>")[2]
+
+
+class Rows(HTMLParser):
+    """The texts of each row of tables, without cells that a class hides."""
+
+    def __init__(self, text: str, hidden: str) -> None:
+        super().__init__()
+        self.hidden, self.rows, self.skip = hidden, [""], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        classes = str(dict(attrs).get("class") or "").split()
+        if tag == "tr" and not self.skip and "stacked" not in classes:
+            self.rows.append("")
+        if tag in ("tr", "td", "th") and self.hidden in classes and not self.skip:
+            self.skip = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self.skip:
+            self.skip = ""
+
+    def handle_data(self, data: str) -> None:
+        if not self.skip:
+            self.rows[-1] += f" {data.strip()}"
+
+
+@pytest.mark.parametrize("hidden", ["stacked", "minor"], ids=["page", "phone"])
+def test_each_family_shows_its_samples_difference_and_interval(hidden: str) -> None:
+    rows = Rows(html.page(Findings(make_results())), hidden).rows
+    for family in ("chart", "count"):
+        (row,) = (row for row in rows if row.startswith(f" {family} "))
+        assert re.search(r"\b90\b", row) and "−5.1 to +5.1" in row and re.search(r"(?<![\d.+−])0\.0\b", row), row
+    (speed, *_) = (row for row in rows if row.startswith(" requests/s "))
+    assert hidden == "stacked" or "in the repeats" in speed

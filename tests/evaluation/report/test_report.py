@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,11 +18,12 @@ from PIL import Image
 from tests.kit.made_results import HOSTILE, comparison, make_results, make_samples, make_suite
 from tests.kit.report_files import NAMES, Balanced
 from vlmcompress.evaluation.accuracy.compare import changed_answers
+from vlmcompress.evaluation.report import comparison as comparisons
 from vlmcompress.evaluation.report import files, html
 from vlmcompress.evaluation.report.files import badge, junit
 from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.report.html import page
-from vlmcompress.evaluation.report.text import markdown
+from vlmcompress.evaluation.report.text import markdown, terminal
 from vlmcompress.evaluation.results import SCHEMA, Gate, Results, Rule, load
 from vlmcompress.utils.errors import UserError
 
@@ -52,7 +54,7 @@ def test_writes_what_load_reads(results: Results, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_page_is_well_formed_and_self_contained(name: str) -> None:
-    text = page(Findings(make_results(**VARIANTS[name])))
+    text = page(Findings(make_results(**VARIANTS[name]))).replace('xmlns="http://www.w3.org/2000/svg"', "")
     parsed = Balanced(text)
     assert not parsed.all("script") and not parsed.all("link") and "\x00" not in text
     assert not re.search(r"(src|href)=\"(?!data:|#)|https?:|@import|url\(", text)
@@ -70,7 +72,8 @@ def test_page_shows_everything(results: Results) -> None:
         *("gate", "accuracy", "speed", "memory", "layers", "examples", "made", "method")
     ]
     kinds = Counter(str(a["class"]) for a in parsed.all("svg"))
-    assert kinds == {"row ruler": 3, "row": 4 + 6, "panel": 2 + 6, "heat": 2}
+    assert kinds == {"row ruler": 3, "row": 4 + 6, "plot panel": 2 + 6}
+    assert [a.get("class") for a in parsed.all("table")].count("heat") == 2
     assert len(parsed.all("img")) == 4 and text.count('<figure class="example">') == 17
     assert "17 of 60 samples, 10 of them lost" in " ".join(text.split())
 
@@ -111,17 +114,20 @@ def test_text_has_contrast(scheme: str) -> None:
         assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{text} on {ground}"
 
 
-def test_markdown_says_the_verdict_first_and_keeps_tables_whole(results: Results) -> None:
-    text = markdown(Findings(results))
-    assert text.startswith(
-        "# demo-awq against demo\n\nGate default: pass (2 pass).  \nA loss of 1 point or more is ruled out: -0.2 points "
+def test_texts_are_those_of_the_snapshot() -> None:
+    """`UPDATE_SNAPSHOTS=1` writes it anew: read what changed in it."""
+    snapshot = Path(__file__).with_name("texts.txt")
+    several = make_results(
+        gate=None, suites=[make_suite("a", "fp8"), make_suite("b", "small"), make_suite("c", "broken")]
     )
-    assert "| all | 900 | 96.3% | 96.1% | -0.2 | -0.9 to +0.3 |" in text
-    assert "| chart | 90 | 96.7% | 96.7% | 0.0 | -5.1 to +5.1 |  |" in text  # no gate judges a family
-    assert "A point is one answer in a hundred. A family is" in text and "| scheme | awq, bits 4 |" in text
-    assert "empty answers: 1 before, 2 after" in text and "| weights | 7.14 MB | 3.65 MB |" in text
-    assert "<script" not in text.replace("\\<", "") and "\x1b" not in text
-    for table in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+    runs = [make_results(), several]
+    parts = [markdown(Findings(runs[0])), terminal(Findings(several)), *Findings(several).headline]
+    text = "\n".join([*parts, comparisons.markdown(comparisons.summarise(runs))]).translate({0: None, 27: None})
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        snapshot.write_text(text)
+    assert text == snapshot.read_text()
+    assert "<script" not in parts[0].replace("\\<", "") and "\x1b" not in parts[0]
+    for table in re.findall(r"(?:^\|.*\n?)+", parts[0], re.MULTILINE):
         widths = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
         assert len(widths) == 1, table
 

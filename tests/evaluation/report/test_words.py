@@ -1,4 +1,4 @@
-"""Numbers and sentences, letter by letter."""
+"""What sentences and tables say beyond the snapshot: ratios that may be chance, rarer verdicts, what rules judge."""
 
 from __future__ import annotations
 
@@ -42,43 +42,6 @@ def test_pace(change: Ratio, pace: str, spread: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, written",
-    [
-        ("ttft_p50_ms", "TTFT median, ms"),
-        ("e2e_p99_ms", "E2E p99, ms"),
-        ("request_throughput", "requests/s"),
-        ("cache_misses", "cache misses"),
-    ],
-)
-def test_metric(name: str, written: str) -> None:
-    assert words.metric(name) == written
-
-
-@pytest.mark.parametrize(
-    "outcome, sentence",
-    [
-        (
-            "awq",
-            "A loss of 1 point or more is ruled out: -0.2 points (95% interval -0.9 to +0.3); 3 answers lost, 1 won.",
-        ),
-        ("fp8", "Accuracy rose: +0.4 points (95% interval 0.0 to +1.1); no answer lost, 4 won."),
-        (
-            "broken",
-            "A loss of more than 1 point is shown: -4.2 points (95% interval -6.9 to -2.3); 18 answers lost, 1 won.",
-        ),
-        (
-            "small",
-            "Can't tell if 1 point or more was lost: -0.2 points (95% interval -1.6 to +0.9); 2 answers lost, 1 won. "
-            "About 420 more images would decide it; 400 samples about 260 images were asked, and samples of an image may be "
-            "lost together (design effect 1.0).",
-        ),
-    ],
-)
-def test_verdict(outcome: str, sentence: str) -> None:
-    assert words.verdict(comparison(outcome)) == sentence
-
-
-@pytest.mark.parametrize(
     "changes, sentence",
     [
         (
@@ -115,17 +78,6 @@ def test_verdict_says_what_was_shown(changes: dict[str, Any], sentence: str) -> 
 
 def test_verdict_when_nothing_would_decide() -> None:
     assert "show a drop of 0.6 points four times in five" in words.verdict(comparison("small", needed=None))
-
-
-def test_headline_of_one_suite_and_of_several() -> None:
-    assert Findings(make_results()).headline[:2] == [
-        "Gate default: pass (2 pass).",
-        "A loss of 1 point or more is ruled out: -0.2 points (95% interval -0.9 to +0.3); 3 answers lost, 1 won.",
-    ]
-    several = make_results(gate=None, suites=[make_suite("a", "fp8"), make_suite("b", "broken")])
-    headline = Findings(several).headline
-    assert headline[0] == "Accuracy: fail (1 fail, 1 pass)."
-    assert headline[1].startswith("a: Accuracy rose")
 
 
 def test_main_speed_prefers_cold_requests_and_skips_what_cannot_be_compared() -> None:

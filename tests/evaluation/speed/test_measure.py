@@ -14,12 +14,12 @@ from vlmcompress.evaluation.speed.counters import Counters, parse_metrics
 from vlmcompress.evaluation.speed.measure import (
     figures,
     interval,
-    kv_bytes_per_token,
     memory,
     ratio,
     serve_run,
     summarise,
 )
+from vlmcompress.evaluation.speed.runs import kv_bytes_per_token
 
 SEEN = Counters(drafts=4, drafted=12, accepted=6, accepted_at=(3, 2, 1))
 
@@ -95,23 +95,20 @@ def test_interval_holds_the_ratio_as_often_as_it_says(n: int) -> None:
     assert interval([3.02]) is None and interval([0.0, 1.0]) is None
 
 
-def test_kv_bytes() -> None:
+def test_kv_bytes(tmp_path: Path) -> None:
     """2 x 4 layers x 2 heads x 64 x 2 bytes; vLLM's log: 524,288 tokens in 1 GiB."""
-    config = json.loads(Path("eval/demo/demo-llava/config.json").read_text())
-    assert kv_bytes_per_token(config, "auto") == 2048 == 2**30 // 524_288
-    assert kv_bytes_per_token(config, "fp8") == 1024
-    assert kv_bytes_per_token(config, "float32") == 4096
-    qwen7b = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584}
-    assert kv_bytes_per_token(qwen7b | {"torch_dtype": "bfloat16"}, "auto") == 57_344
-    assert kv_bytes_per_token(qwen7b | {"sliding_window": 32768, "use_sliding_window": False}, "auto") == 57_344
-    for other in (
-        {"sliding_window": 4096},
-        {"kv_lora_rank": 512},
-        {"layer_types": ["full_attention", "linear_attention"]},
-    ):
-        assert kv_bytes_per_token(qwen7b | other, "auto") is None
-    assert kv_bytes_per_token(qwen7b, "int4_per_token_head") is None
-    assert kv_bytes_per_token({}, "auto") is None
+    demo = Path("eval/demo/demo-llava")
+    assert kv_bytes_per_token(demo, "auto") == 2048 == 2**30 // 524_288
+    assert kv_bytes_per_token(demo, "fp8") == 1024 and kv_bytes_per_token(demo, "bfloat16") == 2048
+    assert kv_bytes_per_token(demo, "fp8_per_token_head") == 4 * 2 * 2 * (64 + 4)
+    assert kv_bytes_per_token(demo, "turbo") is None
+    qwen = {"model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    qwen |= {"hidden_size": 3584, "torch_dtype": "bfloat16", "max_window_layers": 0, "sliding_window": 4096}
+    config = json.loads((demo / "config.json").read_text())
+    for windows, size in ((False, 57_344), (True, None)):
+        text = qwen | {"use_sliding_window": windows}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+        assert kv_bytes_per_token(tmp_path, "auto") == size
 
 
 def test_memory() -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmcompress.evaluation.speed.prompts import Prompts, dead_leaves, open_prompts, parse_size, stamp
+from vlmcompress.evaluation.speed.prompts import Prompts, dead_leaves, open_prompts, stamp
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.text import parse_pixels
 
 
 def spectral_slope(images: list[Image.Image]) -> float:
@@ -50,11 +51,10 @@ def test_stamp_is_unique_and_invisible() -> None:
 
 
 def test_sizes() -> None:
-    assert parse_size("448x336") == (448, 336)
-    assert parse_size("224") == (224, 224)
+    assert parse_pixels("448x336", "--sizes") == (448, 336) and parse_pixels("224", "--sizes") == (224, 224)
     for text in ("448x", "x3", "0x100", "5000", "-3", "big"):
-        with pytest.raises(UserError, match=f"--sizes {text}: should be WIDTHxHEIGHT"):
-            parse_size(text)
+        with pytest.raises(UserError, match=f"--sizes {text} is not a size; .* each from 28 to 4096"):
+            parse_pixels(text, "--sizes", 28, 4096)
 
 
 def addresses(burst: list[list[dict]]) -> list[str]:

@@ -179,7 +179,7 @@ def test_blocks_that_see_different_counts_are_shown(capfd):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--image-size", "1024"], "--image-size 1024 is not a size; write it WIDTHxHEIGHT"),
+        (["--image-size", "1024x"], "--image-size 1024x is not a size; write it WIDTHxHEIGHT"),
         (["--image-size", "0x5"], "is not a size"),
         (["--image-size", "99999x99999"], "9999.8 Mpx"),
         ([], "missing --image-size"),

@@ -40,6 +40,13 @@ class Attention:
     head_dim: int
     window: int | None = None
 
+    def token_bytes(self, width: int, scale: int = 0, tp: int = 1) -> int:
+        """Bytes of a token's keys and values on one of `tp` devices: numbers of `width` bytes, and a scale for each head.
+
+        A device has at least one head of keys: where there are more devices than heads, some hold copies.
+        """
+        return 2 * max(1, self.kv_heads // tp) * (self.head_dim * width + scale)
+
 
 @dataclass(frozen=True)
 class State:
@@ -77,8 +84,6 @@ class Decoder:
     def layers(self, tp: int, width: int | None = None, scale: int = 0, drafts: int = 0) -> list[Layer]:
         """What each block caches on one of `tp` devices.
 
-        A device has at least one head of keys: where there are more devices than heads, some hold copies.
-
         Args:
             width: bytes of a number; None: those of the model's own type.
             scale: bytes of a scale that each token has for each head's keys, and for its values.
@@ -90,9 +95,8 @@ class Decoder:
                 drafted = block.drafted * drafts // tp * block.parts[0][1]
                 layers.append(Layer(0, None, sum(n // tp * size for n, size in block.parts) + drafted))
             elif block:
-                heads = max(1, block.kv_heads // tp)
-                content = block.head_dim * (width or self.itemsize) + scale
-                layers.append(Layer(2 * heads * content, block.window, 0, heads))
+                size = block.token_bytes(width or self.itemsize, scale, tp)
+                layers.append(Layer(size, block.window, 0, max(1, block.kv_heads // tp)))
         return layers
 
 

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 
 from vlmcompress.evaluation.capacity.capacity import Capacity, Row
-from vlmcompress.evaluation.capacity.weight_bytes import QUANTIZED, Weights
+from vlmcompress.evaluation.capacity.weight_bytes import QUANTIZED
 from vlmcompress.quantization.plan import kv_cache
 from vlmcompress.utils import hub
 
@@ -94,7 +94,8 @@ def reason(capacity: Capacity, row: Row) -> str:
         return "the checkpoint as it is"
     if capacity.model.source is None:
         return "the model as it is: its family is not one that quantize knows"
-    regrouped = f"; groups of {size}, as {request.tp} devices tear larger ones" if (size := _size(weights)) else ""
+    size = weights.options.get("group_size")
+    regrouped = f"; groups of {size}, as {request.tp} devices tear larger ones" if size else ""
     base = next((other for other in capacity.rows if other.weights.scheme is None), row)
     schemes = request.target.schemes if request.target else {}
     names = (weights.name, *weights.others)
@@ -107,11 +108,6 @@ def reason(capacity: Capacity, row: Row) -> str:
         return f"{why}{'' if base is row else '; bf16 does not fit'}{regrouped}"
     gain = row.served[capacity.served].requests / base.served[capacity.served].requests
     return f"{why}; {gain:.2f} times the requests of bf16{regrouped}"
-
-
-def _size(weights: Weights) -> int | None:
-    """The size of groups that was chosen for the number of devices; None where the scheme's own is taken."""
-    return weights.options.get("group_size")
 
 
 def shown_model(capacity: Capacity) -> str:

@@ -174,8 +174,17 @@ def plan_capacity(
     head_layers = layers[len(layers) - len(speculation.blocks) :] if speculation else []
     pool = cache_pool.pool(layers, defaults.block, defaults.kernel, drafts=drafts)
     visual = {"all": counted.tokens} | ({str(request.reduce): left} if request.reduce and left is not None else {})
-    loads = {name: _load(pool, layers, tokens, request, defaults) for name, tokens in visual.items()}
-    _check_context(model.decoder.context, loads)
+    loads = {}
+    for name, tokens in visual.items():
+        context = tokens + request.text + request.out
+        in_flight, filled = defaults.in_flight(context), cache_pool.tokens_bytes(layers, context)
+        blocks, whole = pool.blocks(context, in_flight), pool.request_bytes(context, in_flight)
+        loads[name] = Load(tokens, request.text, request.out, filled, blocks, whole)
+    if model.decoder.context and context > model.decoder.context:  # of the last load, the one that is served
+        raise UserError(
+            f"a request has {context:,} tokens and the model takes {model.decoder.context:,} (max_position_embeddings); use "
+            "smaller or fewer images, --reduce, fewer --text-tokens or --out-tokens"
+        )
     encoder = _encoder_bytes(model, defaults, request, counted, left)
     reserve = request.reserve if request.reserve is not None else _reserve(model, defaults, counted, request.tp)
     scales = kv_cache.has_scales(model.config)
@@ -224,30 +233,6 @@ def _count(model: Model, request: Request, notes: list[str]) -> tuple[Counted, i
     if left is None:
         notes.append(f"how many tokens {chosen} leaves depends on what an image shows; figures are those of all tokens")
     return counted, left
-
-
-def _load(pool: Pool, layers: list[cache_pool.Layer], visual: int, request: Request, defaults: Defaults) -> Load:
-    """What a request takes with so many visual tokens."""
-    context = visual + request.text + request.out
-    in_flight = defaults.in_flight(context)
-    return Load(
-        visual=visual,
-        text=request.text,
-        out=request.out,
-        filled=cache_pool.tokens_bytes(layers, context),
-        blocks=pool.blocks(context, in_flight),
-        bytes=pool.request_bytes(context, in_flight),
-    )
-
-
-def _check_context(longest: int | None, loads: Mapping[str, Load]) -> None:
-    """Refuse a request of more tokens than the model takes."""
-    context = list(loads.values())[-1].context
-    if longest and context > longest:
-        raise UserError(
-            f"a request has {context:,} tokens and the model takes {longest:,} (max_position_embeddings); use smaller or "
-            "fewer images, --reduce, fewer --text-tokens or --out-tokens"
-        )
 
 
 def _encoder_bytes(model: Model, defaults: Defaults, request: Request, counted: Counted, left: int | None) -> int:

@@ -12,14 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from markupsafe import Markup
+from typing import NamedTuple
 
 from vlmcompress.evaluation.report import files, html, words
+from vlmcompress.evaluation.report.charts import HALF, Point, both, pareto
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.plot import HALF, both
-from vlmcompress.evaluation.report.scatter import Point, pareto
 from vlmcompress.evaluation.report.text import MARKS, escape, table
 from vlmcompress.evaluation.results import Comparison, Results, Verdict, load
 from vlmcompress.utils.errors import UserError
@@ -54,10 +51,6 @@ class Row:
     held_to: str
     suites: dict[str, Comparison]
 
-    def plain(self) -> dict[str, Any]:
-        """The row as JSON data."""
-        return {**asdict(self), "suites": {name: c.model_dump(mode="json") for name, c in self.suites.items()}}
-
 
 def merge(runs: Sequence[Results]) -> list[Results]:
     """Merge runs that are about the same candidate and baseline and don't contradict each other.
@@ -66,31 +59,22 @@ def merge(runs: Sequence[Results]) -> list[Results]:
     report has once (date, machine, settings of the engine) come from the first of two merged runs.
     """
     merged: list[Results] = []
-    for run in runs:
-        index = next((i for i, other in enumerate(merged) if _compatible(run, other)), None)
-        if index is None:
-            merged.append(run)
+    for b in runs:
+        for index, a in enumerate(merged):
+            shared = {suite.name for suite in a.suites} & {suite.name for suite in b.suites}
+            if a.identity() == b.identity() and not (shared or (a.bench and b.bench) or (a.gate and b.gate)):
+                joined = {"suites": a.suites + b.suites, "samples": a.samples + b.samples}
+                joined |= {
+                    "bench": a.bench or b.bench,
+                    "gate": a.gate or b.gate,
+                    "pictures": {**b.pictures, **a.pictures},
+                }
+                joined["candidate"] = a.candidate if a.candidate.layer_errors else b.candidate
+                merged[index] = a.model_copy(update=joined)
+                break
         else:
-            merged[index] = _join(merged[index], run)
+            merged.append(b)
     return merged
-
-
-def _compatible(a: Results, b: Results) -> bool:
-    shared = {suite.name for suite in a.suites} & {suite.name for suite in b.suites}
-    return a.identity() == b.identity() and not (shared or (a.bench and b.bench) or (a.gate and b.gate))
-
-
-def _join(a: Results, b: Results) -> Results:
-    return a.model_copy(
-        update={
-            "suites": a.suites + b.suites,
-            "samples": a.samples + b.samples,
-            "bench": a.bench or b.bench,
-            "gate": a.gate or b.gate,
-            "pictures": {**b.pictures, **a.pictures},
-            "candidate": a.candidate if a.candidate.layer_errors else b.candidate,
-        }
-    )
 
 
 def write(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> dict[str, Path]:
@@ -108,7 +92,8 @@ def write(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = F
         UserError: a folder has no readable results, or `out` can't be written, is one of several inputs, holds other files,
             or a report that is not to be overwritten.
     """
-    out, inputs = Path(out), {_folder(folder) for folder in folders}
+    paths = [Path(folder).resolve() for folder in folders]
+    out, inputs = Path(out), {path.parent if path.is_file() else path for path in paths}
     runs = merge([load(folder) for folder in folders])
     if len(inputs) > 1 and out.resolve() in inputs:
         raise UserError(f"{out} holds one of the runs; choose another folder for the report")
@@ -121,10 +106,11 @@ def write(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = F
     files.refuse_foreign(out, COMPARISON)
     for run, row in zip(runs, rows, strict=True):
         files.write(run, out / row.folder)
+    plain = [{**asdict(r), "suites": {name: c.model_dump(mode="json") for name, c in r.suites.items()}} for r in rows]
     return save(
         out,
         {
-            "json": (COMPARISON, dump({"schema": SCHEMA, "runs": [row.plain() for row in rows]})),
+            "json": (COMPARISON, dump({"schema": SCHEMA, "runs": plain})),
             "md": ("report.md", markdown(rows)),
             "html": ("report.html", page(runs, rows)),
         },
@@ -146,6 +132,10 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
         before, after = run.baseline.weight_bytes, run.candidate.weight_bytes
         findings = Findings(run)
         speed_of, speed = findings.main_speed or ("", None)
+        margins = [words.margin(share) for share in sorted({suite.overall.margin for suite in run.suites})]
+        limit = (
+            f"a margin of {margins[0]}" if len(margins) == 1 else f"margins of {' and '.join(margins)}" * bool(margins)
+        )
         rows.append(
             Row(
                 name=name,
@@ -158,30 +148,16 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
                 speed_of=speed_of,
                 speed_shown=speed is not None and not words.unclear(speed),
                 verdict=findings.verdict,
-                held_to=_held_to(run),
+                held_to=f"gate {run.gate.name}" if run.gate else limit,
                 suites={s.suite.name: s.overall for s in findings.suites},
             )
         )
     return rows
 
 
-def _held_to(run: Results) -> str:
-    """What a run's verdict is about: `gate strict`, `a margin of 1 point`, `margins of 1 point and 5 points`."""
-    if run.gate:
-        return f"gate {run.gate.name}"
-    margins = [words.margin(share) for share in sorted({suite.overall.margin for suite in run.suites})]
-    return f"margins of {' and '.join(margins)}" if len(margins) > 1 else "".join(f"a margin of {m}" for m in margins)
-
-
 def _unused(name: str, used: Sequence[str]) -> str:
     """The name, numbered if it is taken."""
     return next(n for n in (name, *(f"{name}-{i}" for i in range(2, len(used) + 3))) if n not in used)
-
-
-def _folder(path: str | Path) -> Path:
-    """The folder of a run, from the folder's path or that of its `results.json`."""
-    path = Path(path).resolve()
-    return path.parent if path.is_file() else path
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
@@ -222,19 +198,14 @@ def markdown(rows: Sequence[Row]) -> str:
     ]
     lines = []
     for row in rows:
-        lines.append(
-            [
-                row.name,
-                MARKS[row.verdict] if row.verdict else "",
-                row.scheme,
-                size(row.weight_bytes) if row.weight_bytes else "",
-                times(row.smaller) if row.smaller else "",
-                times(row.faster) + ", can't tell" * (not row.speed_shown) if row.faster else "",
-                *(_difference(row.suites.get(suite)) for suite in suites),
-            ]
-        )
+        gains = [times(row.smaller) if row.smaller else ""]
+        gains += [times(row.faster) + ", can't tell" * (not row.speed_shown) if row.faster else ""]
+        weights = size(row.weight_bytes) if row.weight_bytes else ""
+        changes = [words.change(c) if (c := row.suites.get(suite)) else "" for suite in suites]
+        lines.append([row.name, MARKS[row.verdict] if row.verdict else "", row.scheme, weights, *gains, *changes])
     parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
-    parts += _recovery(rows)
+    for baseline, names, recovered in recovery_tables(rows):
+        parts += ["## Recovery", table(["benchmark", baseline, *names], recovered)]
     if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
         parts.append(escape(f"Faster: {'; '.join(measured)}."))
     return "\n\n".join(parts) + "\n"
@@ -264,13 +235,6 @@ def recovery_tables(rows: Sequence[Row]) -> list[Recovery]:
     return tables
 
 
-def _recovery(rows: Sequence[Row]) -> list[str]:
-    sections = []
-    for baseline, names, lines in recovery_tables(rows):
-        sections += ["## Recovery", table(["benchmark", baseline, *names], lines)]
-    return sections
-
-
 def _recovered(c: Comparison | None) -> str:
     """A score, the share of the baseline's that it is, and the difference: `96.0%; 99.2% (-0.8, -1.5 to +0.1 points)`."""
     if c is None:
@@ -279,45 +243,29 @@ def _recovered(c: Comparison | None) -> str:
     return f"{words.percent(c.candidate)}{share} ({points(c.difference)}, {points(c.low)} to {points(c.high)} points)"
 
 
-def _difference(c: Comparison | None) -> str:
-    return f"{points(c.difference)} ({points(c.low)} to {points(c.high)})" if c else ""
-
-
 def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
-    """The comparison's `report.html`."""
+    """The comparison's `report.html`; charts of accuracy where at least two candidates have a gain."""
+    suites = [(row, s.rows, s.suite.name) for run, row in zip(runs, rows, strict=True) for s in Findings(run).suites]
     sections = []
-    for name in dict.fromkeys(suite.name for run in runs for suite in run.suites):
-        measured = [
-            (row, s.rows)
-            for run, row in zip(runs, rows, strict=True)
-            for s in Findings(run).suites
-            if s.suite.name == name
-        ]
+    for name in dict.fromkeys(suite for _, _, suite in suites):
+        measured = [(row, lines) for row, lines, suite in suites if suite == name]
         families = dict.fromkeys(family.name for _, (_, *by_family) in measured for family in by_family)
+        drawn = []
+        for what, title in (("smaller", "size"), ("faster", "speed")):
+            dots = [
+                Point(row.name, ratio, lines[0].comparison) for row, lines in measured if (ratio := getattr(row, what))
+            ]
+            if len(dots) > 1:
+                margin = max(overall.comparison.margin for _, (overall, *_) in measured)
+                drawn.append((f"Accuracy against {title}", both(partial(pareto, dots, f"times {what}", margin), HALF)))
+        by_name = [{line.name: line for line in by_family} for _, (_, *by_family) in measured]
         section = {
             "name": name,
             **html.differences([overall._replace(name=row.name) for row, (overall, *_) in measured]),
-            "charts": _charts([(row, overall.comparison) for row, (overall, *_) in measured]),
-            "families": {
-                family: [
-                    next((line for line in by_family if line.name == family), None) for _, (_, *by_family) in measured
-                ]
-                for family in families
-            },
+            "charts": drawn,
+            "families": {family: [lines.get(family) for lines in by_name] for family in families},
         }
         sections.append(section)
     return html.render(
         "comparison.html.j2", rows=rows, suites=sections, headline=headline(rows), recovery=recovery_tables(rows)
     )
-
-
-def _charts(compared: Sequence[tuple[Row, Comparison]]) -> list[tuple[str, Markup]]:
-    """Charts of accuracy against size, and against speed, where at least two candidates have both."""
-    charts = []
-    for what, title in (("smaller", "size"), ("faster", "speed")):
-        dots = [Point(row.name, gain, c) for row, c in compared if (gain := getattr(row, what))]
-        if len(dots) > 1:
-            margin = max(c.margin for _, c in compared)
-            chart = both(partial(pareto, dots, f"times {what}", margin), HALF)
-            charts.append((f"Accuracy against {title}", chart))
-    return charts

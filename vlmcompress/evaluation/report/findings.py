@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from vlmcompress.evaluation.accuracy.compare import changed_answers
 from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.results import Comparison, Gate, Made, Ratio, Results, Rule, Scored, Side, Suite, Verdict
+from vlmcompress.evaluation.results import Comparison, Gate, Ratio, Results, Rule, Scored, Side, Suite, Verdict
 from vlmcompress.utils.text import figures, size, smaller
 
 _WORK = {
@@ -21,7 +21,7 @@ _WORK = {
     "media_hits": "images from a cache",
     "failed": "failed requests",
 }
-_PREFIX = {"float": "seen behind unquantized blocks", "quantized": "seen behind quantized blocks"}
+_PREFIX = {"float": "unquantized", "quantized": "quantized"}
 
 
 class Row(NamedTuple):
@@ -39,16 +39,13 @@ def rows(suite: Suite, gate: Gate | None) -> list[Row]:
     all samples together are then judged by the suite's own margin.
     """
     judging = {rule.family: rule for rule in (gate.rules if gate else []) if rule.suite == suite.name}
-    families = [Row(name, _by(judging.get(name), c), name in judging) for name, c in suite.families.items()]
-    return [Row("all", _by(judging.get(None), suite.overall), True), *families]
-
-
-def _by(rule: Rule | None, c: Comparison) -> Comparison:
-    """The comparison with the margin and verdict of the rule that judges it."""
-    if rule is None or rule.margin is None:
-        return c
-    needed = c.needed if rule.margin == c.margin else None
-    return c.model_copy(update={"margin": rule.margin, "verdict": rule.verdict, "needed": needed})
+    lines = []
+    for family, c in [(None, suite.overall), *suite.families.items()]:
+        if (rule := judging.get(family)) and rule.margin is not None:
+            needed = c.needed if rule.margin == c.margin else None
+            c = c.model_copy(update={"margin": rule.margin, "verdict": rule.verdict, "needed": needed})
+        lines.append(Row(family or "all", c, family is None or family in judging))
+    return lines
 
 
 @dataclass(frozen=True)
@@ -66,19 +63,16 @@ class SuiteFindings:
     @property
     def fallen(self) -> list[str]:
         """At most one sentence: families that no rule judges and that lost more than the margin, significant among all."""
-        names = [row.name for row in self.rows[1:] if not row.judged and row.comparison.verdict == "fail"]
-        if not names:
-            return []
-        families = self.suite.families
-        limit = words.margin(next(c.margin for c in families.values()))
-        return [f"More than {limit} lost, shown after correction for {len(families)} families: {', '.join(names)}."]
+        lost = [row for row in self.rows[1:] if not row.judged and row.comparison.verdict == "fail"]
+        names, limit = ", ".join(row.name for row in lost), words.margin(lost[0].comparison.margin) if lost else ""
+        count = len(self.suite.families)
+        return [f"More than {limit} lost, shown after correction for {count} families: {names}."] if lost else []
 
     @property
     def notes(self) -> list[str]:
         """Sentences on how the score was chosen, on tokens, on how far the answers agree, and on refused samples."""
-        choice = [self.suite.choice] * bool(self.suite.choice)
-        refused = words.refused(self.suite, self.samples)
-        return choice + words.tokens(self.suite) + words.agreement(self.suite) + refused
+        refused, choice = words.refused(self.suite, self.samples), [self.suite.choice] * bool(self.suite.choice)
+        return [*choice, *words.tokens(self.suite), *words.agreement(self.suite), *refused]
 
     @property
     def suspect(self) -> list[tuple[str, tuple[int, int]]]:
@@ -137,23 +131,28 @@ class Findings:
     @cached_property
     def rules(self) -> list[Rule]:
         """The gate's rules, with those of a suite's families merged into one, as `rows` shows each of them."""
-        rules = self.results.gate.rules if self.results.gate else []
-        merged: list[Rule] = []
+        rules, merged = self.results.gate.rules if self.results.gate else [], list[Rule]()
         for rule in rules:
-            if rule.family is None:
+            families = [r for r in rules if r.suite == rule.suite and r.family is not None]
+            if rule.family is None or len(families) == 1:
                 merged.append(rule)
-            elif not any(other.suite == rule.suite and other.family is not None for other in merged):
-                merged.append(_merged([r for r in rules if r.suite == rule.suite and r.family is not None]))
+            elif rule is families[0]:
+                verdicts, limits = [r.verdict for r in families], {r.limit for r in families}
+                merged.append(
+                    Rule(
+                        name=f"{rule.suite}: each of {len(families)} families",
+                        verdict=words.worst(verdicts),
+                        value=words.counted(verdicts),
+                        limit=rule.limit if len(limits) == 1 else "a margin each",
+                        reason="each under Accuracy",
+                    )
+                )
         return merged
 
     @cached_property
     def suites(self) -> list[SuiteFindings]:
-        return [
-            SuiteFindings(
-                suite, rows(suite, self.results.gate), [s for s in self.results.samples if s.suite == suite.name]
-            )
-            for suite in self.results.suites
-        ]
+        gate, samples = self.results.gate, self.results.samples
+        return [SuiteFindings(s, rows(s, gate), [x for x in samples if x.suite == s.name]) for s in self.results.suites]
 
     @property
     def speed(self) -> list[SpeedTable]:
@@ -235,23 +234,6 @@ class Findings:
         return "; ".join(part for part in parts if part) + "."
 
 
-def _merged(families: list[Rule]) -> Rule:
-    """The rules of a suite's families as one."""
-    if len(families) == 1:
-        return families[0]
-    verdicts = [rule.verdict for rule in families]
-    limits = list(dict.fromkeys(rule.limit for rule in families))
-    return families[0].model_copy(
-        update={
-            "name": f"{families[0].suite}: each of {len(families)} families",
-            "verdict": words.worst(verdicts),
-            "value": words.counted(verdicts),
-            "limit": limits[0] if len(limits) == 1 else "a margin each",
-            "reason": "each under Accuracy",
-        }
-    )
-
-
 def made(side: Side) -> list[tuple[str, str]]:
     """How a checkpoint was made, as rows (what, how); empty where nothing is known."""
     stored = side.made.reducer if side.made else ""
@@ -259,7 +241,19 @@ def made(side: Side) -> list[tuple[str, str]]:
     reducer = ("visual-token reducer", side.reducer + attached if side.reducer else "")
     if (facts := side.made) is None:
         return [reducer] if side.reducer else []
-    options = (f"{name} {_plain(value)}" for name, value in facts.options.items())
+    options = []
+    for name, value in facts.options.items():
+        text = {True: "yes", False: "no", None: "none"}.get(value) if isinstance(value, bool | None) else str(value)
+        options.append(f"{name} {json.dumps(value) if isinstance(value, list | dict) else text}")
+    calibration = "none: each weight was rounded on its own"
+    if data := facts.calibration:
+        parts = [f"{data.samples:,} samples of {data.source}"]
+        parts += [] if data.images is None else [f"{data.images:,} different images"]
+        parts += [f"{data.text:,} of the samples are text alone, from {data.text_source}"] if data.text else []
+        tokens = ", ".join(f"{count:,} {kind}" for kind, count in data.tokens.items())
+        parts += [f"{tokens} tokens"] if tokens else []
+        parts += [f"seen behind {state} blocks" for prefix, state in _PREFIX.items() if prefix == data.prefix]
+        calibration = "; ".join(parts)
     table = [
         ("original", facts.source + f" ({facts.family})" * bool(facts.family)),
         ("scheme", ", ".join([facts.scheme, *options])),
@@ -270,31 +264,8 @@ def made(side: Side) -> list[tuple[str, str]]:
         ("layers left in 16 bits", ", ".join(facts.skip)),
         ("images made smaller", facts.resize),
         reducer,
-        ("calibration data", _calibration(facts)),
+        ("calibration data", calibration),
         ("seed", "" if facts.seed is None else str(facts.seed)),
         ("made with", ", ".join(f"{package} {version}" for package, version in facts.versions.items())),
     ]
     return [row for row in table if row[1]] + [("warning", line) for line in facts.warnings]
-
-
-def _calibration(facts: Made) -> str:
-    data = facts.calibration
-    if data is None:
-        return "none: each weight was rounded on its own"
-    parts = [f"{data.samples:,} samples of {data.source}"]
-    if data.images is not None:
-        parts.append(f"{data.images:,} different images")
-    if data.text:
-        parts.append(f"{data.text:,} of the samples are text alone, from {data.text_source}")
-    if data.tokens:
-        parts.append(", ".join(f"{count:,} {kind}" for kind, count in data.tokens.items()) + " tokens")
-    return "; ".join([*parts, *([_PREFIX[data.prefix]] if data.prefix in _PREFIX else [])])
-
-
-def _plain(value: object) -> str:
-    """An option's value for a reader."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | dict):
-        return json.dumps(value)
-    return "none" if value is None else str(value)

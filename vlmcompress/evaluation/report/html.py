@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import jinja2
 from markupsafe import Markup, escape
 from PIL import Image
 
-from vlmcompress.evaluation.report import heatmap, panels, words
+from vlmcompress.evaluation.report import charts, heatmap, words
 from vlmcompress.evaluation.report.findings import Findings, Row, SuiteFindings
-from vlmcompress.evaluation.results import Bench, Results, Side
+from vlmcompress.evaluation.results import Bench, Side
 from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import reason
@@ -35,7 +36,7 @@ def page(findings: Findings) -> str:
     """The content of `report.html`."""
     results, bench = findings.results, findings.results.bench
     ratios = [ratio for table in findings.speed for ratio in table.metrics.values()]
-    axis = panels.gain_axis(ratios) if ratios else None
+    axis = charts.gain_axis(ratios) if ratios else None
     overview = [s.rows[0]._replace(name=s.suite.name) for s in findings.suites]
     # those with pictures first, as readers can judge these
     shown = sorted(findings.changed, key=lambda sample: (sample.id not in results.pictures, sample.change))[:_EXAMPLES]
@@ -44,52 +45,47 @@ def page(findings: Findings) -> str:
         f=findings,
         r=results,
         overview=differences(overview) if len(overview) > 1 else None,
-        suites=[(s, differences(s.rows), _distributions(s, results)) for s in findings.suites],
+        suites=[(s, differences(s.rows), _panels(s)) for s in findings.suites],
         lowest=min(findings.suites, key=lambda s: s.overall.difference, default=None),
         speed=[
-            (table, panels.ruler(axis, "times"), {n: panels.gain(n, r, axis) for n, r in table.metrics.items()})
+            (table, charts.ruler(axis, "times"), {n: charts.gain(n, r, axis) for n, r in table.metrics.items()})
             for table in findings.speed
             if axis
         ],
         latency=_latencies(bench) if bench else [],
-        heat=_heat(results.candidate),
+        errors=_heat(results.candidate),
         examples=[(sample, [thumbnail(png) for png in results.pictures.get(sample.id, [])]) for sample in shown],
     )
 
 
 def differences(rows: Sequence[Row]) -> dict[str, Any]:
     """Rows of accuracy, each with its chart, and the ruler of the axis that they share."""
-    axis = panels.accuracy_axis(rows)
-    return {"ruler": panels.ruler(axis), "rows": [(row, panels.accuracy(row, axis)) for row in rows]}
+    axis = charts.accuracy_axis(rows)
+    return {"ruler": charts.ruler(axis), "rows": [(row, charts.accuracy(row, axis)) for row in rows]}
 
 
-def _distributions(s: SuiteFindings, results: Results) -> list[tuple[str, Markup]]:
+def _panels(s: SuiteFindings) -> list[tuple[str, Markup]]:
     """Charts of prompt tokens and of the first token's divergence, with their titles."""
-    samples = [sample for sample in results.samples if sample.suite == s.suite.name]
-    tokens = {"baseline": [s.baseline_tokens for s in samples], "candidate": [s.candidate_tokens for s in samples]}
-    charts = []
+    tokens = {side: [getattr(x, f"{side}_tokens") for x in s.samples] for side in ("baseline", "candidate")}
+    divergences, panels = [sample.kl for sample in s.samples if sample.kl is not None], []
     if any(tokens["baseline"]):
-        charts.append(("Prompt tokens, images included", panels.histogram("Prompt tokens", "tokens", tokens)))
-    if divergences := [sample.kl for sample in samples if sample.kl is not None]:
-        chart = panels.cumulative("First-token divergence", "nats", {"candidate": [divergences]})
-        charts.append(("Divergence of the first token (KL)", chart))
-    return [(title, chart) for title, chart in charts if chart]
+        panels.append(("Prompt tokens, images included", charts.histogram("Prompt tokens", "tokens", tokens)))
+    if drawn := charts.cumulative("First-token divergence", "nats", {"candidate": [divergences]}):
+        panels.append(("Divergence of the first token (KL)", drawn))
+    return panels
 
 
 def _latencies(bench: Bench) -> list[tuple[str, Markup]]:
     """Charts of latencies as clients saw them, for served runs only."""
-    charts = []
-    for state in ("cold", "warm"):
-        runs = [run for run in bench.runs if run.mode == "serve" and run.state == state]
-        for name, what in _LATENCIES.items():
-            title = f"{what}, {state}"
-            sides: dict[str, Sequence[Sequence[float]]] = {
-                side: [getattr(run, name) for run in runs if run.side == side and getattr(run, name)]
-                for side in ("baseline", "candidate")
-            }
-            if all(sides.values()):
-                charts.append((title, panels.cumulative(title, "ms", sides)))
-    return charts
+    panels = []
+    for state, (name, what) in product(("cold", "warm"), _LATENCIES.items()):
+        sides: dict[str, list[list[float]]] = {"baseline": [], "candidate": []}
+        for run in bench.runs:
+            if run.mode == "serve" and run.state == state and getattr(run, name):
+                sides[run.side].append(getattr(run, name))
+        if all(sides.values()):
+            panels.append((f"{what}, {state}", charts.cumulative(f"{what}, {state}", "ms", sides)))
+    return panels
 
 
 def _heat(side: Side) -> dict[str, Any]:
@@ -99,7 +95,7 @@ def _heat(side: Side) -> dict[str, Any]:
     scale = heatmap.extremes(grids)
     names = sorted(errors, key=lambda name: (-max(errors[name].values(), default=0.0), name))
     return {
-        "grids": [(grid, heatmap.heatmap(grid, scale)) for grid in grids],
+        "grids": [(grid, heatmap.errors(grid, scale)) for grid in grids],
         "legend": heatmap.legend(scale),
         "kinds": list(dict.fromkeys(kind for by_kind in errors.values() for kind in by_kind)),
         "worst": names[:_LAYERS],
@@ -136,24 +132,12 @@ def render(template: str, **variables: Any) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    filters: tuple[Callable[..., object], ...] = (
-        *(points, words.percent, words.metric, error_kind, words.typeset),
-        *(size, figures, percentage, times, dotted),
-    )
-    environment.filters |= {filter_.__name__: filter_ for filter_ in filters}
+    loader = jinja2.FileSystemLoader(_FOLDER)
+    look: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, **look)
+    for filter_ in (points, words.percent, words.metric, error_kind, words.typeset, size, figures, percentage, times):
+        environment.filters[filter_.__name__] = filter_
+    environment.filters["dotted"] = lambda name: Markup(".<wbr>").join(escape(part) for part in name.split("."))
     environment.filters["tick"] = lambda verdict: words.VERDICTS[verdict]
     environment.globals["smaller"] = smaller
     return environment
-
-
-def dotted(name: str) -> Markup:
-    """A layer's name as markup whose lines may break after its dots only."""
-    return Markup(".<wbr>").join(escape(part) for part in name.split("."))

@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from markupsafe import Markup
-
 from vlmcompress.evaluation.doctor import layer_errors
 from vlmcompress.evaluation.doctor.layer_errors import Change, LayerErrors
 from vlmcompress.evaluation.report import heatmap, words
-from vlmcompress.evaluation.report.heatmap import Grid
 from vlmcompress.evaluation.report.html import render
 from vlmcompress.export.manifest import OF_OUTPUTS, OF_WEIGHTS, error_kind
 from vlmcompress.utils.text import figures, percentage, table, times
@@ -45,14 +42,9 @@ def data(first: LayerErrors, other: LayerErrors | None = None) -> dict[str, Any]
 
 
 def _described(errors: LayerErrors) -> dict[str, Any]:
-    return {
-        "checkpoint": errors.name,
-        "measured": errors.measured,
-        "calibration": dict(errors.basis) or None,
-        "notes": list(errors.notes),
-        "maxima": {"mean": layer_errors.owners(errors), "groups": dict(errors.maxima)} if errors.maxima else None,
-        "kv_cache": dict(errors.kv_cache) or None,
-    }
+    maxima = {"mean": layer_errors.owners(errors), "groups": dict(errors.maxima)} if errors.maxima else None
+    about = {"checkpoint": errors.name, "measured": errors.measured, "calibration": dict(errors.basis) or None}
+    return {**about, "notes": list(errors.notes), "maxima": maxima, "kv_cache": dict(errors.kv_cache) or None}
 
 
 def text(first: LayerErrors, other: LayerErrors | None, top: int) -> str:
@@ -145,13 +137,16 @@ def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
     """A page with a heat map for each modality; of two checkpoints before, after and the change."""
     checkpoints = [first] if other is None else [first, other]
     kinds, layers = layer_errors.kinds(*checkpoints), layer_errors.worst_first(*checkpoints)
-    grids = [
-        {(grid.part, grid.modality): grid for grid in heatmap.grids(errors.errors) if grid.modality in kinds}
-        for errors in checkpoints
-    ]
+    grids = [{(g.part, g.modality): g for g in heatmap.grids(e.errors) if g.modality in kinds} for e in checkpoints]
     scale = heatmap.extremes([grid for by_key in grids for grid in by_key.values()])
-    pairs = [(grids[0][key], grids[1][key]) for key in grids[0] if key in grids[1]] if other else []
+    pairs = [(before, after) for key, before in grids[0].items() if (after := grids[-1].get(key)) and other]
     most = heatmap.largest_change(pairs)
+    panels = []  # for each part and modality its grid, and maps with their captions
+    for key, grid in grids[0].items():
+        maps = [("before" if key in grids[-1] and other else "", heatmap.errors(grid, scale))]
+        if other and (after := grids[1].get(key)):
+            maps += [("after", heatmap.errors(after, scale)), ("change", heatmap.changes(grid, after, most))]
+        panels.append({"grid": grid, "charts": [(caption, cells) for caption, cells in maps if cells]})
     return render(
         "errors.html.j2",
         checkpoints=checkpoints,
@@ -160,7 +155,7 @@ def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
         changed={} if other is None else layer_errors.change(first, other),
         verdict=verdict,
         differences=[] if other is None else layer_errors.differences(first, other),
-        panels=_panels(grids, scale, most),
+        panels=panels,
         legend=heatmap.legend(scale),
         change_legend=heatmap.change_legend(most),
         kinds=kinds,
@@ -169,18 +164,3 @@ def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
         rest=layers[_WORST:],
         errors=[errors.errors for errors in checkpoints],
     )
-
-
-def _panels(grids: list[dict[tuple[str, str], Grid]], scale: tuple[float, float], most: float) -> list[dict[str, Any]]:
-    """For each part and modality its grid, and the drawings with their captions."""
-    panels = []
-    for key, grid in grids[0].items():
-        charts: list[tuple[str, Markup]] = [("", heatmap.heatmap(grid, scale))]
-        if after := (grids[1].get(key) if len(grids) > 1 else None):
-            charts = [
-                ("before", heatmap.heatmap(grid, scale)),
-                ("after", heatmap.heatmap(after, scale)),
-                ("change", heatmap.changes(grid, after, most)),
-            ]
-        panels.append({"grid": grid, "charts": [chart for chart in charts if chart[1]]})
-    return panels

@@ -13,9 +13,8 @@ from typing import Any
 from markupsafe import Markup
 
 from vlmcompress.evaluation.report import words
+from vlmcompress.evaluation.report.charts import PAGE, Frame, both, front
 from vlmcompress.evaluation.report.html import render
-from vlmcompress.evaluation.report.plot import PAGE, Frame, both
-from vlmcompress.evaluation.report.scatter import front
 from vlmcompress.evaluation.search.outcome import FILE
 from vlmcompress.evaluation.search.speed import GOALS
 from vlmcompress.utils.folders import dump, save
@@ -33,11 +32,9 @@ ROWS = 12  # candidates in the text
 def text(data: Mapping[str, Any]) -> str:
     """A headline, the candidates worth knowing, the verdict, and where the files are."""
     tried = [candidate for candidate in data["candidates"] if candidate["questions"]][:ROWS]
-    rows: list[tuple[object, ...]] = [("candidate", "gain", "questions", "difference", "chance", "")]
-    rows += [
-        (row["name"], row["gain"], row["questions"], row["difference"], row["chance"], row["why"])
-        for row in map(_row, tried)
-    ]
+    columns = ("name", "gain", "questions", "difference", "chance", "why")
+    rows: list[tuple[object, ...]] = [("candidate", *columns[1:5], "")]
+    rows += [tuple(row[column] for column in columns) for row in map(_row, tried)]
     lines = [headline(data), "", table(rows)]
     if hidden := len(data["candidates"]) - len(tried):
         lines.append(f"  ... and {hidden} more in search.json")
@@ -46,19 +43,17 @@ def text(data: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ", ".join([*places, f"report: {data['files']['html']}"])])
 
 
-def _row(candidate: Mapping[str, Any]) -> dict[str, Any]:
-    interval = ""
-    if candidate["questions"]:
-        interval = f"{points(candidate['difference'])} ({points(candidate['low'])} to {points(candidate['high'])})"
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    change = f"{points(row['difference'])} ({points(row['low'])} to {points(row['high'])})" if row["questions"] else ""
     return {
-        "name": candidate["name"],
-        "gain": times(candidate["gain"]) + ("~" if candidate["rough"] else ""),
-        "questions": candidate["questions"] or "",
-        "difference": interval,
-        "divergence": "" if candidate["divergence"] is None else f"{candidate['divergence']:.4f}",
-        "chance": f"{100 * candidate['chance']:.0f}%",
-        "why": "winner" if candidate["winner"] else candidate["why"],
-        "strong": candidate["winner"],
+        "name": row["name"],
+        "gain": times(row["gain"]) + ("~" if row["rough"] else ""),
+        "questions": row["questions"] or "",
+        "difference": change,
+        "divergence": "" if row["divergence"] is None else f"{row['divergence']:.4f}",
+        "chance": f"{100 * row['chance']:.0f}%",
+        "why": "winner" if row["winner"] else row["why"],
+        "strong": row["winner"],
     }
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.report.findings import Findings, Row, SuiteFindings
+from vlmcompress.evaluation.report.findings import Findings, SuiteFindings
 from vlmcompress.evaluation.results import Verdict
 from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.text import figures, percentage, points, size
@@ -37,14 +37,9 @@ def _terminal_suite(s: SuiteFindings) -> str:
     interval = f"difference ({s.overall.level:.0%} interval), points"
     rows: list[tuple[object, ...]] = [("family", "samples", "baseline", "candidate", interval, "")]
     for name, c, judged in s.rows:
-        change = f"{points(c.difference)} ({points(c.low)} to {points(c.high)})"
         verdict = f"{words.VERDICTS[c.verdict]}, margin {100 * c.margin:.4g}" if judged else ""
-        rows.append((name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", change, verdict))
-    suspect = [
-        f"{what}: {before} of the baseline's, {after} of the candidate's"
-        for what, (before, after) in s.suspect
-        if before or after
-    ]
+        rows.append((name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", words.change(c), verdict))
+    suspect = [f"{what}: {b} of the baseline's, {c} of the candidate's" for what, (b, c) in s.suspect if b or c]
     lines = [f"{s.suite.name}: {s.suite.metric}", columns(rows), *(f"  {line}" for line in s.notes + suspect)]
     return "\n".join(lines)
 
@@ -61,11 +56,10 @@ def markdown(findings: Findings) -> str:
     sections += _figures(findings)
     if findings.memory:
         sections += ["## Memory", table(["", "baseline", "candidate"], findings.memory)]
-    lost = [
-        (s.family, *(_short(text) for text in (s.question, s.expected, s.baseline, s.candidate)))
-        for s in findings.changed
-        if s.change == 0
-    ]
+    lost = []
+    for s in (s for s in findings.changed if s.change == 0):
+        texts = (s.question, s.expected, s.baseline, s.candidate)
+        lost.append((s.family, *(t if len(t) <= 120 else t[:119] + "\N{HORIZONTAL ELLIPSIS}" for t in texts)))
     if lost:
         head = ["family", "question", "expected", "baseline", "candidate"]
         sections += ["## Lost answers", table(head, lost[:_EXAMPLES], right=())]
@@ -95,41 +89,35 @@ def card_section(findings: Findings) -> str:
     return "\n\n".join(re.sub(r"^## ", "### ", section) for section in sections)
 
 
-def _recovery(findings: Findings) -> list[str]:
-    """The table of published model cards: each benchmark of both sides, what is recovered, and how sure that is."""
-    results, rows = findings.results, list[tuple[str, ...]]()
-    for s in findings.suites:
-        c = s.overall
-        change = f"{points(c.difference)} ({points(c.low)} to {points(c.high)})"
-        name = f"{s.suite.name} ({s.suite.metric})"
-        rows.append((name, words.percent(c.baseline), words.percent(c.candidate), words.recovery(c), change))
-    if not rows:
-        return []
-    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
-    if before and after:
-        rows.append(("weights", size(before), size(after), words.percent(after / before), ""))
-    if measured := findings.main_speed:
-        name, r = measured
-        rows.append((name, figures(r.baseline), figures(r.candidate), words.pace(r), words.spread(r)))
-    head = ["benchmark", results.baseline.name, results.candidate.name, "recovery", "points (interval)"]
-    return ["## Recovery", table(head, rows)]
-
-
 def _figures(findings: Findings) -> list[str]:
     """Sections on what is recovered, on the accuracy of each suite and on speed."""
-    sections = _recovery(findings)
+    results, rows = findings.results, list[tuple[str, ...]]()
+    for s in findings.suites:  # as in published model cards: both scores, what is recovered, and how sure that is
+        c, name = s.overall, f"{s.suite.name} ({s.suite.metric})"
+        rows.append((name, words.percent(c.baseline), words.percent(c.candidate), words.recovery(c), words.change(c)))
+    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
+    if rows and before and after:
+        rows.append(("weights", size(before), size(after), words.percent(after / before), ""))
+    if rows and findings.main_speed:
+        name, r = findings.main_speed
+        rows.append((name, figures(r.baseline), figures(r.candidate), words.pace(r), words.spread(r)))
+    head = ["benchmark", results.baseline.name, results.candidate.name, "recovery", "points (interval)"]
+    sections = ["## Recovery", table(head, rows)] if rows else []
     for s in findings.suites:
         notes = s.notes + [f"{what}: {before:,} before, {after:,} after." for what, (before, after) in s.suspect]
         overall, hidden = s.suite.overall, len(s.suite.families) - _FAMILIES
         if overall.baseline_only is not None:
-            notes.insert(
-                0, f"Right only before: {overall.baseline_only:,}. Right only after: {overall.candidate_only:,}."
-            )
+            only = f"Right only before: {overall.baseline_only:,}. Right only after: {overall.candidate_only:,}."
+            notes.insert(0, only)
         if hidden > 0:
             notes.append(f"{hidden:,} more families are in results.json.")
-        head = ["family", "n", "baseline", "candidate", "points", "interval", "verdict (margin)"]
+        head, rows = ["family", "n", "baseline", "candidate", "points", "interval", "verdict (margin)"], []
+        for name, c, judged in s.rows[: _FAMILIES + 1]:
+            scores = words.percent(c.baseline), words.percent(c.candidate), points(c.difference)
+            verdict = f"{MARKS[c.verdict]} ({100 * c.margin:.1f})" if judged else ""
+            rows.append((name, f"{c.n:,}", *scores, f"{points(c.low)} to {points(c.high)}", verdict))
         sections.append(f"## Accuracy: {escape(s.suite.name)} ({escape(s.suite.metric)})")
-        sections.append(table(head, [_row(row) for row in s.rows[: _FAMILIES + 1]]))
+        sections.append(table(head, rows))
         sections.append("\n".join(f"- {escape(note)}" for note in notes))
     if bench := findings.results.bench:
         for mode, state, metrics in findings.speed:
@@ -144,13 +132,6 @@ def _figures(findings: Findings) -> list[str]:
     return sections
 
 
-def _row(row: Row) -> tuple[str, ...]:
-    name, c, judged = row
-    scores = (words.percent(c.baseline), words.percent(c.candidate), points(c.difference))
-    verdict = f"{MARKS[c.verdict]} ({100 * c.margin:.1f})" if judged else ""
-    return (name, f"{c.n:,}", *scores, f"{points(c.low)} to {points(c.high)}", verdict)
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] | None = None) -> str:
     """A Markdown table; `right` lists the columns set right, None: all but the first."""
     line = ["---:" if (i in right if right is not None else i) else "---" for i in range(len(head))]
@@ -161,10 +142,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence
 def escape(text: str) -> str:
     """The text as one line of Markdown in which nothing is markup."""
     return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(words.printable(text).split()))
-
-
-def _short(text: str, most: int = 120) -> str:
-    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _within(sections: Sequence[str]) -> str:

@@ -72,6 +72,11 @@ def interval(c: Comparison) -> str:
     return f"{c.level:.0%} interval {points(c.low)} to {points(c.high)}"
 
 
+def change(c: Comparison) -> str:
+    """A difference in points and its interval: `-0.2 (-0.9 to +0.3)`."""
+    return f"{points(c.difference)} ({points(c.low)} to {points(c.high)})"
+
+
 def pace(r: Ratio) -> str:
     """A change of speed: `1.40x faster`, `1.25x slower`, or `can't tell (1.10x)` where it may be chance."""
     middle = gain(r, r.ratio)

@@ -30,15 +30,14 @@ def count_visual_tokens(
     """Fill in the visual tokens of answered requests: what prompts have more than the same conversations without images."""
     for messages, outcome in zip(conversations, outcomes, strict=True):
         if not outcome.error:
-            prompt = _post(running, "/apply-template", {"messages": [_without_images(message) for message in messages]})
+            without = []
+            for message in messages:
+                if not isinstance(content := message["content"], str):
+                    content = "".join(part["text"] for part in content if part["type"] == "text")
+                without.append(message | {"content": content})
+            prompt = _post(running, "/apply-template", {"messages": without})
             text = {"content": prompt["prompt"], "add_special": True, "parse_special": True}
             outcome.visual_tokens = outcome.prompt_tokens - len(_post(running, "/tokenize", text)["tokens"])
-
-
-def _without_images(message: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(message["content"], str):
-        return message
-    return message | {"content": "".join(part["text"] for part in message["content"] if part["type"] == "text")}
 
 
 def _post(running: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,12 @@ same image does the same work with fewer of them and would look slower. Requests
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from statistics import NormalDist, fmean, median, stdev
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median, stdev
+from typing import Literal
 
 import numpy as np
+from scipy.special import stdtrit
 
 from vlmcompress.evaluation.results import LoadRun, Memory, Ratio, State
 from vlmcompress.evaluation.speed.client import Outcome
@@ -28,8 +29,6 @@ from vlmcompress.utils.errors import UserError, did_you_mean
 TIMES = ("ttft", "tpot", "itl", "e2e")
 _LIMITED = ("ttft", "tpot", "e2e")
 PERCENTILES = (50, 90, 99)
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 
 
 def parse_slo(text: str | None) -> dict[str, float]:
@@ -158,47 +157,12 @@ def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     if len(ratios) < 2 or not all(0 < ratio < math.inf for ratio in ratios):
         return None
     logs = [math.log(ratio) for ratio in ratios]
-    reach = student_t(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    reach = stdtrit(len(logs) - 1, 0.975) * stdev(logs) / math.sqrt(len(logs))
     return math.exp(fmean(logs) - reach), math.exp(fmean(logs) + reach)
 
 
-def student_t(freedom: int) -> float:
-    """The 97.5% quantile of Student's t; from 11 degrees of freedom on by Cornish and Fisher's expansion, within 0.1%."""
-    if freedom <= len(_STUDENT_T):
-        return _STUDENT_T[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-
-
-def _milliseconds(seconds) -> list[float]:
+def _milliseconds(seconds: Iterable[float]) -> list[float]:
     return [round(1000 * value, 3) for value in seconds]
-
-
-def kv_bytes_per_token(config: Mapping[str, Any], cache_dtype: str) -> int | None:
-    """Bytes of the KV cache for a token: 2 (key and value) x layers x KV heads x head size x bytes, for full attention.
-
-    Args:
-        config: `config.json` of a checkpoint.
-        cache_dtype: the engine's type of the KV cache; `auto` is the type of the activations.
-
-    Returns:
-        The bytes; None for other attention (latent, sliding windows, linear layers), where they depend on the position, and
-        for types of the cache that hold scales between the values.
-    """
-    text = config.get("text_config") or config
-    kinds = set(text.get("layer_types") or ()) - {"full_attention"}
-    sliding = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    if kinds or sliding or any(text.get(key) for key in ("kv_lora_rank", "mamba_d_state", "linear_num_key_heads")):
-        return None
-    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    kind = str(dtype or "bfloat16") if cache_dtype == "auto" else cache_dtype
-    size = 1 if kind in ("fp8", "fp8_e4m3", "fp8_e5m2") else _BYTES.get(kind)
-    try:
-        heads = text["num_attention_heads"]
-        width = text.get("head_dim") or text["hidden_size"] // heads
-        return size and 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * width * size
-    except KeyError:
-        return None
 
 
 def memory(weight_bytes: int, per_token: int, request_tokens: float, cache: Mapping[str, str]) -> Memory:

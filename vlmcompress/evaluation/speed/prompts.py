@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import io
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,6 @@ from vlmcompress.utils.errors import UserError
 
 DEFAULT_SIZE = (448, 448)
 STAMP_BITS = 48
-_LIMITS = (28, 4096)
 
 
 @dataclass(frozen=True)
@@ -99,19 +97,6 @@ def _part(image: Image.Image) -> dict[str, Any]:
     image.convert("RGB").save(buffer, "PNG", compress_level=1)
     address = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": address}}
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """Read `448x336` as (width, height); `448` is a square.
-
-    Raises:
-        UserError: not such a text, or a side is below 28 or above 4096 pixels.
-    """
-    sides = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
-    width, height = (int(sides[1]), int(sides[2] or sides[1])) if sides else (0, 0)
-    if not all(_LIMITS[0] <= side <= _LIMITS[1] for side in (width, height)):
-        raise UserError(f"--sizes {text}: should be WIDTHxHEIGHT, each from {_LIMITS[0]} to {_LIMITS[1]}; e.g. 448x336")
-    return width, height
 
 
 def dead_leaves(size: tuple[int, int], seed: int) -> Image.Image:

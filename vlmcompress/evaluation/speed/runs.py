@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.engines.vllm import speculation
+from vlmcompress.engines.vllm.served_model import describe
 from vlmcompress.evaluation import sides
 from vlmcompress.evaluation.results import Bench, LoadRun, Memory, Results, Side
 from vlmcompress.evaluation.speed import measure
 from vlmcompress.evaluation.speed.client import parse_load
-from vlmcompress.evaluation.speed.prompts import open_prompts, parse_size
+from vlmcompress.evaluation.speed.prompts import open_prompts
 from vlmcompress.evaluation.speed.serving import About, Plan, SideName, abba, run_offline, serve
-from vlmcompress.utils import hub, json_files
+from vlmcompress.models import build_meta_model
+from vlmcompress.quantization.plan import kv_cache
+from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.text import parse_pixels
 
 TOOL = "vlmcompress's streaming client"
 SERVED = ("vllm", "llamacpp")  # engines that have a server
@@ -52,10 +56,11 @@ def run(
     if offline:
         offline_runs, devices = run_offline(planned, runs, progress)
         runs += offline_runs
-    described = {
-        side: _side(path, "llamacpp" if llama_cpp[side] else "vllm", about[side], devices[side])
-        for side, path in planned.paths.items()
-    }
+    described = {}
+    for side, path in planned.paths.items():
+        engine = {"name": "llamacpp" if llama_cpp[side] else "vllm", "version": about[side].version, **devices[side]}
+        start = {"flags": about[side].flags, "start_seconds": about[side].start_seconds}
+        described[side] = sides.side(path, {**engine, **start})
     bench = Bench(
         load=str(planned.load),
         requests=planned.requests,
@@ -71,11 +76,6 @@ def run(
         memory=_memory(planned, described, about, runs),
     )
     return Results(**sides.origin(), baseline=described["baseline"], candidate=described["candidate"], bench=bench)
-
-
-def _side(path: Path, name: str, about: About, device: Mapping[str, Any]) -> Side:
-    engine = {"name": name, "version": about.version, **device}
-    return sides.side(path, {**engine, "flags": about.flags, "start_seconds": about.start_seconds})
 
 
 def plan(
@@ -120,10 +120,10 @@ def plan(
     drafting: dict[SideName, str | None] = {
         side: json.dumps(speculation.checked(paths[side], text)) for side, text in (speculative or {}).items() if text
     }
-    arrival = parse_load(load)
+    arrival, pixels = parse_load(load), [parse_pixels(size, "--sizes", 28, 4096) for size in sizes]
     return Plan(
         paths=paths,
-        prompts=open_prompts(data, [parse_size(size) for size in sizes], paths["candidate"], paths["baseline"], seed),
+        prompts=open_prompts(data, pixels, paths["candidate"], paths["baseline"], seed),
         load=arrival,
         requests=requests or arrival.default_requests,
         out_tokens=out_tokens,
@@ -137,17 +137,40 @@ def plan(
     )
 
 
+def kv_bytes_per_token(folder: Path, cache_dtype: str) -> int | None:
+    """Bytes of the KV cache for a token.
+
+    Args:
+        folder: a checkpoint.
+        cache_dtype: the engine's type of the KV cache; `auto` is the type of the activations.
+
+    Returns:
+        The bytes; None for other than full attention (latent, sliding windows, linear layers), where they depend on the
+        position, and for types of the cache that are not known.
+    """
+    width = kv_cache.TYPES.get(
+        next((name for name, flag in kv_cache.FLAGS.items() if flag == cache_dtype), cache_dtype)
+    )
+    try:
+        decoder = describe(build_meta_model(folder, weights=False, ours_only=False))
+    except UserError:
+        return None
+    layers = decoder.layers(1, width.number, width.scale) if width else []
+    if len(layers) < len(decoder.blocks) or any(layer.window or layer.state_bytes for layer in layers):
+        return None
+    return sum(layer.token_bytes for layer in layers)
+
+
 def _memory(
     plan: Plan, described: Mapping[SideName, Side], about: Mapping[SideName, About], runs: Sequence[LoadRun]
 ) -> dict[str, Memory]:
     """Memory of the sides whose KV cache has a size per token."""
     by_side: dict[str, Memory] = {}
     for side, path in plan.paths.items():
-        config = json_files.read(path / "config.json")
         cache = about[side].cache
         if not cache:  # llama.cpp's server says nothing of it
             continue
-        per_token = measure.kv_bytes_per_token(config, cache["cache_dtype"])
+        per_token = kv_bytes_per_token(path, cache["cache_dtype"])
         cold = [run for run in runs if (run.side, run.mode, run.state) == (side, "serve", "cold")]
         tokens = sum(run.text_tokens + run.visual_tokens + run.output_tokens for run in cold)
         if per_token:

@@ -236,8 +236,24 @@ def run_offline(
         repeats = [repeat for _, repeat in turns]
         label = f"offline {side} {', '.join(str(repeat + 1) for repeat in repeats)}/{plan.repeats}"
         progress(f"{label}: starting vLLM", 0, len(repeats))
+        speculative = plan.speculative.get(side)
+        quantization = json_files.read(plan.paths[side] / "config.json").get("quantization_config") or {}
+        job = {
+            "model": str(plan.paths[side].resolve()),
+            "bursts": plan.out_tokens,
+            "options": {
+                "max_model_len": -1 if plan.max_model_len is None else plan.max_model_len,
+                "seed": plan.seed,
+                "kv_cache_dtype": "fp8" if quantization.get("kv_cache_scheme") else "auto",
+                "limit_mm_per_prompt": {"image": plan.prompts.images, "video": 0, "audio": 0},
+                "enable_prefix_caching": False,  # as in the server's cold runs
+                "mm_processor_cache_gb": 0,
+                "speculative_config": speculative and json.loads(speculative),
+                "disable_log_stats": not speculative,
+            },
+        }
         bursts = [{"id": n, "messages": plan.prompts.burst(n, plan.requests)} for n in (plan.repeats, *repeats)]
-        events = OFFLINE_ENGINE.events(_offline_job(plan, side), bursts, plan.paths[side], SILENCE, SILENCE)
+        events = OFFLINE_ENGINE.events(job, bursts, plan.paths[side], SILENCE, SILENCE)
         with contextlib.closing(events):
             for event in events:
                 if event["event"] == "ready":
@@ -246,26 +262,6 @@ def run_offline(
                     runs.append(_offline_run(plan, side, event, served))
                     progress(label, len(runs), 2 * plan.repeats)
     return runs, about
-
-
-def _offline_job(plan: Plan, side: SideName) -> dict[str, Any]:
-    config = json_files.read(plan.paths[side] / "config.json")
-    scaled = (config.get("quantization_config") or {}).get("kv_cache_scheme")
-    speculative = plan.speculative.get(side)
-    return {
-        "model": str(plan.paths[side].resolve()),
-        "bursts": plan.out_tokens,
-        "options": {
-            "max_model_len": -1 if plan.max_model_len is None else plan.max_model_len,
-            "seed": plan.seed,
-            "kv_cache_dtype": "fp8" if scaled else "auto",
-            "limit_mm_per_prompt": {"image": plan.prompts.images, "video": 0, "audio": 0},
-            "enable_prefix_caching": False,  # as in the server's cold runs
-            "mm_processor_cache_gb": 0,
-            "speculative_config": speculative and json.loads(speculative),
-            "disable_log_stats": not speculative,
-        },
-    }
 
 
 def _offline_run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequence[LoadRun]) -> LoadRun:

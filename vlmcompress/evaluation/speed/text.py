@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vlmcompress.evaluation.results import Bench, LoadRun, Memory, Ratio
+from vlmcompress.evaluation.results import Bench, LoadRun
 from vlmcompress.utils.text import size, table
 
 SHOWN = {
@@ -25,26 +25,33 @@ def text(bench: Bench) -> str:
     """Render speed in each mode and state, and memory."""
     turns = f"{bench.repeats} turn{'s' * (bench.repeats > 1)} a side"
     work = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {turns}"
+    rows: list[tuple[str, ...]]
     lines = [f"load {bench.load}, {work}; {Path(bench.source).name}"]
     for mode, states in bench.summary.items():
         for state, ratios in states.items():
-            rows = [_row(title, ratios[name]) for name, title in SHOWN.items() if name in ratios]
-            head = ("", "baseline", "candidate", "ratio", "of repeats")
-            lines += ["", f"{mode}, {'no caches' if state == 'cold' else 'caches on'}", table([head, *rows])]
+            rows = [("", "baseline", "candidate", "ratio", "of repeats")]
+            for name, title in SHOWN.items():
+                if r := ratios.get(name):
+                    repeats = f"{r.low:.2f} to {r.high:.2f}" if r.low < r.high else ""
+                    sides = (f"{value:.4g} {r.unit}" for value in (r.baseline, r.candidate))
+                    rows.append((title, *sides, f"{r.ratio:.2f}", repeats))
+            lines += ["", f"{mode}, {'no caches' if state == 'cold' else 'caches on'}", table(rows)]
     if bench.memory:
-        lines += ["", "memory", table(_memory(bench.memory))]
+        memory = bench.memory.values()
+        rows = [
+            ("", *bench.memory),
+            ("weights", *(size(side.weight_bytes) for side in memory)),
+            ("KV cache of a token", *(size(side.kv_bytes_per_token) for side in memory)),
+            ("KV cache of a request", *(size(side.kv_bytes_per_request) for side in memory)),
+            ("requests that fit", *(f"{side.max_concurrency:.4g}" for side in memory)),
+        ]
+        lines += ["", "memory", table(rows)]
     if drafted := _drafted(bench):
         lines += ["", "speculative decoding", table(drafted)]
     failed = sum(run.failed for run in bench.runs)
     if failed:
         lines += ["", f"{failed} of {failed + sum(run.completed for run in bench.runs)} requests failed."]
     return "\n".join(lines)
-
-
-def _row(title: str, ratio: Ratio) -> tuple[str, ...]:
-    sides = (f"{value:.4g} {ratio.unit}" for value in (ratio.baseline, ratio.candidate))
-    repeats = f"{ratio.low:.2f} to {ratio.high:.2f}" if ratio.low < ratio.high else ""
-    return title, *sides, f"{ratio.ratio:.2f}", repeats
 
 
 def _drafted(bench: Bench) -> list[tuple[str, ...]]:
@@ -77,7 +84,7 @@ def _drafted(bench: Bench) -> list[tuple[str, ...]]:
 
 
 def _cost(runs: Sequence[LoadRun], baseline: Sequence[LoadRun]) -> str:
-    """How long a step behind the prompt's takes, of the baseline's if that drafts nothing; "": not measured.
+    """How long a step after the prompt's takes, of the baseline's if that drafts nothing; "": not measured.
 
     By the server's clock: on a busy machine a client sees several tokens arrive at once.
     """
@@ -88,16 +95,6 @@ def _cost(runs: Sequence[LoadRun], baseline: Sequence[LoadRun]) -> str:
 
 
 def _step_seconds(runs: Sequence[LoadRun]) -> float:
-    """A request's mean time in a step behind the prompt's, where each gives a token and what it accepts; 0.0: not measured."""
+    """A request's mean time in a step after the prompt's, where each gives a token and what it accepts; 0.0: not measured."""
     steps = sum(run.output_tokens - run.completed - run.accepted for run in runs)
     return sum(run.decode_seconds for run in runs) / steps if steps > 0 else 0.0
-
-
-def _memory(sides: dict[str, Memory]) -> list[tuple[str, ...]]:
-    return [
-        ("", *sides),
-        ("weights", *(size(side.weight_bytes) for side in sides.values())),
-        ("KV cache of a token", *(size(side.kv_bytes_per_token) for side in sides.values())),
-        ("KV cache of a request", *(size(side.kv_bytes_per_request) for side in sides.values())),
-        ("requests that fit", *(f"{side.max_concurrency:.4g}" for side in sides.values())),
-    ]

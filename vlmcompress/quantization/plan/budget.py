@@ -25,7 +25,7 @@ from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.tensor_files import Spec
-from vlmcompress.utils.text import parse_size, size
+from vlmcompress.utils.text import parse_bytes, size
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _limit(bits: Bits, budget: Budget) -> int:
     """Bytes for all groups. Raises `UserError` naming the smallest reachable where that is more."""
     smallest = sum(min(nbytes.values()) for nbytes in budget.sizes.values())
     if bits.max_size is not None:
-        limit = parse_size(bits.max_size, "bits.max_size") - budget.fixed
+        limit = parse_bytes(bits.max_size, "bits.max_size") - budget.fixed
         least = f"{math.ceil((budget.fixed + smallest) / 1000) / 1000:g}MB, of which {size(budget.fixed)} are not shared out"
         setting = f"bits.max_size {bits.max_size}"
     else:

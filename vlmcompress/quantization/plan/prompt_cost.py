@@ -89,7 +89,7 @@ class Decoder:
         cache = of_text = 0
         for block, count in zip(self.decoder.blocks, visual, strict=True):
             if isinstance(block, Attention):
-                token_bytes = 2 * block.kv_heads * block.head_dim * self.itemsize
+                token_bytes = block.token_bytes(self.itemsize)
                 window = block.window or count + text
                 cache += token_bytes * min(count + text, window)
                 of_text += token_bytes * min(text, window)
