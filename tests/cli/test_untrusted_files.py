@@ -192,7 +192,7 @@ def recipe_in_itself(folder: Path) -> list[str]:
     return recipe(folder, "scheme: rtn\noptions: &a\n  bits: *a\n")
 
 
-@case(r"keep=\[\[.*\.\.\. \(200,[0-9]+ characters\) \.\.\. .*nested more than 100 deep")
+@case(r"keep=\[\[.*\.\.\. \(200,[0-9]+ characters\) \.\.\. .*maximum recursion")
 def nested_reducer(folder: Path) -> list[str]:
     return quantize(folder, "--reduce", f"dart:keep={NESTED}")
 
@@ -240,12 +240,6 @@ def metadata_that_are_no_object(folder: Path) -> list[str]:
     header = b'{"__metadata__":{"format":1}}'
     (folder / "llava" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     return quantize(folder)
-
-
-@case("calib.jsonl line 1 .*half of a character")
-def half_a_character(folder: Path) -> list[str]:
-    (folder / "calib.jsonl").write_text('{"id": "\\ud800", "image": "0.png", "question": "q"}\n')
-    return calibrated(folder)
 
 
 @case("'?image '/dev/zero' cannot be read: it is a device")

@@ -391,7 +391,7 @@ def load(path: str | Path) -> Results:
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     try:
-        data = json_files.read(file, json_files.LARGEST, finite=True)
+        data = json_files.read(file, finite=True)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; give a folder that vlmcompress eval or bench wrote") from error
     except ValueError as error:

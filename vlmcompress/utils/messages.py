@@ -57,7 +57,8 @@ def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserErro
 
 
 def unusable(error: BaseException) -> str | None:
-    """The message for an error about a path that no file can have: too long, a loop of links, a NUL, no UTF-8; None for others.
+    """The message for an error about a path that no file can have (too long, a loop of links, a NUL, no UTF-8) or about input
+    without an end; None for others.
 
     Such errors are raised wherever a path is first used, in pathlib or in a library, so they are told apart here and once.
     """
@@ -70,6 +71,8 @@ def unusable(error: BaseException) -> str | None:
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
         text = error.object[max(0, error.start - 40) : error.end + 40].encode(errors="backslashreplace").decode()
         return f"cannot write '{text}': a name is not UTF-8; rename what it names"
+    if isinstance(error, RecursionError):
+        return "a file or setting is nested too deeply, or holds itself; make it flat"
     return None
 
 

@@ -16,13 +16,12 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import ERROR
 from typing import Any, Protocol, TypeVar
@@ -270,30 +269,14 @@ def _check(address: str) -> None:
 
 
 def _done(function: Callable[[J], R], job: J) -> R | Failed:
-    """The task: a job in a worker's process."""
-    with _nudged():
-        return attempt(function, job)
+    """The task: a job in a worker's process.
 
-
-@contextlib.contextmanager
-def _nudged() -> Iterator[None]:
-    """Wake the main thread now and then, so that it finds out that Ray has cancelled its task.
-
-    Ray does that by `interrupt_main`, which ends no wait for a lock or a queue; a signal does.
+    Ray cancels it by `interrupt_main`, which ends no wait for a lock or a queue; a signal does, so one comes now and then.
     """
-    over, main = threading.Event(), threading.main_thread().ident
-    assert main is not None
     before = signal.signal(signal.SIGALRM, lambda *_: None)
-
-    def nudge() -> None:
-        while not over.wait(NUDGE):
-            signal.pthread_kill(main, signal.SIGALRM)
-
-    thread = threading.Thread(target=nudge, daemon=True)
-    thread.start()
+    signal.setitimer(signal.ITIMER_REAL, NUDGE, NUDGE)
     try:
-        yield
+        return attempt(function, job)
     finally:
-        over.set()
-        thread.join()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

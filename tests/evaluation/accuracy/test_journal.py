@@ -113,7 +113,7 @@ def test_an_entry_of_any_kind_is_an_answer_or_refused(tmp_path_factory, name, va
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with open_journal(path), pytest.raises(UserError, match="another run is using"), open_journal(path):
+    with open_journal(path), pytest.raises(UserError, match="another run, process .* is using"), open_journal(path):
         pass
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="can't open"), open_journal(tmp_path / "file" / "journal.jsonl"):

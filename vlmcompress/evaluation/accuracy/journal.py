@@ -8,7 +8,6 @@ not in it: they are cut from the answer afterwards. One journal serves any numbe
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from vlmcompress.engines import Answer, Request, Settings
-from vlmcompress.utils import json_files
+from vlmcompress.utils import folders, json_files, locks
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import model_files, unchanged
 from vlmcompress.utils.schema import problem
@@ -136,16 +135,16 @@ def open_journal(path: Path) -> Iterator[Journal]:
     Raises:
         UserError: it can't be opened, is damaged, or another run is using it.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(f"can't open {path} ({error.strerror}); choose another folder") from error
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another run is using {path}; wait for it or choose another folder") from None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locks.held(folders.beside(path, "lock")))
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except locks.Held as error:
+            raise UserError(
+                f"another run, {error.owner}, is using {path}; wait for it or choose another folder"
+            ) from None
+        except OSError as error:
+            raise UserError(f"can't open {path} ({error.strerror}); choose another folder") from error
+        stack.callback(os.close, descriptor)
         yield Journal(path, descriptor)
-    finally:
-        os.close(descriptor)
