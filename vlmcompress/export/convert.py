@@ -87,7 +87,18 @@ def convert(
             f"the scales of the FP8 KV cache were left out, as {format} has no place for them: engines keep keys and values in "
             "16 bits"
         )
-    content = Content(tensors, stored, writer, layers, config, record, before, {}, _memory(written), stored.spec.family)
+    content = Content(
+        tensors=tensors,
+        quantized=stored,
+        exporter=writer,
+        layers=layers,
+        config=config,
+        manifest=record,
+        before=before,
+        extra_files={},
+        memory=_memory(written),
+        family=stored.spec.family,
+    )
     with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 
@@ -121,16 +132,16 @@ def rewrite_tensors(
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     models.check_files(stored.path)
     content = Content(
-        tensors,
-        stored,
-        FORMATS.get(stored.format),
-        _layers(stored, stored.names, stored.reader),
-        config,
-        record | dict(entries),
-        record["size"]["weights_before"],
-        extra_files or {},
-        _memory(stored.names),
-        stored.spec.family,
+        tensors=tensors,
+        quantized=stored,
+        exporter=FORMATS.get(stored.format),
+        layers=_layers(stored, stored.names, stored.reader),
+        config=config,
+        manifest=record | dict(entries),
+        before=record["size"]["weights_before"],
+        extra_files=extra_files or {},
+        memory=_memory(stored.names),
+        family=stored.spec.family,
     )
     return write_folder(stored.path, out, content, shard_size=shard_size, progress=progress)
 

@@ -68,9 +68,8 @@ def recover_scales(
     Raises:
         UserError: bad input; nothing was written.
     """
-    assert recipe.out is not None, "a recovery has an output"
-    with timed_phases(), folders.claimed_folder(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST):
-        return _recovered(recipe, training, teacher, recipe.out, resume, progress)
+    with timed_phases(), folders.claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST):
+        return _recovered(recipe, training, teacher, recipe.output, resume, progress)
 
 
 def _recovered(
