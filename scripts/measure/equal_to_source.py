@@ -50,21 +50,13 @@ def _copy(source: Path, out: Path) -> None:
     from vlmcompress import models
     from vlmcompress.export import manifest
     from vlmcompress.export.formats import compressed_tensors
-    from vlmcompress.export.write import write
+    from vlmcompress.export.write import Checkpoint, write
     from vlmcompress.models.layer_names import Layers
 
     about = models.Source.of(source)
     built = manifest.build(source, family=about.spec.family, recipe={"seed": 0}, calibration=None, errors={})
-    write(
-        source,
-        out,
-        quantized={},
-        names=about.names,
-        written=about.written,
-        exporter=compressed_tensors,
-        layers=Layers([], [], {}),
-        manifest=built,
-    )
+    layers = Layers([], [], {})
+    write(Checkpoint(source=about, exporter=compressed_tensors, layers=layers, manifest=built, quantized={}), out)
 
 
 def prompts(source: Path, folder: Path) -> list[dict[str, Any]]:

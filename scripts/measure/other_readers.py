@@ -76,10 +76,9 @@ def schemes() -> dict[str, tuple[Any, ...]]:
 
 def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
     """Write all checkpoints; yield of each its case, its folder, that of the same weights in 16 bits, and its facts."""
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from tests.kit import rtn, tiny
-    from vlmcompress import models
     from vlmcompress.api import Recipe, quantize
     from vlmcompress.export import write as checkpoint
     from vlmcompress.export.convert import convert
@@ -99,17 +98,16 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
                     quantize(Recipe.of(source, first, **settings))
                 elif not first.exists():
                     main, *others = (rtn.parts(source, scheme) for scheme in made[case])
-                    other = others[0]["quantized"] if others else main["quantized"]
-                    quantized = {k: other[k] if "down_proj" in k else v for k, v in main["quantized"].items()}
-                    model, spec = models.build_meta_model(source), models.spec_for(models.read_config(source))
+                    other = others[0].quantized if others else main.quantized
+                    quantized = {k: other[k] if "down_proj" in k else v for k, v in main.quantized.items()}
                     layers = layers_of(
                         {name: scheme for name, (_, scheme, _) in quantized.items()},
-                        model,
-                        main["written"],
-                        spec,
-                        stored=models.stored_tensors(source),
+                        main.source.meta_model,
+                        main.source.written,
+                        main.source.spec,
+                        stored=main.source.stored,
                     )
-                    checkpoint.write(out=first, **(main | {"quantized": quantized, "layers": layers}))
+                    checkpoint.write(replace(main, quantized=quantized, layers=layers), first)
                 out = place / family / f"{form}-{case}"
                 for folder, name in ((plain, "bf16"), (out, form)):
                     if not folder.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("made")
     source = build("llava", folder / "llava")
     parts = rtn.parts(source, rtn.SCHEMES["w4-symmetric"], rtn.SCHEMES["fp8"], kv_cache=True)
-    parts["manifest"] = manifest.build(
+    record = manifest.build(
         source,
         family="llava",
         recipe={"scheme": "gptq", "seed": 3, "options": {"bits": 4}, "vision": "fp8", "kv_cache": "fp8"},
@@ -38,7 +39,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
         errors={"a": {"text": 0.1}},
         warnings=["damped"],
     )
-    checkpoint.write(out=folder / "out", shard_size="200KB", **parts)
+    checkpoint.write(replace(parts, manifest=record), folder / "out", shard_size="200KB")
     return source, folder / "out"
 
 

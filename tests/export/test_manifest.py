@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,14 +29,14 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     source = build("llava", folder / "llava")
     (source / "README.md").write_text("---\nlicense: 'mit'\ntags:\n- x\n---\n# original\n")
     parts = rtn.parts(source, rtn.SCHEMES["w4-symmetric"], rtn.SCHEMES["fp8"], kv_cache=True)
-    parts["manifest"] = manifest.build(
+    record = manifest.build(
         source,
         family="llava",
         recipe={"model": str(source), "out": Path("/home/me/out"), "scheme": "rtn", "seed": 3, "options": {"bits": 4}},
         calibration={"source": "/home/me/images", "samples": 8, "tokens": {"text": 10, "vision": 90}, "share": 0.9},
         errors=ERRORS,
     )
-    checkpoint.write(out=folder / "out", **parts)
+    checkpoint.write(replace(parts, manifest=record), folder / "out")
     return source, folder / "out"
 
 

@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,10 +51,10 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 def test_every_tensor_is_copied_or_replaced(source, out):
     """Oracle: the official reader. Untouched tensors are equal under their old names, the others are the exporter's."""
     parts = rtn.parts(source, W4)
-    checkpoint.write(out=out, **parts)
+    checkpoint.write(parts, out)
     expected = load(source)
-    for module, values in parts["quantized"].items():
-        prefix = parts["names"][f"{module}.weight"].removesuffix("weight")
+    for module, values in parts.quantized.items():
+        prefix = parts.source.names[f"{module}.weight"].removesuffix("weight")
         del expected[f"{prefix}weight"]
         expected |= {prefix + name: tensor for name, tensor in compressed_tensors.tensors(*values).items()}
     got = load(out)
@@ -63,10 +65,10 @@ def test_every_tensor_is_copied_or_replaced(source, out):
 def test_changed_parameters_and_kv_scales(source, out):
     parts = rtn.parts(source, W4, kv_cache=True)
     norm = "model.language_model.layers.0.input_layernorm.weight"
-    value = load(source)[parts["names"][norm]] * 2
-    checkpoint.write(out=out, changed={norm: value.to(torch.float64)}, **parts)  # stored as the original is
+    value = load(source)[parts.source.names[norm]] * 2
+    checkpoint.write(replace(parts, changed={norm: value.to(torch.float64)}), out)  # stored as the original is
     got = load(out)
-    assert got[parts["names"][norm]].dtype == value.dtype and torch.equal(got[parts["names"][norm]], value)
+    assert got[parts.source.names[norm]].dtype == value.dtype and torch.equal(got[parts.source.names[norm]], value)
     assert got["language_model.model.layers.1.self_attn.k_scale"].tolist() == pytest.approx([0.02], rel=2**-8)
     assert got["language_model.model.layers.1.self_attn.v_scale"].tolist() == pytest.approx([0.03], rel=2**-8)
 
@@ -127,10 +129,10 @@ def test_shards(source, out):
 
 def test_config_and_other_files(source, out):
     parts = rtn.parts(source, W4)
-    checkpoint.write(out=out, **parts)
+    checkpoint.write(parts, out)
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
     assert list(new) == [*old, "quantization_config"]
-    assert new.pop("quantization_config") == compressed_tensors.configs(parts["layers"])["config.json"]
+    assert new.pop("quantization_config") == compressed_tensors.configs(parts.layers)["config.json"]
     assert new == old
     for name in ("tokenizer.json", "chat_template.jinja", "processor_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
@@ -138,13 +140,13 @@ def test_config_and_other_files(source, out):
     assert not (out / "pytorch_model.bin").exists() and not (out / "checkpoint-10").exists()
 
 
-def test_an_odd_dtype_survives(source, tmp_path):
-    """Byte copies do not care what a tensor is: float32 among bfloat16 stays float32, NaN payloads stay."""
+def test_copied_bytes_survive(source, tmp_path):
+    """Byte copies do not care what a number is: the payloads of NaNs stay."""
     odd = tmp_path / "odd"
     shutil.copytree(source, odd)
     tensors = load_file(odd / "model.safetensors")
     name = "language_model.model.norm.weight"
-    tensors[name] = torch.full_like(tensors[name], float("nan"), dtype=torch.float32)
+    tensors[name] = torch.full_like(tensors[name], 0x7FA5, dtype=torch.int16).view(torch.bfloat16)
     save_file(tensors, odd / "model.safetensors", metadata={"format": "pt"})
     rtn.write(odd, tmp_path / "out", W4)
     assert bytes(tensor_files.to_bytes(load(tmp_path / "out")[name])) == bytes(tensor_files.to_bytes(tensors[name]))
@@ -158,15 +160,15 @@ def test_progress_ends_at_the_total(source, out):
 
 def test_quantized_source_is_refused(source, out):
     parts = rtn.parts(source, W4)
-    checkpoint.write(out=out, **parts)
+    checkpoint.write(parts, out)
     with pytest.raises(UserError, match="quantized already"):
-        checkpoint.write(out=out.with_name("again"), **(parts | {"source": out}))
+        checkpoint.write(replace(parts, source=replace(parts.source, path=out)), out.with_name("again"))
     assert os.listdir(out.parent) == ["out"]
 
 
 def broken(tmp_path, source, monkeypatch, kind: str) -> dict:
-    """Arguments for `write` and a world in which it must fail."""
-    parts = rtn.parts(source, W4)
+    """A checkpoint, further arguments of `write`, and a world in which it must fail."""
+    parts, keys = rtn.parts(source, W4), dict[str, Any]()
     if kind == "full":
         real = os.pwrite
 
@@ -182,14 +184,16 @@ def broken(tmp_path, source, monkeypatch, kind: str) -> dict:
     elif kind == "source vanishes":
         copy = tmp_path / "copy"
         shutil.copytree(source, copy)
-        parts |= {"source": copy, "progress": lambda done, total: (copy / "model.safetensors").unlink(missing_ok=True)}
+        parts = replace(parts, source=replace(parts.source, path=copy))
+        keys["progress"] = lambda done, total: (copy / "model.safetensors").unlink(missing_ok=True)
     elif kind == "source shrinks":
         copy = tmp_path / "copy"
         shutil.copytree(source, copy)
-        parts |= {"source": copy, "progress": lambda done, total: os.truncate(copy / "model.safetensors", 100)}
+        parts = replace(parts, source=replace(parts.source, path=copy))
+        keys["progress"] = lambda done, total: os.truncate(copy / "model.safetensors", 100)
     elif kind == "bad size":
-        parts["shard_size"] = "5 elephants"
-    return parts
+        keys["shard_size"] = "5 elephants"
+    return parts, keys
 
 
 @pytest.mark.parametrize(
@@ -206,13 +210,13 @@ def test_a_failure_leaves_nothing(source, tmp_path, monkeypatch, kind, message):
     work = tmp_path / "work"
     rtn.write(source, work / "out", None)
     before = manifest.hash_files(work)
-    parts = broken(tmp_path, source, monkeypatch, kind)
+    parts, keys = broken(tmp_path, source, monkeypatch, kind)
     for overwrite, out in ((True, work / "out"), (False, work / "new")):
         if kind.startswith("source"):
             shutil.rmtree(tmp_path / "copy")
             shutil.copytree(source, tmp_path / "copy")
         with pytest.raises(UserError, match=message):
-            checkpoint.write(out=out, overwrite=overwrite, **parts)
+            checkpoint.write(parts, out, overwrite=overwrite, **keys)
     assert manifest.hash_files(work) == before and os.listdir(work) == ["out"]
 
 
@@ -220,5 +224,5 @@ def test_a_wrong_shape_is_a_defect(source, out):
     parts = rtn.parts(source, W4)
     norm = "model.language_model.norm.weight"
     with pytest.raises(ValueError, match="norm.weight"):
-        checkpoint.write(out=out, changed={norm: torch.zeros(3)}, **parts)
+        checkpoint.write(replace(parts, changed={norm: torch.zeros(3)}), out)
     assert not out.exists()

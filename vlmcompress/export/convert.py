@@ -85,7 +85,18 @@ def convert(
             f"the scales of the FP8 KV cache were left out, as {format} has no place for them: engines keep keys and values in "
             "16 bits"
         )
-    content = Content(tensors, stored, writer, layers, config, record, before, {}, _memory(written), stored.spec.family)
+    content = Content(
+        tensors=tensors,
+        quantized=stored,
+        exporter=writer,
+        layers=layers,
+        config=config,
+        manifest=record,
+        before=before,
+        extra_files={},
+        memory=_memory(written),
+        family=stored.spec.family,
+    )
     with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 

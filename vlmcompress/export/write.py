@@ -12,7 +12,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,15 +24,13 @@ from vlmcompress.export import card, launch_files, manifest, tokenizers
 from vlmcompress.export.formats import Format, Parts, Writer
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import (
-    FloatType,
+    Source,
     left_out,
     load_processor,
     quiet,
     read_config,
     refuse_quantized,
-    spec_for,
     stored_bytes,
-    stored_tensors,
     untied,
     without_lost_draft,
 )
@@ -90,74 +88,81 @@ class Content:
     family: str
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A compressed checkpoint: the model that it is made from, and what it has in place of that model's tensors and settings.
+
+    Attributes:
+        source: the 16-bit model whose tensors are written where nothing else is said.
+        exporter: the format that is written, a module of `vlmcompress.export.formats`; layers: what its config files say.
+        manifest: what `manifest.build` returned; files and sizes are added when it is written.
+        quantized: linear layer (memory name) -> weight, scheme, input scale. Each key is read twice (layout, then data), so a
+            lazy mapping works.
+        changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
+        kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
+        reducer: the reducer of visual tokens that the checkpoint carries; None: none.
+        counter: computes how many tokens an image keeps, for a reducer that needs the number.
+        extra_files: as of `Content`.
+        settings: entries of config.json that differ from the source's.
+        original: folder of the checkpoint that the source was made from; None: the source's.
+        files: folder whose other files are copied; None: that of the original.
+    """
+
+    source: Source
+    exporter: Writer
+    layers: Layers
+    manifest: dict
+    quantized: Mapping[str, Quantized]
+    changed: Mapping[str, Tensor] = field(default_factory=dict)
+    kv_scales: Mapping[str, Tensor] = field(default_factory=dict)
+    reducer: ReducerChoice | None = None
+    counter: TokenCounter | None = None
+    extra_files: Mapping[str, Mapping | bytes] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    original: Path | None = None
+    files: Path | None = None
+
+
 def write(
-    source: Path,
+    checkpoint: Checkpoint,
     out: Path,
     *,
-    quantized: Mapping[str, Quantized],
-    names: Mapping[str, str],
-    exporter: Writer,
-    layers: Layers,
-    manifest: dict,
-    original: Path | None = None,
-    files: Path | None = None,
-    entries: Mapping[str, Entry] | None = None,
-    written: Mapping[str, str] | None = None,
-    float_type: FloatType | None = None,
-    changed: Mapping[str, Tensor] | None = None,
-    kv_scales: Mapping[str, Tensor] | None = None,
-    reducer: ReducerChoice | None = None,
-    counter: TokenCounter | None = None,
-    extra_files: Mapping[str, Mapping | bytes] | None = None,
-    settings: Mapping[str, Any] | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
-    """Write `out` and return its manifest.
+    """Write the folder `out`, which appears whole or not at all, and return its manifest.
 
     Args:
-        source: folder of the checkpoint whose tensors are written where nothing else is said.
-        out: folder to write; it appears whole or not at all.
-        quantized: linear layer (memory name) -> weight, scheme, input scale. Each key is read twice (layout, then data), so a
-            lazy mapping works.
-        names: memory name of a parameter -> its name on disk, as `models.disk_names` gives it.
-        exporter: the format that is written, a module of `vlmcompress.export.formats`.
-        layers: which layers are quantized, for the config block.
-        manifest: what `manifest.build` returned; files and sizes are added here.
-        original: folder of the checkpoint that the source was made of; None: the source.
-        files: folder whose other files are copied; None: that of the original.
-        entries: name of a tensor of the source -> where its bytes are; None: those that it stores.
-        written: memory name of a parameter -> its name in `out`; None: `names`.
-        float_type: the type of floating tensors; None: each has the one in which it is stored.
-        changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
-        kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
-        reducer: the reducer of visual tokens that the checkpoint is to carry; None for none.
-        counter: computes how many tokens an image keeps, for a reducer that must be told the number.
-        extra_files: as of `Content`.
-        settings: entries of config.json that differ from the source's.
         shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         progress: called with bytes written and bytes in all.
     """
-    folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
-    config = read_config(source, weights=False)
-    refuse_quantized(source, config)
-    spec = spec_for(config)
-    stored = list((stored_tensors(source) if entries is None else entries).values())
-    tensors = plan_tensors(
-        stored, quantized, names, written or names, changed or {}, kv_scales or {}, exporter, float_type
+    source, quantized = checkpoint.source, checkpoint.quantized
+    folders.check(source.path, out, overwrite=overwrite, mark=MANIFEST)
+    config = read_config(source.path, weights=False)
+    refuse_quantized(source.path, config)
+    tensors = plan_tensors(checkpoint)
+    names = [entry.name for entry in source.entries.values()]
+    config = without_lost_draft(source.spec, source.spec.completed(config), names) | checkpoint.settings
+    config = untied(config) if source.spec.lm_head in quantized else config  # such a head shares no weight
+    config = source.float_type.config(config)
+    if checkpoint.reducer:
+        config = reducer_block.write(config, checkpoint.reducer, checkpoint.counter)
+    original = checkpoint.original or source.path
+    content = Content(
+        tensors=tensors,
+        quantized=quantized,
+        exporter=checkpoint.exporter,
+        layers=checkpoint.layers,
+        config=config,
+        manifest=checkpoint.manifest,
+        before=stored_bytes(original),
+        extra_files=checkpoint.extra_files,
+        memory={source.written[parameter]: parameter for parameter in source.names},
+        family=source.spec.family,
     )
-    config = without_lost_draft(spec, spec.completed(config), [entry.name for entry in stored]) | dict(settings or {})
-    config = untied(config) if spec.lm_head in quantized else config  # such a head shares no weight
-    config = float_type.config(config) if float_type else config
-    if reducer:
-        config = reducer_block.write(config, reducer, counter)
-    before = stored_bytes(original or source)
-    memory = {(written or names)[parameter]: parameter for parameter in names}
-    parts = (tensors, quantized, exporter, layers, config, manifest, before, extra_files or {}, memory, spec.family)
-    original = original or source
-    return write_folder(original, out, Content(*parts), files=files, shard_size=shard_size, progress=progress)
+    return write_folder(original, out, content, files=checkpoint.files, shard_size=shard_size, progress=progress)
 
 
 def write_folder(
@@ -231,19 +236,12 @@ def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
         yield source / place, Path(card.SOURCE_CARD) if str(place) == card.CARD else place
 
 
-def plan_tensors(
-    entries: list[Entry],
-    quantized: Mapping[str, Quantized],
-    names: Mapping[str, str],
-    written: Mapping[str, str],
-    changed: Mapping[str, Tensor],
-    kv_scales: Mapping[str, Tensor],
-    exporter: Writer,
-    float_type: FloatType | None = None,
-) -> list[OutputTensor]:
-    """List what is written in the place of each of an unquantized checkpoint's tensors; arguments as of `write`."""
+def plan_tensors(checkpoint: Checkpoint) -> list[OutputTensor]:
+    """List what is written in place of each of the source's tensors."""
+    source, quantized, exporter = checkpoint.source, checkpoint.quantized, checkpoint.exporter
+    names, written, entries = source.names, source.written, list(source.entries.values())
     layers = {names[f"{module}.weight"]: module for module in quantized}
-    values = {names[parameter]: value for parameter, value in changed.items()}
+    values = {names[parameter]: value for parameter, value in checkpoint.changed.items()}
     if overlap := layers.keys() & values.keys():
         raise ValueError(f"both quantized and changed: {sorted(overlap)}")
     tensors, renamed = list[OutputTensor](), {disk: written[memory] for memory, disk in names.items()}
@@ -253,7 +251,7 @@ def plan_tensors(
         name = renamed.get(entry.name, entry.name)
         if name in unwanted:
             continue
-        spec = float_type.spec(memory.get(entry.name, entry.name), entry.spec) if float_type else entry.spec
+        spec = source.float_type.spec(memory.get(entry.name, entry.name), entry.spec)
         specs[entry.name] = spec
         if entry.name in layers:
             module = layers.pop(entry.name)
@@ -273,7 +271,7 @@ def plan_tensors(
             tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
     if layers or values:
         raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
-    for module, scales in kv_scales.items():
+    for module, scales in checkpoint.kv_scales.items():
         # An attention module has no tensor of its own: its name is that of a layer below it, and so is the type, in which
         # transformers computes attention.
         below, sibling = next((name, disk) for name, disk in names.items() if name.startswith(f"{module}."))

@@ -200,8 +200,8 @@ def _collected(plan: Plan, resume: bool, progress: Progress) -> Statistics:
     """Collect the statistics that an allocation needs, in a hidden sibling of OUT."""
 
     recipe = plan.recipe
-    assert recipe.out is not None and recipe.bits is not None and plan.budget is not None
-    folder = _folder(recipe.out)
+    assert recipe.bits is not None and plan.budget is not None
+    folder = _folder(recipe.output)
     if resume and (folder / statistics_folder.NAME).is_file():
         stored = statistics_folder.read(folder)
         if not statistics_match.problems(stored, recipe, plan.method, plan.blocks):

@@ -93,8 +93,7 @@ def calibrate(
     Raises:
         UserError: bad input; nothing was written.
     """
-    assert recipe.out is not None
-    claim = folders.claimed_folder(recipe.model, recipe.out, overwrite=overwrite, mark=NAME)
+    claim = folders.claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=NAME)
     with timed_phases(), claim, distributed.process_group():
         return _calibrated(recipe, needs, likes, read, resume, progress)
 
@@ -107,8 +106,7 @@ def _calibrated(
     resume: bool,
     progress: Progress,
 ) -> Result:
-    assert recipe.out is not None
-    source, out = recipe.model, recipe.out
+    source, out = recipe.model, recipe.output
     if "entropy" in needs:
         _need_sklearn()
     vlm = _loaded(recipe, read, progress)

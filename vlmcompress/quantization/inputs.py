@@ -218,8 +218,8 @@ def reducer_warnings(reducer: ReducerChoice | None, origin: Mapping[str, Any] | 
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """What is learnt from the samples before any block is quantized.
+class Learned:
+    """What is learned from the samples before any block is quantized.
 
     Attributes:
         recipe: the plan's, with the numbers of the reducer and of `resize`.
@@ -229,10 +229,10 @@ class Learnt:
 
     recipe: Recipe
     counter: TokenCounter | None
-    attention: dict[str, Any] | None
+    attention: dict[str, Any] | None = None
 
 
-def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learnt:
+def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learned:
     """Learn scales of the tower's attention, and the numbers of the reducer, unless the statistics were behind the same."""
     recipe, attention = plan.recipe, None
     with phase("vision attention"):
@@ -242,7 +242,7 @@ def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learnt:
         fitted = plan.statistics.reducer if plan.statistics else None
         reducer = fit_reducer(recipe.reduce, inputs.vlm, inputs.batches, progress, fitted)
         counter = fit_counter(plan.visual_tokens, reducer, inputs.vlm, inputs.batches)
-    return Learnt(recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}), counter, attention)
+    return Learned(recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}), counter, attention)
 
 
 def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
@@ -274,8 +274,8 @@ def make_source(recipe: Recipe, progress: Progress) -> Source | None:
 
 def make_merged(recipe: Recipe, source: Source, progress: Progress) -> Source:
     """Write `source` with the recipe's adapter in it to a hidden folder beside OUT; one that is there is kept."""
-    assert recipe.out is not None and recipe.adapter is not None
-    folder = folders.beside(recipe.out, "merged")
+    assert recipe.adapter is not None
+    folder = folders.beside(recipe.output, "merged")
     if distributed.is_main():
         with phase("merging"):
             adapter.write(
@@ -291,10 +291,10 @@ def make_merged(recipe: Recipe, source: Source, progress: Progress) -> Source:
 
 def make_rotated(recipe: Recipe, source: Source, progress: Progress) -> Source:
     """Write `source` rotated as the recipe asks for it to a hidden folder beside OUT; one that is there is kept."""
-    assert recipe.out is not None and recipe.rotate is not None
+    assert recipe.rotate is not None
     if problems := rotation_problems(recipe, source):
         raise UserError(problems[0])
-    folder = folders.beside(recipe.out, "rotated")
+    folder = folders.beside(recipe.output, "rotated")
     if distributed.is_main():
         with phase("rotating"):
             rotate.write(
@@ -310,8 +310,7 @@ def make_rotated(recipe: Recipe, source: Source, progress: Progress) -> Source:
 
 def make_dequantized(recipe: Recipe, progress: Progress) -> Source:
     """Write the 16-bit model that a recipe's FP8 source stands for to a hidden folder beside OUT."""
-    assert recipe.out is not None
-    folder = folders.beside(recipe.out, "dequantized")
+    folder = folders.beside(recipe.output, "dequantized")
     if distributed.is_main():
         with phase("dequantizing"):
             dequantized.write(recipe.model, folder, lambda done, total: progress("dequantizing", done, total))

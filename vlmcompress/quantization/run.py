@@ -47,8 +47,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     Raises:
         UserError: bad input; nothing was written.
     """
-    out = recipe.out
-    assert out is not None, "a plan has no output"
+    out = recipe.output
     with timed_phases(), folders.claimed_folder(recipe.model, out, overwrite=overwrite, mark=MANIFEST):
         plan = _check(make_plan(recipe), out)
         with distributed.process_group():
@@ -58,22 +57,20 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
                 plan = allocate.share_out(plan, resume=resume, progress=progress)
             inputs = read_for_plan(plan, progress)
             with inputs.naming():
-                learnt = learn(plan, inputs, progress)
-                if plan.prefix != "quantized":  # only the reducer learnt from the samples
+                learned = learn(plan, inputs, progress)
+                if plan.prefix != "quantized":  # only the reducer learned from the samples
                     inputs = replace(inputs, batches=[])
-                decoder_inputs = inputs.behind(learnt.recipe.reduce, progress)
+                decoder_inputs = inputs.behind(learned.recipe.reduce, progress)
                 inputs = replace(inputs, batches=[])  # pictures that the decoder behind a reducer does not need
-                store = _capture_and_solve(plan, learnt.recipe, decoder_inputs, resume, progress)
+                store = _capture_and_solve(plan, learned.recipe, decoder_inputs, resume, progress)
         if not distributed.is_main():
             return Result(out, {})
         manifest = write_checkpoint(
             plan,
-            learnt.recipe,
+            learned,
             inputs.vlm,
             store,
             decoder_inputs.origin,
-            learnt.counter,
-            learnt.attention,
             overwrite=overwrite,
             progress=progress,
         )
@@ -94,14 +91,13 @@ def _check(plan: Plan, out: Path) -> Plan:
 
 
 def _capture_and_solve(plan: Plan, recipe: Recipe, inputs: Inputs, resume: bool, progress: Progress) -> BlockStore:
-    """Quantize the decoder's blocks in `inputs.vlm` and return the store with their results. `recipe`: the learnt one."""
-    assert recipe.out is not None
+    """Quantize the decoder's blocks in `inputs.vlm` and return the store with their results. `recipe`: the learned one."""
     vlm, options = inputs.vlm, {"kv_cache": bool(recipe.kv_cache), "lean": True}
     with torch.inference_mode(False), torch.no_grad():
         mark = fingerprint(recipe, {"origin": inputs.origin, "bits": plan.allocation})
-        store = BlockStore(folders.beside(recipe.out, "resume"), mark, resume)
+        store = BlockStore(folders.beside(recipe.output, "resume"), mark, resume)
         if distributed.is_main():
-            allocate.hand_over(recipe.out, store)
+            allocate.hand_over(recipe.output, store)
         distributed.barrier()
         if plan.statistics:
             norm_offset, stats = vlm.spec.norm_offset, plan.statistics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,20 @@ from transformers import PreTrainedModel
 from vlmcompress import models
 from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.export import adapter, manifest
-from vlmcompress.export.write import write
+from vlmcompress.export.write import Checkpoint, write
 from vlmcompress.models import VLM, Source
 from vlmcompress.models.data.provenance import left_out, unseen
 from vlmcompress.numerics import round_to_nearest
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.quantization.calibration.block_store import BlockStore, StoredWeights, stored_bytes
 from vlmcompress.quantization.calibration.solve import BlockResult, solve_block, warnings
-from vlmcompress.quantization.inputs import MADE, reducer_warnings
+from vlmcompress.quantization.inputs import MADE, Learned, reducer_warnings
 from vlmcompress.quantization.plan import devices
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.quantization.plan.visual_tokens import visual_tokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import resizing
-from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.utils import folders, model_folder
 from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.text import size
@@ -35,62 +35,64 @@ from vlmcompress.utils.text import size
 _TIED = "tie_word_embeddings"
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """Training of a model: `trained`: parameter (memory name) -> value in the type that the source has; `facts`: the manifest's
+    description of the training."""
+
+    trained: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+
+
 def write_checkpoint(
     plan: Plan,
-    recipe: Recipe,
+    learned: Learned,
     vlm: VLM,
     store: BlockStore,
     origin: dict[str, Any] | None,
-    counter: TokenCounter | None,
-    attention: Mapping[str, Any] | None = None,
+    recovery: Recovery | None = None,
     *,
-    trained: Mapping[str, Tensor] | None = None,
-    recovery: Mapping[str, Any] | None = None,
     overwrite: bool,
     progress: Progress,
 ) -> dict[str, Any]:
     """Write the recipe's `out` and return its manifest.
 
     Args:
-        plan: what was carried out; `recipe`: its recipe, with all numbers that the reducer and `resize` learnt.
+        plan: what was carried out.
+        learned: its recipe with all numbers that the reducer and `resize` learned, and what goes with them.
         vlm: the whole model; its norms are divided by their smoothing scales already.
         store: results of the decoder's blocks.
         origin: the manifest's description of the calibration data; None for no calibration.
-        counter: computes how many tokens an image keeps, for a reducer that must be told the number.
-        attention: scales of the vision tower's attention (`calibration.tower_attention`); None: none are wanted.
-        trained: parameters that were trained (memory name) -> value in the type that the source has; None: none were.
-        recovery: the manifest's description of that training; None: there was none.
+        recovery: the training that the checkpoint comes from; None: there was none.
     """
+    recipe, attention = learned.recipe, learned.attention
     setting, beside = _setting(recipe, plan.source), _beside(recipe, attention)
     if recipe.reduce:  # as the checkpoint has it
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})
-    source = plan.source
-    assert recipe.out is not None
     results = [store.load(layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
     language = StoredWeights(store, plan.steps, plan.method)
     others = _quantize_vision(vlm.model, plan, progress) | _quantize_embedding(vlm.model, plan)
     quantized = ChainMap(others, language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
-    return write(
-        source.path,
-        recipe.out,
+    checkpoint = Checkpoint(
+        source=plan.source,
         original=recipe.model,
         files=recipe.inputs_folder,
-        entries=plan.source.entries,
         quantized=quantized,
-        names=source.names,
-        written=source.written,
-        float_type=source.float_type,
         exporter=recipe.exporter,
         layers=plan.layers,
-        manifest=_manifest(plan, recipe, vlm, results, origin, recovery),
-        changed={**_changed_parameters(vlm.model, smoothed, quantized), **(trained or {})},
+        manifest=_manifest(plan, recipe, vlm, results, origin, recovery.facts if recovery else None),
+        changed={**_changed_parameters(vlm.model, smoothed, quantized), **(recovery.trained if recovery else {})},
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
-        counter=counter,
+        counter=learned.counter,
         extra_files=beside | (resizing.files(recipe.inputs_folder, setting) if setting else {}),
         settings=setting.config if setting else {},
+    )
+    return write(
+        checkpoint,
+        recipe.output,
         shard_size=recipe.shard_size,
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),

@@ -166,6 +166,12 @@ class Recipe(_Frozen):
         return resolve(settings, file, caller="Recipe.of").recipe
 
     @property
+    def output(self) -> Path:
+        """`out`, which the recipe of everything that is run has; only the recipe of a plan may lack it."""
+        assert self.out is not None
+        return self.out
+
+    @property
     def method(self) -> Quantizer:
         """The scheme's module in `vlmcompress.quantization.schemes`."""
         return SCHEMES.get(self.scheme)

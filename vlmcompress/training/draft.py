@@ -106,8 +106,7 @@ def draft(
     Raises:
         UserError: bad input, a target that vLLM can't speculate on, or training that came to nothing; nothing was written.
     """
-    out = recipe.out
-    assert out is not None, "a draft has a folder"
+    out = recipe.output
     images = base.images if base else draft_images.parse(training.images, training.image_vector, training.block_size)
     draft_folder.check_target(config := models.read_config(recipe.model), images)
     if base and (problem := base.mismatch(config)):

@@ -109,8 +109,7 @@ def learn_reducer(
     Raises:
         UserError: bad input, or nothing was learnt; nothing was written.
     """
-    out = recipe.out
-    assert out is not None, "a scorer has a file"
+    out = recipe.output
     with timed_phases(), folders.claimed(out, functools.partial(_refuse, recipe, out, overwrite)):
         source = data_source(recipe, recipe.model, "learn-reducer")
         assert source is not None

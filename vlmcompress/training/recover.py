@@ -20,10 +20,10 @@ from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Sample, data_hash
 from vlmcompress.models.data.encode import Encoded
-from vlmcompress.quantization.inputs import Result, fit_counter, fit_reducer, fit_resize
+from vlmcompress.quantization.inputs import Learned, Result, fit_counter, fit_reducer, fit_resize
 from vlmcompress.quantization.plan.calibration_data import data_source
 from vlmcompress.quantization.plan.plan import Plan, make_plan
-from vlmcompress.quantization.write import write_checkpoint
+from vlmcompress.quantization.write import Recovery, write_checkpoint
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, resizing
@@ -63,9 +63,8 @@ def recover(
     Raises:
         UserError: bad input; nothing was written.
     """
-    assert recipe.out is not None, "a recovery has an output"
-    with timed_phases(), folders.claimed_folder(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST):
-        return _recovered(recipe, training, recipe.out, resume, overwrite, progress)
+    with timed_phases(), folders.claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST):
+        return _recovered(recipe, training, recipe.output, resume, overwrite, progress)
 
 
 def _recovered(
@@ -92,13 +91,11 @@ def _recovered(
     origin |= {"resize": resize.model_dump()} if resize else {}
     written = write_checkpoint(
         work,
-        recipe,
+        Learned(recipe, count),
         vlm,
         files,
         origin,
-        count,
-        trained=_as_stored(outcome.changed, work),
-        recovery=facts(training, outcome, data),
+        Recovery(_as_stored(outcome.changed, work), facts(training, outcome, data)),
         overwrite=overwrite,
         progress=progress,
     )

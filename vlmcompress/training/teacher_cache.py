@@ -138,9 +138,8 @@ def cache_teacher(
 
     `settings`: all that decides the run, by names for messages; a run that goes on has to have the same.
     """
-    assert recipe.out is not None, "what is trained has an output"
     with phase("loading"), distributed.shared_errors():
-        files = RecoveryFiles(recipe.out, settings, resume)
+        files = RecoveryFiles(recipe.output, settings, resume)
         vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
         if device := accelerator():
             vlm.model.to(device)  # type: ignore[arg-type]

@@ -81,10 +81,10 @@ def solved(name: str, weights: list[Tensor], stats: Any) -> tuple[Tensor | None,
 
     method = REGISTRY.get(name)
     options = method.Options()
-    scale = smooth(method, weights, stats, options)
-    if scale is not None:
+    smoothing = smooth(method, weights, stats, options)
+    if (scale := smoothing.scale) is not None:
         weights, stats = [w.float() * scale for w in weights], stats.rescaled(scale)
-    return scale, solve(method, weights, stats, options, torch.bfloat16).weights
+    return scale, solve(method, weights, stats, options, torch.bfloat16, smoothing.factor).weights
 
 
 def output_error(x: Tensor, quantized: Tensor, weight: Tensor, scale: Tensor | None) -> float:

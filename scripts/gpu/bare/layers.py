@@ -85,11 +85,12 @@ def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: d
     measure.forget_peaks()
     for name, group in weights.items():
         ready, group_stats = group, stats[name]
-        taken, scale = measure.once(lambda: smooth(method, group, stats[name], options))  # noqa: B023
+        taken, smoothing = measure.once(lambda: smooth(method, group, stats[name], options))  # noqa: B023
         total["smooth"] += taken
-        if scale is not None:
+        if (scale := smoothing.scale) is not None:
             ready, group_stats = [w.float() * scale for w in group], group_stats.rescaled(scale)
-        taken, solution = measure.once(lambda: solve(method, ready, group_stats, options, torch.bfloat16))  # noqa: B023
+        factor = smoothing.factor
+        taken, solution = measure.once(lambda: solve(method, ready, group_stats, options, torch.bfloat16, factor))  # noqa: B023
         total["solve"] += taken
         input_scale = solution.input_scale
         for weight, q in zip(ready, solution.weights, strict=True):

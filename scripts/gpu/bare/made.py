@@ -102,7 +102,6 @@ def signals(grid: tuple[int, int, int], width: int, device: torch.device, seed: 
         windowed=spread(),
         query=rows(12, width),
         query_keys=rows(12, HEADS * head),
-        pixels=rows(n, 12).float().view(n, 3, 2, 2)[torch.arange(n, device=device) // 2],  # of two tokens the same
     )
 
 
@@ -115,6 +114,6 @@ def reduced(module: Any, options: Any, image: Any) -> Any:
     merged = reducers.Reduction.identity(image.n, image.device)
     for layer in range(LAYERS):
         left = {name: merged.apply(getattr(image, name)) for name in ("features", "keys", "saliency", "windowed")}
-        now = dataclasses.replace(image, pixels=None, merged=merged, **left)
+        now = dataclasses.replace(image, merged=merged, **left)
         merged = merged.then(reducers.merge(module, now, options, layer, LAYERS))
     return merged

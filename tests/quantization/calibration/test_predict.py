@@ -30,7 +30,7 @@ def observed(seed: int = 0) -> tuple[dict[str, torch.Tensor], GroupStats]:
 def finished(name: str, options, weights: list[torch.Tensor], stats: GroupStats) -> list[torch.Tensor]:
     """The weight errors of a group that was really quantized, in terms of the unscaled input."""
     module = REGISTRY.get(name)
-    scale = quantizers.smooth(module, weights, stats, options)
+    scale = quantizers.smooth(module, weights, stats, options).scale
     scaled = weights if scale is None else [w * scale for w in weights]
     solved = quantizers.solve(
         module, scaled, stats if scale is None else stats.rescaled(scale), options, torch.bfloat16
@@ -121,7 +121,7 @@ def test_what_methods_share_changes_no_prediction(squares):
     for name, options in methods:
         module = REGISTRY.get(name)
         scheme_options, rows, used = module.Options(**options), predictor.rows, stats
-        scale = quantizers.smooth(module, rows, stats, scheme_options)
+        scale = quantizers.smooth(module, rows, stats, scheme_options).scale
         if scale is not None:
             rows, used = [row * scale for row in rows], stats.rescaled(scale)
         expected, input_noises = 0.0, module.scheme(scheme_options).activations

@@ -21,7 +21,7 @@ def rounded(w, fmt, scale_dtype, importance, ratio=1.0):
 
 def effective(weights, stats, options, scale_dtype=torch.bfloat16):
     """What the layers compute after AWQ, as weights for the unscaled input."""
-    s = awq.smooth(weights, stats, options, scale_dtype)
+    s = awq.smooth(weights, stats, options, scale_dtype).scale
     s = torch.ones(weights[0].shape[1]) if s is None else s
     solution = solve(awq, [w * s for w in weights], stats.rescaled(s), options, scale_dtype)
     return [q.dequantize(torch.float32) / s for q in solution.weights]
@@ -43,7 +43,7 @@ def test_search_matches_brute_force(symmetric, duo):
         for s in scales
     ]
     best = min(range(len(scales)), key=losses.__getitem__)
-    scale = awq.smooth(weights, stats, options)
+    scale = awq.smooth(weights, stats, options).scale
     assert best > 0, "the test needs inputs on which scaling pays"
     torch.testing.assert_close(scale, scales[best])
 
@@ -57,7 +57,7 @@ def test_a_sample_of_rows_chooses_as_well_as_all():
     fmt, gram = awq.scheme(options).weights, stats.gram()
     scales = torch.stack([torch.ones(128), *awq.candidates(weights, stats, options)])
     losses = awq._losses(torch.cat(weights), scales, gram, fmt, torch.bfloat16)
-    scale = awq.smooth(weights, stats, options)
+    scale = awq.smooth(weights, stats, options).scale
     chosen = next(i for i, s in enumerate(scales) if torch.equal(s, scale))
     assert losses[chosen] <= 1.02 * min(losses) < 0.9 * losses[0]
 
@@ -85,8 +85,8 @@ def test_duo_is_never_worse_than_the_published_family():
         stats, options = statistics(x), awq.Options(group_size=32)
         scales = torch.stack([torch.ones(128), *awq.candidates(weights, stats, options)])
         losses = awq._losses(weights[0], scales, stats.gram(), awq.scheme(options).weights, torch.bfloat16)
-        scale = awq.smooth(weights, stats, options)
-        alone = awq.smooth(weights, stats, awq.Options(group_size=32, duo=False))
+        scale = awq.smooth(weights, stats, options).scale
+        alone = awq.smooth(weights, stats, awq.Options(group_size=32, duo=False)).scale
         loss, published = (
             awq._losses(weights[0], s[None], stats.gram(), awq.scheme(options).weights, torch.bfloat16)[0]
             for s in (scale, alone)

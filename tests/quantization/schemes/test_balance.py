@@ -21,7 +21,7 @@ def run(name: str, stats: GroupStats, **options) -> list[torch.Tensor]:
     method = REGISTRY.get(name)
     chosen = method.Options(**METHODS[name], **options)
     weights = [weight(40, WIDTH, 0), weight(24, WIDTH, 1)]
-    s = smooth(method, weights, stats, chosen)
+    s = smooth(method, weights, stats, chosen).scale
     s = torch.ones(WIDTH) if s is None else s
     solution = solve(method, [w * s for w in weights], stats.rescaled(s), chosen, torch.bfloat16)
     return [s, *(q.dequantize(torch.float32) for q in solution.weights)]
@@ -96,7 +96,7 @@ def test_awq_minimizes_mbqs_objective():
         objective.append(loss["answer"] + 0.5 * loss["vision"])
     best = min(range(len(scales)), key=objective.__getitem__)
     assert best > 0, "the test needs inputs on which scaling pays"
-    torch.testing.assert_close(smooth(awq, [w], stats, options), scales[best])
+    torch.testing.assert_close(smooth(awq, [w], stats, options).scale, scales[best])
 
 
 def test_weighted_gptq_is_optimal_brain_quantization_of_the_weighted_hessian():
@@ -128,7 +128,7 @@ def test_smoothquant_scale(balance):
     """Oracle: eq. 4 channel by channel, on the weighted mean of the modalities' maxima."""
     parts, w = tokens(), weight(8, WIDTH)
     weights = {"text": 1, "vision": 1, "answer": 1} if balance == "ratio" else balance
-    s = smooth(int8, [w], collected(parts), int8.Options(alpha=0.7, balance=balance))
+    s = smooth(int8, [w], collected(parts), int8.Options(alpha=0.7, balance=balance)).scale
     for j in range(WIDTH):
         top = sum(weights[m] * float(parts[m][:, j].abs().max()) for m in MODALITIES) / sum(weights.values())
         assert float(s[j]) == pytest.approx(top**0.7 / float(w[:, j].abs().max()) ** 0.3, rel=1e-4)

@@ -175,9 +175,10 @@ def test_residues_are_what_later_columns_leave():
 
 def rounded(method, w, stats, options):
     """What a method makes of `w [out, in]`, as the inputs before smoothing meet it, and whether it smooths."""
-    s = smooth(method, [w], stats, options)
+    smoothing = smooth(method, [w], stats, options)
+    s = smoothing.scale
     by = torch.ones(w.shape[1]) if s is None else s
-    q = solve(method, [w * by], stats.rescaled(by), options, torch.bfloat16).weights[0]
+    q = solve(method, [w * by], stats.rescaled(by), options, torch.bfloat16, smoothing.factor).weights[0]
     return q.dequantize(torch.float32) / by, s is not None
 
 
@@ -225,7 +226,7 @@ def test_smoothing_is_that_of_awq():
     for balance in ("off", "ratio"):
         chain = gptq.Options(group_size=32, smooth="awq", balance=balance)
         theirs = awq.Options(group_size=32, symmetric=True, balance=balance)
-        assert torch.equal(smooth(gptq, w, stats, chain), smooth(awq, w, stats, theirs))
+        assert torch.equal(smooth(gptq, w, stats, chain).scale, smooth(awq, w, stats, theirs).scale)
     for chosen, statistics_read in {
         "feedback": {"gram", "absmean"},
         "awq": {"gram", "absmean"},
@@ -263,13 +264,13 @@ def test_smoothing_for_feedback_takes_what_feedback_leaves_least_of():
         rounded = [round_to_nearest(w * s, fmt, scale_dtype=torch.bfloat16, max_code=3.5) for w in weights]
         errors = [q.dequantize(torch.float32) - w * s for q, w in zip(rounded, weights, strict=True)]
         left.append(sum(float((e.square() * v).sum()) for e in errors))
-    scale = smooth(gptq, weights, stats, options)
+    scale = smooth(gptq, weights, stats, options).scale
     best = min(range(len(left)), key=left.__getitem__)
     assert best and torch.equal(scale, scales[best - 1])
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_the_factor_of_smoothed_inputs_is_handed_on(earlier):
+def test_rounding_continues_from_the_factor_of_the_search(earlier):
     """Oracle: a factorization of the smoothed inputs' matrix, damped as that of inputs divided by the middle candidate; also
     where the statistics were divided before. Without a search before it, `prepare` factorizes the matrix as it is."""
     x, w = inputs(48, tokens=300), weight(8, 48)
@@ -278,8 +279,9 @@ def test_the_factor_of_smoothed_inputs_is_handed_on(earlier):
     if earlier:
         stats = stats.rescaled(torch.rand(48) + 0.5)
     middle = awq.candidates([w], stats, awq.Options(bits=4, group_size=16, symmetric=True))[19 + 9]
-    s = smooth(gptq, [w], stats, options)
-    feedback = gptq.prepare([w * s], stats.rescaled(s), options)
+    smoothing = smooth(gptq, [w], stats, options)
+    s = smoothing.scale
+    feedback = gptq.prepare([w * s], stats.rescaled(s), options, smoothing.factor)
     for result, by in ((feedback, middle), (gptq.prepare([w * s], stats.rescaled(s), options), s)):
         gram, order = damped(stats, by, 0.05)
         assert torch.equal(result.order, order)

@@ -74,14 +74,14 @@ def test_gram_form_minimizes_the_squared_error_form(rho, symmetric):
         sums.append(total)
     best = min(range(len(scales)), key=sums.__getitem__)
     assert best > 0 or rho < 0.1, "the test needs inputs on which scaling pays"
-    chosen = smooth(mbq, weights, measured(rho), options)
+    chosen = smooth(mbq, weights, measured(rho), options).scale
     torch.testing.assert_close(scales[0] if chosen is None else chosen, scales[best])
 
 
 def test_rho_decides():
     """Visual and answer tokens have other large channels, so extreme weights choose otherwise."""
     weights, options = [weight(40, WIDTH)], mbq.Options(bits=3, group_size=32)
-    few, many = (smooth(mbq, weights, measured(rho), options) for rho in (1e-4, 1e4))
+    few, many = (smooth(mbq, weights, measured(rho), options).scale for rho in (1e-4, 1e4))
     assert not torch.equal(few, many)
 
 

@@ -15,10 +15,11 @@ PURE = {"mixed": False}
 def effective(w: torch.Tensor, x: torch.Tensor, **options) -> torch.Tensor:
     """The weight that one layer has in effect, smoothing undone."""
     chosen, stats = nvfp4.Options(**PURE, **options), statistics(x)
-    s = smooth(nvfp4, [w], stats, chosen)
+    smoothing = smooth(nvfp4, [w], stats, chosen)
+    s = smoothing.scale
     if s is not None:
         w, stats = w * s, stats.rescaled(s)
-    (quantized,) = solve(nvfp4, [w], stats, chosen, torch.bfloat16).weights
+    (quantized,) = solve(nvfp4, [w], stats, chosen, torch.bfloat16, smoothing.factor).weights
     return quantized.dequantize(torch.float32) / (1 if s is None else s)
 
 

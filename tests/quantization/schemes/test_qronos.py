@@ -160,10 +160,11 @@ def test_the_steps_of_gptq_are_taken_here_too(steps):
             collector = Collector(64, {*needs.statistics, *NEEDS})
             collector.add(x, None, y)
             stats = collector.finish()
-            s = smooth(method, [w], stats, options)
+            smoothing = smooth(method, [w], stats, options)
+            s = smoothing.scale
             s = torch.ones(64) if s is None else s
-            done = solve(method, [w * s], stats.rescaled(s), options, torch.bfloat16).weights[0]
-            quantized.append(done.dequantize(torch.float32) / s)
+            solved = solve(method, [w * s], stats.rescaled(s), options, torch.bfloat16, smoothing.factor)
+            quantized.append(solved.weights[0].dequantize(torch.float32) / s)
         sums.append((quantized[0], mismatch(original, inputs, w, quantized[1])))
     assert torch.equal(sums[0][0], sums[1][0]) and sums[0][1] < sums[1][1]
 

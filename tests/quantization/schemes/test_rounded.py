@@ -13,10 +13,11 @@ from vlmcompress.quantization.schemes import mxfp4, mxfp8, smooth, solve, w4a8_f
 def effective(method, w: torch.Tensor, x: torch.Tensor, **options) -> torch.Tensor:
     """The weight that one layer has in effect, smoothing undone."""
     chosen, stats = method.Options(**options), statistics(x)
-    s = smooth(method, [w], stats, chosen)
+    smoothing = smooth(method, [w], stats, chosen)
+    s = smoothing.scale
     if s is not None:
         w, stats = w * s, stats.rescaled(s)
-    (quantized,) = solve(method, [w], stats, chosen, torch.bfloat16).weights
+    (quantized,) = solve(method, [w], stats, chosen, torch.bfloat16, smoothing.factor).weights
     return quantized.dequantize(torch.float32) / (1 if s is None else s)
 
 

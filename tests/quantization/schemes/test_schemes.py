@@ -23,11 +23,12 @@ def run(name: str, *, dtype: torch.dtype = torch.float32, scale_dtype: torch.dty
     options = method.Options()
     weights = [weight(48, WIDTH, 0).to(dtype), weight(32, WIDTH, 1).to(dtype)]
     stats = statistics(inputs(WIDTH)) if method.needs(options).statistics else None
-    s = smooth(method, weights, stats, options, scale_dtype)
+    smoothing = smooth(method, weights, stats, options, scale_dtype)
+    s = smoothing.scale
     if s is not None:
         assert s.shape == (WIDTH,) and (s > 0).all() and s.isfinite().all()
         weights, stats = [w.float() * s for w in weights], stats.rescaled(s)
-    solution = solve(method, weights, stats, options, scale_dtype)
+    solution = solve(method, weights, stats, options, scale_dtype, smoothing.factor)
     effective = [q.dequantize(torch.float32) / (1 if s is None else s) for q in solution.weights]
     return effective, solution
 
@@ -143,11 +144,12 @@ def test_dead_inputs_and_zero_weights(name):
     x[:, ::5] = 0
     weights = [weight(48, WIDTH), torch.zeros(16, WIDTH)]
     stats = statistics(x)
-    s = smooth(method, weights, stats, method.Options())
+    smoothing = smooth(method, weights, stats, method.Options())
+    s = smoothing.scale
     if s is not None:
         assert (s > 0).all() and s.isfinite().all()
         weights, stats = [w * s for w in weights], stats.rescaled(s)
-    solution = solve(method, weights, stats, method.Options(), torch.bfloat16)
+    solution = solve(method, weights, stats, method.Options(), torch.bfloat16, smoothing.factor)
     assert solution.weights[0].dequantize(torch.float32).isfinite().all()
     assert (solution.weights[1].dequantize(torch.float32) == 0).all()
     silent = solve(method, weights, statistics(torch.zeros(8, WIDTH)), method.Options(), torch.bfloat16)

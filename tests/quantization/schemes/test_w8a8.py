@@ -26,7 +26,7 @@ def in_engine(x, w):
 def test_smoothing_scale(alpha):
     """Oracle: eq. 4 of the paper, channel by channel."""
     x, weights = inputs(32), [weight(8, 32, 0), weight(12, 32, 1)]
-    s = smooth(int8, weights, statistics(x), int8.Options(alpha=alpha))
+    s = smooth(int8, weights, statistics(x), int8.Options(alpha=alpha)).scale
     for j in range(32):
         largest = max(float(w[:, j].abs().max()) for w in weights)
         assert float(s[j]) == pytest.approx(float(x[:, j].abs().max()) ** alpha / largest ** (1 - alpha), rel=1e-4)
@@ -35,7 +35,7 @@ def test_smoothing_scale(alpha):
 def test_balanced_at_one_half():
     """At alpha = 0.5 input and weight of every channel end up with the same largest value."""
     x, w = inputs(32), weight(8, 32)
-    s = smooth(int8, [w], statistics(x), int8.Options())
+    s = smooth(int8, [w], statistics(x), int8.Options()).scale
     torch.testing.assert_close((x / s).abs().amax(0), (w * s).abs().amax(0))
 
 
@@ -43,7 +43,7 @@ def test_smoothing_lowers_the_error_of_outlier_activations():
     """Oracle: a simulated W8A8 layer. Channels 50 times larger than the rest are what the method is for."""
     x, w = torch.randn(400, 128), weight(64, 128)
     x[:, :3] *= 50
-    s = smooth(int8, [w], statistics(x), int8.Options())
+    s = smooth(int8, [w], statistics(x), int8.Options()).scale
     exact = x @ w.T
     plain = (simulate_w8a8(x, w, torch.ones(128)) - exact).square().sum()
     smoothed = (simulate_w8a8(x, w, s) - exact).square().sum()
@@ -55,7 +55,7 @@ def test_silent_channels_keep_their_scale():
     x, w = inputs(32), weight(8, 32)
     x[:, 3], w[:, 5] = 0, 0
     x[:, 6], w[:, 6] = 0, 0
-    s = smooth(int8, [w], statistics(x), int8.Options())
+    s = smooth(int8, [w], statistics(x), int8.Options()).scale
     assert s[3] == 1 and s[6] == 1 and s.isfinite().all()
 
 
@@ -65,7 +65,7 @@ def test_inputs_that_no_weight_reads_set_no_scale(alpha):
     x, w = inputs(64), weight(16, 64)
     x[:, 5] *= 1e4
     w[:, 5] = 0
-    s = smooth(int8, [w], statistics(x), int8.Options(alpha=alpha))
+    s = smooth(int8, [w], statistics(x), int8.Options(alpha=alpha)).scale
     kept = torch.arange(64) != 5
     exact = x @ w.T
     whole = (simulate_w8a8(x, w, s) - exact).square().sum() / exact.square().sum()
@@ -82,7 +82,7 @@ def test_rounding_against_the_papers():
         x, w = inputs(width, 800, seed), weight((16, 64)[seed % 2], width, seed)
         w *= torch.exp(0.5 * (seed % 5) * torch.randn(width, generator=torch.Generator().manual_seed(seed)))
         stats = statistics(x[:400])
-        s = smooth(int8, [w], stats, options)
+        s = smooth(int8, [w], stats, options).scale
         (ours,) = solve(int8, [w * s], stats.rescaled(s), options, torch.bfloat16).weights
         step = ((w * s).abs().amax(1, keepdim=True) / 127).bfloat16().float()
         papers = (w * s / step).round().clamp(-128, 127) * step

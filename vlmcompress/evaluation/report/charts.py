@@ -270,7 +270,7 @@ class Plot:
     def picture(self, label: str, *marks: Markup) -> Markup:
         """The SVG of these marks. `label` says in words what it shows."""
         frame = self.frame
-        look = {"font": frame.font, "fill": "#777", "class_": f"plot {frame.name}"}
+        look: dict[str, Any] = {"font": frame.font, "fill": "#777", "class_": f"plot {frame.name}"}
         return picture(label, frame.width, frame.height, *marks, **look)
 
 
@@ -486,8 +486,8 @@ def front(
         name = f"on {confirmed['questions']:,} other questions"
         tooltip = f"{name}: {in_points(change)} points ({in_points(low)} to {in_points(high)})"
         dots.insert(1, Dot(name, dots[0].x, 100 * change, tooltip, 100 * low, 100 * high, colour=_WINNER, hollow=True))
-    ends = [min(10, max(-10, end)) for dot in dots if dot.named for end in (dot.low, dot.high) if end is not None]
-    heights = [dot.y for dot in dots] + ends
+    bars = [min(10, max(-10, end)) for dot in dots if dot.named for end in (dot.low, dot.high) if end is not None]
+    heights = [dot.y for dot in dots] + bars
     across = replace(linear(1.0, max(1.2, *(dot.x for dot in dots)), 6), text=_times)
     up = replace(linear(min(-150 * max_drop, *heights), max(0.5, *heights), 6), text=_signed)
     plot = Plot(across, up, frame)

@@ -69,8 +69,6 @@ class GroupStats:
         self.routed = False  # the layers are an expert's, which is given some of the tokens
         self.borrowed = 0  # how many of its tokens were not routed to it
         self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
-        # what a step computed of G before `rescaled` and a later one takes out again, by a key of theirs; copies share it
-        self.handed_on: dict[Any, Any] = {}
         self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
@@ -154,7 +152,7 @@ class GroupStats:
         balanced_shares = shares(balance, self.count, self.sensitivity, partial=self.routed)
         if balanced_shares == self._shares:
             return self
-        return self._with(_shares=balanced_shares, _merged=None, handed_on={})
+        return self._with(_shares=balanced_shares, _merged=None)
 
     def rescaled(self, s: Tensor) -> GroupStats:
         """The statistics of `X / s` for `s [in]`, positive. Closed form, and the Gram matrices stay shared."""

@@ -23,7 +23,7 @@ from vlmcompress.models import HEAD, Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization import schemes as quantizers
-from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions
+from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions, Smoothing
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
 
@@ -131,16 +131,15 @@ def solve_block(
     foldable = [group for group in groups if group.name in stats and _foldable(group, groups)]
     mine = [group.name for group in distributed.shard(groups)]
     # A group's scale is searched on weights that no other group's has changed, so workers can share the searches. Each searches
-    # for the groups that it solves, which hand on what the search has computed.
-    searched = distributed.merge_dicts(
-        {
-            group.name: _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
-            for group in foldable
-            if group.name in mine
-        }
-    )
+    # for the groups that it solves, which continue from the factors of their searches.
+    searched = {
+        group.name: _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
+        for group in foldable
+        if group.name in mine
+    }
+    smoothing_scales = distributed.merge_dicts({name: smoothing.scale for name, smoothing in searched.items()})
     for group in foldable:
-        scale = searched[group.name]
+        scale = smoothing_scales[group.name]
         if scale is None:
             continue
         assert group.smooth is not None
@@ -157,7 +156,8 @@ def solve_block(
         group_stats = stats.pop(group.name, None)
         if group.name in mine:
             group_weights = [current[name] for name in group.linears]
-            solved[group.name] = _solve_group(group, group_weights, group_stats, method.of(group), scale_dtype)
+            factor = searched.pop(group.name, Smoothing()).factor  # as large as the Gram matrix
+            solved[group.name] = _solve_group(group, group_weights, group_stats, method.of(group), scale_dtype, factor)
     solved = distributed.merge_dicts(solved)
     for group in groups:
         result.add(solved[group.name])
@@ -165,14 +165,19 @@ def solve_block(
 
 
 def _solve_group(
-    group: Group, weights: list[Tensor], stats: GroupStats | None, method: QuantMethod, scale_dtype: torch.dtype
+    group: Group,
+    weights: list[Tensor],
+    stats: GroupStats | None,
+    method: QuantMethod,
+    scale_dtype: torch.dtype,
+    factor: Any,
 ) -> BlockResult:
     """Quantize the layers of one group, whose `weights [out_i, in]` and statistics are smoothed already."""
     result, first = BlockResult(), group.linears[0]
     if stats is not None and "absmax" in stats.needs:
         result.maxima[first] = stats.owners()
     with _naming(group):
-        solution = quantizers.solve(method.module, weights, stats, method.options, scale_dtype)
+        solution = quantizers.solve(method.module, weights, stats, method.options, scale_dtype, factor)
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     if stats is not None and stats.borrowed:
         result.warnings.append(
@@ -201,11 +206,11 @@ def _smoothing(
     method: QuantMethod,
     scale_dtype: torch.dtype,
     scales: Mapping[str, Tensor | None],
-) -> Tensor | None:
-    """The smoothing scale `[in]` of a group's input, searched before or by its method; None: it is not smoothed."""
+) -> Smoothing:
+    """The smoothing of a group's input, searched before or by its method."""
     chosen = method.of(group)
     if "block_scales" in chosen.needs.searches:
-        return scales.get(group.name)
+        return Smoothing(scales.get(group.name))
     weights = [current[name] for name in group.linears]
     with _naming(group):
         return quantizers.smooth(chosen.module, weights, stats, chosen.options, scale_dtype)

@@ -12,10 +12,11 @@ layers that read the same input (q/k/v; gate/up; ...). A module of this folder h
 
 and, where the method has such a step,
 
-    smooth(weights, stats, options, scale_dtype) -> s | None      per input channel: the op before is divided by s [in]
-                                                                  and the weights multiplied by it; None: leave alone
-    prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`; its
-                                                                  `warnings`, if it has any, are told to the user
+    smooth(weights, stats, options, scale_dtype) -> Smoothing     per input channel: the op before is divided by its scale
+                                                                  [in] and the weights are multiplied by it
+    prepare(weights, stats, options, factor) -> Any               work shared by a group, passed on as `prepared`; its
+                                                                  `warnings`, if it has any, are reported to the user.
+                                                                  `factor`: that of `smooth`, None without one
     quantize_group(weights, stats, options, scale_dtype, prepared) -> list[QTensor]     `quantize` of a group's weights at
                                                                   once, where that is faster
     input_scale(stats, options) -> Tensor | None                  static scale [1] of the activations (of NVFP4 their global
@@ -43,10 +44,21 @@ from torch import Tensor
 
 from vlmcompress.numerics import QTensor
 from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Search
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Search, Smoothing
 from vlmcompress.utils.registry import SCHEMES as REGISTRY
 
-__all__ = ["REGISTRY", "Needs", "Quantizer", "QuantizerOptions", "Search", "Solution", "sketch", "smooth", "solve"]
+__all__ = [
+    "REGISTRY",
+    "Needs",
+    "Quantizer",
+    "QuantizerOptions",
+    "Search",
+    "Smoothing",
+    "Solution",
+    "sketch",
+    "smooth",
+    "solve",
+]
 
 
 @dataclass(frozen=True)
@@ -66,10 +78,14 @@ def smooth(
     stats: GroupStats | None,
     options: QuantizerOptions,
     scale_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor | None:
-    """The method's smoothing scale `s [in]`, float32, for the weights `[out_i, in]` of a group; None: leave them."""
-    step, stats = getattr(method, "smooth", None), _balanced(stats, options)
-    return None if step is None else step(weights, stats, options, scale_dtype)
+) -> Smoothing:
+    """Search the method's smoothing scale for the weights `[out_i, in]` of a group, as they are."""
+    step, balanced = getattr(method, "smooth", None), _balanced(stats, options)
+    if step is None:
+        return Smoothing()
+    smoothing: Smoothing = step(weights, balanced, options, scale_dtype)
+    # The factor of statistics that a balance weighs stays with them: `solve` weighs them again and computes its own.
+    return smoothing if balanced is stats else Smoothing(smoothing.scale)
 
 
 @torch.no_grad()
@@ -79,15 +95,18 @@ def solve(
     stats: GroupStats | None,
     options: QuantizerOptions,
     scale_dtype: torch.dtype,
+    factor: Any = None,
 ) -> Solution:
     """Quantize the weights `[out_i, in]` of one group with the statistics of their input.
 
-    After smoothing, pass the scaled weights (best in float32) and `stats.rescaled(s)`. Layers that an engine fuses into
-    one matrix (q/k/v, gate/up) must come together, so that they can share what the engine wants shared.
+    After smoothing, pass the scaled weights (best in float32), `stats.rescaled(s)` and the `factor` of `smooth`, which is
+    used up. The two are apart because the scale of one group may divide the rows of another's weights: a block's groups are all
+    smoothed before the first is rounded. Layers that an engine fuses into one matrix (q/k/v, gate/up) must come together,
+    so that they can share what the engine wants shared.
     """
     stats = _balanced(stats, options)
     prepare = getattr(method, "prepare", None)
-    prepared = None if prepare is None else prepare(weights, stats, options)
+    prepared = None if prepare is None else prepare(weights, stats, options, factor)
     input_scale, together = getattr(method, "input_scale", None), getattr(method, "quantize_group", None)
     return Solution(
         together(weights, stats, options, scale_dtype, prepared)
@@ -106,10 +125,12 @@ def sketch(
     options: QuantizerOptions,
     scale_dtype: torch.dtype,
     prepared: MutableMapping[Any, Any],
+    factor: Any = None,
 ) -> list[Tensor]:
     """Estimate the errors `q - w` that `solve` would make, for a choice of rows `[rows_i, in]` of each weight.
 
     Args:
+        factor: as of `solve`.
         prepared: cache of what methods prepare for this group; pass the same one only with the same statistics.
     """
     stats = _balanced(stats, options)
@@ -120,7 +141,7 @@ def sketch(
         key = (method.__name__, *(repr(getattr(options, name)) for name in names)) if names else None
         shared = prepared.get(key) if key else None
         if shared is None:
-            shared = prepare(weights, stats, options)
+            shared = prepare(weights, stats, options, factor)
             if key:
                 prepared[key] = shared
     if cheap is not None:

@@ -34,6 +34,19 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class Smoothing:
+    """What a scheme's `smooth` found for a group.
+
+    Attributes:
+        scale: `[in]`, float32: the group's input is divided and its weights are multiplied by it; None: both stay as they are.
+        factor: what the search computed from the statistics and `prepare` continues from, once; None: nothing.
+    """
+
+    scale: Tensor | None = None
+    factor: Any = None
+
+
+@dataclass(frozen=True)
 class QuantizerOptions:
     """Base of every scheme's `Options`, with defaults for every property that the package reads from options.
 

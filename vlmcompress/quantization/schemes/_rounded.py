@@ -17,7 +17,7 @@ from vlmcompress.numerics import Format, QTensor, find_global_scale, find_params
 from vlmcompress.numerics.statistics.balance import check_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq, gptq
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 from vlmcompress.quantization.schemes._columns import Feedback, propagated_error, quantize_columns
 
 PREPARED_BY = ("rounding", "damp", "balance")
@@ -110,23 +110,23 @@ class Rounded:
         stats: GroupStats | None,
         options: Options,
         scale_dtype: torch.dtype = torch.bfloat16,
-    ) -> Tensor | None:
-        """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; None where the options ask for none."""
+    ) -> Smoothing:
+        """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; none where the options ask for none."""
         if stats is None or options.smoothing == "off":
-            return None
+            return Smoothing()
         scales = awq.candidates(weights, stats, awq.Options(group_size=self.fmt.group))
         if options.smoothing == "feedback":
-            return gptq.least_left(
-                weights, scales, gptq.residues(stats, scales, options.feedback), self.fmt, scale_dtype
-            )
-        return awq.least_error(weights, scales, stats.gram(), self.fmt, scale_dtype, options.max_code)
+            return gptq.smooth_for_feedback(weights, scales, stats, options.feedback, self.fmt, scale_dtype)
+        return Smoothing(awq.least_error(weights, scales, stats.gram(), self.fmt, scale_dtype, options.max_code))
 
-    def prepare(self, weights: list[Tensor], stats: GroupStats | None, options: Options) -> Prepared:
+    def prepare(
+        self, weights: list[Tensor], stats: GroupStats | None, options: Options, factor: gptq.Factor | None = None
+    ) -> Prepared:
         """Find the group's global scale, and what its rounding needs of the Gram matrix."""
         shared = find_global_scale(weights) if self.fmt.nvfp4 else None
         if options.rounding == "gptq":
             assert stats is not None
-            feedback = gptq.prepare(weights, stats, options.feedback)
+            feedback = gptq.prepare(weights, stats, options.feedback, factor)
             return Prepared(shared, feedback, None, feedback.warnings)
         return Prepared(shared, None, stats.gram() if options.rounding == "awq" and stats else None)
 

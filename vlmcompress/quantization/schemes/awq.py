@@ -48,7 +48,7 @@ from vlmcompress.numerics import (
 )
 from vlmcompress.numerics.statistics.balance import check_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats, quadratic
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 from vlmcompress.quantization.schemes._ranges import refined
 
 SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
@@ -99,9 +99,10 @@ def scheme(options: Options) -> Scheme:
 
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Tensor | None:
-    """The best scale `[in]` for the weights `[out_i, in]` that share an input; None when none beats leaving them."""
-    return least_error(weights, candidates(weights, stats, options), stats.gram(), scheme(options).weights, scale_dtype)
+) -> Smoothing:
+    """The best scale `[in]` for the weights `[out_i, in]` that share an input; none when none beats leaving them."""
+    scales, fmt = candidates(weights, stats, options), scheme(options).weights
+    return Smoothing(least_error(weights, scales, stats.gram(), fmt, scale_dtype))
 
 
 def least_error(
@@ -157,7 +158,7 @@ def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> li
     return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in scales]
 
 
-def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Tensor | None:
+def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: None = None) -> Tensor | None:
     """The Gram matrix `[in, in]` of the smoothed input, for the clip search."""
     return stats.gram() if options.clip else None
 

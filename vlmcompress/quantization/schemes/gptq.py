@@ -37,7 +37,7 @@ from vlmcompress.numerics import Format, QTensor, Scheme, find_params, residual,
 from vlmcompress.numerics.statistics.balance import check_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 from vlmcompress.quantization.schemes._cholesky import factorize, reordered
 from vlmcompress.quantization.schemes._columns import Feedback, propagated_error, quantize_columns
 from vlmcompress.quantization.schemes._ranges import least_error
@@ -101,64 +101,63 @@ def scheme(options: Options) -> Scheme:
 
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Tensor | None:
-    """The scale `[in]` for the weights `[out_i, in]` that share an input; None where none is asked for, or none helps."""
+) -> Smoothing:
+    """The scale `[in]` for the weights `[out_i, in]` that share an input; none where none is asked for, or none helps."""
     if options.smooth == "off":
-        return None
+        return Smoothing()
     awq_options = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
     if options.smooth == "awq":
         return awq.smooth(weights, stats, awq_options, scale_dtype)
     scales = awq.candidates(weights, stats, awq_options)
-    left = residues(stats, scales, options)
-    return least_left(weights, scales, left, scheme(options).weights, scale_dtype)
+    return smooth_for_feedback(weights, scales, stats, options, scheme(options).weights, scale_dtype)
 
 
-def residues(stats: GroupStats, scales: list[Tensor], options: Options) -> Tensor:
-    """`Feedback.residues [in]` of inputs that no scale was found for yet; hands their factor on to `prepare`.
+@dataclass(frozen=True)
+class Factor:
+    """The error feedback of inputs divided by `scale [in]`."""
 
-    Damping and the order of visits should be those of the inputs that smoothing will leave. The scale is not known, so they are
-    those of inputs divided by the middle one of AWQ's candidates with weights, `scales`.
+    feedback: Feedback
+    scale: Tensor
+
+
+def smooth_for_feedback(
+    weights: list[Tensor],
+    scales: list[Tensor],
+    stats: GroupStats,
+    options: Options,
+    fmt: Format,
+    scale_dtype: torch.dtype,
+) -> Smoothing:
+    """Choose from `scales`, AWQ's candidates, each `[in]`, the one after which error feedback leaves the smallest error of
+    the weights `[out_i, in]`; none where 1 does.
+
+    With inputs divided by s the factor of H is `S^-1 R`, so column j counts `residues_j / s_j^2` there, in the same order
+    of visits. Squared errors of rounding `W s` to nearest, so weighed, need no product with a matrix: this costs less
+    than AWQ's own search, which does not know of feedback.
+
+    Damping and the order of visits should be those of the smoothed inputs, whose scale is still unknown here: those of inputs
+    divided by the middle one of AWQ's candidates with weights take their place. `prepare` continues from that factor.
     """
     middle = scales[len(scales) * 3 // 4]
     feedback = _factorized(stats.rescaled(middle), options)
-    stats.handed_on[_key(options)] = feedback, middle if stats.scale is None else middle * stats.scale
-    return feedback.residues * middle.square()
-
-
-def least_left(
-    weights: list[Tensor],
-    scales: list[Tensor],
-    residues: Tensor,
-    fmt: Format,
-    scale_dtype: torch.dtype,
-) -> Tensor | None:
-    """Choose from `scales`, each `[in]`, the one after which feedback leaves least for the weights `[out_i, in]`.
-
-    With inputs divided by s the factor of H is `S^-1 R`, so that column j counts `residues_j / s_j^2` there, in the same
-    order of visits. Squared errors of rounding `W s` to nearest, so weighed, need no product with a matrix: this costs less
-    than AWQ's own search, which does not know of feedback. None: 1 leaves least.
-    """
+    residues = feedback.residues * middle.square()
 
     def left(rows: Tensor, tried: Tensor) -> Tensor:
         d = awq.errors(rows, tried, residues, fmt, scale_dtype, fmt.max_codes[0])
         return (d.square_() @ residues).sum(1, dtype=torch.float64)
 
-    return awq.best_scale(weights, scales, left)
+    divided = middle if stats.scale is None else middle * stats.scale
+    return Smoothing(awq.best_scale(weights, scales, left), Factor(feedback, divided))
 
 
-def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedback:
+def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: Factor | None = None) -> Feedback:
     """Factorize the Gram matrix of the group's input, damped more while it is not definite, unless `smooth` did so.
 
     With inputs divided by s the factor is `S^-1 R`.
     """
-    feedback, divided = stats.handed_on.pop(_key(options), (None, None))
-    if feedback is None:
+    if factor is None:
         return _factorized(stats, options)
-    return feedback.rescaled(1 / divided if stats.scale is None else stats.scale / divided)
-
-
-def _key(options: Options) -> tuple[Any, ...]:
-    return "feedback", options.damp, options.actorder
+    return factor.feedback.rescaled(1 / factor.scale if stats.scale is None else stats.scale / factor.scale)
 
 
 def _factorized(stats: GroupStats, options: Options) -> Feedback:

@@ -26,7 +26,7 @@ from torch import Tensor
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
 from vlmcompress.numerics.statistics.balance import check_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 
 PRESETS: dict[str, dict] = {"W8A8": {}, "INT8": {}}
 _LARGEST = 1e5
@@ -58,13 +58,13 @@ def scheme(options: Options) -> Scheme:
 
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+) -> Smoothing:
     """Compute SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1; one whose weights are all zero
     gets the largest, so that an input of no use sets no token's step."""
     x = stats.absmax()
     w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
     s = x.pow(options.alpha) / w.pow(1 - options.alpha)
-    return torch.where(x > 0, torch.where(w > 0, s.clamp(1e-5, _LARGEST), _LARGEST), 1.0)
+    return Smoothing(torch.where(x > 0, torch.where(w > 0, s.clamp(1e-5, _LARGEST), _LARGEST), 1.0))
 
 
 def quantize(

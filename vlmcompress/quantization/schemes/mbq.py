@@ -34,7 +34,7 @@ from torch import Tensor
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest, weight_only
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Search
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Search, Smoothing
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ def loss(sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> fl
 
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Tensor | None:
-    """Find by the `gram` form the best scale `[in]` for the weights `[out_i, in]`; None when none beats leaving them."""
+) -> Smoothing:
+    """Find by the `gram` form the best scale `[in]` for the weights `[out_i, in]`; none when none beats leaving them."""
     _, *scales = candidates(stats.balanced("off").absmean(), options.grid)
-    return awq.least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype)
+    return Smoothing(awq.least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype))
 
 
 def quantize(

@@ -94,10 +94,10 @@ def needs(options: Options) -> Needs:
     )
 
 
-def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Prepared:
+def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: gptq.Factor | None = None) -> Prepared:
     """Factorize the Gram matrix of the group's input, and weigh its cross-Gram matrix."""
     cross = stats.cross() if options.correct else None
-    return Prepared(gptq.prepare(weights, stats, options), cross)
+    return Prepared(gptq.prepare(weights, stats, options, factor), cross)
 
 
 def quantize(
