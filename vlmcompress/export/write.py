@@ -144,7 +144,7 @@ def write(
     refuse_quantized(source.path, config)
     tensors = plan_tensors(checkpoint)
     names = [entry.name for entry in source.entries.values()]
-    config = without_lost_draft(source.spec, source.spec.completed(config), names) | checkpoint.settings
+    config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **checkpoint.settings}
     config = untied(config) if source.spec.lm_head in quantized else config  # such a head shares no weight
     config = source.float_type.config(config)
     if checkpoint.reducer:
