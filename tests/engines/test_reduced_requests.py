@@ -37,10 +37,6 @@ def test_the_pieces_of_an_answer_make_it_up(said) -> None:
     assert len(said["pieces"]) > 1 and "".join(said["pieces"]) == said["texts"][0]
 
 
-def test_several_answers_are_those_of_their_seeds(said) -> None:
-    assert said["together"] == said["single"]
-
-
 def test_aborted_requests_leave_nothing(said) -> None:
     assert said["after"] == said["before"]
     assert (said["left"], said["kv_usage"]) == (0, 0)
