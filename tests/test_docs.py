@@ -131,7 +131,7 @@ def test_paths_exist(name):
             assert (ROOT / path).exists() or "NAME" in path or path in EXAMPLES, f"{page} names {path}"
 
 
-EXAMPLES = {"vlmcompress/reducers/unlike.py"}
+EXAMPLES = {"vlmcompress/reduction/methods/unlike.py"}
 """Files that a page says one could write."""
 
 
@@ -337,7 +337,7 @@ def examples() -> dict[str, str]:
 def test_the_example_family_is_one_of_ours():
     """So all tests of families run it."""
     name = re.search(r'family="([\w-]+)"', examples()["family"])[1]
-    assert (ROOT / "vlmcompress" / "models" / f"{name.replace('-', '_')}.py").read_text() == examples()["family"]
+    assert (ROOT / "vlmcompress" / "models" / "families" / f"{name.replace('-', '_')}.py").read_text() == examples()["family"]
 
 
 @pytest.fixture
