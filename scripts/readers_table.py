@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Print the table in docs/exporting.md of who loads what, from `vlmcompress.readers`, which everything else reads, too.
+"""Print the table in docs/exporting.md of who loads what, from `vlmcompress.export.readers`, which everything else reads, too.
 
 scripts/readers_table.py    prints it; a test compares it with the page
 """
 
 from __future__ import annotations
 
-from vlmcompress.readers import ENGINES, Cell, Engine
+from vlmcompress.export.readers import ENGINES, Cell, Engine
 
 
 def rows(engine: Engine) -> list[str]:

@@ -20,8 +20,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from vlmcompress import quantizers, reducers
+from vlmcompress.quantization import schemes as quantizers
 from vlmcompress.recipe import Recipe
+from vlmcompress.reduction import methods as reducers
 
 INTRO = """\
 # Recipe keys

@@ -54,8 +54,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval", "ray"),
-    *("vlmcompress.models", "vlmcompress.planning", "vlmcompress.runs", "vlmcompress.diagnosis"),
-    *("vlmcompress.engines", "vlmcompress.api", "vlmcompress.commands", "vlmcompress.cli"),
+    *("vlmcompress.models", "vlmcompress.evaluation.doctor", "vlmcompress.training", "vlmcompress.quantization.plan"),
+    *(f"vlmcompress.quantization.{name}" for name in ("allocate", "blocks", "calibrate", "inputs", "run", "write")),
+    *("vlmcompress.engines", "vlmcompress.api", "vlmcompress.cli"),
     "eval.demo",
 }
 

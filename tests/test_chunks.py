@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from tests.kit.quant_data import inputs, statistics, weight
-from vlmcompress.calibration import entropy, solve
-from vlmcompress.calibration.solve import BlockResult, QuantMethod, solve_block
-from vlmcompress.common import json_files, tensor_files
-from vlmcompress.evaluation import paired
+from vlmcompress.evaluation.accuracy import paired
 from vlmcompress.models import Group
 from vlmcompress.numerics import NVFP4, Format, _fp4, _rounding, rotation, round_to_nearest
-from vlmcompress.quantizers import REGISTRY, _cholesky, _columns, _ranges, awq, gptq_plus
-from vlmcompress.statistics import collect
-from vlmcompress.statistics import inputs as gram_matrices
-from vlmcompress.statistics.collect import Collector
-from vlmcompress.statistics.inputs import GroupStats
-from vlmcompress.statistics.tokens import Reservoir
+from vlmcompress.numerics.statistics import collect
+from vlmcompress.numerics.statistics import inputs as gram_matrices
+from vlmcompress.numerics.statistics.collect import Collector
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.numerics.statistics.tokens import Reservoir
+from vlmcompress.quantization.calibration import entropy, solve
+from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, solve_block
+from vlmcompress.quantization.schemes import REGISTRY, _cholesky, _columns, _ranges, awq, gptq_plus
+from vlmcompress.utils import json_files, tensor_files
 
 PIECE, WIDTH = 8, 16
 SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1)

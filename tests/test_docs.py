@@ -23,15 +23,17 @@ from pydantic import BaseModel
 
 from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA, ROOT
-from vlmcompress import cli, reducers, results
-from vlmcompress.calibration import statistics_folder
-from vlmcompress.checkpoint import manifest
-from vlmcompress.common.registry import Registry
-from vlmcompress.data.samples import to_sample
-from vlmcompress.evaluation import gate
-from vlmcompress.recipe.layers import bundled
-from vlmcompress.reducers import Signals, TokenCounter
-from vlmcompress.statistics import gradients
+from vlmcompress import cli
+from vlmcompress.evaluation import results
+from vlmcompress.evaluation.accuracy import gate
+from vlmcompress.export import manifest
+from vlmcompress.models.data.samples import to_sample
+from vlmcompress.numerics.statistics import gradients
+from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.methods import Signals, TokenCounter
+from vlmcompress.utils.registry import Registry
+from vlmcompress.utils.settings import bundled
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
@@ -129,7 +131,7 @@ def test_paths_exist(name):
             assert (ROOT / path).exists() or "NAME" in path or path in EXAMPLES, f"{page} names {path}"
 
 
-EXAMPLES = {"vlmcompress/reducers/unlike.py"}
+EXAMPLES = {"vlmcompress/reduction/methods/unlike.py"}
 """Files that a page says one could write."""
 
 
@@ -320,7 +322,9 @@ def examples() -> dict[str, str]:
 def test_the_example_family_is_one_of_ours():
     """So all tests of families run it."""
     name = re.search(r'family="([\w-]+)"', examples()["family"])[1]
-    assert (ROOT / "vlmcompress" / "models" / f"{name.replace('-', '_')}.py").read_text() == examples()["family"]
+    assert (ROOT / "vlmcompress" / "models" / "families" / f"{name.replace('-', '_')}.py").read_text() == examples()[
+        "family"
+    ]
 
 
 @pytest.fixture
@@ -330,19 +334,21 @@ def contributed(tmp_path, monkeypatch) -> Path:
     about = tmp_path / "unlike_reducer-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: unlike-reducer\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[vlmcompress.reducers]\nunlike = unlike_reducer\n")
+    (about / "entry_points.txt").write_text("[vlmcompress.reduction.methods]\nunlike = unlike_reducer\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
 def test_the_example_reducer_is_right(contributed):
-    method = Registry("vlmcompress.reducers", "reducer").get("unlike")
+    method = Registry("vlmcompress.reduction.methods", "reducer").get("unlike")
     features = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
     reduction = reducers.reduce(method, Signals((1, 6, 8), features=features), method.Options(0.25))
     mean = features.mean(0)
     likeness = {i: float(torch.cosine_similarity(features[i], mean, dim=0)) for i in range(48)}
     assert reduction.anchor.tolist() == sorted(sorted(likeness, key=lambda i: likeness[i])[:12])
-    assert importlib.util.find_spec("vlmcompress.reducers.unlike") is None, "the example is no entry of the package"
+    assert importlib.util.find_spec("vlmcompress.reduction.methods.unlike") is None, (
+        "the example is no entry of the package"
+    )
 
 
 def test_the_example_reducer_is_known_everywhere(contributed):

@@ -15,7 +15,7 @@ CHECKS = "tests/kit/pretended_cuda/checks"
 PHASES = [f"{CHECKS}/{name}.py" for name in ("numbers", "places", "waits")]
 SERVED = f"{CHECKS}/served.py"
 FOLDERS = sorted(folder.name for folder in (ROOT / "tests").iterdir() if list(folder.glob("test_*.py")))
-OTHERS = ["tests/common/test_hub.py::test_quantize_from_ids_then_offline"]
+OTHERS = ["tests/utils/test_hub.py::test_quantize_from_ids_then_offline"]
 """Tests that compare with a Python that is no fork, and so has no such device."""
 
 

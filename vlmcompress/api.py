@@ -19,27 +19,28 @@ from contextlib import closing
 from pathlib import Path
 
 from vlmcompress import engines, models
-from vlmcompress.common import hub, workers
-from vlmcompress.common.progress import Progress, silent
-from vlmcompress.data import Reading
 from vlmcompress.engines import Engine
 from vlmcompress.engines.data_parallel import DataParallel
 from vlmcompress.engines.hf import ENGINE as TRANSFORMERS
 from vlmcompress.engines.local import Local
 from vlmcompress.engines.vllm import speculation
-from vlmcompress.errors import UserError
-from vlmcompress.evaluation import accuracy
-from vlmcompress.hf_hooks import Attachment, refusal
-from vlmcompress.hf_hooks import attach as _attach
+from vlmcompress.evaluation.accuracy import accuracy
+from vlmcompress.evaluation.results import Results
 from vlmcompress.models import VLM
+from vlmcompress.models.data import Reading
+from vlmcompress.numerics.statistics.inputs import NEEDS
+from vlmcompress.quantization.calibrate import KINDS
+from vlmcompress.quantization.calibrate import calibrate as _calibrate
+from vlmcompress.quantization.inputs import Result
+from vlmcompress.quantization.run import quantize as _quantize
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.reducer import parse
-from vlmcompress.results import Results
-from vlmcompress.runs.calibrate import KINDS
-from vlmcompress.runs.calibrate import calibrate as _calibrate
-from vlmcompress.runs.inputs import Result
-from vlmcompress.runs.quantize import quantize as _quantize
-from vlmcompress.statistics.inputs import NEEDS
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.hooks import Attachment
+from vlmcompress.reduction.hooks import attach as _attach
+from vlmcompress.reduction.support import family_refusal
+from vlmcompress.utils import hub, workers
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import Progress, silent
 
 __all__ = ["KINDS", "Recipe", "Result", "Results", "UserError", "attach", "calibrate", "evaluate", "load", "quantize"]
 
@@ -203,6 +204,6 @@ def _reducing(engine: str | Engine, reduce: str, model: str | Path) -> Engine:
         raise UserError(
             f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
         )
-    if reason := refusal(models.spec_for(models.read_config(hub.local(model, weights="none"))), chosen.method):
+    if reason := family_refusal(models.spec_for(models.read_config(hub.local(model, weights="none"))), chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     return dataclasses.replace(TRANSFORMERS, name=f"hf, {chosen}", reduce=str(chosen))

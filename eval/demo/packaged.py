@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 
 @dataclass(frozen=True)

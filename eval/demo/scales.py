@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from eval.world.rows import View, images_of
 from eval.world.vocab import FAMILIES
 from vlmcompress import models
-from vlmcompress.hf_hooks import resizing
 from vlmcompress.models import ImageSetting
+from vlmcompress.reduction.hooks import resizing
 
 from .export import export
 from .learner import Learner

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 LIST = Path(__file__).with_name("pictures.tsv")
 BACKGROUND = "background"  # the name of photographs that scenes stand on

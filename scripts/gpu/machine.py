@@ -74,7 +74,7 @@ def remedy(packages: Iterable[str]) -> str:
 
 
 def target(name: str, memory: int, capability: tuple[int, int]) -> str:
-    """The name in `vlmcompress/targets` of a GPU, by its own name or else by its generation's."""
+    """The name in `vlmcompress/recipe/targets.py` of a GPU, by its own name or else by its generation's."""
     words = name.lower().replace(" ", "")
     if "a100" in words:
         return "a100" if memory > 60_000 else "a100-40gb"
@@ -89,7 +89,7 @@ def target(name: str, memory: int, capability: tuple[int, int]) -> str:
 
 
 def target_here() -> str:
-    """The name in `vlmcompress/targets` of this machine."""
+    """The name in `vlmcompress/recipe/targets.py` of this machine."""
     here = gpu()
     return target(here.name, here.memory, here.capability) if here else "cpu"
 

@@ -152,8 +152,8 @@ def recipe(
 
 def reduced(full: Path, reduce: str) -> Path:
     """Return the folder of `full` with a reducer, the weights linked instead of copied."""
-    from vlmcompress.checkpoint import reducer_block
-    from vlmcompress.recipe.reducer import parse
+    from vlmcompress.reduction import block as reducer_block
+    from vlmcompress.reduction.choice import parse
 
     def make(folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -191,7 +191,7 @@ def calibration(place: Place, large: bool = False) -> Path:
 
 
 def _draw(folder: Path, size: tuple[int, int], number: int) -> None:
-    from vlmcompress.bench.prompts import dead_leaves
+    from vlmcompress.evaluation.speed.prompts import dead_leaves
 
     dead_leaves(size, number).save(folder / f"{number}.png", compress_level=1)
 

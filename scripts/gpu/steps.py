@@ -144,7 +144,7 @@ STEPS: tuple[Step, ...] = (
          *_each({f"engines-{n}-3": 1.5 for n in (1, 2, 3)}, (*ENGINE, *TESTS, "llmcompressor", "lm_eval"), "piece")],
     ),
     Step(
-        "kernels", "vLLM loads every scheme and runs the kernels that targets/ names", "gpu.engine.kernels",
+        "kernels", "vLLM loads every scheme and runs the kernels that recipe.targets names", "gpu.engine.kernels",
         _each_shape(1.5, ENGINE),
     ),
     Step(

@@ -147,7 +147,7 @@ def _kernels(ran: Parts) -> str:
     schemes = list(dict.fromkeys(name for result in results.values() if result for name in result["schemes"]))
     if not schemes:
         return ""
-    lines = [f"| kernel of | targets/ says | {' | '.join(results)} |", f"|---|---|{'---|' * len(results)}"]
+    lines = [f"| kernel of | recipe.targets says | {' | '.join(results)} |", f"|---|---|{'---|' * len(results)}"]
     for name in schemes:
         rows = {shape: result["schemes"].get(name, {}) if result else {} for shape, result in results.items()}
         says = next((result["expected"] for result in rows.values() if "expected" in result), "refused")

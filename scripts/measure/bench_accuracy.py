@@ -30,7 +30,6 @@ RECIPES: dict[str, dict] = {
     "rtn g128": {"scheme": "rtn"},
     "gptq g128": {"scheme": "gptq"},
     "awq g128": {"scheme": "awq"},
-    "awq g128, block": {"scheme": "awq", "options": {"objective": "block"}},
     "awq g32": {"scheme": "awq", "options": {"group_size": 32}},
     "divprune 1/2": {"scheme": "none", "reduce": "divprune:1/2"},
     "divprune 1/4": {"scheme": "none", "reduce": "divprune:1/4"},
@@ -44,9 +43,9 @@ RECIPES: dict[str, dict] = {
 def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
     """Compress `model` by the named recipes and ask all checkpoints the same questions."""
     from vlmcompress import engines
-    from vlmcompress.evaluation.accuracy import EvalOptions, evaluate_all
+    from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate_all
+    from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
-    from vlmcompress.runs.quantize import quantize
 
     source, outs, manifests = ROOT / "eval" / "demo" / model, [], []
     for index, keys in enumerate(RECIPES[name] for name in names):

@@ -36,13 +36,13 @@ import serving_table
 from serving_burst import WARM_UP, burst, state, warm_up
 from serving_model import ROOT, SIDE, Variant, prepare
 
-from vlmcompress.bench.prompts import open_prompts
-from vlmcompress.bench.serving import ALWAYS, FLAGS
-from vlmcompress.checkpoint import sides
-from vlmcompress.common.progress import ProgressBar
 from vlmcompress.engines.vllm.serve import Server, server
-from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import parse as parse_reducer
+from vlmcompress.evaluation import sides
+from vlmcompress.evaluation.speed.prompts import open_prompts
+from vlmcompress.evaluation.speed.serving import ALWAYS, FLAGS
+from vlmcompress.reduction.choice import parse as parse_reducer
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import ProgressBar
 
 RESULTS = ROOT / "eval/serving.json"
 METHOD = "dart"
@@ -102,8 +102,8 @@ def reducer_ms(rounds: int = 50) -> dict[str, float]:
     import torch
     from serving_model import TEXT
 
-    from vlmcompress import reducers
-    from vlmcompress.reducers import Signals
+    from vlmcompress.reduction import methods as reducers
+    from vlmcompress.reduction.methods import Signals
 
     features = torch.randn(SIDE * SIDE, TEXT["hidden_size"], dtype=torch.bfloat16)
     times: dict[str, list[float]] = {reduce: [] for reduce in REDUCED}

@@ -38,9 +38,9 @@ from weight_methods import FORMATS, METHODS
 from weight_methods import chosen as chosen_methods
 from weights_bench import Bench, chosen, quantized
 
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.data import bundled
-from vlmcompress.runs import calibrate
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.models.data import bundled
+from vlmcompress.quantization import calibrate
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "weights.json"
 

@@ -30,9 +30,9 @@ SCHEMES = ("awq", "gptq", "int8", "fp8", "fp8-static", "w8a16")
 # Those that vLLM's plugin serves for some family, with options that suit towers and decoders of two blocks.
 REDUCERS = (
     *("random:0.5", "uniform:0.5", "dart:0.5", "divprune:0.5", "visionzip:0.5", "vscan:0.5,shallow=1", "tome:0.5"),
-    *("dymu:0.5", "relevance:0.5", "pixelprune", "evs:0.5"),
+    *("dymu:0.5", "relevance:0.5"),
 )
-NOT_SHORTER = ("pixelprune", "dymu", "evs")  # by what is in the images, or of videos alone
+NOT_SHORTER = ("dymu",)  # by what is in the images
 Cell = dict[str, Any]
 
 
@@ -53,10 +53,10 @@ def calibration(folder: Path) -> Path:
 
 def compress(source: Path, data: Path, out: Path, **keys: str) -> str | None:
     """Write one checkpoint and examine it; returns what went wrong, or None."""
-    from vlmcompress.diagnosis import files as doctor
-    from vlmcompress.errors import UserError
+    from vlmcompress.evaluation.doctor import files as doctor
+    from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
-    from vlmcompress.runs.quantize import quantize
+    from vlmcompress.utils.errors import UserError
 
     try:
         quantize(resolve({"model": str(source), "out": str(out), "calibrate": {"data": str(data)}} | keys).recipe)
@@ -196,7 +196,7 @@ def render(results: dict[str, dict]) -> str:
 
 def overview(results: dict[str, dict]) -> str:
     """Render one table of models by scheme for the README: models that answered in the same places share a row."""
-    from vlmcompress.common.registry import FAMILIES
+    from vlmcompress.utils.registry import FAMILIES
 
     rows: dict[tuple[str, ...], list[str]] = {}
     for family, row in results.items():

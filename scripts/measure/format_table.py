@@ -5,7 +5,7 @@
     scripts/measure/format_table.py --render    print the table from that file
 
 The model is a tiny Qwen2.5-VL with random weights. "runs" stands where it answered in vLLM on this machine; of other engines
-the table of `vlmcompress.readers` is asked: "loads" stands where they were run (scripts/measure/other_readers.py), "read" where
+the table `export.readers` is asked: "loads" stands where they were run (scripts/measure/other_readers.py), "read" where
 their source says that they read such files, and nothing was run; a number leads to the reason why not. Targets are those on
 which vLLM computes in the format, with a gain. The last line is one JSON object.
 """
@@ -41,11 +41,11 @@ def measure() -> list[dict]:
     sys.path.insert(0, str(ROOT))
     from tests.kit import rtn, tiny, vllm_answers
     from tests.kit.engine import asked
-    from vlmcompress import targets
-    from vlmcompress.checkpoint.convert import convert
-    from vlmcompress.diagnosis import files as doctor
-    from vlmcompress.errors import UserError
+    from vlmcompress.evaluation.doctor import files as doctor
+    from vlmcompress.export.convert import convert
     from vlmcompress.numerics import Format, Scheme, label
+    from vlmcompress.recipe import targets
+    from vlmcompress.utils.errors import UserError
 
     schemes_of = rtn.SCHEMES | {"w2": Scheme(Format("int", 2, 32))}
     rows, written = [], {}
@@ -96,7 +96,7 @@ def facts(folder: Path) -> dict:
     """What decides who loads a checkpoint, as far as its files say it."""
     from dataclasses import asdict
 
-    from vlmcompress.checkpoint import launch_files
+    from vlmcompress.export import launch_files
 
     every = asdict(launch_files.facts(json.loads((folder / "config.json").read_text()), {}, "OUT"))
     return {key: every[key] for key in ("architecture", "method", "groups", "embeddings", "experts", "kept_layers")}
@@ -104,7 +104,7 @@ def facts(folder: Path) -> dict:
 
 def render(rows: list[dict]) -> str:
     """Render the rows as a Markdown table with numbered reasons below."""
-    from vlmcompress import readers
+    from vlmcompress.export import readers
 
     reasons: list[str] = []
     every = sorted({name for row in rows for name in row["targets"]})

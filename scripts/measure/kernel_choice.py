@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "kernels.json"
 sys.path.insert(0, str(ROOT))
 from tests.kit.pretended import MACHINES, Answers, asked, machine_of, word  # noqa: E402
-from vlmcompress import targets  # noqa: E402
+from vlmcompress.recipe import targets  # noqa: E402
 
 
 def heads(answers: Answers) -> dict[str, list[str]]:

@@ -8,8 +8,8 @@ PYTHON is of an environment of its own, with torch, transformers, compressed-ten
 gptqmodel and optimum; it needs nothing of vlmcompress. The checkpoints are tiny and random: some families in all formats and
 schemes (`CASES`), every family in three (`EVERYWHERE`). "loads" stands where plain `from_pretrained`, or GPTQModel's own
 loader, found all tensors and its logits are those of the same weights in 16 bits, within what rounding of activations makes
-of them; else the error, or how far off the logits are. `tests/readers` compares what is stored with the table that users are
-told about. The last line is one JSON object.
+of them; else the error, or how far off the logits are. `tests/export/readers` compares what is stored with the table that users
+are told about. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -76,15 +76,14 @@ def schemes() -> dict[str, tuple[Any, ...]]:
 
 def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
     """Write all checkpoints; yield of each its case, its folder, that of the same weights in 16 bits, and its facts."""
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from tests.kit import rtn, tiny
-    from vlmcompress import models
     from vlmcompress.api import Recipe, quantize
-    from vlmcompress.checkpoint import write as checkpoint
-    from vlmcompress.checkpoint.convert import convert
-    from vlmcompress.checkpoint.launch_files import facts
-    from vlmcompress.checkpoint.layer_targets import layers_of
+    from vlmcompress.export import write as checkpoint
+    from vlmcompress.export.convert import convert
+    from vlmcompress.export.launch_files import facts
+    from vlmcompress.export.layer_targets import layers_of
 
     made = schemes()
     for family in families:
@@ -99,17 +98,16 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
                     quantize(Recipe.of(source, first, **settings))
                 elif not first.exists():
                     main, *others = (rtn.parts(source, scheme) for scheme in made[case])
-                    other = others[0]["quantized"] if others else main["quantized"]
-                    quantized = {k: other[k] if "down_proj" in k else v for k, v in main["quantized"].items()}
-                    model, spec = models.build_meta_model(source), models.spec_for(models.read_config(source))
+                    other = others[0].quantized if others else main.quantized
+                    quantized = {k: other[k] if "down_proj" in k else v for k, v in main.quantized.items()}
                     layers = layers_of(
                         {name: scheme for name, (_, scheme, _) in quantized.items()},
-                        model,
-                        main["written"],
-                        spec,
-                        stored=models.stored_tensors(source),
+                        main.source.meta_model,
+                        main.source.written,
+                        main.source.spec,
+                        stored=main.source.stored,
                     )
-                    checkpoint.write(out=first, **(main | {"quantized": quantized, "layers": layers}))
+                    checkpoint.write(replace(main, quantized=quantized, layers=layers), first)
                 out = place / family / f"{form}-{case}"
                 for folder, name in ((plain, "bf16"), (out, form)):
                     if not folder.exists():

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.data import Sample, encode
-from vlmcompress.data.encode import ANSWER
-from vlmcompress.hf_hooks import attach
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import ReducerChoice
+from vlmcompress.models.data import Sample, encode
+from vlmcompress.models.data.encode import ANSWER
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks import attach
 
 PER_BATCH = 48
 

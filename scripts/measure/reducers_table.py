@@ -1,7 +1,7 @@
 """Turn the rows of `bench_reducers.py` into figures with intervals, and the docs' table.
 
 Differences are paired by question, with questions about the same images as a cluster. Those to the model without a reducer have
-the interval of `vlmcompress eval` (`vlmcompress.evaluation.compare`). Those to `random` take its seeds into account, too: a
+the interval of `vlmcompress eval` (`accuracy.compare`). Those to `random` take its seeds into account, too: a
 seed is one choice of places for all images of a size, so the variance of the mean over seeds adds to that over questions
 (`paired.difference`). `random` at a share at which it wasn't asked is interpolated between its neighbours.
 """
@@ -16,8 +16,8 @@ import paired
 import torch
 from torch import Tensor
 
-from vlmcompress.data import Sample
-from vlmcompress.evaluation.compare import compare
+from vlmcompress.evaluation.accuracy.compare import compare
+from vlmcompress.models.data import Sample
 
 COLOURS = {  # rows of the picture -> colour (Okabe and Ito's)
     "pool": "#d55e00", "uniform": "#e69f00", "random": "#999999", "scope": "#0072b2", "coverage": "#009e73",

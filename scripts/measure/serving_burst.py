@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,14 @@ from typing import Any
 from serving_model import SIDE, Variant
 from watching import watching
 
-from vlmcompress.bench import client, counters, measure
-from vlmcompress.bench.client import Load
-from vlmcompress.bench.prompts import Prompts
 from vlmcompress.engines.vllm.serve import Server
-from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import parse as parse_reducer
-from vlmcompress.results import State
+from vlmcompress.evaluation.results import State
+from vlmcompress.evaluation.speed import client, counters, measure
+from vlmcompress.evaluation.speed.client import Load
+from vlmcompress.evaluation.speed.prompts import Prompts
+from vlmcompress.evaluation.speed.runs import kv_bytes_per_token
+from vlmcompress.reduction.choice import parse as parse_reducer
+from vlmcompress.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ def visual_tokens(variant: Variant) -> int:
 
 def fits(folder: Path, outcomes: Sequence[client.Outcome], cache: Mapping[str, str]) -> float:
     """Number of requests like these that the KV cache holds at once."""
-    config = json.loads((folder / "config.json").read_text())
-    per_token = measure.kv_bytes_per_token(config, cache["cache_dtype"])
+    per_token = kv_bytes_per_token(folder, cache["cache_dtype"])
     assert per_token
     longest = max(outcome.prompt_tokens + outcome.output_tokens for outcome in outcomes)
     return measure.memory(0, per_token, longest, cache).max_concurrency

@@ -15,9 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.data.sources import bundled
-from vlmcompress.recipe.reducer import parse
+from vlmcompress.models.data.sources import bundled
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.choice import parse
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "eval/demo/demo-llava"  # whose tokenizer and chat template it has

@@ -19,11 +19,11 @@ from llmcompressor.pipelines.cache import IntermediatesCache
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.calibration.block_search import alike, run_oneshot
-from vlmcompress.exporters import compressed_tensors
+from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.models import VLM
 from vlmcompress.numerics import weight_only
-from vlmcompress.quantizers import int8
+from vlmcompress.quantization.calibration.block_search import alike, run_oneshot
+from vlmcompress.quantization.schemes import int8
 
 
 @torch.no_grad()

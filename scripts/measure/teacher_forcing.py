@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models, numerics
-from vlmcompress.data import Sample, encode
-from vlmcompress.data.encode import ANSWER, VISION
 from vlmcompress.models import VLM
+from vlmcompress.models.data import Sample, encode
+from vlmcompress.models.data.encode import ANSWER, VISION
 from vlmcompress.numerics import ActFormat
 
 MEASURES = ("exact", "nll", "kl", "path", "logit")

@@ -25,11 +25,11 @@ from weight_methods import Grid, Row
 
 from eval import english
 from vlmcompress import models
-from vlmcompress.data import Sample, bundled, encode, load_mixed, load_samples
 from vlmcompress.models import VLM
+from vlmcompress.models.data import Sample, bundled, encode, load_mixed, load_samples
+from vlmcompress.quantization import calibrate
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs import calibrate
-from vlmcompress.runs.quantize import quantize
 
 
 class Bench:

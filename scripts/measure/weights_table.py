@@ -19,7 +19,7 @@ from paired import BEYOND, about, difference, numbered, rows
 from torch import Tensor
 from weight_methods import FORMATS, METHODS, STOCK
 
-from vlmcompress.data import Sample
+from vlmcompress.models.data import Sample
 
 Measures = Mapping[str, Tensor]
 Key = tuple[str, str]  # format, method

@@ -28,7 +28,7 @@ def main() -> None:
     if not args.trained.is_file():
         parser.error(f"{args.trained}: there is no such file; scripts/train/train_demo_photo.py finish writes one")
     from eval.demo.photo.assemble import assemble
-    from vlmcompress.errors import UserError
+    from vlmcompress.utils.errors import UserError
 
     try:
         assemble(CACHE, args.output, args.trained)
@@ -46,7 +46,7 @@ def measured(folder: Path, split: str) -> dict[str, object]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from eval.demo.measure import exact_match
-    from vlmcompress.data import bundled
+    from vlmcompress.models.data import bundled
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     rows = pq.read_table(bundled(folder, split)).to_pylist()

@@ -31,7 +31,7 @@ def main() -> None:
         return
     from eval.demo.smol.assemble import TRAINED, assemble
     from eval.demo.smol.measure import measured
-    from vlmcompress.errors import UserError
+    from vlmcompress.utils.errors import UserError
 
     try:
         if not there:

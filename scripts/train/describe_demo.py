@@ -38,7 +38,7 @@ def main() -> None:
     import torch
 
     from eval.demo.describe import assemble
-    from vlmcompress.errors import UserError
+    from vlmcompress.utils.errors import UserError
 
     state = args.work / f"{args.model}.pt"
     try:

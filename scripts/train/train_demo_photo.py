@@ -95,7 +95,7 @@ def report(work: Path):
 
 def main() -> None:
     args = parse()
-    from vlmcompress.errors import UserError
+    from vlmcompress.utils.errors import UserError
 
     try:
         run(args)

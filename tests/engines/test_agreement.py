@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save_file
 from tests.kit import rtn
 from tests.kit.places import DEMOS
 from tests.kit.processes import session_ends, session_members
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.data.sources import load_samples
 from vlmcompress.engines import Answer, Request, Run, Settings, get
 from vlmcompress.engines.hf import ENGINE as HF
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
-from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import parse
+from vlmcompress.models.data.sources import load_samples
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.choice import parse
+from vlmcompress.utils.errors import UserError
 
 MODEL = DEMOS / "demo-llava"
 SETTINGS = Settings(max_tokens=8, logprobs=5)

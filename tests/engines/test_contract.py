@@ -12,10 +12,10 @@ import pytest
 from tests.kit import lane
 from tests.kit.places import ROOT
 from tests.kit.vllm_source import edited, package
-from vlmcompress.engines.reducer_support import FAMILIES
 from vlmcompress.engines.vllm.plugin import _contract
 from vlmcompress.engines.vllm.plugin._contract import PARTS, Reach, faults
 from vlmcompress.engines.vllm.plugin._source import Source
+from vlmcompress.reduction.support import SERVED
 
 PLUGIN = ROOT / "vlmcompress/engines/vllm/plugin"
 ALL = [reach for part in PARTS.values() for reach in part]
@@ -31,8 +31,21 @@ def test_vllm_has_it_all(folder: Callable[[], Path]) -> None:
     assert {part: lines for part in PARTS if (lines := faults(part, place))} == {}
 
 
+@pytest.mark.parametrize("folder", [package, lane.package])
+def test_comments_name_what_is_there(folder: Callable[[], Path]) -> None:
+    """`vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.requests` in a comment is a definition in that file, or in one that
+    it imports from."""
+    source, places = Source(folder()), set()
+    for file in PLUGIN.parent.parent.rglob("*.py"):
+        comments = " ".join(line.partition("# ")[2] for line in file.read_text().splitlines())
+        places |= {(file.name, *place) for place in re.findall(r"vllm/([\w/]+)\.py::([\w.]*\w)", comments)}
+    modules = {(name, path.removesuffix("/__init__").replace("/", "."), what) for name, path, what in places}
+    assert len(modules) > 50
+    assert {place for place in modules if source.find(*place[1:]) is None} == set()
+
+
 def test_families_are_parts() -> None:
-    assert set(FAMILIES.names()) <= set(PARTS)
+    assert set(SERVED.names()) <= set(PARTS)
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:

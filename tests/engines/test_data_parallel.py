@@ -15,10 +15,10 @@ import vlmcompress
 from tests.kit.cluster import two_nodes
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, engines
-from vlmcompress.common import workers
 from vlmcompress.engines import Answer, Request, Settings, data_parallel
 from vlmcompress.engines.data_parallel import DataParallel
-from vlmcompress.errors import UserError
+from vlmcompress.utils import workers
+from vlmcompress.utils.errors import UserError
 
 
 def request(name: str, *images: Path | str) -> Request:

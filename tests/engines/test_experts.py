@@ -14,8 +14,8 @@ from tests.kit.engine import asked
 from tests.kit.inputs import encode
 from vlmcompress import models
 from vlmcompress.models._experts import Experts
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.quantize import quantize
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 ONE_BY_ONE = {"scheme": "none", "reduce": "uniform:1.0", "engine": "transformers"}

@@ -18,12 +18,12 @@ from tests.kit.inputs import encode
 from tests.kit.places import DEMO_LLAVA, DEMOS
 from tests.kit.rtn import SCHEMES
 from vlmcompress import models
-from vlmcompress.data.sources import load_samples
 from vlmcompress.engines import Request, Settings, get
-from vlmcompress.exporters import compressed_tensors
+from vlmcompress.export.formats import compressed_tensors
+from vlmcompress.models.data.sources import load_samples
 from vlmcompress.numerics import NVFP4, find_global_scale, round_activations, round_to_nearest
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.quantize import quantize
 
 pytestmark = pytest.mark.engine
 QUESTIONS = 40

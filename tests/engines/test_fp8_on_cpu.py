@@ -65,7 +65,7 @@ def test_a_kernel_of_ours_takes_the_place_of_the_reference() -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     for name, most in (("channels", 1e-6), ("channels, bfloat16", 0.006), ("all", 1e-6)):
         picked, dtype, shape, error = said[name]
-        assert (picked == "Fp8In16Bits") is said["reference"], said
+        assert (picked == "Fp8In16BitsLinearKernel") is said["reference"], said
         assert dtype == ("torch.bfloat16" if "bfloat16" in name else "torch.float32") and shape == [2, 3, 40]
         assert error < most, said
     assert ("ChannelWiseTorchFP8ScaledMMLinearKernel" in said["disabled"]) is said["reference"]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from vlmcompress.engines import first_tokens, get
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 
 def test_get() -> None:

@@ -25,11 +25,11 @@ from tests.kit import forks, launching, rtn
 from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
 from tests.kit.processes import session_ends
-from vlmcompress import launch
-from vlmcompress.data.sources import load_samples
 from vlmcompress.engines.vllm import environment
-from vlmcompress.launch import compose
-from vlmcompress.recipe.reducer import parse
+from vlmcompress.export import launch
+from vlmcompress.export.launch import compose
+from vlmcompress.models.data.sources import load_samples
+from vlmcompress.reduction.choice import parse
 
 pytestmark = pytest.mark.engine
 PROGRAMS = Path(sys.executable).parent

@@ -24,8 +24,8 @@ from vlmcompress import engines
 from vlmcompress.cli import main
 from vlmcompress.engines import hf, llamacpp
 from vlmcompress.engines.vllm.serve import free_port, wait
-from vlmcompress.errors import UserError
-from vlmcompress.llamacpp import REGISTRY
+from vlmcompress.export.gguf import REGISTRY
+from vlmcompress.utils.errors import UserError
 
 ENDS = [258, 257]  # `<|im_end|>`, and `<|endoftext|>`, which llama.cpp takes for an end by its name
 SIZES = {  # of images that no processor has to make smaller: llama.cpp pads where transformers stretches
@@ -283,5 +283,5 @@ def test_what_can_not_be_done_with_gguf_is_refused_in_one_line(command, reason, 
 
 def test_a_folder_without_gguf_is_refused(tmp_path):
     source = build("qwen2-vl", tmp_path / "source")
-    with pytest.raises(ValueError, match="no checkpoint of ours"):
+    with pytest.raises(ValueError, match="has no model.gguf; write it by"):
         llamacpp.start(job(source, tmp_path))

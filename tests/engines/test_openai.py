@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from vlmcompress.engines import Request, Run, Settings, get, openai
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 Reply = tuple[int, str] | None  # None: hang up
 GOOD = {

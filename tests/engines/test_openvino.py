@@ -22,10 +22,10 @@ from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.cli import main
 from vlmcompress.engines import hf, openvino
-from vlmcompress.exporters import openvino as exporter
+from vlmcompress.export.formats import openvino as exporter
+from vlmcompress.export.openvino import REGISTRY
 from vlmcompress.numerics import Format, round_to_nearest
-from vlmcompress.openvino import REGISTRY
-from vlmcompress.reducers import cdpruner
+from vlmcompress.reduction.methods import cdpruner
 
 SIZES = {  # of images that no processor has to make smaller, where the pipeline and torchvision round otherwise
     "gemma3": [(56, 56)],

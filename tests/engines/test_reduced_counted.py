@@ -15,11 +15,10 @@ from tests.kit import reduced_cases as cases
 from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA
 from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
-from vlmcompress.data import bundled, encode, load_samples
-from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import learning as thresholds
-from vlmcompress.hf_hooks import scorer_file
-from vlmcompress.recipe.reducer import parse
+from vlmcompress.models.data import bundled, encode, load_samples
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.hooks import learning as thresholds
+from vlmcompress.utils.errors import UserError
 
 
 def prompts() -> list[cases.Turns]:
@@ -30,13 +29,11 @@ def prompts() -> list[cases.Turns]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("text", ["dymu:0.4", "learned-adaptive:0.4,merge=nearest"])
-def test_counts_and_answers_are_those_of_transformers(text, tmp_path):
+def test_counts_and_answers_are_those_of_transformers(tmp_path):
     pytest.importorskip("vllm")
     vlm = cases.loaded(DEMO_LLAVA)
     batches = encode(load_samples(bundled(DEMO_LLAVA, "calibration"), samples=32, seed=0), vlm)
-    asked_for = cases.chosen(cases.trained(text, vlm, tmp_path))
-    reducer = thresholds.learn(vlm, batches, scorer_file.known(vlm.model.config, asked_for))
+    reducer = thresholds.learn(vlm, batches, parse("dymu:0.4"))
     counter = thresholds.counter(vlm, batches, reducer)
     requests = [cases.request(vlm, turns, tmp_path / "images") for turns in prompts()]
     expected = cases.reference(vlm, reducer, requests, TOKENS, counter)
@@ -82,13 +79,11 @@ def inputs_of(vlm, request):
     return vlm.processor(text=[request["prompt"]], images=images, return_tensors="pt")
 
 
-@pytest.mark.parametrize("text", ["dymu:thresholds=[0.9, 0.9, 0.9, 0.9]", "learned-adaptive:level=0.5"])
-def test_without_counts_it_is_refused(text, tmp_path):
+def test_without_counts_it_is_refused(tmp_path):
     pytest.importorskip("vllm")
     from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
-    vlm = cases.loaded(DEMO_LLAVA)
-    reducer = cases.chosen(cases.trained(text, vlm, tmp_path))
+    reducer = parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]")
     config = AutoConfig.from_pretrained(cases.reduced(DEMO_LLAVA, tmp_path / "model", reducer))
     with pytest.raises(UserError, match="'count' is missing"):
         ServedReducer.of(config)

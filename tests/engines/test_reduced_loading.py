@@ -20,16 +20,16 @@ from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.reduced_cases import reduced
 from tests.kit.vllm_source import edited
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.engines import reducer_support
-from vlmcompress.engines.reducer_support import FAMILIES, refusal
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
-from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs, load
-from vlmcompress.recipe.reducer import parse
-from vlmcompress.reducers import REGISTRY
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import support
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.support import SERVED, engine_refusal
+from vlmcompress.utils.errors import UserError
 
 PLAIN = json.loads((DEMO_LLAVA / "config.json").read_text())
 
@@ -57,7 +57,6 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("dart-llm:0.5", {}, "choose from cdpruner"),
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
         ("tome:0.01", {}, "out of reach"),
-        ("pixelprune", {}, "before the encoder"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
@@ -72,48 +71,27 @@ def test_a_config_without_a_reducer_is_refused():
         ServedReducer.of(AutoConfig.from_pretrained(DEMO_LLAVA))
 
 
-@pytest.mark.parametrize("family", FAMILIES.names())
+@pytest.mark.parametrize("family", SERVED.names())
 def test_every_family_serves_the_baselines_and_no_method_within_the_language_model(family):
-    architecture = FAMILIES.constant(family, "ARCHITECTURE")
-    served = {name for name in REGISTRY.names() if refusal(architecture, parse(name)) is None}
+    architecture = SERVED.constant(family, "ARCHITECTURE")
+    served = {name for name in REGISTRY.names() if engine_refusal(architecture, parse(name)) is None}
     assert {"random", "uniform", "dart", "divprune"} <= served
     assert not served & {"fastv", "dart-llm", "dyrate", "pevlm"}
-    assert refusal(reducer_support.PREFIX + architecture, parse("dart:0.5")) is None
-
-
-def test_text_pivots_need_the_question():
-    asking = parse("dart:0.5,text_pivots=4")
-    assert refusal("LlavaForConditionalGeneration", asking) is None
-    assert "set text_pivots=0" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
+    assert engine_refusal(support.PREFIX + architecture, parse("dart:0.5")) is None
 
 
 def test_counts_that_depend_on_the_image_need_a_place_for_them():
     merging = parse("dymu:thresholds=[0.9, 0.9]")
     for counted in ("Llava", "Idefics3", "SmolVLM", "InternVL"):
-        assert refusal(f"{counted}ForConditionalGeneration", merging) is None
-        assert refusal(f"{counted}ForConditionalGeneration", parse("tome:0.5")) is None
-    assert "counts that depend on the image" in (refusal("LlavaNextForConditionalGeneration", merging) or "")
-
-
-def test_counts_of_projected_tokens_are_of_images_that_are_one_picture():
-    choosing = parse("learned-adaptive:level=0.5")
-    assert refusal("LlavaForConditionalGeneration", choosing) is None
-    for tiled in ("LlavaNext", "Idefics3", "SmolVLM", "InternVL"):
-        assert "counts that depend on the image" in (refusal(f"{tiled}ForConditionalGeneration", choosing) or "")
-
-
-@pytest.mark.parametrize("method", ["cdpruner", "coverage"])
-def test_relevance_needs_the_question(method):
-    asking = parse(f"{method}:0.5,relevance=question")
-    assert refusal("LlavaForConditionalGeneration", asking) is None
-    assert "set relevance=none" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
-    assert refusal("Idefics3ForConditionalGeneration", parse(f"{method}:0.5")) is None
+        assert engine_refusal(f"{counted}ForConditionalGeneration", merging) is None
+        assert engine_refusal(f"{counted}ForConditionalGeneration", parse("tome:0.5")) is None
+    assert "counts that depend on the image" in (engine_refusal("LlavaNextForConditionalGeneration", merging) or "")
 
 
 def test_choosing_among_images_needs_encoders_of_whole_images():
     served = {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
-    assert {name.replace("-", "_") for name in reducer_support.served("litevlm")} == served
-    reason = refusal("LlavaNextForConditionalGeneration", parse("litevlm")) or ""
+    assert {name.replace("-", "_") for name in support.served("litevlm")} == served
+    reason = engine_refusal("LlavaNextForConditionalGeneration", parse("litevlm")) or ""
     assert "does not serve 'litevlm' with llava-next (without what it needs before the encoder)" in reason
     assert "\n" not in reason
 
@@ -121,11 +99,13 @@ def test_choosing_among_images_needs_encoders_of_whole_images():
 def test_families_have_specs():
     """A reduced checkpoint's positions and counts come from its family's layout."""
     registered = {name for spec in all_specs() for name in spec.model_types}
-    assert {family.replace("-", "_") for family in FAMILIES.names()} <= registered
+    assert {family.replace("-", "_") for family in SERVED.names()} <= registered
 
 
 def test_a_family_that_is_not_served_names_those_that_are():
-    assert "LlavaForConditionalGeneration" in (refusal("Gemma3ForConditionalGeneration", parse("dart:0.5")) or "")
+    assert "LlavaForConditionalGeneration" in (
+        engine_refusal("Gemma3ForConditionalGeneration", parse("dart:0.5")) or ""
+    )
 
 
 def test_fingerprints_differ_between_reducers(tmp_path):
@@ -143,7 +123,7 @@ def test_what_vllm_sets_for_an_architecture_it_sets_for_the_reduced_one():
 
     plugin.register()
     state_types = {}
-    for name in ("Qwen3_5ForConditionalGeneration", reducer_support.PREFIX + "Qwen3_5ForConditionalGeneration"):
+    for name in ("Qwen3_5ForConditionalGeneration", support.PREFIX + "Qwen3_5ForConditionalGeneration"):
         cache = SimpleNamespace(mamba_ssm_cache_dtype="auto")
         text = SimpleNamespace(hf_text_config=SimpleNamespace(mamba_ssm_dtype="float64"))
         MODELS_CONFIG_MAP[name].verify_and_update_config(SimpleNamespace(cache_config=cache, model_config=text))

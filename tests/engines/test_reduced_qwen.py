@@ -44,7 +44,6 @@ CASES = {
     "cached": Case("demo", "dart:0.5", CACHED, passes=2),
     "qwen2-vl": Case("qwen2-vl", "uniform:0.25", BOTH, passes=2, film=True),
     "qwen3-vl": Case("qwen3-vl", "dart:0.5", BOTH, passes=2, film=True),
-    "by pixels": Case("demo", "pixelprune", BOTH, passes=2),
     "qwen3-5": Case("qwen3-5", "uniform:0.5", RECURRENT, film=True),
 }
 TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
@@ -52,13 +51,8 @@ MORE = {
     "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
     "qwen2-5-vl": Case("qwen2-5-vl", "dart:0.5", BOTH, passes=2, film=True),
     "qwen2-5-vl by a scorer": Case("demo", "learned:0.25", BOTH, passes=2),
-    "qwen3-vl, videos only": Case("qwen3-vl", "evs:0.5", BOTH, passes=2, film=True),
-    "qwen2-vl by pixels": Case("qwen2-vl", "pixelprune", BOTH, passes=2),
-    "qwen3-vl by pixels": Case("qwen3-vl", "pixelprune", BOTH, passes=2),
     "asked": Case("demo", "relevance:0.5", BOTH, passes=2),
     "qwen3-vl, asked": Case("qwen3-vl", "relevance:0.5", BOTH, passes=2),
-    "qwen3-5, videos only": Case("qwen3-5", "evs:0.5", RECURRENT, film=True),
-    "qwen3-5 by pixels": Case("qwen3-5", "pixelprune", RECURRENT),
     "qwen3-5, asked": Case("qwen3-5", "relevance:0.5", RECURRENT),
     "qwen3-5-moe": Case("qwen3-5-moe", "uniform:0.5", RECURRENT, film=True),
     "qwen3-vl-moe": Case("qwen3-vl-moe", "dart:0.5", BOTH, passes=2, film=True),
@@ -109,7 +103,7 @@ def prompts(case: Case) -> list[cases.Turns]:
         return cases.questions(case.count)
     if case.source == "tall":
         return [[cases.turn(cases.noise(0, 56, 28 * 383), "what?")]]
-    return cases.noisy(flat=case.reducer == "pixelprune")
+    return cases.noisy()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.kit.pictures import picture
 from tests.kit.tiny import build
 from vlmcompress.engines import Request, Settings
 from vlmcompress.engines.hf import ENGINE
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 MODULE = """
 PACKAGE = 'json'

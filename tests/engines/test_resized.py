@@ -14,8 +14,8 @@ from tests.kit.engine import asked
 from tests.kit.inputs import encode
 from tests.kit.tiny import build
 from vlmcompress import models
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import Recipe
-from vlmcompress.runs.quantize import quantize
 
 pytestmark = pytest.mark.engine
 CASES = {"qwen2-5-vl": "resize:tokens=4"}

@@ -20,7 +20,7 @@ from tests.kit.tiny import build
 from vlmcompress.engines import Answer, Request, Settings
 from vlmcompress.engines.local import LOG_VARIABLE, last_words
 from vlmcompress.engines.vllm import ENGINE, PYTHON_VARIABLE
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 ASK = [Request("only", [{"role": "user", "content": "hello"}])]
 

@@ -24,12 +24,12 @@ from tests.kit.processes import session_ends
 from tests.kit.tiny import build
 from tests.kit.vllm_source import package
 from vlmcompress import models
-from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines import Request, Settings, get
 from vlmcompress.engines.vllm import ENGINE, ENVIRONMENT, PYTHON_VARIABLE, Installed
 from vlmcompress.engines.vllm.serve import arguments_of, example, line_of, remarks, serve
-from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import parse
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.choice import parse
+from vlmcompress.utils.errors import UserError
 
 
 def test_flags(checkpoint: Path) -> None:
@@ -73,7 +73,7 @@ def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reducer", "asks"),
-    [("relevance:0.5", True), ("dart:0.5,text_pivots=4", True), ("dart:0.5", False)],
+    [("relevance:0.5", True), ("dart:0.5", False)],
 )
 def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, asks: bool, tmp_path: Path) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}

@@ -15,10 +15,10 @@ import pytest
 
 from tests.kit.places import ROOT
 from tests.kit.processes import alive, wait_until_gone
-from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.serve import free_port, server
-from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import parse
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.choice import parse
+from vlmcompress.utils.errors import UserError
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from tests.kit import rtn
 from tests.kit.engine import asked
 from tests.kit.tiny import build
 from vlmcompress.engines.vllm import Installed, installed, serve, speculation
-from vlmcompress.errors import UserError
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.quantize import quantize
+from vlmcompress.utils.errors import UserError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}

@@ -10,7 +10,7 @@ from eval.demo.describe import assemble
 from eval.demo.describe.training import Describing, Plan
 from eval.demo.smol.adapter import adapters
 from eval.world.describing import descriptions
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 
 @pytest.fixture(scope="module", params=["qwen", "llava"])

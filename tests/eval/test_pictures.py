@@ -9,7 +9,7 @@ import pytest
 
 from eval.photo import pictures
 from eval.photo.pictures import SOURCES, Picture, Source, read_list
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 
 def test_the_list_keeps_splits_apart():

@@ -20,7 +20,7 @@ from eval.demo.text import build_tokenizer
 from eval.english import PACKAGES, halves, paragraphs
 from eval.world.chart import Chart
 from eval.world.rows import sample_view
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 
 def tiny(seed: int = 0) -> LlamaForCausalLM:

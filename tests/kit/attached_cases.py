@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlmcompress import reducers
-from vlmcompress.hf_hooks import refusal
 from vlmcompress.models import all_specs
-from vlmcompress.reducers import REGISTRY
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.support import family_refusal
 
 # A mixture of experts is reduced as its dense model: a few of `CASES` are enough.
 DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]
 FAMILIES = [spec.family for spec in DENSE]
-INSIDE = [spec.family for spec in DENSE if refusal(spec, "fastv") is None]  # methods within the language model
-APART = ("litevlm", "evs", "learned", "learned-adaptive")  # chooses among images; looks at videos; have to be trained
+INSIDE = [spec.family for spec in DENSE if family_refusal(spec, "fastv") is None]  # methods within the language model
+APART = ("litevlm", "learned")  # chooses among images; has to be trained
 SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).Options().keep is not None and name not in APART]
 FEW = ("random", "fastv")
 CASES = [
     (spec.family, method)
     for spec in all_specs()
     for method in (FEW if spec.experts else SHARES)
-    if refusal(spec, method) is None
+    if family_refusal(spec, method) is None
 ]
 SMALL = {
     "vscan": {"window": 2, "shallow": 0},

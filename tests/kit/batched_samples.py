@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 from tests.kit.pictures import picture
-from vlmcompress.data import Sample
 from vlmcompress.models import VLM
+from vlmcompress.models.data import Sample
 
 
 def samples() -> list[Sample]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vlmcompress import cli
-from vlmcompress.commands import _process
+from vlmcompress.cli import _process
 
 
 def run(capture: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

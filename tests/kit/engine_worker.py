@@ -19,6 +19,7 @@ from tests.kit import (
     vllm_partition,
     vllm_processor,
     vllm_reduced,
+    vllm_requests,
     vllm_speculation,
     vllm_tower,
 )
@@ -30,6 +31,7 @@ KINDS = {
     "partition": vllm_partition.run,
     "processor": vllm_processor.run,
     "reduced": vllm_reduced.run,
+    "requests": vllm_requests.run,
     "speculation": vllm_speculation.run,
     "tower_scales": vllm_tower.run,
 }

@@ -80,8 +80,8 @@ def quantized(
 ) -> Callable[[str, str], Path]:
     """`quantized(family, recipe)`: folder of the quantized tiny model, `recipe` a key of `RECIPES`."""
 
+    from vlmcompress.quantization.run import quantize  # so that modules of `--quick` in these folders start soon
     from vlmcompress.recipe import resolve
-    from vlmcompress.runs.quantize import quantize  # so that modules of `--quick` in these folders start soon
 
     @functools.cache
     def get(family: str, recipe: str) -> Path:

@@ -25,10 +25,10 @@ from pathlib import Path
 from tests.kit.places import ROOT
 
 OURS = (
-    *("vlmcompress.commands.quantize", "vlmcompress.commands.calibrate", "vlmcompress.runs.quantize"),
-    *("vlmcompress.runs.recover", "vlmcompress.runs.learn_reducer"),
+    *("vlmcompress.cli.quantize", "vlmcompress.cli.calibrate", "vlmcompress.quantization.run"),
+    *("vlmcompress.training.recover", "vlmcompress.training.learn_reducer"),
     *(
-        "vlmcompress.evaluation.ask",
+        "vlmcompress.evaluation.accuracy.ask",
         "transformers.models.auto.modeling_auto",
         "transformers.models.auto.processing_auto",
     ),

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 
 def square(number: int) -> int:

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import launch, readers
-from vlmcompress.readers import Facts, Machine, Reducer
+from vlmcompress.export import launch, readers
+from vlmcompress.export.readers import Facts, Machine, Reducer
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 MACHINES = {

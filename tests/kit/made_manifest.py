@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmcompress.checkpoint.manifest import SCHEMA_VERSION
+from vlmcompress.export.manifest import SCHEMA_VERSION
 
 
 def manifest(**keys: Any) -> dict[str, Any]:

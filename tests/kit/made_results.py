@@ -15,8 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlmcompress.bench.measure import interval
-from vlmcompress.results import (
+from vlmcompress.evaluation.results import (
     Bench,
     Comparison,
     Divergence,
@@ -31,6 +30,7 @@ from vlmcompress.results import (
     Side,
     Suite,
 )
+from vlmcompress.evaluation.speed.measure import interval
 
 HOSTILE = '</svg><script>alert(1)</script> | `rm` "quoted" & \x00\x1b'
 # name -> right in both, lost, gained, wrong in both, limits, p, verdict at a margin of one point, samples needed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlmcompress import cli
-from vlmcompress.evaluation import tasks
+from vlmcompress.evaluation.accuracy import tasks
 
 
 def follow(commands: Sequence[str], data: Path, folder: Path) -> list[str]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmcompress.data.samples import Sample
-from vlmcompress.errors import UserError
+from vlmcompress.models.data.samples import Sample
+from vlmcompress.utils.errors import UserError
 
 
 def picture(width: int = 60, height: int = 40, seed: int = 0) -> Image.Image:

@@ -12,16 +12,16 @@ from typing import Any
 
 from tests.kit.engine import SETTINGS
 from tests.kit.places import ROOT
-from vlmcompress.exporters import compressed_tensors
+from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.numerics import MXFP4, MXFP8, ActFormat, Format, Scheme
-from vlmcompress.targets import Target
+from vlmcompress.recipe.targets import Target
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from gpu.engine.kernels import CLASSES
 
 Layer = dict[str, Any]
 Answers = dict[str, dict[str, dict[str, dict[str, str]]]]
-WORKAROUND = "CutlassInt8ScaledMMLinearKernel"  # named in targets/_nvidia.py
+WORKAROUND = "CutlassInt8ScaledMMLinearKernel"  # named in recipe/targets.py
 MACHINES = ("cpu", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", f"10.0 without {WORKAROUND}", "11.0", "12.0", "gfx942")
 SHAPE = (4608, 3584)  # the fused q, k and v of Qwen2.5-VL-7B
 INT8, FP8, FP8_FIXED = ActFormat("int", 8, True), ActFormat("float", 8, True), ActFormat("float", 8, False)
@@ -124,7 +124,7 @@ def in_16_bits(kernel: str, key: str) -> bool:
 
 
 def word(answer: Mapping[str, str], key: str) -> str | None:
-    """The word that `targets/` has for the kernel that was picked, with "(16 bits)" by `in_16_bits`; None without a kernel."""
+    """The word that `recipe.targets` has for the kernel picked, with "(16 bits)" by `in_16_bits`; None without a kernel."""
     if "error" in answer:
         return None
     (names,) = {name for name, pattern in CLASSES.items() if re.fullmatch(pattern, answer["kernel"])}

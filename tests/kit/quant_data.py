@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import decode, encode, find_params
-from vlmcompress.statistics.balance import Sensitivity
-from vlmcompress.statistics.collect import Collector
-from vlmcompress.statistics.inputs import CROSS, MODALITIES, NEEDS, GroupStats
+from vlmcompress.numerics.statistics.balance import Sensitivity
+from vlmcompress.numerics.statistics.collect import Collector
+from vlmcompress.numerics.statistics.inputs import CROSS, MODALITIES, NEEDS, GroupStats
 
 WIDTH = 128
 COUNTS = {"text": 120, "vision": 360, "answer": 60}
@@ -37,7 +37,7 @@ def statistics(x: Tensor) -> GroupStats:
     mask[-len(x) // 8 :] = 3
     collector.add(x, mask, x)
     stats = collector.finish()
-    stats.sensitivity = Sensitivity({"text": 1.0, "vision": 0.5, "answer": 2.0}, rho=0.5)
+    stats.sensitivity = Sensitivity(rho=0.5)
     return stats
 
 

@@ -7,11 +7,10 @@ import contextlib
 import torch
 from transformers import AutoModelForImageTextToText
 
-from vlmcompress.calibration import distillation
-from vlmcompress.data import encode, load_samples
-from vlmcompress.hf_hooks import attach_carried
 from vlmcompress.models import load
-from vlmcompress.runs import teacher_cache
+from vlmcompress.models.data import encode, load_samples
+from vlmcompress.reduction.hooks import attach_carried
+from vlmcompress.training import distillation, teacher_cache
 
 
 def divergence(source, folder, data, seed=0) -> float:

@@ -18,11 +18,12 @@ from eval.demo.measure import load_rows, messages
 from tests.kit.reference import arguments
 from tests.kit.tiny import build
 from tests.kit.vllm_reduced import about
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.hf_hooks import attach, scorer_file
 from vlmcompress.models import VLM, load
-from vlmcompress.recipe.reducer import ReducerChoice, parse
-from vlmcompress.reducers import Grid, Signals, TokenCounter, learned, reduce
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.choice import ReducerChoice, parse
+from vlmcompress.reduction.hooks import attach
+from vlmcompress.reduction.methods import Grid, Signals, TokenCounter, learned, reduce
 
 Turns = list[dict[str, Any]]
 

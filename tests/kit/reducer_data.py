@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from vlmcompress import reducers
-from vlmcompress.reducers import REGISTRY, Merger, Reduction, Signals, learned
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.methods import REGISTRY, Merger, Reduction, Signals, learned
 
 LAYERS = 4
 WIDTH = 12
@@ -21,19 +21,15 @@ EXTRA = {
     "dymu": {"thresholds": (0.7, 0.75, 0.8, 0.85)},
     "vscan": {"window": 3},
     "learned": {"network": NETWORK},
-    "learned-adaptive": {"network": NETWORK, "level": 0.6},
 }
 """Options without which a method does not run, or not on images this small."""
 SERVED: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in REGISTRY.names() if REGISTRY.get(name).SERVED and name != "pixelprune"),
-    ("cdpruner", {"relevance": "question"}),
-    ("coverage", {"relevance": "question"}),
-    ("dart", {"pivots": 4, "text_pivots": 4}),
+    *((name, {}) for name in REGISTRY.names() if REGISTRY.get(name).SERVED),
+    ("dart", {"pivots": 4}),
     ("divprune", {"merge": "nearest"}),
     ("visionzip", {"merge": "mean"}),
 ]
-"""Methods that are served, with options of some. `pixelprune` keeps as many tokens as the image's values say, which a host must
-wait for: it chooses where the processor has the pixels, in main memory."""
+"""Methods that are served, with options of some."""
 KEEP, COUNT = 0.4, 19  # of 48 tokens
 
 
@@ -56,7 +52,6 @@ def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
         windowed=draw(n).exp().bfloat16().float(),
         query=draw(7, 12),
         query_keys=draw(7, 8 * heads),
-        pixels=draw(n, 3, 2, 2),
     )
 
 
@@ -83,7 +78,7 @@ def served(name: str, image: Signals, **chosen: Any) -> torch.Tensor:
     """The rows that a method leaves of an image, as the engine's plugin asks for them."""
     method, chosen = REGISTRY.get(name), options(name, keep=KEEP, **chosen)
     if hasattr(method, "reduce"):
-        result = reducers.reduce(method, image, chosen, COUNT if name == "learned-adaptive" else None, check=False)
+        result = reducers.reduce(method, image, chosen, check=False)
         return result.apply(image.features)
     merger = Merger(method, chosen, [image.grid], LAYERS, device=image.device, counts=[COUNT])
     states, keys = image.features[None], image.keys[None]
@@ -114,9 +109,7 @@ def digest(x: torch.Tensor) -> str:
 def rows(signals, merged) -> Signals:
     """The signals that the rows left by `merged` give, where every layer gives the same."""
     names = ("features", "keys", "saliency", "windowed")
-    return dataclasses.replace(
-        signals, pixels=None, merged=merged, **{name: merged.apply(getattr(signals, name)) for name in names}
-    )
+    return dataclasses.replace(signals, merged=merged, **{name: merged.apply(getattr(signals, name)) for name in names})
 
 
 def cosine(a, b):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.hf_hooks import Reduced
 from vlmcompress.models import VLM
+from vlmcompress.reduction.hooks import Reduced
 
 Stages = list[tuple[int, list[Reduced]]]
 """What is left of each image from a decoder block on, ascending."""

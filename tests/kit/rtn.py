@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
 from vlmcompress import models
-from vlmcompress.checkpoint import manifest
-from vlmcompress.checkpoint import write as checkpoint
-from vlmcompress.checkpoint.layer_targets import layers_of
-from vlmcompress.common import tensor_files
-from vlmcompress.exporters import compressed_tensors
+from vlmcompress.export import manifest
+from vlmcompress.export import write as checkpoint
+from vlmcompress.export.formats import compressed_tensors
+from vlmcompress.export.layer_targets import layers_of
 from vlmcompress.numerics import MXFP4, MXFP8, NVFP4, ActFormat, Format, Scheme, find_global_scale, round_to_nearest
+from vlmcompress.utils import tensor_files
 
 SCHEMES = {
     "w4-symmetric": Scheme(Format("int", 4, 128)),
@@ -33,12 +34,12 @@ SCHEMES = {
 }
 
 
-def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_cache: bool = False) -> dict:
-    """The arguments of `checkpoint.write` but for `out`."""
-    model = models.build_meta_model(source)
-    spec = models.spec_for(models.read_config(source))
-    entries = models.stored_tensors(source)
-    names = models.disk_names(model, entries)
+def parts(
+    folder: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_cache: bool = False
+) -> checkpoint.Checkpoint:
+    """What `export.write` writes."""
+    source = models.Source.of(folder)
+    model, spec, names, entries = source.meta_model, source.spec, source.names, source.entries
     chosen = [(group, scheme) for group in models.resolve(model, spec) if scheme]
     chosen += [(group, vision) for group in models.vision_linears(model, spec) if vision]
     quantized = {}
@@ -52,30 +53,29 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         for name, weight in weights.items():
             result = round_to_nearest(weight, group_scheme.weights, scale_dtype=torch.bfloat16, global_scale=shared)
             quantized[name] = (result, group_scheme, input_scale)
-    written = models.written_names(names, spec)
     attention = models.attentions(model, spec)
-    recipe = {"model": str(source), "scheme": "rtn", "seed": 0}
-    return {
-        "source": source,
-        "quantized": quantized,
-        "names": names,
-        "exporter": compressed_tensors,
-        "written": written,
-        "layers": layers_of(
+    recipe = {"model": str(folder), "scheme": "rtn", "seed": 0}
+    return checkpoint.Checkpoint(
+        source=source,
+        quantized=quantized,
+        exporter=compressed_tensors,
+        layers=layers_of(
             {name: group_scheme for name, (_, group_scheme, _) in quantized.items()},
             model,
-            written,
+            source.written,
             spec,
             stored=entries,
             kv_cache=kv_cache,
         ),
-        "manifest": manifest.build(source, family=spec.family, recipe=recipe, calibration=None, errors={}),
-        "kv_scales": {name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},
-    }
+        manifest=manifest.build(folder, family=spec.family, recipe=recipe, calibration=None, errors={}),
+        kv_scales={name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},
+    )
 
 
 def write(source: Path, out: Path, scheme: Scheme | None, vision: Scheme | None = None, **keys) -> dict:
-    """Quantize `source` into `out`; `keys` go to `checkpoint.write`. Returns the quantized layers."""
-    config = parts(source, scheme, vision, keys.pop("kv_cache", False))
-    checkpoint.write(out=out, **(config | keys))
-    return config["quantized"]
+    """Quantize `source` into `out`; `keys` go to `Checkpoint` and `export.write`. Returns the quantized layers."""
+    made = parts(source, scheme, vision, keys.pop("kv_cache", False))
+    names = {field.name for field in fields(made)} & keys.keys()
+    made = replace(made, **{name: keys.pop(name) for name in names})
+    checkpoint.write(made, out, **keys)
+    return made.quantized

@@ -12,11 +12,11 @@ from tests.kit import rtn, vllm_answers
 from tests.kit.engine import asked
 from tests.kit.families import FAMILIES, can_process
 from vlmcompress import cli, models
-from vlmcompress.checkpoint import manifest
-from vlmcompress.common.tensor_files import read_tensor
-from vlmcompress.engines.vllm import conformance
+from vlmcompress.engines.vllm import names as engine_names
+from vlmcompress.export import manifest
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.quantize import quantize
+from vlmcompress.utils.tensor_files import read_tensor
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
 SPELLINGS = ["hub", "transformers", "memory"]
@@ -44,7 +44,7 @@ def placed(folders) -> dict[str, dict]:
     """What vLLM makes of each; without AMX its CPU build has a class for quantized experts by the plugin alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLMCOMPRESS_EMULATE_EXPERTS", "1")
-        return conformance.tensor_places(folders)
+        return engine_names.tensor_places(folders)
 
 
 def in_memory_names(source: Path, folder: Path) -> Path:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests.kit.inputs import encode
 from tests.kit.tiny import qwen3_vl_moe
 from vlmcompress import models
-from vlmcompress.common import tensor_files
-from vlmcompress.errors import UserError
+from vlmcompress.utils import tensor_files
+from vlmcompress.utils.errors import UserError
 
 IN, COUNT = 8, 3
 BLOCK = "model.language_model.layers.1.mlp.experts"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlmcompress import models
-from vlmcompress.errors import UserError
 from vlmcompress.models._checks import engine_architectures
+from vlmcompress.utils.errors import UserError
 
 WEIGHTS = "model.safetensors"
 

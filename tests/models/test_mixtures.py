@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from tests.kit.inputs import encode
 from vlmcompress import models
-from vlmcompress.checkpoint.stored import Stored
-from vlmcompress.common.tensor_files import read_tensor
-from vlmcompress.diagnosis.files import diagnose
-from vlmcompress.exporters.compressed_tensors import group_of
-from vlmcompress.planning.plan import make_plan
+from vlmcompress.evaluation.doctor.files import diagnose
+from vlmcompress.export.formats.compressed_tensors import group_of
+from vlmcompress.export.stored import Stored
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.quantize import quantize
+from vlmcompress.utils.tensor_files import read_tensor
 
 MIXTURES = ("qwen3-vl-moe", "qwen3-5-moe", "glm4v-moe", "gemma4-moe")
 

@@ -10,10 +10,10 @@ from compressed_tensors.utils.match import match_name
 
 from tests.kit.rtn import SCHEMES
 from vlmcompress import models
-from vlmcompress.checkpoint import layer_targets
-from vlmcompress.common.tensor_files import read_tensor
-from vlmcompress.errors import UserError
-from vlmcompress.exporters.compressed_tensors import ignore_entries
+from vlmcompress.export import layer_targets
+from vlmcompress.export.formats.compressed_tensors import ignore_entries
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_files import read_tensor
 
 # The first tensor of tower, decoder and head, as published checkpoints of the family name them.
 HUB = {

@@ -8,7 +8,7 @@ import torch
 from tests.kit.families import RECIPES
 from tests.kit.inputs import encode
 from vlmcompress import models
-from vlmcompress.diagnosis import files as doctor
+from vlmcompress.evaluation.doctor import files as doctor
 
 pytestmark = pytest.mark.representatives
 

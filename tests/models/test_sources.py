@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from vlmcompress import cli, models
-from vlmcompress.common import identity, model_folder
-from vlmcompress.errors import UserError
+from vlmcompress.utils import identity, model_folder
+from vlmcompress.utils.errors import UserError
 
 SINGLE, INDEX = model_folder.SINGLE, model_folder.INDEX
 PARTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -58,7 +58,7 @@ def other(tensors: Tensors) -> Tensors:
 
 def loaded(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """The embedding by the files' bytes and in the model that is loaded."""
-    from vlmcompress.common.tensor_files import read_tensor
+    from vlmcompress.utils.tensor_files import read_tensor
 
     stored = models.Source.of(folder)
     vlm = models.load(folder)

@@ -9,8 +9,8 @@ import transformers
 from tests.kit.inputs import encode
 from tests.kit.tiny import build
 from vlmcompress import models
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.quantize import quantize
 
 
 @pytest.fixture(scope="module")

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from tests.kit.inputs import encode
-from vlmcompress import data, models
-from vlmcompress.checkpoint.stored import Stored
-from vlmcompress.common.layer_names import EMBEDDING
-from vlmcompress.data import load_samples
-from vlmcompress.diagnosis import files as doctor
-from vlmcompress.errors import UserError
-from vlmcompress.models import Source
+from vlmcompress import models
+from vlmcompress.evaluation.doctor import files as doctor
+from vlmcompress.export.stored import Stored
+from vlmcompress.models import Source, data
+from vlmcompress.models.data import load_samples
+from vlmcompress.models.layer_names import EMBEDDING
 from vlmcompress.numerics import round_to_nearest
-from vlmcompress.planning.plan import make_plan
+from vlmcompress.numerics.statistics.balance import MODALITIES
+from vlmcompress.quantization.calibrate import calibrate
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.calibrate import calibrate
-from vlmcompress.runs.quantize import quantize
-from vlmcompress.statistics.balance import MODALITIES
+from vlmcompress.utils.errors import UserError
 
 
 def test_logits_are_those_of_norm_and_head(family, loaded):

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlmcompress.numerics.rotation import (
-    KINDS,
-    Rotation,
-    hadamard_factors,
-    hadamard_matrix,
-    hadamard_transform,
-)
+from vlmcompress.numerics.rotation import KINDS, Rotation, hadamard_factors, hadamard_matrix, hadamard_transform
 
 SIZES = (1, 3, 9, 64, 72, 80, 96, 128, 576, 896, 960, 1152, 27 * 4)
 

@@ -12,11 +12,11 @@ import torch
 
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
-from vlmcompress.data import Sample, bundled, load_samples
-from vlmcompress.data.encode import encode_prompt
-from vlmcompress.hf_hooks import attach
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import ReducerChoice, parse
+from vlmcompress.models.data import Sample, bundled, load_samples
+from vlmcompress.models.data.encode import encode_prompt
+from vlmcompress.reduction.choice import ReducerChoice, parse
+from vlmcompress.reduction.hooks import attach
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import bench_reducers

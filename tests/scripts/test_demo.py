@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.kit.places import ROOT
-from vlmcompress.results import load
+from vlmcompress.evaluation.results import load
 
 
 @pytest.mark.engine

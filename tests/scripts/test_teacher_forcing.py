@@ -11,11 +11,11 @@ import torch
 
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
-from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.engines import Request, Settings, get
-from vlmcompress.evaluation.scoring import normalise
+from vlmcompress.evaluation.accuracy.scoring import normalise
+from vlmcompress.models.data import Sample, bundled, encode, load_samples
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.runs.quantize import quantize
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import paired

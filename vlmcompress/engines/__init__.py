@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote, urlparse
 
-from vlmcompress.common.progress import Progress
-from vlmcompress.common.schema import Count, LogProbability
-from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.schema import Count, LogProbability
 
 NAMES = ("vllm", "hf", "llamacpp", "openvino", "openai:URL")
 MEDIA = ("image_url", "video_url")
@@ -131,14 +131,24 @@ def first_tokens(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     return dict(sorted(logprobs.items(), key=lambda pair: -pair[1]))
 
 
-class Engine(Protocol):
+@dataclass(frozen=True)
+class Job:
+    """One call of an engine; the arguments of `Engine.answer`, with their defaults filled in."""
+
+    model: str | Path
+    requests: Sequence[Request]
+    media: Path
+    settings: Settings
+    label: str
+    progress: Progress
+    on_answer: Callable[[Answer], None]
+
+
+class Engine:
     """An engine: it answers requests. `local`: its models are checkpoint folders, else names that a server knows."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def local(self) -> bool: ...
+    name: str
+    local: bool
 
     def answer(
         self,
@@ -162,7 +172,13 @@ class Engine(Protocol):
         Raises:
             UserError: the engine can't start, fails, stalls, or refuses more requests than the settings allow.
         """
-        ...
+        nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+        progress, on_answer = progress or nothing, on_answer or nothing
+        return self._answer(Job(model, requests, Path(media), settings or Settings(), label, progress, on_answer))
+
+    def _answer(self, job: Job) -> Run:
+        """What each engine does for `answer`."""
+        raise NotImplementedError
 
 
 def media_file(address: str, media: Path) -> Path:

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import hub
-from vlmcompress.common.identity import model_hash
-from vlmcompress.common.progress import Progress
-from vlmcompress.common.workers import Failed, Workers
-from vlmcompress.engines import Answer, Engine, Refusals, Request, Run, Settings, media_file
+from vlmcompress.engines import Answer, Engine, Job, Refusals, Request, Run, Settings, media_file
 from vlmcompress.engines.local import WORKER, Local
-from vlmcompress.errors import UserError
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.identity import model_hash
+from vlmcompress.utils.workers import Failed, Workers
 
 PARTS = 2  # parts for each worker, so that a slow one holds up less
 SCHEME = "part:"  # of an image's address while it travels
@@ -35,43 +34,32 @@ MIXED = ("version", "device_name", "dtype")  # of an engine's description, where
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(Engine):
     """The engine `engine` on `workers`. Its name is that engine's: the answers are, too."""
 
     engine: Engine
     workers: Workers
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return self.engine.name
 
     @property
-    def local(self) -> bool:
+    def local(self) -> bool:  # type: ignore[override]
         return self.engine.local
 
-    def answer(
-        self,
-        model: str | Path,
-        requests: Sequence[Request],
-        *,
-        media: str | Path,
-        settings: Settings | None = None,
-        label: str = "answering",
-        progress: Progress | None = None,
-        on_answer: Callable[[Answer], None] | None = None,
-    ) -> Run:
-        """Answer all requests greedily; see `engines.Engine`. `engine["workers"]` of the result says how many there were.
-
-        The seconds are those of all workers together.
-        """
-        settings, progress = settings or Settings(), progress or (lambda *_: None)
-        folder = Path(model).absolute()
+    def _answer(self, job: Job) -> Run:
+        """Answer on all workers; `engine["workers"]` says how many there were. The seconds are those of all together."""
+        settings, folder = job.settings, Path(job.model).absolute()
         shared = Part(_portable(self.engine), str(folder), hub.identity(folder), model_hash(folder), settings)
-        jobs = _Jobs(shared, divide(requests, self._batch(settings), PARTS * self.workers.size), Path(media).resolve())
+        batch = self.engine.batch if isinstance(self.engine, Local) else 0  # requests that it computes together
+        batch = settings.max_num_seqs or batch if batch else 0
+        parts = divide(job.requests, batch, PARTS * self.workers.size)
+        jobs = _Jobs(shared, parts, job.media.resolve())
         answers: dict[str, Answer] = {}
         refusals = Refusals(str(folder), settings.refusals)
         runs: dict[int, Run] = {}
-        progress(f"{label}: {len(jobs)} parts, {self.workers.name}", 0, len(requests))
+        job.progress(f"{job.label}: {len(jobs)} parts, {self.workers.name}", 0, len(job.requests))
         with contextlib.closing(self.workers.map(answer_part, jobs)) as results:
             for index, run in results:
                 if isinstance(run, Failed):
@@ -81,19 +69,10 @@ class DataParallel:
                     if answer.refused:
                         refusals.add(answer.id, answer.refused)
                     answers[answer.id] = answer
-                    if on_answer:
-                        on_answer(answer)
-                progress(label, len(answers), len(requests))
-        return Run(
-            answers,
-            _described(runs, min(self.workers.size, len(jobs))),
-            round(sum(run.seconds for run in runs.values()), 2),
-        )
-
-    def _batch(self, settings: Settings) -> int:
-        """The requests that the engine computes together; 0: as they come."""
-        batch = self.engine.batch if isinstance(self.engine, Local) else 0
-        return settings.max_num_seqs or batch if batch else 0
+                    job.on_answer(answer)
+                job.progress(job.label, len(answers), len(job.requests))
+        seconds = round(sum(run.seconds for run in runs.values()), 2)
+        return Run(answers, _described(runs, min(self.workers.size, len(jobs))), seconds)
 
 
 @dataclass(frozen=True)
@@ -145,7 +124,8 @@ def divide(requests: Sequence[Request], batch: int, count: int) -> list[list[Req
     """
     groups: dict[Any, list[Request]] = {}
     for request in requests:
-        shown = (request.images(), request.videos()) if batch else _addresses(request)
+        addresses = tuple(part[part["type"]]["url"] for part in request.media())
+        shown = (request.images(), request.videos()) if batch else addresses
         groups.setdefault(shown or request.id, []).append(request)
     cuts = ((group, batch or len(group)) for group in groups.values())
     units = [group[at : at + size] for group, size in cuts for at in range(0, len(group), size)]
@@ -176,7 +156,10 @@ def answer_part(part: Part) -> Run:
             return files[int(address.removeprefix(SCHEME))].as_uri()
 
         requests = [_readdressed(request, here) for request in part.requests]
-        return _local(part.engine).answer(model, requests, media=folder, settings=part.settings)
+        engine = part.engine
+        if isinstance(engine, Local):  # see `_portable`
+            engine = dataclasses.replace(engine, module=WORKER.parent / engine.module)
+        return engine.answer(model, requests, media=folder, settings=part.settings)
 
 
 def _model_here(part: Part) -> Path:
@@ -199,11 +182,6 @@ def _portable(engine: Engine) -> Engine:
     return dataclasses.replace(engine, module=engine.module.relative_to(WORKER.parent))
 
 
-def _local(engine: Engine) -> Engine:
-    """The engine that `_portable` made ready, for this machine."""
-    return dataclasses.replace(engine, module=WORKER.parent / engine.module) if isinstance(engine, Local) else engine
-
-
 def _described(runs: dict[int, Run], workers: int) -> dict[str, Any]:
     """An engine's description of itself: the first part's, with what differs on others, and all restarts."""
     abouts = [runs[index].engine for index in sorted(runs)]
@@ -212,10 +190,6 @@ def _described(runs: dict[int, Run], workers: int) -> dict[str, Any]:
     mixed = {name: " and ".join(sorted({str(about[name]) for about in abouts if name in about})) for name in MIXED}
     restarts = sum(about.get("restarts", 0) for about in abouts)
     return abouts[0] | {name: text for name, text in mixed.items() if text} | {"restarts": restarts, "workers": workers}
-
-
-def _addresses(request: Request) -> tuple[str, ...]:
-    return tuple(part[part["type"]]["url"] for part in request.media())
 
 
 def _readdressed(request: Request, new: Callable[[str], str]) -> Request:

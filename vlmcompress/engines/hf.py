@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,10 @@ from vlmcompress.engines.local import Local
 
 PACKAGE = "transformers"
 IN_FLIGHT = 8  # requests of a batch, unless the settings say
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENGINE = Local(
     name="hf",
     title="transformers",
     module=Path(__file__),
-    interpreter=lambda: sys.executable,
-    environment=lambda: {**ENVIRONMENT, **os.environ},
     advice="pip install vlmcompress there again",
     batch=IN_FLIGHT,
     videos=True,
@@ -85,11 +80,12 @@ class Engine:
         import torch
         from transformers import AutoProcessor
 
-        from vlmcompress.data.encode import check_placeholders
         from vlmcompress.models import VLM, open_model, quiet, read_config, spec_for
+        from vlmcompress.models.data.encode import check_placeholders
+        from vlmcompress.reduction.choice import parse
+        from vlmcompress.reduction.hooks import attach_carried
 
         settings, folder = job["settings"], job["model"]
-        self.folder = folder
         local: Any = {"local_files_only": True, "trust_remote_code": False}
         torch.manual_seed(settings["seed"])
         opened: Any = open_model(folder, dtype=settings["dtype"], attn_implementation="sdpa", trust_remote_code=False)
@@ -113,19 +109,13 @@ class Engine:
         if job.get("images_per_prompt") and (family := spec_for(read_config(folder))):
             with quiet():
                 check_placeholders(VLM(self.model, self.processor, family, Path(folder)))
-        self.attached = self._attach(job.get("reduce"))
+        reduce = parse(job["reduce"]) if job.get("reduce") else None  # else the one that the checkpoint carries, if any
+        self.attached = attach_carried(self.model, self.processor, folder, reduce)
         self.reduce = None if self.attached is None else str(self.attached.chosen)
-
-    def _attach(self, reduce: str | None):
-        """Attach the reducer that is asked for, or else the one that the checkpoint carries; None where there is neither."""
-        from vlmcompress.hf_hooks import attach_carried
-        from vlmcompress.recipe.reducer import parse
-
-        return attach_carried(self.model, self.processor, self.folder, parse(reduce) if reduce else None)
 
     def encode(self, batch: list[dict]):
         """Encode a batch as inputs of the model: tokens [batch, longest prompt] and pixels."""
-        from vlmcompress.data import video
+        from vlmcompress.models.data import video
 
         decoded: list = []
         conversations = [
@@ -148,7 +138,7 @@ class Engine:
         """Convert a message's content for processors: in parts, images as Pillow images, videos as the frames of `decoded`."""
         from PIL import Image
 
-        from vlmcompress.data import video
+        from vlmcompress.models.data import video
 
         if isinstance(content, str):
             return [{"type": "text", "text": content}]

@@ -81,7 +81,7 @@ def command(folder: Path, host: str, port: int, context: int | None, slots: int)
         UserError: the package is missing, the folder is damaged, the port is taken, or the context is longer than the model's.
     """
     from vlmcompress.engines.vllm.serve import check_port
-    from vlmcompress.errors import UserError
+    from vlmcompress.utils.errors import UserError
 
     if find_spec("xllamacpp") is None:
         raise UserError(
@@ -101,7 +101,7 @@ def command(folder: Path, host: str, port: int, context: int | None, slots: int)
 def serve(folder: str | Path, host: str, port: int, context: int | None, refused: list[str]) -> None:
     """Replace this process by the server; `refused`: flags that only vLLM has. Errors are those of `command`."""
     from vlmcompress.engines.vllm.serve import example
-    from vlmcompress.errors import UserError
+    from vlmcompress.utils.errors import UserError
 
     folder = Path(folder)
     if refused:
@@ -157,7 +157,7 @@ def main() -> None:
     import xllamacpp
     from transformers import AutoProcessor
 
-    from vlmcompress.readers import served_name
+    from vlmcompress.export.readers import served_name
 
     processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     limits = token_limits(processor.image_processor)

@@ -19,6 +19,7 @@ import queue
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -27,23 +28,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import model_folder
-from vlmcompress.common.messages import note
-from vlmcompress.common.progress import Progress
-from vlmcompress.engines import Answer, Refusals, Request, Run, Settings, first_tokens
-from vlmcompress.errors import UserError
+from vlmcompress.engines import Answer, Engine, Job, Refusals, Request, Run, Settings, first_tokens
+from vlmcompress.utils import model_folder
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
 
 DEADLY = 3
 """The most requests of a run that may each end the engine."""
 WORKER = Path(__file__).with_name("worker.py")
 LOG_VARIABLE = "VLMCOMPRESS_ENGINE_LOG"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Set for an engine's process unless the user has set them."""
 
 _PREFIX = re.compile(
     r"^(\([\w ]+pid=\d+\)\s*)?((ERROR|WARNING|INFO) \d\d-\d\d [\d:]+ \[[^]]*\]\s*)?(\d+\.\d\d\.\d{3}\.\d{3} [EWI]\s+)?"
 )
 _NOISE = re.compile(r"$|Traceback |File \"|[~^]+$|raise |return |[\w.]*ValidationError: \d+ validation ")
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*(error:|error loading |\[type=\w+, |Killed|out of memory)")
-_INPUT = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given behind what is wrong with it
+_INPUT = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given after what is wrong with it
 
 
 class Crash(UserError):
@@ -51,15 +53,15 @@ class Crash(UserError):
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Engine):
     """An engine that runs in a process of `worker.py`.
 
     Attributes:
         title: its name for people.
         module: the file that `worker.py` loads, which runs the engine.
-        interpreter: function that gives the path of a Python that has the engine.
-        environment: function that gives the environment variables of the worker.
-        advice: what to do when that Python can't import the engine, for the error.
+        advice: what to do when its Python can't import the engine, for the error.
+        interpreter: function that gives the path of a Python that has the engine; by default this one.
+        environment: function that gives the environment variables of the worker; by default this process's, and `OFFLINE`.
         reduce: a visual-token reducer (as `--reduce` has it) for every model, whatever its checkpoint carries.
         speculative: JSON of vLLM's `--speculative-config`, already checked.
         batch: requests that it computes together, in their order, unless the settings say; 0: as they come.
@@ -70,9 +72,9 @@ class Local:
     name: str
     title: str
     module: Path
-    interpreter: Callable[[], str]
-    environment: Callable[[], dict[str, str]]
     advice: str
+    interpreter: Callable[[], str] = lambda: sys.executable
+    environment: Callable[[], dict[str, str]] = lambda: {**OFFLINE, **os.environ}
     local: bool = True
     reduce: str | None = None
     speculative: str | None = None
@@ -80,24 +82,18 @@ class Local:
     videos: bool = False
     remark: Callable[[Path], str | None] = lambda model: None
 
-    def answer(
-        self,
-        model: str | Path,
-        requests: Sequence[Request],
-        *,
-        media: str | Path,
-        settings: Settings | None = None,
-        label: str = "answering",
-        progress: Progress | None = None,
-        on_answer: Callable[[Answer], None] | None = None,
-    ) -> Run:
-        """Answer all requests greedily; see `Engine`."""
-        if not self.videos and (filmed := next((request for request in requests if request.videos()), None)):
+    def _answer(self, job: Job) -> Run:
+        if not self.videos and (filmed := next((request for request in job.requests if request.videos()), None)):
             raise UserError(
                 f"sample '{filmed.id}' shows a video, and {self.title} is given none; take --engine vllm or hf"
             )
-        settings, progress, model = settings or Settings(), progress or (lambda *_: None), Path(model)
-        on_answer = on_answer or (lambda _: None)
+        model, requests, settings, label, progress = (
+            Path(job.model),
+            job.requests,
+            job.settings,
+            job.label,
+            job.progress,
+        )
         engine: dict[str, Any] = {}
         answers: dict[str, Answer] = {}
         unanswered, seconds, crashes, restarts, deadly = list(requests), 0.0, 0, 0, 0
@@ -108,7 +104,7 @@ class Local:
             alone = crashes > 1
             asking = replace(settings, max_num_seqs=1) if alone else settings
             try:
-                with contextlib.closing(self._run(model, unanswered, Path(media), asking)) as events:
+                with contextlib.closing(self._run(model, unanswered, job.media, asking)) as events:
                     for event in events:
                         if event["event"] == "ready":
                             began, engine = time.monotonic(), event["engine"]
@@ -116,7 +112,7 @@ class Local:
                             refused = event["event"] == "refused"
                             answer = refusals.add(event["id"], event["message"]) if refused else _answer(event)
                             answers[answer.id] = answer
-                            on_answer(answer)
+                            job.on_answer(answer)
                         progress(label, len(answers), len(requests))
                 break
             except Crash as crash:
@@ -125,7 +121,7 @@ class Local:
                 if alone and unanswered:
                     request, deadly, crashes = unanswered.pop(0), deadly + 1, 0
                     answers[request.id] = refusals.add(request.id, f"the engine died of it: {crash}")
-                    on_answer(answers[request.id])
+                    job.on_answer(answers[request.id])
                 if crashes > 1 and unanswered and (refusals.count >= refusals.allowed or deadly >= DEADLY):
                     where = f"{len(unanswered)} requests had no answer, the first is sample '{unanswered[0].id}'"
                     raise Crash(f"{crash}; it had been started again after a first crash; {where}") from crash

@@ -13,15 +13,14 @@ import json
 import mimetypes
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from vlmcompress.common.progress import Progress
-from vlmcompress.engines import MEDIA, Answer, Refusals, Request, Run, Settings, first_tokens, media_file
-from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.engines import MEDIA, Answer, Engine, Job, Refusals, Request, Run, Settings, first_tokens, media_file
+from vlmcompress.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -33,7 +32,7 @@ REFUSED = (400, 413, 415, 422, 500)  # HTTP codes that concern the request alone
 
 
 @dataclass(frozen=True)
-class OpenAI:
+class OpenAI(Engine):
     """The server at `url`, which ends in a version such as /v1. It takes images and videos as data: addresses."""
 
     url: str
@@ -48,40 +47,28 @@ class OpenAI:
         return cls(address.rstrip("/") + ("" if parts.path.strip("/") else "/v1"))
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return f"openai:{self.url}"
 
-    def answer(
-        self,
-        model: str | Path,
-        requests: Sequence[Request],
-        *,
-        media: str | Path,
-        settings: Settings | None = None,
-        label: str = "answering",
-        progress: Progress | None = None,
-        on_answer: Callable[[Answer], None] | None = None,
-    ) -> Run:
-        """Answer all requests greedily; see `Engine`."""
-        settings, progress = settings or Settings(), progress or (lambda *_: None)
+    def _answer(self, job: Job) -> Run:
         answers: dict[str, Answer] = {}
-        progress(label, 0, len(requests))
+        model = str(job.model)
+        job.progress(job.label, 0, len(job.requests))
 
         async def ask() -> float:
-            async with self._client(settings) as client:
-                await self._check_model(client, str(model))
+            async with self._client(job.settings) as client:
+                await self._check_model(client, model)
                 began = time.monotonic()
-                refusals = Refusals(f"{model} at {self.url}", settings.refusals)
-                session = _Session(client, self.url, str(model), Path(media), settings, refusals)
-                async for answer in session.answers(requests):
+                refusals = Refusals(f"{model} at {self.url}", job.settings.refusals)
+                session = _Session(client, self.url, model, job.media, job.settings, refusals)
+                async for answer in session.answers(job.requests):
                     answers[answer.id] = answer
-                    if on_answer:
-                        on_answer(answer)
-                    progress(label, len(answers), len(requests))
+                    job.on_answer(answer)
+                    job.progress(job.label, len(answers), len(job.requests))
                 return time.monotonic() - began
 
         seconds = asyncio.run(ask())
-        return Run(answers, {"name": "openai", "url": self.url, "model": str(model), "restarts": 0}, round(seconds, 2))
+        return Run(answers, {"name": "openai", "url": self.url, "model": model, "restarts": 0}, round(seconds, 2))
 
     def _client(self, settings: Settings) -> AsyncOpenAI:
         try:

@@ -1,9 +1,9 @@
 """OpenVINO GenAI as an engine: its `VLMPipeline`, on a folder that the format `openvino` wrote.
 
-`ENGINE` runs this file in a process of its own (`engines/worker.py` loads it there). Prompts are rendered here, by the
-checkpoint's own chat template, so that they are those of the other engines. Images are resized by the pipeline, by the one of
-its two ways that weighs pixels as Pillow does (`VISION_PREPROCESS=CPP`). Precision is the pipeline's choice, as it is for its
-users, unless float32 is asked for: then neither inputs nor the cache are rounded.
+`ENGINE` runs this file in a process of its own (`engines/worker.py` loads it there). Prompts are those of
+`rendered`. Images are resized by the pipeline, by the one of its two ways that weighs pixels as Pillow does
+(`VISION_PREPROCESS=CPP`). Precision is the pipeline's choice, as it is for its users, unless float32 is asked for: then
+neither inputs nor the cache are rounded.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.engines import media_file
-from vlmcompress.engines.local import Local
+from PIL import Image
+
+from vlmcompress.engines.local import OFFLINE, Local
+from vlmcompress.engines.rendered import Rendered
 
 PACKAGE = "openvino_genai"
 EXACT = {
@@ -25,12 +26,11 @@ EXACT = {
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
     "KV_CACHE_PRECISION": "f32",
 }
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VISION_PREPROCESS": "CPP"}
+ENVIRONMENT = OFFLINE | {"VISION_PREPROCESS": "CPP"}
 ENGINE = Local(
     name="openvino",
     title="OpenVINO",
     module=Path(__file__),
-    interpreter=lambda: sys.executable,
     environment=lambda: {**ENVIRONMENT, **os.environ},
     advice="pip install '.[openvino]' in the checkout of vlmcompress",
 )
@@ -62,58 +62,42 @@ def answers(engine, requests, job: dict):
         yield request["id"], answer
 
 
-class Engine:
-    """A pipeline in this process, with the processor that renders prompts. `longest` is the context length."""
+class Engine(Rendered):
+    """A pipeline in this process. `longest` is the context length."""
 
     def __init__(self, job: dict):
         import openvino_genai
-        from transformers import AutoProcessor
 
-        from vlmcompress.openvino import REGISTRY, pruning
+        from vlmcompress.export.openvino import REGISTRY, pruning
+        from vlmcompress.reduction import block as reducer_block
+        from vlmcompress.reduction.choice import parse
 
+        super().__init__(job, "openvino", REGISTRY, "openvino_language_model.xml")
         folder, settings = Path(job["model"]), job["settings"]
-        if not (folder / "openvino_language_model.xml").is_file():
-            raise ValueError(f"{folder} has no openvino_language_model.xml; write it by quantize --format openvino")
-        try:
-            family = json.loads((folder / "vlmcompress.json").read_text(encoding="utf-8"))["model"]["family"]
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder} is no checkpoint of ours; write one by quantize --format openvino") from error
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self.family = REGISTRY.get(family).FAMILY
-        reduce = self._reducer(job.get("reduce"), config)
+        carried = reducer_block.read(config)
+        reduce = parse(job["reduce"]) if job.get("reduce") else carried.reducer if carried else None
         self.reduce = str(reduce) if reduce else None
-        self.pruned = pruning(reduce.plain(), family) if reduce else {}
-        self.processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        self.media = Path(job["media"])
+        self.pruned = pruning(reduce.plain(), self.family_name) if reduce else {}
         positions, limit = config["text_config"].get("max_position_embeddings") or 8192, settings["max_model_len"]
         self.longest = min(positions, limit) if limit > 0 else positions
         threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
         options = {"INFERENCE_NUM_THREADS": threads} | (EXACT if settings["dtype"] == "float32" else {})
-        if (
-            threads == 1
-        ):  # OpenVINO 2026.4 divides by zero (SIGFPE) where it compiles a graph in bfloat16 for one thread
+        # OpenVINO 2026.4 divides by zero (SIGFPE) where it compiles a graph in bfloat16 for one thread.
+        if threads == 1:
             options |= {"INFERENCE_PRECISION_HINT": "f32"}
         self.pipeline = openvino_genai.VLMPipeline(folder, "CPU", **options)
 
-    @staticmethod
-    def _reducer(text: str | None, config: dict):
-        """The reducer that is asked for, or else the one that the checkpoint carries; None where there is neither."""
-        from vlmcompress.checkpoint import reducer_block
-        from vlmcompress.recipe.reducer import parse
-
-        carried = reducer_block.read(config)
-        return parse(text) if text else carried.reducer if carried else None
-
     def answer(self, request: dict, settings: dict) -> dict:
         """Answer one request. An exception says that it is refused."""
-        prompt, images = self._prompt(request["messages"])
+        text, images = self.prompt(request["messages"])
+        tag = self.family.tag or self.family.image
+        prompt = text.replace(self.family.image + self.family.behind, self.family.image).replace(self.family.image, tag)
         greedy = self._generate(prompt, images, request["max_tokens"] or settings["max_tokens"])
         if (length := greedy.perf_metrics.get_num_input_tokens()) >= self.longest:
             raise ValueError(f"the prompt has {length} tokens and the maximum context length is {self.longest}")
         first = None
-        if most := settings[
-            "logprobs"
-        ]:  # the beams of one step are the most likely tokens, with their log-probabilities
+        if most := settings["logprobs"]:  # beams of one step are the most likely tokens, with their log-probabilities
             beams = self._generate(prompt, images, 1, num_beams=most, num_return_sequences=most, length_penalty=0.0)
             first = [[text, score] for text, score in zip(beams.texts, beams.scores, strict=True)]
         return {
@@ -133,41 +117,9 @@ class Engine:
         config.update_generation_config(max_new_tokens=max_tokens, **options)
         return self.pipeline.generate(prompt, images=images, generation_config=config)
 
-    def _prompt(self, messages: list[dict]) -> tuple[str, list]:
-        """The text of a conversation with the pipeline's tags for its images, and these as arrays."""
-        images: list = []
-        conversation = [message | {"content": self._parts(message["content"], images)} for message in messages]
-        text = self.processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-        if text.count(self.family.image) != len(images):
-            raise ValueError(f"the chat template does not write {self.family.image!r} once for each image")
-        begin = self.processor.tokenizer.bos_token
-        if begin and text.startswith(begin) and self._adds_begin():
-            text = text.removeprefix(begin)
-        tag = self.family.tag or self.family.image
-        return text.replace(self.family.image + self.family.behind, self.family.image).replace(
-            self.family.image, tag
-        ), images
-
-    def _adds_begin(self) -> bool:
-        tokenizer = self.processor.tokenizer
-        return tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-
-    def _parts(self, content, images: list) -> list[dict]:
-        if isinstance(content, str):
-            return [{"type": "text", "text": content}]
-        parts = []
-        for part in content:
-            if part["type"] == "image_url":
-                images.append(self._opened(part["image_url"]["url"]))
-                part = {"type": "image"}
-            parts.append(part)
-        return parts
-
-    def _opened(self, address: str):
+    def encode_image(self, picture: Image.Image) -> Any:
         """An image as the pipeline takes it, `[height, width, 3]` of bytes."""
         import numpy as np
         import openvino
-        from PIL import Image
 
-        with Image.open(media_file(address, self.media)) as picture:
-            return openvino.Tensor(np.array(picture.convert("RGB"))[None])
+        return openvino.Tensor(np.array(picture)[None])

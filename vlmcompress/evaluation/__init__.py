@@ -1,1 +1,1 @@
-"""Accuracy: both checkpoints answer the same questions in an engine, and the difference is tested statistically."""
+"""What a checkpoint costs and wins against its baseline: accuracy, speed, memory; reports, searches and plans made of that."""

@@ -7,7 +7,7 @@ Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests
 
 from vlmcompress.models._checks import UNSUPPORTED
 from vlmcompress.models._experts import Expert, Experts
-from vlmcompress.models._images import ImageSetting, Layout, Piece
+from vlmcompress.models._images import ImageSetting, Layout, Piece, side_length, square_patches
 from vlmcompress.models._load import (
     VLM,
     Source,

@@ -23,9 +23,9 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from vlmcompress.common import json_files
-from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models._spec import ModelSpec
+from vlmcompress.utils import json_files
+from vlmcompress.utils.errors import UserError, did_you_mean
 
 VISION_KEYS = ("vision_config", "visual", "vision_tower", "image_token_id", "image_token_index")
 REDUCED = "Vlmcompress"  # before the architecture of a checkpoint with a reducer

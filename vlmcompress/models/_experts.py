@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vlmcompress.common import tensor_files
-from vlmcompress.common.tensor_files import Entry, Spec
-from vlmcompress.errors import UserError
 from vlmcompress.models._spec import ModelSpec
+from vlmcompress.utils import tensor_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_files import Entry, Spec
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -30,10 +30,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from vlmcompress.common import tensor_files
-from vlmcompress.common.messages import foreign_errors, reason
-from vlmcompress.common.tensor_files import Entry, Spec
-from vlmcompress.errors import UserError
 from vlmcompress.models import _experts
 from vlmcompress.models._checks import check_architecture, check_experts, check_processor, check_total, unknown
 from vlmcompress.models._modules import decoder_blocks, draft_specs
@@ -50,6 +46,10 @@ from vlmcompress.models._read import (
 from vlmcompress.models._spec import Group, ModelSpec
 from vlmcompress.models._template import endless
 from vlmcompress.models._types import Choice, FloatType
+from vlmcompress.utils import tensor_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import foreign_errors, reason
+from vlmcompress.utils.tensor_files import Entry, Spec
 
 
 @dataclass(frozen=True)

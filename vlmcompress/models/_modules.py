@@ -1,6 +1,6 @@
 """The modules of a model (its meta model will do): which linear layers are quantized together, and what stays in 16 bits.
 
-Each format's config block names the parts that stay in its own way (`vlmcompress.exporters`), and each reader compares the
+Each format's config block names the parts that stay in its own way (`vlmcompress.export.formats`), and each reader compares the
 entries with names of another kind: in memory (transformers), on disk or in vLLM.
 
 A head that drafts tokens for speculative decoding is such a part: vLLM has a class for it, transformers drops it. It shares the
@@ -19,10 +19,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from vlmcompress.common.layer_names import Kept, Names
-from vlmcompress.common.tensor_files import FLOATS, Spec
-from vlmcompress.errors import UserError
 from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
+from vlmcompress.models.layer_names import Kept, Names
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_files import FLOATS, Spec
 
 
 def decoder_layers(model: nn.Module, spec: ModelSpec) -> list[str]:

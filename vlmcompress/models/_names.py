@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from vlmcompress.errors import UserError
 from vlmcompress.models._spec import ModelSpec
+from vlmcompress.utils.errors import UserError
 
 _QUANTIZED = frozenset(
     ("weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vlmcompress.models._spec import ModelSpec
 
 _CALLS = {"get_image_features": "pixel_values", "get_video_features": "pixel_values_videos"}
-_OF_IMAGES = "image_processor."
 
 
 @torch.no_grad()
@@ -135,70 +134,6 @@ def _file(folder: Path, key: str) -> str:
     """The file of a processor in which a setting is looked for."""
     names = ("processor_config.json", "preprocessor_config.json")
     whole, images = ((folder / name).is_file() for name in names)
-    if not key.startswith(_OF_IMAGES):
+    if not key.startswith("image_processor."):
         return names[0] if whole else f"{names[0]} (a new file)"
     return names[1] if images or not whole else f"{names[0]}, below image_processor,"
-
-
-def patch_grid(config: Any) -> dict[str, Any]:
-    """Settings of Qwen's and GLM's processors."""
-    vision = config.vision_config
-    return {f"{_OF_IMAGES}patch_size": vision.patch_size, f"{_OF_IMAGES}merge_size": vision.spatial_merge_size}
-
-
-def clip_patches(config: Any) -> dict[str, Any]:
-    """Settings of LLaVA's and LLaVA-NeXT's processors. CLIP has a CLS token, which is counted before one is taken away."""
-    vision = config.vision_config
-    return {
-        "patch_size": vision.patch_size,
-        "vision_feature_select_strategy": config.vision_feature_select_strategy,
-        "num_additional_image_tokens": int(vision.model_type == "clip_vision_model"),
-    }
-
-
-def patches(config: Any) -> dict[str, Any]:
-    """Settings of LLaVA-OneVision's processor."""
-    vision = config.vision_config
-    strategy = config.vision_feature_select_strategy
-    return {"num_image_tokens": _square(vision), "vision_feature_select_strategy": strategy}
-
-
-def shuffled(config: Any) -> dict[str, Any]:
-    """Settings of InternVL's processor."""
-    return {"image_seq_length": int(_square(config.vision_config) * config.downsample_ratio**2)}
-
-
-def scaled(config: Any) -> dict[str, Any]:
-    """Settings of Idefics3's and SmolVLM's processors."""
-    return {"image_seq_len": int(_square(config.vision_config) / config.scale_factor**2)}
-
-
-def pooled_tokens(config: Any) -> dict[str, Any]:
-    """Settings of Gemma 3's processor."""
-    return {"image_seq_length": config.mm_tokens_per_image}
-
-
-def pooled_patches(config: Any) -> dict[str, Any]:
-    """Settings of Gemma 4's processor."""
-    vision = config.vision_config
-    names = ("patch_size", "pooling_kernel_size")
-    return {f"{_OF_IMAGES}{name}": getattr(vision, name) for name in names}
-
-
-def merged_patches(config: Any) -> dict[str, Any]:
-    """Settings of Mistral 3's processor."""
-    return {"patch_size": config.vision_config.patch_size, "spatial_merge_size": config.spatial_merge_size}
-
-
-def downsampled(config: Any) -> dict[str, Any]:
-    """Settings of LFM2-VL's processor."""
-    patch = config.vision_config.patch_size
-    return {f"{_OF_IMAGES}encoder_patch_size": patch, f"{_OF_IMAGES}downsample_factor": config.downsample_factor}
-
-
-def _square(vision: Any) -> int:
-    """Patches of a square image."""
-    side, patch = (
-        value[0] if isinstance(value, list | tuple) else value for value in (vision.image_size, vision.patch_size)
-    )
-    return (side // patch) ** 2

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import json_files, model_folder, schema
-from vlmcompress.common.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILES, INDEX, PICKLES
-from vlmcompress.common.registry import FAMILIES as REGISTRY
-from vlmcompress.common.tensor_files import Entry, read_entries
-from vlmcompress.errors import UserError
 from vlmcompress.models._checks import check_claims, check_sizes, has_experts
 from vlmcompress.models._experts import one_by_one
 from vlmcompress.models._spec import ModelSpec
+from vlmcompress.utils import json_files, model_folder, schema
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILES, INDEX, PICKLES
+from vlmcompress.utils.registry import FAMILIES as REGISTRY
+from vlmcompress.utils.tensor_files import Entry, read_entries
 
 _RUN_TIME = (
     "attn_implementation",
@@ -117,7 +117,7 @@ def check_files(path: str | Path) -> None:
 
 
 def shards(path: str | Path) -> list[Path]:
-    """The files of the weights of the model in `path`, in order (`common.model_folder`); one at least."""
+    """The files of the weights of the model in `path`, in order (`utils.model_folder`); one at least."""
     path = Path(path)
     if files := model_folder.weight_files(path):
         return files

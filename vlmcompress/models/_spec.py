@@ -120,14 +120,20 @@ class ModelSpec:
         placeholders: function of the model's config that computes the settings by which its processor writes as many
             placeholders as there are features; a setting of the image processor has `image_processor.` before its name. None:
             they are not known, and a message about another number cannot say which to set.
+        image_processor: function of the model's config that makes what `layout` reads of an image processor, for folders that
+            have none; None: config.json does not say it.
         sizes: function that lists the settings of the processor with which images have fewer tokens; None where images of every
             size have as many.
+        video: function of `(processor, frames, width, height)` that computes the grid `(frames, rows, columns)` of a video's
+            tokens; raises ValueError for sizes that the processor refuses. None: videos are not counted.
         float32: parameters, by parts of their names, that may be stored in float32 whatever the rest is in, as engines compute
             with them in float32.
         inner: modules of a decoder block, by the end of their names, whose parameters act within a branch, between the layers
             that read the residual stream and those that write it.
         newlines: parameters besides the projector whose rows lie between visual tokens.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
+        token_side: function of the model's config: rows, and columns, of patches that a visual token is made of by merging,
+            pixel shuffle or pooling; None: one.
         visual_grid: how an image's visual tokens lie, for reducing them: `patches`, the encoder's patches, of one image size;
             `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by `spatial_shapes`;
             `anyres`, by `layout` from `image_sizes`; None where they cannot be reduced.
@@ -140,6 +146,10 @@ class ModelSpec:
             layers are split.
         vision_joint: names within a tower block of the attention and of the norm behind it, between which rows can merge, in
             transformers and in vLLM; None where tokens cannot merge in the tower.
+        merging_towers: model types of towers in which they can, with the rows that are features: all, `full`, or those after
+            CLS, `default`.
+        unreduced_towers: model types of towers whose tokens are not reduced, with the reason.
+        tower_blocks: part of the class name of tower blocks by which models of no family here are known to have this tower.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
         engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
         engine_mapper: prefix on disk -> prefix in vLLM, first match wins: the `hf_to_vllm_mapper` of vLLM's class.
@@ -163,7 +173,10 @@ class ModelSpec:
     image_token: str
     layout: Cut
     placeholders: Callable[[Any], dict[str, Any]] | None = None
+    image_processor: Callable[[Any], Any] | None = None
     sizes: Sizes | None = None
+    video: Callable[[Any, int, int, int], tuple[int, int, int]] | None = None
+    token_side: Callable[[Any], int] | None = None
     lm_head: str = "lm_head"
     norm: str = "norm"
     head_shares: bool = False
@@ -182,6 +195,9 @@ class ModelSpec:
     vision_units: Literal["patch", "block", "resized"] = "block"
     vision_whole: bool = False
     vision_joint: tuple[str, str] | None = None
+    merging_towers: tuple[tuple[str, str], ...] = ()
+    unreduced_towers: tuple[tuple[str, str], ...] = ()
+    tower_blocks: str | None = None
     norm_offset: float = 0.0
     engine_prefixes: Prefixes = ()
     engine_mapper: Prefixes = ()
@@ -283,6 +299,8 @@ CLIP = (
     LinearGroup("fc1", ("mlp.fc1",), ("layer_norm2",), "norm"),
     LinearGroup("fc2", ("mlp.fc2",)),
 )
+
+CLIP_TOWERS = (("clip_vision_model", "default"), ("siglip_vision_model", "full"))
 
 # The LLaVA shape in vLLM: everything that transformers keeps under `model.` is top-level there, as it is on the hub.
 LLAVA_MAPPER: Prefixes = (

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from vlmcompress.errors import UserError
 from vlmcompress.models._modules import decoder_blocks, decoder_layers, draft_tensors
 from vlmcompress.models._names import tied_names
 from vlmcompress.models._spec import Group, ModelSpec
+from vlmcompress.utils.errors import UserError
 
 
 @dataclass(frozen=True)

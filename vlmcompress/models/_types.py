@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from vlmcompress.common.tensor_files import DTYPES, FLOATS, Spec
 from vlmcompress.models._spec import ModelSpec
+from vlmcompress.utils.tensor_files import DTYPES, FLOATS, Spec
 
 Choice = Literal["auto", "bfloat16", "float16", "float32"]
 """What a recipe asks for; `auto`: see `FloatType.of`."""

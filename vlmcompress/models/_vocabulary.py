@@ -14,10 +14,10 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vlmcompress.common import json_files
 from vlmcompress.models._load import Source
 from vlmcompress.models._names import tied_names
 from vlmcompress.models._spec import HEAD, Group, ModelSpec
+from vlmcompress.utils import json_files
 
 PADDING = 64
 """vLLM pads the rows of embedding and head to a multiple of this (`DEFAULT_VOCAB_PADDING_SIZE`)."""

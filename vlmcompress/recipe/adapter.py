@@ -1,6 +1,6 @@
 """A LoRA adapter's folder as PEFT writes it: which base it names, and what it has besides weights.
 
-Its tensors are read by `checkpoint.adapter`, which merges them. Trainers save tokenizer, processor and chat template beside
+Its tensors are read by `export.adapter`, which merges them. Trainers save tokenizer, processor and chat template beside
 them. These are what the adapter was trained with, so they take the place of the base's.
 """
 
@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import hub, identity, json_files, model_folder, schema
-from vlmcompress.common.model_folder import ADAPTER_CONFIG as CONFIG
-from vlmcompress.errors import UserError
+from vlmcompress.utils import hub, identity, json_files, model_folder, schema
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.model_folder import ADAPTER_CONFIG as CONFIG
 
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 _NAME = "base_model_name_or_path"

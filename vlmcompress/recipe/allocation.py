@@ -23,7 +23,6 @@ The others go by the entropy of activations and no error:
   clusters (k-means, K = 100) that a block's normalized input vectors fall into. The paper gives the lowest blocks about 1
   bit (BiLLM, which no engine runs) and the others 4; here the widths are the largest that fits for all blocks and the next
   one up, which as many blocks get as fit.
-* `luq-reverse`: the control for `luq`. If the reverse order does as well, entropy says nothing about what bits are worth.
 * `qvlm` (from Q-VLM's proxy, arXiv 2410.08119): blocks whose activations have the least entropy given the block before get the
   fewest bits. Q-VLM takes that entropy for how strongly a block's error spreads into the blocks after it, and searches strongly
   coupled blocks together; the paper allocates no bits. Ranking by its entropy is ours, to compare with `luq` and `error`.
@@ -184,9 +183,7 @@ def _unwind(past: Any) -> list[int]:
     return indices[::-1]
 
 
-def _by_entropy(
-    candidates: Candidates, budget: int, facts: Mapping[str, Any], kind: str, reverse: bool = False
-) -> dict[Key, int]:
+def _by_entropy(candidates: Candidates, budget: int, facts: Mapping[str, Any], kind: str) -> dict[Key, int]:
     """Give blocks at the front of an order the smallest candidate and the others a larger one, as many as fit.
 
     The larger one is the smallest size that does not fit everywhere (the largest, if all fit): with a budget between 3 and 4
@@ -195,12 +192,11 @@ def _by_entropy(
 
     Args:
         facts: `facts["entropy"][kind]` is the entropy of each block, in bits.
-        reverse: begin with the blocks of most entropy.
     """
     entropy, layers = facts["entropy"][kind], sorted({layer for layer, _ in candidates})
     if lacking := [layer for layer in layers if layer >= len(entropy) or entropy[layer] is None]:
         raise ValueError(f"block {lacking[0]} has no entropy")
-    order = sorted(layers, key=lambda layer: (entropy[layer], layer))[:: -1 if reverse else 1]
+    order = sorted(layers, key=lambda layer: (entropy[layer], layer))
     _check(candidates, budget)
     sizes = {
         key: sorted(range(len(choices)), key=lambda k: (choices[k].nbytes, choices[k].error))
@@ -232,8 +228,5 @@ _ENTROPY = frozenset({"entropy"})
 RULES: Mapping[str, Rule] = {
     "error": Rule(frozenset(), lambda candidates, budget, facts: solve_knapsack(candidates, budget)[0]),
     "luq": Rule(_ENTROPY, lambda candidates, budget, facts: _by_entropy(candidates, budget, facts, "luq")),
-    "luq-reverse": Rule(
-        _ENTROPY, lambda candidates, budget, facts: _by_entropy(candidates, budget, facts, "luq", True)
-    ),
     "qvlm": Rule(_ENTROPY, lambda candidates, budget, facts: _by_entropy(candidates, budget, facts, "qvlm")),
 }

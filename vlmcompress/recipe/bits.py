@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from vlmcompress.common.text import check_size
-from vlmcompress.errors import did_you_mean
 from vlmcompress.recipe.allocation import RULES
+from vlmcompress.utils.errors import did_you_mean
+from vlmcompress.utils.text import check_size
 
 NAMED = ("fp8", "int8", "bf16")  # besides the recipe's own scheme at 2 to 8 bits
 DEFAULT = (2, 3, 4, 8)

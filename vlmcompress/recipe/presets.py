@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vlmcompress.common.messages import note
-from vlmcompress.common.registry import SCHEMES
-from vlmcompress.errors import UserError
-from vlmcompress.recipe.layers import Layer
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
+from vlmcompress.utils.registry import SCHEMES
+from vlmcompress.utils.settings import Layer
 
 REFUSED = {
     r"W\dA4": "no engine computes with integer activations of 4 bits; take W4A16, or NVFP4 for 4-bit floats",

@@ -19,22 +19,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from vlmcompress import targets
-from vlmcompress.common import hub, yaml_files
-from vlmcompress.common.model_folder import is_adapter
-from vlmcompress.common.registry import FORMATS, SCHEMES, TARGETS
-from vlmcompress.common.text import check_size
-from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe import adapter as adapters
-from vlmcompress.recipe import presets
+from vlmcompress.recipe import presets, targets
 from vlmcompress.recipe.bits import Bits
-from vlmcompress.recipe.layers import Layer, find, merge
-from vlmcompress.recipe.resize import Resize
+from vlmcompress.reduction.resize import Resize
+from vlmcompress.utils import hub, yaml_files
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.model_folder import is_adapter
+from vlmcompress.utils.registry import FORMATS, SCHEMES
+from vlmcompress.utils.settings import Layer, find, merge
+from vlmcompress.utils.text import check_size
 
 if TYPE_CHECKING:
     from vlmcompress.numerics import Scheme
-    from vlmcompress.quantizers import Quantizer, QuantizerOptions
-    from vlmcompress.recipe.reducer import ReducerChoice
+    from vlmcompress.quantization.schemes import Quantizer, QuantizerOptions
+    from vlmcompress.reduction.choice import ReducerChoice
 else:  # pydantic reads annotations when the class is made, and these bring torch along; `resolve` checks the values
     ReducerChoice = QuantizerOptions = Any
 
@@ -60,9 +59,6 @@ class Calibrate(_Frozen):
         samples: how many samples to take, those of `text` included.
         max_length: longest sample in tokens; None: the model's context.
         all_experts: show every expert of a mixture all tokens, not those alone that the router sends it.
-        fisher: what the backward pass of balance `auto` and of predictions in nats sends through the model: the gradient of
-            the answers' loss (`labels`), or random signals that know no labels and estimate the divergence's curvature without
-            bias (`signs`).
         stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; if `data` is given,
             too, the statistics must come from it.
     """
@@ -74,7 +70,6 @@ class Calibrate(_Frozen):
     samples: int = Field(default=128, ge=1, le=MOST)
     max_length: int | None = Field(default=None, ge=1, le=MOST)
     all_experts: bool = False
-    fisher: Literal["labels", "signs"] = "labels"
     stats: str | None = None
 
 
@@ -86,7 +81,7 @@ class Recipe(_Frozen):
         out: folder to write; None only for plans and checks.
         target: machine to serve on; None: do not check.
         goal: purpose that the target's default scheme is chosen for.
-        scheme: name of a module in `vlmcompress.quantizers`; `options` holds its `Options`.
+        scheme: name of a module in `vlmcompress.quantization.schemes`; `options` holds its `Options`.
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
         head: format of the output head's weights: `fp8` and `int8` with 8-bit activations, `w8a16` with a scale per row,
             `w4a16` in groups; one that shares the embedding's weights becomes a matrix of its own. `bf16` leaves it in 16 bits.
@@ -106,11 +101,11 @@ class Recipe(_Frozen):
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
         resize: images made smaller before the encoder, by the processor's own settings; None: they are as they were.
-        reduce: the visual-token reducer (`recipe.reducer`) that the checkpoint carries; None: all tokens are kept.
+        reduce: the visual-token reducer (`reduction.choice`) that the checkpoint carries; None: all tokens are kept.
         engine: engine that is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: seed of every random choice.
         shard_size: size of the largest file of weights.
-        format: name of a module in `vlmcompress.exporters`.
+        format: name of a module in `vlmcompress.export.formats`.
     """
 
     model: Path
@@ -171,8 +166,14 @@ class Recipe(_Frozen):
         return resolve(settings, file, caller="Recipe.of").recipe
 
     @property
+    def output(self) -> Path:
+        """`out`, which the recipe of everything that is run has; only the recipe of a plan may lack it."""
+        assert self.out is not None
+        return self.out
+
+    @property
     def method(self) -> Quantizer:
-        """The scheme's module in `vlmcompress.quantizers`."""
+        """The scheme's module in `vlmcompress.quantization.schemes`."""
         return SCHEMES.get(self.scheme)
 
     @property
@@ -201,7 +202,7 @@ class Recipe(_Frozen):
 
     @property
     def exporter(self) -> ModuleType:
-        """The module in `vlmcompress.exporters` of the format that is written."""
+        """The module in `vlmcompress.export.formats` of the format that is written."""
         return FORMATS.get(self.format)
 
     def plain(self) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def resolve(
             if isinstance(layer.get(key), Mapping):
                 _check_keys(layer[key], part.model_fields, f"{key}.", origin)
     if any("reduce" in layer for _, layer in layers):
-        from vlmcompress.recipe import reducer  # which brings torch along
+        from vlmcompress.reduction import choice as reducer  # which brings torch along
 
         layers = reducer.layered(layers)
     layers = [presets.expanded(layer) for layer in layers]
@@ -259,7 +260,7 @@ def resolve(
     values, origins = merge(layers)
     layers.append(_format_layer(values))
     values, origins = merge(layers)
-    for key, registry in (("scheme", SCHEMES), ("target", TARGETS), ("format", FORMATS)):
+    for key, registry in (("scheme", SCHEMES), ("target", targets.REGISTRY), ("format", FORMATS)):
         if isinstance(values.get(key), str):
             values[key] = registry.name(values[key])
     if "scheme" not in values:
@@ -286,10 +287,10 @@ def resolve(
 
 
 def _reducer(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
-    """The `recipe.reducer.ReducerChoice` that the merged settings name; None where they name none."""
+    """The `reduction.choice.ReducerChoice` that the merged settings name; None where they name none."""
     if setting is None:
         return None
-    from vlmcompress.recipe.reducer import merged  # which brings torch along
+    from vlmcompress.reduction.choice import merged  # which brings torch along
 
     return merged(setting, origins)
 
@@ -301,7 +302,7 @@ def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Laye
         return "target", {}
     if goal not in ("memory", "throughput", None):
         raise UserError(_wrong("goal", goal, "should be 'memory' or 'throughput'", origins))
-    return f"target {TARGETS.name(target)}", {"scheme": targets.default_scheme(target, goal)}
+    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.default_scheme(target, goal)}
 
 
 def _format_layer(values: Mapping[str, Any]) -> Layer:

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from eval.demo.export import disk_name
 from eval.demo.smol.adapter import merge
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = "model.language_model.layers."

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eval.photo import pictures
 from eval.photo.pictures import Album
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 from . import package, pool, warmup
 from .language import begin, tokenizer_of

@@ -17,7 +17,7 @@ from transformers import (
 
 from eval.demo.export import export
 from eval.world.vocab import FAMILIES
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 from . import package
 from .adapter import merge

@@ -47,8 +47,8 @@ def checked(rows: dict[str, dict[str, Any]], result: dict[str, Any]) -> dict[str
 
 def quantizers(tiny: bool) -> dict[str, dict[str, Any]]:
     """Each scheme on a group of two layers: equal codes, the errors of their outputs, and the smoothing scales."""
-    from vlmcompress.quantizers import REGISTRY
-    from vlmcompress.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.quantization.schemes import REGISTRY
 
     width = 256 if tiny else 1024
     x, mask = made.inputs(width, 4 * width, CPU)
@@ -77,14 +77,14 @@ def quantizers(tiny: bool) -> dict[str, dict[str, Any]]:
 
 def solved(name: str, weights: list[Tensor], stats: Any) -> tuple[Tensor | None, list[Any]]:
     """Smooth and quantize a group: the scale, on which the weights were multiplied, and the quantized weights."""
-    from vlmcompress.quantizers import REGISTRY, smooth, solve
+    from vlmcompress.quantization.schemes import REGISTRY, smooth, solve
 
     method = REGISTRY.get(name)
     options = method.Options()
-    scale = smooth(method, weights, stats, options)
-    if scale is not None:
+    smoothing = smooth(method, weights, stats, options)
+    if (scale := smoothing.scale) is not None:
         weights, stats = [w.float() * scale for w in weights], stats.rescaled(scale)
-    return scale, solve(method, weights, stats, options, torch.bfloat16).weights
+    return scale, solve(method, weights, stats, options, torch.bfloat16, smoothing.factor).weights
 
 
 def output_error(x: Tensor, quantized: Tensor, weight: Tensor, scale: Tensor | None) -> float:
@@ -96,17 +96,15 @@ def output_error(x: Tensor, quantized: Tensor, weight: Tensor, scale: Tensor | N
 def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
     """Each statistic, relative to the same in float64: from the GPU, and from the CPU."""
     from vlmcompress.numerics.rotation import Rotation
-    from vlmcompress.statistics import gradients, kv_range
-    from vlmcompress.statistics.inputs import CROSS, NEEDS, quadratic
+    from vlmcompress.numerics.statistics import kv_range
+    from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS, quadratic
 
     width = 128 if tiny else 2048
     x, mask = made.inputs(width, 3 * width, CPU)
     weight, wide = made.weight(width, width, CPU).float(), x.double()
-    signs = gradients.random_signs(64, width, gradients.sign_generator(0, 0))
     heads = x.view(1, len(x), 4, width // 4).transpose(1, 2)  # [1, heads, tokens, channels]
 
-    vision, logits = wide[mask == 2], x[:64].float()
-    p = logits.double().softmax(-1)
+    vision = wide[mask == 2]
     oracle = {
         "gram": vision.T @ vision,
         "cross": vision.T @ (x * 1.01 - x)[mask == 2].double(),
@@ -114,7 +112,6 @@ def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
         "absmax": wide.abs().amax(0),
         "error": (wide @ weight.double().T).square().sum().sqrt(),
         "kv_ranges": torch.stack([wide[mask == code].abs().amax() for code in made.SHARES]),
-        "fisher_signal": p.sqrt() * signs - p * (p.sqrt() * signs).sum(-1, keepdim=True),
         "rotation": wide @ Rotation("hadamard", width, 0).matrix(),
     }
 
@@ -128,7 +125,6 @@ def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
             "absmax": stats.absmax(),
             "error": quadratic(weight.to(device), stats.gram()).sum().sqrt(),
             "kv_ranges": ranges.ranges[0, :, 0],
-            "fisher_signal": gradients.fisher_signal(logits.to(device), signs.to(device)),
             "rotation": Rotation("hadamard", width, 0).rows(x.to(device).float()),
         }
 
@@ -144,7 +140,7 @@ def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
 
 def reducers(tiny: bool) -> dict[str, dict[str, Any]]:
     """Each reducer on the signals of an image: the share of the CPU's tokens that the GPU keeps as well."""
-    from vlmcompress.reducers import REGISTRY
+    from vlmcompress.reduction.methods import REGISTRY
 
     grid, width = ((1, 8, 8), 64) if tiny else ((1, 32, 40), 3584)
     images = {key: made.signals(grid, width, CPU) for key in ("cpu", "gpu")}

@@ -26,8 +26,8 @@ CLOSE, ALIKE = 1e-3, 0.9
 
 def run(place: Place) -> dict[str, Any]:
     """Compare all schemes that have kernels. Failed where codes make another error, or more than a tenth of the rows differ."""
-    from vlmcompress.quantizers import REGISTRY, _fused, smooth, solve
-    from vlmcompress.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.quantization.schemes import REGISTRY, _fused, smooth, solve
 
     device = measure.device()
     if device.type == "cpu":
@@ -41,7 +41,7 @@ def run(place: Place) -> dict[str, Any]:
         scheme, chosen = SCHEMES[name]
         method = REGISTRY.get(scheme)
         options = method.Options(**chosen)
-        scale = smooth(method, weights, stats, options)
+        scale = smooth(method, weights, stats, options).scale
         scaled, group = (
             (weights, stats) if scale is None else ([w.float() * scale for w in weights], stats.rescaled(scale))
         )

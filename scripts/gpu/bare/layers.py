@@ -24,8 +24,8 @@ TOKENS, ROWS = 16384, 256
 
 def run(place: Place, shape: str) -> dict[str, Any]:
     """Run all schemes on a block of a shape. Failed where one does not run; the others have their figures then, too."""
-    from vlmcompress.quantizers import REGISTRY
-    from vlmcompress.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.quantization.schemes import REGISTRY
 
     text = shapes.shape(place, shape, "full").text
     groups, device = layers(text), measure.device()
@@ -73,8 +73,8 @@ def layers(text: Any) -> dict[str, tuple[int, list[int]]]:
 
 def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: dict[str, Any]) -> dict[str, Any]:
     """Smooth, solve and pack all groups by one scheme: the figures."""
-    from vlmcompress.exporters import compressed_tensors
-    from vlmcompress.quantizers import smooth, solve
+    from vlmcompress.export.formats import compressed_tensors
+    from vlmcompress.quantization.schemes import smooth, solve
 
     scheme, total, errors = method.scheme(options), dict.fromkeys(("smooth", "solve", "pack"), 0.0), []
     small, first = [weights["qkv"][0][:ROWS]], stats["qkv"]
@@ -85,11 +85,12 @@ def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: d
     measure.forget_peaks()
     for name, group in weights.items():
         ready, group_stats = group, stats[name]
-        taken, scale = measure.once(lambda: smooth(method, group, stats[name], options))  # noqa: B023
+        taken, smoothing = measure.once(lambda: smooth(method, group, stats[name], options))  # noqa: B023
         total["smooth"] += taken
-        if scale is not None:
+        if (scale := smoothing.scale) is not None:
             ready, group_stats = [w.float() * scale for w in group], group_stats.rescaled(scale)
-        taken, solution = measure.once(lambda: solve(method, ready, group_stats, options, torch.bfloat16))  # noqa: B023
+        factor = smoothing.factor
+        taken, solution = measure.once(lambda: solve(method, ready, group_stats, options, torch.bfloat16, factor))  # noqa: B023
         total["solve"] += taken
         input_scale = solution.input_scale
         for weight, q in zip(ready, solution.weights, strict=True):

@@ -56,22 +56,22 @@ def statistics(x: Tensor, mask: Tensor, needs: Iterable[str]) -> Any:
 
     For the cross-Gram matrix the 16-bit model's inputs differ by a hundredth.
     """
-    from vlmcompress.statistics.balance import Sensitivity
-    from vlmcompress.statistics.collect import Collector
-    from vlmcompress.statistics.inputs import CROSS, SAMPLE
-    from vlmcompress.statistics.tokens import splits
+    from vlmcompress.numerics.statistics.balance import Sensitivity
+    from vlmcompress.numerics.statistics.collect import Collector
+    from vlmcompress.numerics.statistics.inputs import CROSS, SAMPLE
+    from vlmcompress.numerics.statistics.tokens import splits
 
     (split,) = splits([mask[None]], [[0]], SAMPLE)
     collector = Collector(x.shape[1], needs)
     collector.add(x, split.to(x.device), x * 1.01 if CROSS in needs else None)
     stats = collector.finish()
-    stats.sensitivity = Sensitivity({"text": 1.0, "vision": 0.5, "answer": 2.0}, rho=0.5)
+    stats.sensitivity = Sensitivity(rho=0.5)
     return stats
 
 
 def reducer(name: str, width: int) -> tuple[Any, Any]:
     """A reducer's module, and options that keep half of the tokens and run on signals alone."""
-    from vlmcompress.reducers import REGISTRY, learned
+    from vlmcompress.reduction.methods import REGISTRY, learned
 
     module = REGISTRY.get(name)
     network = learned.Network(learned.initial(torch.zeros(width), torch.ones(width), hidden=64, seed=0))
@@ -82,7 +82,7 @@ def reducer(name: str, width: int) -> tuple[Any, Any]:
 
 def signals(grid: tuple[int, int, int], width: int, device: torch.device, seed: int = 0) -> Any:
     """Signals of an image that has something for every reducer: tokens `[n, width]` in which neighbours are alike."""
-    from vlmcompress.reducers import Signals
+    from vlmcompress.reduction.methods import Signals
 
     draw, n, head = torch.Generator(device).manual_seed(seed), math.prod(grid), max(4, min(80, width // HEADS))
 
@@ -102,19 +102,18 @@ def signals(grid: tuple[int, int, int], width: int, device: torch.device, seed: 
         windowed=spread(),
         query=rows(12, width),
         query_keys=rows(12, HEADS * head),
-        pixels=rows(n, 12).float().view(n, 3, 2, 2)[torch.arange(n, device=device) // 2],  # of two tokens the same
     )
 
 
 def reduced(module: Any, options: Any, image: Any) -> Any:
     """The reduction of an image by a method; by one that merges in the encoder's layers, in `LAYERS` of these."""
-    from vlmcompress import reducers
+    from vlmcompress.reduction import methods as reducers
 
     if hasattr(module, "reduce"):
         return reducers.reduce(module, image, options)
     merged = reducers.Reduction.identity(image.n, image.device)
     for layer in range(LAYERS):
         left = {name: merged.apply(getattr(image, name)) for name in ("features", "keys", "saliency", "windowed")}
-        now = dataclasses.replace(image, pixels=None, merged=merged, **left)
+        now = dataclasses.replace(image, merged=merged, **left)
         merged = merged.then(reducers.merge(module, now, options, layer, LAYERS))
     return merged

@@ -26,7 +26,7 @@ WORDS = 48
 @torch.no_grad()
 def beside_encoder(place: Place) -> dict[str, Any]:
     """The encoder's milliseconds for some images, and each reducer's, with its kernels and waits for one of them."""
-    from vlmcompress.reducers import REGISTRY
+    from vlmcompress.reduction.methods import REGISTRY
 
     vlm, device, grid = shapes.vlm(place, SHAPE, "tower"), measure.device(), TINY_GRID if place.tiny else GRID
     width, encoder = vlm.model.config.text_config.hidden_size, {}
@@ -56,7 +56,7 @@ def beside_encoder(place: Place) -> dict[str, Any]:
 @torch.no_grad()
 def prefill(place: Place) -> dict[str, Any]:
     """Milliseconds of the decoder alone at each share of the tokens, and of the whole model behind some reducers."""
-    from vlmcompress.hf_hooks import attach
+    from vlmcompress.reduction.hooks import attach
 
     vlm, grid = shapes.vlm(place, SHAPE, "full"), TINY_GRID if place.tiny else GRID
     tokens, hidden = grid[0] * grid[1] * grid[2], vlm.model.config.text_config.hidden_size

@@ -52,8 +52,8 @@ def gradients(place: Place, source: Path, out: Path) -> dict[str, Any]:
 
 def recover(place: Place, source: Path, out: Path) -> dict[str, Any]:
     """Some steps of training behind a reducer."""
-    from vlmcompress.runs.recover import recover
-    from vlmcompress.runs.train_student import TrainingOptions
+    from vlmcompress.training.recover import recover
+    from vlmcompress.training.train_student import TrainingOptions
 
     recipe = shapes.recipe(place, source, out, "none", {}, reduce="divprune:0.5")
     manifest = recover(recipe, TrainingOptions(steps=STEPS, batch=BATCH, every=STEPS // 2), overwrite=True).manifest
@@ -62,8 +62,8 @@ def recover(place: Place, source: Path, out: Path) -> dict[str, Any]:
 
 def learn_reducer(place: Place, source: Path, out: Path) -> dict[str, Any]:
     """Some steps of training a scorer, which of random weights can't learn anything and says so at its end."""
-    from vlmcompress.errors import UserError
-    from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
+    from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
+    from vlmcompress.utils.errors import UserError
 
     facts: dict[str, Any] = {"timing": {}}
     recipe = shapes.recipe(place, source, Path(f"{out}.safetensors"), "none", {})

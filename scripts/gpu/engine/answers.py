@@ -46,7 +46,7 @@ def narrow(place: Place, bits: int) -> dict[str, Any]:
 
 def kv_cache(place: Place) -> dict[str, Any]:
     """Store scales in a shallow model, ask it with and without the FP8 cache, compare."""
-    from vlmcompress import targets
+    from vlmcompress.recipe import targets
 
     folder, images = _with_scales(place), kernels.pictures(place)
     probed: dict[str, dict[str, Any]] = {}

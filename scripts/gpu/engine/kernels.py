@@ -1,4 +1,4 @@
-"""Every scheme of a shape loaded by vLLM: which kernel runs which layer, and whether `vlmcompress/targets` says so.
+"""Every scheme of a shape loaded by vLLM: which kernel runs which layer, and whether `recipe.targets` says so.
 
 The checkpoints are shallow: a kernel is chosen by a layer's type and shape, not by the number of layers. Several engines run
 at a time, each a process of its own. What the target refuses is left out and named.
@@ -17,7 +17,7 @@ from gpu.machine import target_here
 from gpu.part import Failed, Place
 from gpu.steps import SCHEMES
 
-# A word of a target's `kernels` -> the classes of vLLM 0.32 that it stands for.
+# A word of a target's `kernels` -> the classes of vLLM 0.32 that it stands for, and our plugin's in their place (`_cpu`).
 CLASSES = {
     "Marlin": r"Marlin\w*Kernel",
     "Machete": r"MacheteLinearKernel",
@@ -37,14 +37,14 @@ CLASSES = {
     "Dynamic4bit": r"Dynamic4bitLinearKernel",
     "CPUWNA16": r"CPUWNA16LinearKernel",
     "oneDNN": r"CPUInt8ScaledMMLinearKernel",
-    "torch._scaled_mm": r"\w*TorchFP8ScaledMMLinearKernel",
+    "torch._scaled_mm": r"\w*TorchFP8ScaledMMLinearKernel|Fp8In16BitsLinearKernel",
 }
 AT_A_TIME = 3
 
 
 def run(place: Place, shape: str) -> dict[str, Any]:
     """Load every scheme. Failed where one does not load, or runs in a kernel that its target does not name."""
-    from vlmcompress import targets
+    from vlmcompress.recipe import targets
 
     machine = targets.get(target_here())
     schemes: dict[str, Any] = {}
@@ -68,7 +68,8 @@ def run(place: Place, shape: str) -> dict[str, Any]:
 
 def format_key(name: str) -> str:
     """The format of a scheme, as targets name it."""
-    from vlmcompress import quantizers, targets
+    from vlmcompress.quantization import schemes as quantizers
+    from vlmcompress.recipe import targets
 
     scheme, options = SCHEMES[name]
     module = quantizers.REGISTRY.get(scheme)
@@ -77,7 +78,7 @@ def format_key(name: str) -> str:
 
 def checkpoint(place: Place, shape: str, name: str) -> Path:
     """The shallow checkpoint of a scheme, its files examined when it is made."""
-    from vlmcompress.diagnosis.files import diagnose
+    from vlmcompress.evaluation.doctor.files import diagnose
 
     scheme, options = SCHEMES[name]
     folder = shapes.quantized(place, shape, "shallow", scheme, options, name)
@@ -124,7 +125,7 @@ def judged(key: str, expected: str, loaded: dict[str, Any]) -> dict[str, Any]:
     if not kernels:
         wrong.append("no layer has a kernel; was it loaded quantized?")
     if strange := sorted(kernel for kernel in kernels.keys() | loaded["logged"].keys() if not fits(expected, kernel)):
-        wrong.append(f"runs in {', '.join(strange)}, targets/ says {expected}")
+        wrong.append(f"runs in {', '.join(strange)}, recipe.targets says {expected}")
     return {**about, **({"wrong": wrong} if wrong else {})}
 
 

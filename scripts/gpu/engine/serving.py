@@ -8,7 +8,6 @@ of the same bytes. `latency` is one client, `load` many; caches are off, which t
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +29,7 @@ TINY_LOADS = {"latency": (1, 2, 2), "load": (2, 4, 4)}
 
 def run(place: Place, scheme: str) -> dict[str, Any]:
     """Serve a scheme's checkpoints and measure each."""
-    from vlmcompress.bench.prompts import open_prompts
+    from vlmcompress.evaluation.speed.prompts import open_prompts
 
     full = checkpoint(place, scheme)
     shares = {name: share for name, share in KEPT.items() if share != 0.5 or not place.tiny or scheme == "bf16"}
@@ -67,8 +66,8 @@ def servers(place: Place, folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
     """All servers, up: three at a time on a GPU, as each takes only its share; two on a CPU."""
     import torch
 
-    from vlmcompress.bench.serving import ALWAYS, FLAGS
     from vlmcompress.engines.vllm.serve import server
+    from vlmcompress.evaluation.speed.serving import ALWAYS, FLAGS
 
     limits = ["--max-model-len", "1024" if place.tiny else "4096"]
     if torch.cuda.is_available():
@@ -88,8 +87,8 @@ def servers(place: Place, folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
 
 def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int) -> dict[str, Any]:
     """Send conversations and check that all were answered in full, from no cache; returns the figures."""
-    from vlmcompress.bench import client, counters, measure
-    from vlmcompress.bench.client import Load
+    from vlmcompress.evaluation.speed import client, counters, measure
+    from vlmcompress.evaluation.speed.client import Load
 
     before = counters.counters(running)
     bodies = [client.encode(running.name, messages, tokens) for messages in conversations]
@@ -111,10 +110,11 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
 
 def described(running: Any, folder: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """The figures of a server: medians over its turns, and the requests that its KV cache holds at once."""
-    from vlmcompress.bench import counters, measure
+    from vlmcompress.evaluation.speed import counters, measure
+    from vlmcompress.evaluation.speed.runs import kv_bytes_per_token
 
-    config, cache = json.loads((folder / "config.json").read_text()), counters.cache_config(running)
-    per_token = measure.kv_bytes_per_token(config, cache["cache_dtype"])
+    cache = counters.cache_config(running)
+    per_token = kv_bytes_per_token(folder, cache["cache_dtype"])
     assert per_token, "a Qwen has full attention in every block"
     longest = max(row["tokens"] for row in rows["load"])
 

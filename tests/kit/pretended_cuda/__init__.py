@@ -270,7 +270,7 @@ def hidden() -> Iterator[None]:
     import pytest
     import torch
 
-    from vlmcompress.calibration import devices
+    from vlmcompress.models import devices
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "emulated", lambda _dtype: False)

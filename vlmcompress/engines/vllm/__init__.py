@@ -4,8 +4,8 @@
     run.answers["sample-1"].text
 
 `ENGINE` runs `worker` in the engine's process and reads answers from it; `serve` starts vLLM's own OpenAI-compatible server;
-`conformance` finds out whether vLLM serves a checkpoint as transformers does. The engine's interpreter is
-`VLMCOMPRESS_ENGINE_PYTHON`, by default the one that runs this. `worker`, `server`, `offline` and `conformance_worker` import
+`names` asks it for the places of tensors. The engine's interpreter is `VLMCOMPRESS_ENGINE_PYTHON`, by default the one that
+runs this. `worker`, `server` and `names_worker` import
 only the standard library and vLLM, so nothing of ours need be installed there.
 """
 
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import json_files
 from vlmcompress.engines.local import Local
-from vlmcompress.errors import UserError
+from vlmcompress.utils import json_files
+from vlmcompress.utils.errors import UserError
 
 PYTHON_VARIABLE = "VLMCOMPRESS_ENGINE_PYTHON"
 # Set unless the user has set them. The VLLM_CPU_* ones mean nothing to a GPU build.

@@ -26,16 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress import readers
-from vlmcompress.common import model_folder, schema
-from vlmcompress.common.messages import note
-from vlmcompress.engines import reducer_support
 from vlmcompress.engines.local import how_it_ended, keep_log, last_words, start_process, stop_process
 from vlmcompress.engines.vllm import ENVIRONMENT, environment, installed, interpreter, slow, speculation
-from vlmcompress.errors import UserError
+from vlmcompress.export import readers
+from vlmcompress.reduction import support
+from vlmcompress.utils import model_folder, schema
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
 
 if TYPE_CHECKING:
-    from vlmcompress.recipe.reducer import ReducerChoice
+    from vlmcompress.reduction.choice import ReducerChoice
 
 SERVER = Path(__file__).with_name("server.py")
 LIMITS = "--limit-mm-per-prompt"
@@ -191,7 +191,9 @@ def arguments_of(
     for flag, (value, least) in counts.items():
         if value is not None and value < least:
             raise UserError(f"--{flag} is {value}, it should be at least {least}")
-    config = _config(model)
+    if not model.is_dir():
+        raise UserError(f"{model}: no such checkpoint folder")
+    config: dict[str, Any] = schema.read(model_folder.Config, model / "config.json", "give a checkpoint's folder")
     readers.refuse(model, ["vllm"], "write another format with vlmcompress export")
     check_length(max_model_len, config)
     reducer = _reducer(model, config)
@@ -282,23 +284,16 @@ curl {address}/chat/completions -H 'Content-Type: application/json' -d @- <<JSON
 JSON"""
 
 
-def _config(model: Path) -> dict:
-    if not model.is_dir():
-        raise UserError(f"{model}: no such checkpoint folder")
-    config: dict[str, Any] = schema.read(model_folder.Config, model / "config.json", "give a checkpoint's folder")
-    return config
-
-
 def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     """The reducer that a checkpoint carries, if any. UserError where vLLM would refuse it, as vLLM shows a traceback."""
     names = config.get("architectures") or []
-    if "vlmcompress" not in config and not any(str(name).startswith(reducer_support.PREFIX) for name in names):
+    if "vlmcompress" not in config and not any(str(name).startswith(support.PREFIX) for name in names):
         return None
-    from vlmcompress.checkpoint import reducer_block  # which brings torch along
+    from vlmcompress.reduction import block as reducer_block  # which brings torch along
 
     try:
         carried = reducer_block.read(config)
-        reason = carried and reducer_support.refusal(names[0], carried.reducer)
+        reason = carried and support.engine_refusal(names[0], carried.reducer)
     except UserError as error:
         reason = str(error)
     if reason:
@@ -332,7 +327,7 @@ def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:
     count = speculation.last_setting(extra, ("--tensor-parallel-size", "-tp")) or ""
     if not config.get("quantization_config") or not count.isdecimal() or int(count) < 2:
         return
-    from vlmcompress.checkpoint import partition  # which brings torch along
+    from vlmcompress.engines.vllm import partition  # which brings torch along
 
     try:
         layers = partition.stored_layers(model)

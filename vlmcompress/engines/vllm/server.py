@@ -75,6 +75,8 @@ def main() -> None:
         runpy.run_path(os.path.join(os.path.dirname(HERE), "worker.py"))["end_with_parent"]()
     else:
         end_with_us()
+    # vllm/entrypoints/cli/main.py::main asks for the version of a distribution named vllm. Goes when the CPU build has that
+    # name, or vLLM does without.
     from vllm.entrypoints.launchers.api_server.entry import main as serve
     from vllm.platforms import current_platform
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import hub, json_files
 from vlmcompress.engines.vllm import installed, interpreter
-from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.utils import hub, json_files
+from vlmcompress.utils.errors import UserError, did_you_mean
 
 FLAG = "--speculative-config"
 _FLAGS = (FLAG, "-sc")
@@ -83,7 +83,7 @@ def flags(model: Path, text: str) -> list[str]:
 
     vLLM's CPU build has blocks of 128 tokens unless told otherwise, and most images have none that a draft could leave out.
     """
-    from vlmcompress.checkpoint import draft_folder  # which brings torch along
+    from vlmcompress.export import draft_folder  # which brings torch along
 
     config = checked(model, text)
     folder = Path(config.get("model") or "")

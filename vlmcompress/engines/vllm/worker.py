@@ -1,4 +1,10 @@
-"""The vLLM engine that `engines/worker.py` loads. Imports only the standard library and vLLM."""
+"""The vLLM engine that `engines/worker.py` loads, for answers and for timed bursts. Imports the standard library and vLLM only.
+
+A job with `settings` (those of `engines.Settings`) has conversations answered. A job with `bursts` (tokens of an answer) has
+`options` of `vllm.LLM`, and its requests are bursts, `{"id": ..., "messages": [conversation, ...]}`, each given to `LLM.chat`
+at once; the answer has the seconds of the whole call (chat templates, images and their processing included) and the engine's
+token counts.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +18,24 @@ def start(job: dict):
     import vllm
     from vllm.platforms import current_platform
 
-    began = time.monotonic()
-    settings, cpu = job["settings"], current_platform.is_cpu()
-    sequences = settings["max_num_seqs"] or (32 if cpu else 256)
-    llm = vllm.LLM(
-        job["model"],
-        max_model_len=settings["max_model_len"],
-        max_num_seqs=sequences,
-        max_logprobs=max(20, settings["logprobs"]),
-        dtype=settings["dtype"],
-        seed=settings["seed"],
-        enforce_eager=cpu,
-        limit_mm_per_prompt={"image": job["images_per_prompt"], "video": job.get("videos_per_prompt", 0), "audio": 0},
-        allowed_local_media_path=job["media"],
-        speculative_config=job.get("speculative"),
-        disable_log_stats=True,
-    )
+    began, cpu = time.monotonic(), current_platform.is_cpu()
+    if "bursts" in job:
+        options = job["options"]
+    else:
+        settings = job["settings"]
+        images, videos = job["images_per_prompt"], job.get("videos_per_prompt", 0)
+        options = {
+            "max_model_len": settings["max_model_len"],
+            "max_num_seqs": settings["max_num_seqs"] or (32 if cpu else 256),
+            "max_logprobs": max(20, settings["logprobs"]),
+            "dtype": settings["dtype"],
+            "seed": settings["seed"],
+            "limit_mm_per_prompt": {"image": images, "video": videos, "audio": 0},
+            "allowed_local_media_path": job["media"],
+            "speculative_config": job.get("speculative"),
+            "disable_log_stats": True,
+        }
+    llm = vllm.LLM(job["model"], enforce_eager=cpu, **options)
     config = llm.llm_engine.vllm_config
     about = {
         "name": "vllm",
@@ -37,9 +45,11 @@ def start(job: dict):
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "max_model_len": config.model_config.max_model_len,
-        "max_num_seqs": sequences,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
         "start_seconds": round(time.monotonic() - began, 2),
     }
+    if "bursts" in job:  # a benchmark says these of its server
+        del about["kv_cache_dtype"], about["start_seconds"]
     return llm, about
 
 
@@ -49,18 +59,29 @@ def answers(llm, requests, job: dict):
     Twice as many requests as can be in flight are kept in the engine, so that it never waits for one. Refused requests are
     reported when the others are answered; where too many are refused, when those before the last one are.
     """
+    if "bursts" in job:
+        yield from bursts(llm, requests, job)
+        return
+    from vllm import SamplingParams
+
+    settings = job["settings"]
     most = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
     names: dict[str, str] = {}  # the engine's name of a request -> ours
     refused = []
     for request in requests:
+        limit = request["max_tokens"] or settings["max_tokens"]
+        sampling = SamplingParams(temperature=0.0, max_tokens=limit, logprobs=settings["logprobs"] or None)
         try:
-            (name,) = llm.enqueue_chat([request["messages"]], sampling(request, job["settings"]), use_tqdm=False)
+            # vllm/entrypoints/llm.py::LLM.enqueue_chat renders the prompt and raises for one that is refused.
+            (name,) = llm.enqueue_chat([request["messages"]], sampling, use_tqdm=False)
         except Exception as error:
             refused.append((request["id"], error))
-            if len(refused) > job["settings"]["refusals"]:
+            if len(refused) > settings["refusals"]:
                 break
             continue
-        names[name.rpartition("-")[0] or name] = request["id"]  # "7-ca11ab1e" while queued, "7" in its output
+        # vLLM's `v1/engine/input_processor.py::assign_request_id` appends random characters: "7-ca11ab1e" while queued, "7" in
+        # its output.
+        names[name.rpartition("-")[0] or name] = request["id"]
         while len(names) >= most:
             yield from step(llm, names)
     while names:
@@ -68,15 +89,9 @@ def answers(llm, requests, job: dict):
     yield from refused
 
 
-def sampling(request: dict, settings: dict):
-    from vllm import SamplingParams
-
-    most = request["max_tokens"] or settings["max_tokens"]
-    return SamplingParams(temperature=0.0, max_tokens=most, logprobs=settings["logprobs"] or None)
-
-
 def step(llm, names: dict[str, str]):
     """Run the engine for a step and yield the answers that it finished, taking them out of `names`."""
+    # vllm/v1/engine/llm_engine.py::LLMEngine.step: `LLM.chat` would give no answer before all are there.
     for output in llm.llm_engine.step():
         if not output.finished:
             continue
@@ -92,3 +107,41 @@ def step(llm, names: dict[str, str]):
                 "first": [[token.decoded_token, token.logprob] for token in first] if first else None,
             },
         )
+
+
+def bursts(llm, requests, job: dict):
+    """Yield the id of each burst with its times and counts, or with the exception that it raised."""
+    from vllm import SamplingParams
+
+    exactly = SamplingParams(temperature=0.0, max_tokens=job["bursts"], ignore_eos=True)
+    for request in requests:
+        before, began = counters(llm), time.perf_counter()
+        try:
+            outputs = llm.chat(request["messages"], exactly, use_tqdm=False)
+        except Exception as error:
+            yield request["id"], error
+            continue
+        seconds, after = time.perf_counter() - began, counters(llm)
+        yield (
+            request["id"],
+            {
+                "seconds": seconds,
+                "counted": {name: value - before.get(name, 0) for name, value in after.items()},
+                "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
+                "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
+                "output_tokens": [len(output.outputs[0].token_ids) for output in outputs],
+            },
+        )
+
+
+def counters(llm) -> dict[str, float]:
+    """vLLM's counters of speculative decoding so far, by name; none without it."""
+    if llm.llm_engine.vllm_config.speculative_config is None:
+        return {}
+    totals: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        values = {"": metric.value} if hasattr(metric, "value") else dict(enumerate(getattr(metric, "values", ())))
+        for place, value in values.items() if "spec_decode" in metric.name else ():
+            name = metric.name if place == "" else f"{metric.name}/{place}"
+            totals[name] = totals.get(name, 0) + value
+    return totals

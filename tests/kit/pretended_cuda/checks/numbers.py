@@ -14,24 +14,23 @@ from tests.kit import reduction_data
 from tests.kit.attached_cases import given
 from tests.kit.pretended_cuda import hidden
 from tests.kit.pretended_cuda.checks import CUDA, FAMILIES, recipe
-from vlmcompress.calibration import statistics_folder
-from vlmcompress.common.registry import SCHEMES
-from vlmcompress.diagnosis import measured_errors
-from vlmcompress.hf_hooks import attach, refusal
+from vlmcompress.evaluation.doctor import measured_errors
 from vlmcompress.models import all_specs
-from vlmcompress.reducers import REGISTRY
-from vlmcompress.runs.calibrate import calibrate
-from vlmcompress.runs.draft import DraftTraining, draft
-from vlmcompress.runs.learn_reducer import ScorerTraining, learn_reducer
-from vlmcompress.runs.quantize import quantize
-from vlmcompress.runs.recover import TrainingOptions, recover
-from vlmcompress.runs.recover_scales import recover_scales
-from vlmcompress.statistics.inputs import NEEDS
+from vlmcompress.numerics.statistics.inputs import NEEDS
+from vlmcompress.quantization.calibrate import calibrate
+from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.quantization.run import quantize
+from vlmcompress.reduction.hooks import attach
+from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.support import family_refusal
+from vlmcompress.training.draft import DraftTraining, draft
+from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
+from vlmcompress.training.recover import TrainingOptions, recover
+from vlmcompress.utils.registry import SCHEMES
 
 SLOW = pytest.mark.slow
 VARIANTS = {
     **{name: {"scheme": name} for name in SCHEMES.names() if name not in ("none", "qvlm")},
-    "awq-by-blocks": {"scheme": "awq", "options": {"objective": "block", "grid": 4}},
     "mbq-by-mae": {"scheme": "mbq", "options": {"objective": "mae", "grid": 4}},
     "mbq-of-8-bits": {"scheme": "mbq", "options": {"activations": 8, "bits": 8, "grid": 4}},
     "qvlm": {"scheme": "qvlm", "options": {"grid": 2, "sweeps": 1}},
@@ -87,13 +86,6 @@ def recovered(world: Path, folder: Path) -> Any:
     return recover(chosen, TrainingOptions(**FEW)).manifest["recovery"]["held_out_kl"]
 
 
-def recovered_scales(world: Path, folder: Path) -> Any:
-    quantize(recipe(world, folder / "rtn", scheme="rtn", calibrate={}))
-    chosen = training_recipe(world, folder / "recovered", scheme="none", model=str(folder / "rtn"))
-    training = TrainingOptions(train=("scales",), **FEW)
-    return recover_scales(chosen, training, world / "llava").manifest["recovery"]["held_out_kl"]
-
-
 def learnt(world: Path, folder: Path) -> Any:
     chosen = training_recipe(world, folder / "scorer.safetensors", scheme="none")
     return learn_reducer(chosen, ScorerTraining(keep=0.5, hidden=8, **FEW | {"steps": 4, "every": 4}))["held_out_kl"]
@@ -108,9 +100,7 @@ def training_recipe(world: Path, out: Path, **keys: Any) -> Any:
     return recipe(world, out, calibrate={"data": str(world / "train" / "calib.jsonl"), "samples": 16}, **keys)
 
 
-@pytest.mark.parametrize(
-    "train", [recovered, drafted, *(pytest.param(run, marks=SLOW) for run in (learnt, recovered_scales))]
-)
+@pytest.mark.parametrize("train", [recovered, drafted, pytest.param(learnt, marks=SLOW)])
 def test_training(world, tmp_path, train: Callable[[Path, Path], Any]):
     """What is held out is as far from the teacher as on the CPU, before and after some steps."""
     with hidden():
@@ -131,7 +121,7 @@ def test_every_reducer_attached(family):
         options = REGISTRY.get(method).Options()
         if (
             options.keep is None
-            or refusal(spec, method) is not None
+            or family_refusal(spec, method) is not None
             or method.startswith("learned")
             or method == "litevlm"
         ):

@@ -16,23 +16,23 @@ from tests.kit.batched_samples import samples, wide
 from tests.kit.pretended_cuda import counting
 from tests.kit.pretended_cuda.checks import recipe
 from vlmcompress import cli
-from vlmcompress.calibration import behind_reducer, block_inputs, devices, statistics_folder, tower_attention
-from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
-from vlmcompress.calibration.gradient_pass import gradients
-from vlmcompress.calibration.solve import QuantMethod
-from vlmcompress.calibration.token_weights import token_weights
-from vlmcompress.common import distributed
-from vlmcompress.common.progress import silent
-from vlmcompress.common.registry import SCHEMES
-from vlmcompress.data import encode as encoded
-from vlmcompress.diagnosis import measured_errors
-from vlmcompress.errors import UserError
-from vlmcompress.models import decoder_blocks, load
-from vlmcompress.planning.plan import make_plan
-from vlmcompress.recipe.reducer import parse
-from vlmcompress.runs.allocate import share_out
-from vlmcompress.runs.calibrate import calibrate
-from vlmcompress.runs.quantize import quantize
+from vlmcompress.evaluation.doctor import measured_errors
+from vlmcompress.models import decoder_blocks, devices, load
+from vlmcompress.models.data import encode as encoded
+from vlmcompress.quantization.allocate import share_out
+from vlmcompress.quantization.calibrate import calibrate
+from vlmcompress.quantization.calibration import block_inputs, statistics_folder, tower_attention
+from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
+from vlmcompress.quantization.calibration.gradient_pass import gradients
+from vlmcompress.quantization.calibration.solve import QuantMethod
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.run import quantize
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.hooks import calibration_inputs as behind_reducer
+from vlmcompress.utils import distributed
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import silent
+from vlmcompress.utils.registry import SCHEMES
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,6 @@ PHASES: dict[str, Callable[[SimpleNamespace], Any]] = {
     "vision attention": lambda it: tower_attention.scales(
         qwen := load(it.folder / "qwen2-5-vl"), encoded(samples()[:2], qwen)
     ),
-    "weights of tokens": lambda it: token_weights(it.vlm, it.blocks, RTN, it.rows),
     "inputs of blocks": lambda it: block_inputs.capture_block_inputs(it.vlm, it.rows),
     "gradients": lambda it: gradients(it.vlm, it.rows),
 }

@@ -26,10 +26,10 @@ from vllm.plugins import load_general_plugins
 from tests.kit import reduced_cases as cases
 from tests.kit.pretended_cuda import OTHERS, WAITS, Counts, counting
 from tests.kit.vllm_processor import applied
-from vlmcompress.hf_hooks.support import feature_layers
-from vlmcompress.hf_hooks.units import tile
-from vlmcompress.recipe.reducer import ReducerChoice, parse
-from vlmcompress.reducers import TokenCounter
+from vlmcompress.reduction.choice import ReducerChoice, parse
+from vlmcompress.reduction.hooks.units import tile
+from vlmcompress.reduction.methods import TokenCounter
+from vlmcompress.reduction.support import feature_layers
 
 CUDA = torch.device("cuda", 0)
 SETTINGS = {
@@ -39,13 +39,13 @@ SETTINGS = {
     "max_num_batched_tokens": 1024,
     "limit_mm_per_prompt": {"image": 2},
 }
-SERVED = [  # in the encoder's layers, from its attention, by pixels, with states for deeper layers, of tiles
-    *(("llava", "dymu"), ("llava", "visionzip:0.5"), ("qwen2-5-vl", "pixelprune")),
+SERVED = [  # in the encoder's layers, from its attention, with states for deeper layers, of tiles
+    *(("llava", "dymu"), ("llava", "visionzip:0.5")),
     *(("qwen3-vl", "dart:0.5"), ("internvl", "divprune:0.5")),
 ]
 MORE = [
     *(("internvl", "dymu"), ("idefics3", "tome:0.5"), ("llava", "relevance:0.5"), ("llava-next", "divprune:0.5")),
-    *(("qwen2-vl", "pixelprune"), ("qwen3-vl", "pixelprune"), ("qwen2-5-vl", "learned:0.25")),
+    ("qwen2-5-vl", "learned:0.25"),
     *(("llava-onevision", "coverage:0.5"), ("llava", "vscan:0.5,shallow=1")),
 ]
 

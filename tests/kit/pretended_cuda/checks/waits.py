@@ -17,15 +17,15 @@ from tests.kit.batched_samples import samples
 from tests.kit.places import ROOT
 from tests.kit.pretended_cuda import OTHERS, WAITS, counting
 from tests.kit.pretended_cuda.checks import CUDA
-from vlmcompress.calibration import block_inputs
-from vlmcompress.calibration.capture import CaptureSpec, capture_blocks
-from vlmcompress.calibration.solve import QuantMethod, solve_block
-from vlmcompress.common.registry import SCHEMES
-from vlmcompress.data import encode as encoded
 from vlmcompress.models import decoder_blocks, load
-from vlmcompress.reducers import Signals
-from vlmcompress.statistics.balance import Sensitivity
-from vlmcompress.statistics.inputs import CROSS, NEEDS
+from vlmcompress.models.data import encode as encoded
+from vlmcompress.numerics.statistics.balance import Sensitivity
+from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+from vlmcompress.quantization.calibration import block_inputs
+from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
+from vlmcompress.quantization.calibration.solve import QuantMethod, solve_block
+from vlmcompress.reduction.methods import Signals
+from vlmcompress.utils.registry import SCHEMES
 
 
 def moved(image: Signals) -> Signals:
@@ -36,8 +36,8 @@ def moved(image: Signals) -> Signals:
 
 @pytest.mark.parametrize(("method", "options"), reducer_data.SERVED)
 def test_served_reducers_do_not_wait(method, options):
-    """They leave the CPU's rows. That no value is looked at, `tests/reducers/test_waits.py` shows; here uploads count, too."""
-    image = reducer_data.signals((3, 4, 5) if method == "evs" else (1, 6, 8))
+    """They leave the CPU's rows. That no value is read, `test_waits.py` of the methods shows; here uploads count, too."""
+    image = reducer_data.signals((1, 6, 8))
     expected, there = reducer_data.served(method, image, **options), moved(image)
     reducer_data.served(method, there, **options)  # tables are sent once
     with counting() as counts:
@@ -89,7 +89,7 @@ def observed(world) -> Callable[[int, frozenset[str]], tuple[Any, ...]]:
     def statistics_of(count: int, needs: frozenset[str]) -> Any:
         (_, block), *_ = captured(vlm, encoded(samples()[:count], vlm), needs)
         for stats in block.stats.values():
-            stats.sensitivity = Sensitivity({"text": 1.0, "vision": 0.5, "answer": 2.0}, rho=0.5)
+            stats.sensitivity = Sensitivity(rho=0.5)
         return block.stats
 
     return lambda count, needs: (groups, weights, norms, copy.deepcopy(statistics_of(count, needs)))

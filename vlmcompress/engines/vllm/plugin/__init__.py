@@ -2,7 +2,7 @@
 
 vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). The families' modules are
 imported by vLLM only when a checkpoint names their architecture, `Vlmcompress` and the original's name (see
-`checkpoint.reducer_block`). A vLLM without this plugin knows no such architecture, as its own model or as one of
+`reduction.block`). A vLLM without this plugin knows no such architecture, as its own model or as one of
 transformers, and refuses the checkpoint by that name.
 
 Where the environment asks for it, `register` also lets vLLM's CPU build compute NVFP4 and experts with packed
@@ -13,15 +13,14 @@ Each module here without a leading underscore is a family. It defines, as litera
     ARCHITECTURE    name of the architecture that it reduces
     SIGNALS         fields of `reducers.Signals` that it can give a method; "views" where it can leave out whole images
     VIDEOS          True where videos are served, too; left out otherwise
-    COUNTED         stages, "encoder" or "projected", at which a method may keep a number of tokens that depends on the image,
-                    and that its pixels say (`_processing.Counting`); left out where there are none
+    COUNTED         True where a method within the encoder may keep a number of tokens that depends on the image, and that its
+                    pixels say (`_processing.Counting`); left out otherwise
 
 and, under the registered name, vLLM's class of that family with the reducer in it. To add a family, add a file.
 """
 
 from __future__ import annotations
 
-from vlmcompress.engines.reducer_support import FAMILIES, PREFIX
 from vlmcompress.engines.vllm.plugin._cpu import (
     emulate_experts,
     emulate_floats,
@@ -29,8 +28,9 @@ from vlmcompress.engines.vllm.plugin._cpu import (
     multiply_fp8,
     unpack_on_load,
 )
+from vlmcompress.reduction.support import PREFIX, SERVED
 
-__all__ = ["FAMILIES", "register"]
+__all__ = ["SERVED", "register"]
 
 
 def register() -> None:
@@ -44,11 +44,15 @@ def register() -> None:
     from vlmcompress.engines.vllm.plugin import _draft, _medusa, _mended
     from vlmcompress.engines.vllm.plugin._loading import Loading, refusal
 
-    for family in FAMILIES.names():
-        original = FAMILIES.constant(family, "ARCHITECTURE")
+    for family in SERVED.names():
+        original = SERVED.constant(family, "ARCHITECTURE")
         name, reason = PREFIX + original, refusal(family)
         module = "_loading:Unsupported" if reason else f"{family.replace('-', '_')}:{name}"
+        # vllm/model_executor/models/registry.py::_ModelRegistry.register_model imports a class given as text only when it is
+        # needed.
         ModelRegistry.register_model(name, f"{__name__}.{module}")
+        # vllm/model_executor/models/config.py::MODELS_CONFIG_MAP has no function to register in; an entry is a class with two
+        # methods.
         hook = Loading(MODELS_CONFIG_MAP.get(original), reason)
         MODELS_CONFIG_MAP[name] = hook  # type: ignore[assignment]
     _draft.register()

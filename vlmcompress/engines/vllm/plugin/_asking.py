@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._loading import sent
-from vlmcompress.hf_hooks.units import no_words
 from vlmcompress.models import spec_for
+from vlmcompress.reduction.hooks.units import no_words
 
 ARGUMENT = "query"
 FIELD = "query_ids"
@@ -35,6 +35,8 @@ class AskingProcessor:
             if ARGUMENT in kwargs:
                 raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{ARGUMENT}'")
         elif inputs.mm_data_items and not self.info.reducer.views:  # there the answer is enough (`_views`)
+            # vllm/multimodal/processing/inputs.py::ProcessorInputs.get_mm_hashes hashes these arguments, so that an image has a
+            # name for each question.
             kwargs[ARGUMENT] = self._words(kwargs.get(ARGUMENT, inputs.prompt))
             inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
@@ -57,6 +59,8 @@ class AskingProcessor:
         config = self.info.get_hf_config()
         return int(getattr(config, spec_for({"model_type": config.model_type}).image_token))
 
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._apply_hf_processor_main hands its arguments to
+    # transformers' processor, which refuses names that it does not know.
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
         kwargs = {name: value for name, value in hf_kwargs.items() if name != ARGUMENT}
         data = super()._apply_hf_processor_main(mm_items, kwargs)  # type: ignore[misc]
@@ -94,6 +98,8 @@ def embedded(language_model: Any, ids: Tensor) -> Tensor:
     vLLM's layer with adapters takes its input for the tokens of the step, each with its request's adapter.
     """
     model = language_model.model
+    # vllm/lora/layers/vocab_parallel_embedding.py::VocabParallelEmbeddingWithLoRA.forward indexes adapters by the step's
+    # tokens.
     table = model.embed_tokens
     model.embed_tokens = getattr(table, "base_layer", table)
     try:

@@ -123,47 +123,26 @@ _QWEN = [
         "Qwen2VLProcessingInfo._merge_and_resolve_mm_processor_kwargs(mm_kwargs)",
         ours=True,
     ),
-    *_reaches(
-        f"{_MODELS}.qwen2_vl",
-        "pixels choose tokens by the processor's own levels",
-        "Qwen2VLProcessingInfo.get_image_processor()",
-    ),
-    *_reaches(
-        "model_executor.layers.attention",
-        "the tower's attention runs on the tokens that pixels chose",
-        "MMEncoderAttention.maybe_recompute_cu_seqlens(attn_backend, cu_seqlens, hidden_size, tp_size, device, "
-        "fp8_padded_hidden_size)",
-        "MMEncoderAttention.compute_max_seqlen(attn_backend, cu_seqlens)",
-        "MMEncoderAttention.maybe_compute_seq_lens(attn_backend, cu_seqlens, device)",
-    ),
 ]
 
 
-def _qwen(module: str, prefix: str, tower: str, *used: str) -> list[Reach]:
-    """A Qwen family: its processing, its tower, its model."""
-    where, parts = f"{_MODELS}.{module}", ("spatial_merge_size", "device")
+def _qwen(module: str, prefix: str) -> list[Reach]:
+    """A Qwen family: its processing, its model."""
+    where = f"{_MODELS}.{module}"
     size = "image_width, image_height, num_frames, do_resize, image_processor, mm_kwargs, modality"
-    dummies = "_get_dummy_images(width, height, num_images, overrides)"
     return [
         *_QWEN,
         *_reaches(
             where,
             "placeholders in the prompt are those of the tokens that are left",
             f"{prefix}ProcessingInfo._get_vision_info({size})",
-            f"{prefix}DummyInputsBuilder.{dummies}",
             f"{prefix}MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
             ours=True,
         ),
+        *_reaches(where, "what the family is made of", f"{prefix}DummyInputsBuilder"),
         *_reaches(
             where,
-            "the tower runs on the tokens that pixels chose",
-            *(f"{tower}.{part}" for part in parts),
-            f"{tower}.forward(x, grid_thw, encoder_metadata)",
-            *used,
-        ),
-        *_reaches(
-            where,
-            "tokens are reduced behind the encoder",
+            "tokens are reduced after the encoder",
             f"{prefix}ForConditionalGeneration._process_image_input(image_input)",
             f"{prefix}ForConditionalGeneration._process_video_input(video_input)",
             f"{prefix}ForConditionalGeneration.get_encoder_cudagraph_config()",
@@ -174,16 +153,7 @@ def _qwen(module: str, prefix: str, tower: str, *used: str) -> list[Reach]:
 
 
 _QWEN3 = [
-    *_qwen(
-        "qwen3_vl",
-        "Qwen3VL",
-        "Qwen3_VisionTransformer",
-        "Qwen3_VisionTransformer.prepare_encoder_metadata(grid_thw_list)",
-        *(
-            f"Qwen3_VisionTransformer.{part}"
-            for part in ("fp8_padded_hidden_size", "attn_backend", "hidden_size", "tp_size")
-        ),
-    ),
+    *_qwen("qwen3_vl", "Qwen3VL"),
     *_reaches(
         f"{_MODELS}.qwen3_vl",
         "a video's timestamps stay between what is left of its frames",
@@ -352,7 +322,7 @@ _IDEFICS = [
     ),
     *_reaches(
         f"{_MODELS}.idefics3",
-        "tokens are reduced behind the projector",
+        "tokens are reduced after the projector",
         "Idefics3ForConditionalGeneration._process_image_input(image_input)",
         "Idefics3ForConditionalGeneration.get_encoder_cudagraph_config()",
         ours=True,
@@ -366,13 +336,13 @@ PARTS: dict[str, list[Reach]] = {
         *_model("llava", "LlavaForConditionalGeneration", "LlavaForConditionalGeneration.vision_tower"),
         *_reaches(
             f"{_MODELS}.llava",
-            "tokens are reduced before the projector or behind it",
+            "tokens are reduced before the projector or after it",
             "LlavaForConditionalGeneration._process_image_input(image_input)",
             ours=True,
         ),
         *_reaches(
             f"{_MODELS}.llava",
-            "tokens are reduced before the projector or behind it",
+            "tokens are reduced before the projector or after it",
             "LlavaForConditionalGeneration._process_image_pixels(inputs)",
             "LlavaForConditionalGeneration.multi_modal_projector",
             "LlavaMultiModalProcessor",
@@ -390,7 +360,7 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(f"{_MODELS}.llava", "what the family is made of", "LlavaDummyInputsBuilder"),
         *_reaches(
             f"{_MODELS}.llava_next",
-            "tokens are reduced behind the projector",
+            "tokens are reduced after the projector",
             "LlavaNextForConditionalGeneration._process_image_input(image_input)",
             "LlavaNextProcessingInfo.get_num_image_tokens(image_width, image_height)",
             ours=True,
@@ -402,7 +372,7 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches("multimodal.parse", "the largest image", "ImageSize"),
         *_reaches(
             f"{_MODELS}.llava_onevision",
-            "tokens are reduced behind the projector",
+            "tokens are reduced after the projector",
             "LlavaOnevisionForConditionalGeneration._process_image_input(image_input)",
             "LlavaOnevisionForConditionalGeneration._process_video_pixels(inputs)",
             "LlavaOnevisionProcessingInfo.get_num_video_tokens(image_width, image_height, num_frames)",
@@ -426,7 +396,7 @@ PARTS: dict[str, list[Reach]] = {
         ),
         *_reaches(
             f"{_MODELS}.interns1",
-            "tokens are reduced behind the projector",
+            "tokens are reduced after the projector",
             "InternS1ForConditionalGeneration._process_vision_input(image_input)",
             "InternS1ProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
             "InternS1ProcessingInfo.get_supported_mm_limits()",
@@ -443,24 +413,8 @@ PARTS: dict[str, list[Reach]] = {
             "SmolVLMProcessingInfo",
         ),
     ],
-    "qwen2-vl": _qwen(
-        "qwen2_vl",
-        "Qwen2VL",
-        "Qwen2VisionTransformer",
-        "Qwen2VisionTransformer.prepare_encoder_metadata(grid_thw)",
-        "Qwen2VisionTransformer.compute_attn_mask_seqlen(cu_seqlens)",
-    ),
-    "qwen2-5-vl": _qwen(
-        "qwen2_5_vl",
-        "Qwen2_5_VL",
-        "Qwen2_5_VisionTransformer",
-        "Qwen2_5_VisionTransformer.prepare_encoder_metadata(grid_thw)",
-        "Qwen2_5_VisionTransformer.get_rope_by_thw(t, h, w)",
-        *(
-            f"Qwen2_5_VisionTransformer.{part}"
-            for part in ("fp8_padded_hidden_size", "attn_backend", "hidden_size", "tp_size")
-        ),
-    ),
+    "qwen2-vl": _qwen("qwen2_vl", "Qwen2VL"),
+    "qwen2-5-vl": _qwen("qwen2_5_vl", "Qwen2_5_VL"),
     "qwen3-vl": _QWEN3,
     "qwen3-vl-moe": [
         *_QWEN3,

@@ -55,6 +55,8 @@ def emulate_experts() -> None:
     )
 
     module: Any = compressed_tensors_moe_wna16
+    # The module that chooses a method has this name imported. Goes when vLLM's CPU build computes experts of 4 bits without
+    # AMX.
     module.CompressedTensorsWNA16MoEMethod = _emulated(module.CompressedTensorsWNA16MoEMethod)
     _put.append(True)
 
@@ -82,6 +84,7 @@ def _emulated(original: Any) -> Any:
 
     class Emulated(original):
         def __init__(self, weight_quant: Any, input_quant: Any, moe: Any, layer_name: str | None = None):
+            # Past the class's own __init__, where `select_wna16_moe_backend` raises for a CPU without AMX.
             super(original, self).__init__(moe)
             self.weight_quant, self.input_quant = weight_quant, input_quant
             self.symmetric, self.num_bits = weight_quant.symmetric, weight_quant.num_bits
@@ -147,6 +150,8 @@ def replace(kernel: Any) -> None:
             " memory."
         )
         original(self, layer)
+        # vllm/model_executor/kernels/linear/mixed_precision/cpu.py::CPUWNA16LinearKernel has repacked codes for its kernel by
+        # now.
         packed, scales, zeros = self._get_weight_params(layer)[:3]
         packed.data = unpacked(packed.data, scales.data, zeros, self.config.weight_type).t().contiguous()
 
@@ -188,6 +193,8 @@ def look_up_packed() -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_embedding
 
     module: Any = compressed_tensors_embedding
+    # vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_embedding.py::_dequant_gather_triton is
+    # called by this name. Goes when the CPU build brings Triton, or vLLM a lookup without it.
     module._dequant_gather_triton = looked_up
 
 
@@ -221,6 +228,8 @@ def multiply_fp8() -> None:
 
     _registered.add(FP8_PART)
     register_linear_kernel(fp8_kernel(), PlatformEnum.CPU, "fp8")
+    # vllm/model_executor/kernels/linear/__init__.py::is_supported_and_can_implement_kernel passes over kernels of these names,
+    # and tries registered ones last. Goes with vLLM 0.32 where outputs are bfloat16.
     os.environ[DISABLED] = ",".join(filter(None, (os.environ.get(DISABLED), *REFERENCE)))
 
 
@@ -237,7 +246,8 @@ def fp8_kernel() -> Any:
     from vllm.logger import init_logger
     from vllm.model_executor.kernels.linear.scaled_mm.pytorch import TorchFP8ScaledMMLinearKernel
 
-    class Fp8In16Bits(TorchFP8ScaledMMLinearKernel):
+    # "Kernel" is in the name, as vLLM logs it and `scripts/gpu/engine/probe.py` finds kernels by that word.
+    class Fp8In16BitsLinearKernel(TorchFP8ScaledMMLinearKernel):
         @classmethod
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:
             return True, None
@@ -253,6 +263,8 @@ def fp8_kernel() -> Any:
             weight = layer.get_parameter(self.layer_param_names[0])
             weight.data = weight.data.to(torch.bfloat16)
 
+        # vllm/model_executor/kernels/linear/scaled_mm/ScaledMMLinearKernel.py::FP8ScaledMMLinearKernel.apply_weights rounds
+        # inputs before it calls this.
         def apply_scaled_mm(
             self, *, A: Any, B: Any, out_dtype: Any, As: Any, Bs: Any, bias: Any, output_shape: list
         ) -> torch.Tensor:
@@ -261,7 +273,7 @@ def fp8_kernel() -> Any:
             products = products * As.reshape(-1, 1) * Bs.reshape(1, -1)
             return (products if bias is None else products + bias).to(out_dtype).view(*output_shape)
 
-    return Fp8In16Bits
+    return Fp8In16BitsLinearKernel
 
 
 NVFP4_VARIABLE, MX_VARIABLE = "VLMCOMPRESS_EMULATE_NVFP4", "VLMCOMPRESS_EMULATE_MX"
@@ -299,7 +311,7 @@ def _mxfp4_kernel() -> type:
 
     from vlmcompress.numerics import MXFP4, ActFormat, QTensor, round_activations, unpack_fp4
 
-    class MxFp4InPlainTorch(MxFp4LinearKernel):
+    class MxFp4InPlainTorchLinearKernel(MxFp4LinearKernel):
         is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
 
         @classmethod
@@ -314,4 +326,4 @@ def _mxfp4_kernel() -> type:
             rounded = round_activations(x, ActFormat("float", 4, dynamic=True, mx=True)).to(x.dtype)
             return torch.nn.functional.linear(rounded, layer.weight.to(x.dtype), bias)
 
-    return MxFp4InPlainTorch
+    return MxFp4InPlainTorchLinearKernel

@@ -1,4 +1,4 @@
-"""vLLM's EAGLE-3 head with a vector of the images in a request added to each row (`checkpoint.draft_images`)."""
+"""vLLM's EAGLE-3 head with a vector of the images in a request added to each row (`export.draft_images`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-from vlmcompress.checkpoint import draft_images
-from vlmcompress.errors import UserError
+from vlmcompress.export import draft_images
+from vlmcompress.utils.errors import UserError
 
 
 class VlmcompressEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
     """The head; `image` is what is added to each row, `[rows, hidden]`, or None. Our proposer sets it (`_draft_proposer`)."""
 
+    # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.load_model leaves embeddings out without it.
     supports_multimodal_embeddings = True  # so that vLLM hands embeddings over, and not ids
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -32,6 +33,8 @@ class VlmcompressEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
             width = self.config.hidden_size
             self.model.image_vector = nn.Linear(width, width, bias=False)
 
+    # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.build_model_inputs_first_pass calls it with the images'
+    # rows, and every later draft step without them.
     def embed_input_ids(
         self, input_ids: Tensor, multimodal_embeddings: Any = None, is_multimodal: Any = None
     ) -> Tensor:

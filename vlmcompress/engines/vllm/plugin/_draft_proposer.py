@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vlmcompress.checkpoint import draft_images
+from vlmcompress.export import draft_images
 
 KEPT = 4096
 """Images whose vectors are kept, for requests that find them in the prefix cache."""
@@ -104,6 +104,8 @@ class Proposer(EagleProposer):
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Fill the buffers as vLLM does, then let images have the rows that the draft gives them."""
+        # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.set_inputs_first_pass shifts ids by one and fills
+        # `input_ids`, `positions` and `hidden_states`, which are rearranged below.
         count, sampled, cad = super().set_inputs_first_pass(
             target_token_ids=target_token_ids,
             next_token_ids=next_token_ids,
@@ -128,19 +130,21 @@ class Proposer(EagleProposer):
             self._set_image(torch.stack([self._vector(name) for name in names]))
         return count, sampled, cad
 
+    # Mends vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.prepare_next_token_ids_padded, whose backup token
+    # is the prompt's last. Goes when it takes the token after what is computed.
     def _continue_prompts(self, names: Sequence[str], starts: Sequence[int]) -> None:
         """Give the last row of a prompt that this step leaves unfinished the token that follows there."""
-        for name, first, behind in zip(names, starts[:-1], starts[1:], strict=True):
+        for name, first, stop in zip(names, starts[:-1], starts[1:], strict=True):
             request = self.runner.requests[name]
-            end = request.num_computed_tokens + behind - first
+            end = request.num_computed_tokens + stop - first
             if end < request.num_prompt_tokens:
-                self.input_ids[behind - 1] = request.get_token_id(end)
+                self.input_ids[stop - 1] = request.get_token_id(end)
 
-    def _part(self, name: str, first: int, behind: int, cad: CommonAttentionMetadata, number: int) -> Part:
-        """What request `number` has in this step, whose rows of the target are `[first, behind)`."""
+    def _part(self, name: str, first: int, stop: int, cad: CommonAttentionMetadata, number: int) -> Part:
+        """What request `number` has in this step, whose rows of the target are `[first, stop)`."""
         request = self.runner.requests[name]
         begin = at = request.num_computed_tokens
-        end, part = begin + behind - first, Part()
+        end, part = begin + stop - first, Part()
         for image in shown(request.mm_features):
             if image.start >= end:
                 break
@@ -168,9 +172,9 @@ class Proposer(EagleProposer):
                 part.short += end - image.start
             at = inside.stop
         if at < end:
-            part.pieces.append(range(first + at - begin, behind))
+            part.pieces.append(range(first + at - begin, stop))
         if not part.pieces:  # the step ends within an image: a row that nothing is read from
-            part.pieces.append(range(behind - 1, behind))
+            part.pieces.append(range(stop - 1, stop))
             part.short -= 1
         return part
 
@@ -214,6 +218,8 @@ class Proposer(EagleProposer):
 
     def _features(self, image: Shown) -> Tensor:
         """The rows `[n, hidden]` that the target's decoder got; further channels of the encoder are not for a draft."""
+        # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.encoder_cache has an image until no request needs it for the
+        # target.
         encoded = self.runner.encoder_cache.get(image.name)
         if encoded is None:  # never seen; a draft may guess badly, and nothing else
             return self.hidden_states.new_zeros(image.end - image.start, self.hidden_size)
@@ -224,7 +230,7 @@ class Proposer(EagleProposer):
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Put the rows of all parts into the buffers; returns their number, those to sample from, and the metadata."""
         spare = self.max_num_tokens - sum(len(p) for part in parts for p in part.pieces if isinstance(p, range))
-        source, target, ends, slots, total = list[int](), list[int](), [0], list[tuple[int, Tensor]](), 0
+        source, target, ends, slots, total = list[int](), list[int](), [0], list[Tensor](), 0
         for number, part in enumerate(parts):
             for piece in part.pieces:
                 if isinstance(piece, range):
@@ -235,7 +241,8 @@ class Proposer(EagleProposer):
                 piece = piece.last(min(len(piece.embeds), spare))  # what has no room in this step is not written
                 spare -= len(piece.embeds)
                 self._images_rows.append((total, piece))
-                slots.append((total, self._slots(cad.block_table_tensor[number], piece.places)))
+                blocks, places = cad.block_table_tensor[number], piece.places.to(self.device)
+                slots.append(blocks[places // self.block_size] * self.block_size + places % self.block_size)
                 total += len(piece.embeds)
             ends.append(total)
         taken, put = torch.tensor(source).to(self.device), torch.tensor(target).to(self.device)
@@ -244,7 +251,7 @@ class Proposer(EagleProposer):
         ids, positions, hidden = self.input_ids[taken], self.positions[taken], self.hidden_states[taken]
         self.input_ids[:total] = 0
         self.input_ids[put], self.positions[put], self.hidden_states[put] = ids, positions, hidden
-        for (begin, rows), (_, own_slots) in zip(self._images_rows, slots, strict=True):
+        for (begin, rows), own_slots in zip(self._images_rows, slots, strict=True):
             window = slice(begin, begin + len(rows.embeds))
             self.positions[window], self.hidden_states[window] = rows.positions, rows.hidden
             slot_mapping[window] = own_slots
@@ -261,15 +268,12 @@ class Proposer(EagleProposer):
             max_query_len=int(loc.diff().max()),
             block_table_tensor=self._listed(parts, cad.block_table_tensor),
             slot_mapping=slot_mapping,
+            # vllm/v1/attention/backend.py::CommonAttentionMetadata computes these from the fields above when asked the first
+            # time.
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
         return total, sampled + moved.to(sampled), changed
-
-    def _slots(self, blocks: Tensor, places: Tensor) -> Tensor:
-        """Slots of tokens of a sequence, whose blocks are `blocks`."""
-        places = places.to(self.device)
-        return blocks[places // self.block_size] * self.block_size + places % self.block_size
 
     def _listed(self, parts: Sequence[Part], blocks: Tensor) -> Tensor:
         """The lists of blocks `[requests, n]` without those that are left out."""
@@ -280,6 +284,7 @@ class Proposer(EagleProposer):
                 kept = np.delete(row, [first + n for first, count in part.gone for n in range(count)])
                 row[: len(kept)] = kept
             self._lists = key, torch.from_numpy(columns).to(self.device)
+        # A new tensor: the runner's own table of blocks stays the target's.
         return blocks.gather(1, self._lists[1])
 
     def build_model_inputs_first_pass(
@@ -328,7 +333,9 @@ class Proposer(EagleProposer):
         input_batch_size: int,
         block_size: int,
     ) -> Tensor:
-        """Positions and slots of the next drafted token: the slot behind the sequence, whatever its position is."""
+        """Positions and slots of the next drafted token: the slot after the sequence, whatever its position is."""
+        # Mends vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer._update_positions_dependent_metadata, which
+        # takes the slot from the position (vllm #54498). Goes when it takes it from `seq_lens`.
         update = super()._update_positions_dependent_metadata
         if self.images.plain and not self.vllm_config.model_config.uses_mrope:
             return update(positions, common_attn_metadata, batch_size, input_batch_size, block_size)

@@ -1,14 +1,9 @@
-"""Encoders in vLLM: signals from CLIP towers, merging of a tower's rows, and Qwen towers on some of an image's tokens.
+"""Encoders in vLLM: signals from CLIP towers, and merging of a tower's rows.
 
 Signals and merging work whatever kernel a tower's attention runs.
 
 vLLM builds the tower up to the layer whose output is used, so that one is the last. Where heads are spread over several
 devices, each device gets the signals of all heads.
-
-Tokens that a reducer drops by their pixels never enter a Qwen tower. The tokens are chosen where the processor has the
-pixels, before the prompt's length is known; the choice goes with the image. vLLM's towers also take as arguments what they
-derive from an image's grid (rotary and learnt positions, windows, the lengths of attention); it is computed for the full grid
-by their own functions, and the part of the kept patches is handed in.
 """
 
 from __future__ import annotations
@@ -17,20 +12,17 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 
-from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
-from vlmcompress.hf_hooks.pixels import signals
-from vlmcompress.hf_hooks.support import strategy
-from vlmcompress.hf_hooks.tap import joined, received
-from vlmcompress.hf_hooks.units import block, tile
 from vlmcompress.models import spec_for
-from vlmcompress.reducers import Grid, Merger, Reduction
+from vlmcompress.reduction.hooks.tap import joined, received
+from vlmcompress.reduction.hooks.units import block, tile
+from vlmcompress.reduction.methods import Grid, Merger, Reduction
+from vlmcompress.reduction.support import strategy
 
 
 class Scan:
@@ -73,6 +65,9 @@ class EncoderMerging:
         joint = spec_for({"model_type": config.model_type}).vision_joint
         assert joint is not None
         for number, layer in enumerate(layers):
+            # vllm/model_executor/models/clip.py::CLIPAttention (and Siglip's, Idefics2's, InternS1's) calls `attn(query, key,
+            # value)`, which has no bias in vllm/model_executor/layers/attention/mm_encoder_attention.py::MMEncoderAttention.
+            # Goes when it has one.
             attention: Any = layer.get_submodule(joint[0])
             attention.attn = _Proportional(attention, self)
             layer.get_submodule(joint[1]).register_forward_pre_hook(functools.partial(self._join, number))
@@ -97,13 +92,14 @@ class EncoderMerging:
         self._keys, self._heads = keys, heads
 
     def _join(self, number: int, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
+        """Merge rows before the norm after attention, in place, as the layer adds the MLP's rows to the same tensor."""
         assert self._merger is not None
+        # vllm/model_executor/models/clip.py::CLIPEncoderLayer.forward keeps this tensor as the residual of its MLP.
         args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
 
 
 class TileMerging(EncoderMerging):
-    """Merges the tokens of tiles of one size; behind the last layer each of a tile's patches gets its row back."""
+    """Merges the tokens of tiles of one size; after the last layer each of a tile's patches gets its row back."""
 
     def __init__(self, layers: nn.ModuleList, reducer: ServedReducer, config: Any):
         super().__init__(layers, reducer, config)
@@ -153,6 +149,7 @@ def _hear(attention: Any, listener: Any) -> None:
     """Call `listener(attention, query, key)`, both `[b, t, heads * d]` of this device, whenever `attention` runs."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
+        # vllm/model_executor/layers/linear.py::QKVParallelLinear returns output and bias; the output is q, k, v side by side.
         query, key, _ = output[0].chunk(3, dim=-1)
         listener(attention, query, key)
 
@@ -166,99 +163,14 @@ def _from_cls(attention: Any, query: Tensor, key: Tensor) -> Tensor:
     return mean_of_all(got, attention.tp_size)
 
 
-def choose(reducer: ServedReducer, images_of: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:
-    """Choose the tokens that are kept of all images, `[tokens]` bool.
-
-    Args:
-        images_of: the image processor, which made the other two arguments.
-        pixel_values: `[patches, d]`, or the levels 0 to 255 themselves where the model normalizes them.
-        grids: `[images, 3]`, frames, rows and columns of patches.
-    """
-    images = signals(images_of, pixel_values, grids)
-    return torch.cat([reducer.reduce(image.grid, pixels=image.pixels).target >= 0 for image in images])
-
-
-def encode(tower: Any, pixel_values: Tensor, grids: Sequence[Sequence[int]], kept: Tensor) -> Tensor:
-    """Run the tower on the `m` tokens that are kept of all images; returns its output `[m, d]`.
-
-    Args:
-        tower: the tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
-        pixel_values: `[patches, d]` of all images.
-        grids: frames, rows and columns of patches, of each image.
-        kept: `[tokens]` bool on the CPU, at least one of each frame.
-    """
-    patches = kept.repeat_interleave(tower.spatial_merge_size**2)
-    rows = _places(patches, pixel_values.device)
-    full = tower.prepare_encoder_metadata(grids)
-    frames = np.cumsum([0, *(h * w for t, h, w in grids for _ in range(t))], dtype=np.int32)
-    if "window_index" in full:
-        metadata = _windows(tower, full, grids, kept) | _lengths(tower, _left(frames, patches), "_full")
-    else:
-        names = ("rotary_pos_emb_cos", "rotary_pos_emb_sin", "pos_embeds")
-        metadata = {name: full[name][rows] for name in names if name in full}
-        metadata |= _lengths(tower, _left(frames, patches))
-    return tower(pixel_values[rows], None, encoder_metadata=metadata)
-
-
-def _places(mask: Tensor, device: torch.device) -> Tensor:
-    """The places, on `device`, where a mask on the CPU is true; as an index a mask makes the host wait for their number."""
-    return sent(mask.nonzero().squeeze(1), device)
-
-
-def _windows(tower: Any, full: dict[str, Tensor], grids: Sequence[Sequence[int]], kept: Tensor) -> dict[str, Any]:
-    """Arguments of Qwen2.5-VL's tower, which brings tokens into the order of their windows first."""
-    orders, ends, start, square = [], [np.zeros(1, dtype=np.int32)], 0, tower.spatial_merge_size**2
-    for t, h, w in grids:
-        _, _, order, windows, _ = tower.get_rope_by_thw(t, h, w)  # the last three are on the CPU
-        orders.append(order + start // square)
-        ends.append(windows.numpy() + start)
-        start += t * h * w
-    order = torch.cat(orders)
-    inside = kept[order]
-    index = (kept.cumsum(0) - 1)[order[inside]]
-    patches, device = inside.repeat_interleave(square), full["rotary_pos_emb_cos"].device
-    rows = _places(patches, device)
-    metadata = {name: full[name][rows] for name in ("rotary_pos_emb_cos", "rotary_pos_emb_sin")}
-    metadata["window_index"] = sent(index, device)
-    metadata["reverse_indices"] = sent(index.argsort(), device)
-    windows = _lengths(tower, _left(np.concatenate(ends), patches), "_window")
-    return metadata | {name.replace("cu_seqlens", "cu_window_seqlens"): value for name, value in windows.items()}
-
-
-def _left(ends: np.ndarray, patches: Tensor) -> np.ndarray:
-    """Cumulative lengths `[parts + 1]` of sequences of which only `patches [n]` are left; empty sequences are dropped."""
-    counts = np.append(0, patches.numpy().cumsum(dtype=np.int32))
-    return np.unique(counts[ends]).astype(np.int32)
-
-
-def _lengths(tower: Any, ends: np.ndarray, suffix: str = "") -> dict[str, Any]:
-    """The attention kernel's arguments for sequences that end at `ends`, as the tower itself makes them."""
-    from vllm.model_executor.layers.attention import MMEncoderAttention as Attention
-
-    backend, device = tower.attn_backend, tower.device
-    if hasattr(tower, "compute_attn_mask_seqlen") and not hasattr(tower, "fp8_padded_hidden_size"):  # Qwen2-VL
-        cumulative = torch.from_numpy(ends)
-        return {
-            "cu_seqlens": sent(cumulative, device),
-            "max_seqlen": tower.compute_attn_mask_seqlen(cumulative),
-        }
-    padded = {"fp8_padded_hidden_size": tower.fp8_padded_hidden_size}
-    return {
-        "cu_seqlens": Attention.maybe_recompute_cu_seqlens(
-            backend, ends, tower.hidden_size, tower.tp_size, device, **padded
-        ),
-        f"max_seqlen{suffix}": torch.tensor(Attention.compute_max_seqlen(backend, ends), dtype=torch.int32),
-        f"sequence_lengths{suffix}": Attention.maybe_compute_seq_lens(backend, ends, device),
-    }
-
-
 def heads_first(x: Tensor, heads: int) -> Tensor:
-    """Rearrange `[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.hf_hooks.tap.joined` is the inverse."""
+    """Rearrange `[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.reduction.hooks.tap.joined` is the inverse."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def all_heads(rows: Tensor, devices: int) -> Tensor:
     """Gather `[..., all heads * d]` from the heads of each of `devices`, `[..., heads * d]`."""
+    # vllm/distributed/communication_op.py::tensor_model_parallel_all_gather joins the last dimension, in the order of devices.
     return rows if devices == 1 else tensor_model_parallel_all_gather(rows.contiguous())
 
 

@@ -14,10 +14,10 @@ from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, PlainRope, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
-from vlmcompress.hf_hooks import Reduced
-from vlmcompress.hf_hooks.units import Unit, whole
 from vlmcompress.models import Layout, ModelSpec, spec_for
-from vlmcompress.reducers import Grid, Reduction
+from vlmcompress.reduction.hooks import Reduced
+from vlmcompress.reduction.hooks.units import Unit, whole
+from vlmcompress.reduction.methods import Grid, Reduction
 
 
 @functools.cache
@@ -34,6 +34,8 @@ def kept(layout: Layout, reducer: ServedReducer) -> int:
 class LlavaInfo(ReducedInfo):
     """Mixin of a processing info, put before the family's class."""
 
+    # vllm/model_executor/models/llava.py::LlavaProcessingInfo.get_num_image_tokens is what the family's processor writes
+    # placeholders by, and what memory is measured with.
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Number of placeholders of an image in the prompt."""
         return kept(self.layout(image_width, image_height), self.reducer)
@@ -58,7 +60,7 @@ class LlavaProcessor(AskingProcessor, ReducedProcessor):
 
 
 class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
-    """Mixin of a model, put before the family's class: reduces the tokens of images behind encoder and projector."""
+    """Mixin of a model, put before the family's class: reduces the tokens of images after encoder and projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -68,7 +70,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         self._spec = _spec(vllm_config.model_config.hf_config.model_type)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of an image: all 0, as places come with its rows; text goes on as far behind as without a reducer."""
+        """Positions of an image: all 0, as places come with its rows; text goes on where it does without a reducer."""
         height, width = self._size(feature.data)
         return np.zeros((DIMS, feature.mm_position.length), np.int64), self._layout(height, width).tokens
 
@@ -89,7 +91,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         """Reduce each image; returns the rows that are left, with their places.
 
         Args:
-            images: rows `[n, d]` of each image, behind the projector.
+            images: rows `[n, d]` of each image, after the projector.
             sizes: height and width of each image.
             signals: function that gives the encoder's signals for image number i, whose tokens are one grid.
         """
@@ -125,6 +127,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         """Pack `rows [m, d]`, one for each output of `reduction`, with their places in the image."""
         return pack(rows, reduction.anchor.to(rows.device)[:, None].expand(-1, DIMS), len(reduction.target) - 1)
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder; see `_qwen`.
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Numbers of tokens in encoder and projector, which get the full image."""
         if mm_kwargs is not None:

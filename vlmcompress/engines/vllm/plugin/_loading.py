@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from vlmcompress.engines.vllm.plugin._contract import TESTED, broken, numbers, tested
-from vlmcompress.errors import UserError
+from vlmcompress.utils.errors import UserError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -47,6 +47,8 @@ class Loading:
     original: Any = None
     refusal: str | None = None
 
+    # vllm/config/model.py::ModelConfig._try_verify_and_update_model_config calls it before anything is loaded: the first place
+    # where a checkpoint can be refused in one line.
     def verify_and_update_model_config(self, model_config: ModelConfig) -> None:
         """Raise ValueError, which ends the engine's start with one line, unless the checkpoint can be served."""
         import vllm
@@ -70,11 +72,14 @@ class Loading:
             ServedReducer.of(config)
         except UserError as error:
             raise ValueError(f"{model_config.model}: {error}") from None
+        # vllm/transformers_utils/config.py::uses_mrope looks for this key in the config, its text config and RoPE's parameters.
         if not uses_mrope(config):
             config.mrope_section = [1, 1, 1]
         if self.original is not None:
             self.original.verify_and_update_model_config(model_config)
 
+    # vllm/config/vllm.py::VllmConfig.try_verify_and_update_config looks hooks up by architecture, and would pass the original's
+    # by.
     def verify_and_update_config(self, vllm_config: VllmConfig) -> None:
         """Do what vLLM does for the original architecture once the whole config is known."""
         if self.original is not None:
@@ -97,15 +102,22 @@ PIXELS = "pixel_"  # how the names of fields begin that the encoder computes wit
 class ResumableProcessor:
     """Mixin of a multimodal processor, put before vLLM's class: every field stays on the CPU."""
 
+    # vllm/multimodal/utils.py::strip_covered_mm_data keeps fields with `keep_on_cpu`. Goes when vLLM sends the whole image
+    # again to a resumed request.
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         parent: Any = super()
         fields = parent._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
-        return {name: _on_cpu(config) for name, config in fields.items()}
+        return {
+            name: dataclasses.replace(config, field=dataclasses.replace(config.field, keep_on_cpu=True))
+            for name, config in fields.items()
+        }
 
 
 class ResumableModel:
     """Mixin of a model, put before vLLM's class: fetches the pixels itself."""
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder moves fields to the device but those that stay on
+    # the CPU, so that the model has to.
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Encode as the model does, with the pixels moved to its device."""
         parent: Any = super()
@@ -113,10 +125,6 @@ class ResumableModel:
         pixels = {name: value for name, value in kwargs.items() if name.startswith(PIXELS)}
         moved = tree_map_only(torch.Tensor, lambda part: sent(part, device), pixels)
         return parent.embed_multimodal(**kwargs | moved)
-
-
-def _on_cpu(config: Any) -> Any:
-    return dataclasses.replace(config, field=dataclasses.replace(config.field, keep_on_cpu=True))
 
 
 def refusal(family: str) -> str | None:
@@ -138,6 +146,8 @@ def refusal(family: str) -> str | None:
 class Unsupported(nn.Module):
     """A class with the method names of a language model, which raises an error when it is made."""
 
+    # vllm/model_executor/models/registry.py::_ModelRegistry inspects the class without making it, and takes one with these
+    # methods for a language model; the error comes when it is made.
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 

@@ -18,6 +18,7 @@ def register() -> None:
 
 def _count_table(module: Any) -> None:
     """Count the table of guessable tokens among what was loaded, and have it where the heads are."""
+    # vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.track_weights_loading complains of the table.
     load = module.Medusa.load_weights
 
     def load_weights(self: Any, weights: Any) -> set[str]:

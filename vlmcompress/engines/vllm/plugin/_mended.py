@@ -42,6 +42,7 @@ def when_imported(name: str, mend: Callable[[Any], None], part: str | None = Non
     if module := sys.modules.get(name):
         mend(module)
     else:
+        # vllm/plugins/__init__.py::load_general_plugins runs in each process before its runner and models are imported.
         sys.meta_path.insert(0, _Finder(name, mend))
 
 
@@ -73,11 +74,14 @@ def _keep_threads(module: Any) -> None:
     import torch
 
     threads = torch.get_num_threads()
+    # vllm/v1/spec_decode/ngram_proposer.py imports it from numba. Goes when vLLM keeps torch's threads, or numba does.
     module.get_num_threads()  # numba's, which starts its pool
     torch._C.set_num_threads(threads)  # in the place of torch.set_num_threads vLLM has put a warning
 
 
 def _flatten_videos(module: Any) -> None:
     model = module.LlavaOnevisionForConditionalGeneration
+    # vllm/model_executor/models/llava_onevision.py::LlavaOnevisionForConditionalGeneration._process_video_pixels reshapes to
+    # `(1, n, d)` in its list. Goes when it returns rows `[n, d]`.
     process = model._process_video_pixels
     model._process_video_pixels = lambda self, inputs: [rows.flatten(0, -2) for rows in process(self, inputs)]

@@ -2,15 +2,13 @@
 
 The kept tokens of an image are known when its encoder has run, but vLLM asks for positions before. So positions come in two
 parts that are added just before the language model runs: `get_mrope_input_positions` gives every kept token the position
-at which its image begins, and gives text the position behind the full grid, so what is generated goes on from there;
+at which its image begins, and gives text the position after the full grid, so what is generated goes on from there;
 the encoder's output carries each row's place within its image, in further channels that nobody else sees. A cached
 encoder output, a chunk that cuts an image in two and a prompt whose image is in the prefix cache need nothing more.
 
 vLLM has a hook of its own for this (`recompute_mrope_positions`, for pruned videos), which the CPU runner never calls and
 which sees no embeddings of what is cached. Its models pass deepstack features from `embed_input_ids` to `forward` in the
 way that is used here.
-
-With `positions: compact` tokens stand one behind the other, as vLLM counts them itself, and places are left aside.
 
 Families with plain RoPE run through vLLM's M-RoPE path with three equal rows of positions; their RoPE tables are lengthened.
 """
@@ -28,6 +26,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vlmcompress.engines.vllm.plugin._loading import ResumableModel, sent
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
+# vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._init_mrope_positions and v1/worker/gpu/mm/rope.py::RopeState keep three
+# rows of positions a request.
 DIMS = 3
 DIGITS = 3
 CHANNELS = DIMS * DIGITS
@@ -65,10 +65,13 @@ class OriginalPositions(ResumableModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.reducer = reducer
         config = vllm_config.model_config.hf_config
+        # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.load_model tells a draft the placeholder by this name
+        # but for architectures in a list of names, and ours are in none. Goes when vLLM reads `image_token_id` first.
         if not hasattr(
             config, "image_token_index"
         ):  # a draft is told the placeholder by this name, but for names vLLM has
             config.image_token_index = config.image_token_id
+        # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner makes `mrope_positions` of max_num_batched_tokens + 1 columns.
         # Allocated once, as a CUDA graph replays fixed addresses. As wide as the runner's own.
         tokens = vllm_config.scheduler_config.max_num_batched_tokens + 1
         self._places: Tensor = torch.zeros(DIMS, tokens, dtype=torch.int64)
@@ -77,14 +80,14 @@ class OriginalPositions(ResumableModel):
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Positions `[3, length]` of the tokens `feature.mm_position` of an image before their places are added.
 
-        They count from the image's first position as 0. The second result is the position of the text behind the image.
+        They count from the image's first position as 0. The second result is the position of the text after the image.
         """
         raise NotImplementedError
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._init_mrope_positions asks once a request, before any encoder has run,
+    # and never again: hence positions in two parts. Goes when vLLM asks anew after the encoder on every runner.
     def get_mrope_input_positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """Positions `[3, len(input_tokens)]` of a prompt, and the number to add to the index of a generated token."""
-        if self.reducer.compact:
-            return torch.from_numpy(_text(len(input_tokens), 0).copy()), 0
         parts, done, base = [], 0, 0
         for feature in sorted(mm_features, key=lambda feature: feature.mm_position.offset):
             text = feature.mm_position.offset - done
@@ -96,6 +99,8 @@ class OriginalPositions(ResumableModel):
         parts.append(_text(rest, base))
         return torch.from_numpy(np.concatenate(parts, 1)), base + rest - len(input_tokens)
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._gather_mm_embeddings cuts each cached row range of the step out of the
+    # encoder's output, whatever its width: places travel with their rows as deepstack's channels do in Qwen3-VL.
     def embed_input_ids(
         self,
         input_ids: Tensor,
@@ -122,9 +127,7 @@ class OriginalPositions(ResumableModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the model with the places of this step's tokens added to `positions [3, s]`, unless positions are compact."""
-        if self.reducer.compact:
-            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
+        """Run the model with the places of this step's tokens added to `positions [3, s]`."""
         tokens = positions.shape[-1]
         whole = torch.add(positions, self._places[:, :tokens], out=self._positions[:, :tokens])
         return super().forward(input_ids, whole, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
@@ -136,21 +139,32 @@ def _text(tokens: int, start: int) -> np.ndarray:
 
 def _check(config: Any, reducer: ServedReducer) -> None:
     """Raise ValueError for settings under which the model would run without the places of the tokens."""
+    from vllm.platforms import current_platform
+
     speculative = config.speculative_config
+    text_config = config.model_config.hf_config.get_text_config()
+    recurrent = "linear_attention" in (getattr(text_config, "layer_types", None) or ())  # Gated DeltaNets
     for wrong, text in (
+        # Later stages get no embeddings, so `embed_input_ids` leaves no places there.
         (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism; use tensor parallelism"),
+        # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner with microbatches runs two forwards after one `embed_input_ids`.
         (config.parallel_config.use_ubatching, "microbatches; leave out --enable-dbo"),
+        # vllm/multimodal/video_prune/evs.py::recompute_mrope_positions would overwrite the positions of kept tokens.
         (config.model_config.multimodal_config.is_multimodal_pruning_enabled(), "--video-pruning-rate; leave it out"),
         (
             speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix", "eagle3", "medusa"),
             "speculative decoding by a draft model; use a head that `vlmcompress draft` trains, or the method ngram",
         ),
         (
-            speculative is not None and _recurrent(config.model_config.hf_config) and _on_cpu(),
+            # vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py::_spec_forward looks for a sequence's last inputs where
+            # they are after a step with all drafts that may be made. N-grams and suffixes propose fewer, or none: the engine
+            # ends with tensors that do not fit, or answers from other inputs. Goes when it counts the drafts of a step.
+            speculative is not None and recurrent and current_platform.is_cpu(),
             "speculative decoding on vLLM's CPU build where states are recurrent, which it then gets wrong, without a reducer, "
             "too; leave out --speculative-config",
         ),
         (
+            # In this mode each device encodes other images, and the merger holds one list of reductions for all.
             config.model_config.multimodal_config.mm_encoder_tp_mode == "data" and reducer.merges,
             "--mm-encoder-tp-mode data where tokens merge within the encoder; leave it out",
         ),
@@ -159,26 +173,11 @@ def _check(config: Any, reducer: ServedReducer) -> None:
             raise ValueError(f"a checkpoint that carries a reducer of visual tokens does not go with {text}")
 
 
-def _recurrent(hf_config: Any) -> bool:
-    """Whether blocks of the decoder are Gated DeltaNets."""
-    return "linear_attention" in (getattr(hf_config.get_text_config(), "layer_types", None) or ())
-
-
-def _on_cpu() -> bool:
-    """Whether this is vLLM's CPU build.
-
-    In vLLM 0.32 a convolution there looks for a sequence's last inputs where they are after a step with all drafts that may be
-    made (`_spec_forward` in `ops/cpu/gdn_attention.py`). N-grams and suffixes propose fewer, or none, as they find them: the
-    engine ends with tensors that do not fit, or answers from other inputs.
-    """
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
 class PlainRope:
     """Mixin put before one of vLLM's models with plain RoPE; mixins before it give positions in three equal rows."""
 
+    # vllm/model_executor/models/interfaces.py::SupportsMRoPE is recognized by this attribute; with `mrope_section` in the
+    # config (`_loading`) the runner then makes three rows for a model that has one.
     supports_mrope = True
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -198,7 +197,7 @@ class PlainRope:
 
 
 def make_room(language_model: nn.Module, config: Any) -> None:
-    """Lengthen RoPE's tables to the last position that a token may have, as far behind the longest prompt as an answer goes.
+    """Lengthen RoPE's tables to the last position that a token may have, as far beyond the longest prompt as an answer goes.
 
     A server that only encodes has no language model, and needs none. ValueError for a model without RoPE.
     """
@@ -208,6 +207,8 @@ def make_room(language_model: nn.Module, config: Any) -> None:
     ropes = [module for module in language_model.modules() if isinstance(module, RotaryEmbeddingBase)]
     if not ropes:
         raise ValueError("the language model's positions are not RoPE's, so kept tokens cannot keep theirs")
+    # vllm/model_executor/layers/rotary_embedding/base.py::RotaryEmbeddingBase makes a table of `max_position_embeddings` rows
+    # at most, as its own prompts end there; positions of kept tokens go beyond.
     for rope in ropes:  # usually one, shared by all layers
         if len(rope.cos_sin_cache) < needed:
             rope.cos_sin_cache = lengthened(rope._compute_cos_sin_cache(), needed).to(rope.cos_sin_cache)

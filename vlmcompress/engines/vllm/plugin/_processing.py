@@ -47,12 +47,15 @@ class ReducedProcessor(ResumableProcessor):
 
     info: Any
 
+    # vllm/multimodal/parse.py::EmbeddingItems come past the processor, which could not shorten their placeholders.
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process as vLLM does. ValueError, which a server answers with status 400, for embeddings in place of images."""
         if any(isinstance(items, EmbeddingItems) for items in inputs.mm_data_items.values()):
             raise ValueError("this checkpoint reduces visual tokens itself; send images, not embeddings of them")
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor writes as many placeholders as these updates say. Goes
+    # when vLLM takes counts of tokens from a model for each image.
     def _get_prompt_updates(
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
     ) -> Sequence[Any]:
@@ -69,15 +72,13 @@ class ReducedProcessor(ResumableProcessor):
         """Shorten vLLM's `update` to the placeholders of item `number` of its modality that are left."""
         raise NotImplementedError
 
+    # vllm/v1/engine/input_processor.py::InputProcessor compares the shortened prompt with the context; nobody but us compares
+    # positions, which end where the full prompt's do.
     def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> tuple[list[int], Any]:
         """Update the prompt as vLLM does. ValueError, answered with status 400, if positions exceed those of the model."""
         tokens, placeholders = super()._maybe_apply_prompt_updates(mm_items, mm_res)  # type: ignore[misc]
         contents = [update.content for items in mm_res.prompt_updates.values() for (update,) in items]
-        dropped = (
-            0
-            if self.info.reducer.compact
-            else sum(placeholder.positions - len(placeholder.full) for placeholder in contents)
-        )
+        dropped = sum(placeholder.positions - len(placeholder.full) for placeholder in contents)
         end = len(tokens) + dropped
         if end > (most := longest_prompt(self.info.ctx.model_config)):
             raise ValueError(
@@ -86,6 +87,8 @@ class ReducedProcessor(ResumableProcessor):
             )
         return tokens, placeholders
 
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._get_mm_hashes names an image by model id, content and
+    # processor arguments; caches that outlive the engine (KV connectors) would mix reducers at one path.
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
         hashes: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
         mark = self.info.reducer.fingerprint
@@ -98,6 +101,8 @@ FIELD = "kept_tokens"
 class CountedInfo:
     """Mixin of a processing info, put before the family's class."""
 
+    # vllm/multimodal/encoder_budget.py::get_mm_max_toks_per_item encodes a blank image where this returns None, to reserve
+    # memory.
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
         """Return the highest count, as the blank images that vLLM would try may have few tokens."""
         info: Any = self
@@ -109,6 +114,8 @@ class Counting:
 
     info: Any
 
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._postprocess_hf_mm_data is the last step with pixels of
+    # all images before fields are shared out and placeholders written.
     def _postprocess_hf_mm_data(self, mm_inputs: Any, hf_processor_mm_kwargs: Any, processed_data: Any) -> Any:
         parent: Any = super()
         data = parent._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)
@@ -126,6 +133,7 @@ class Counting:
 
     def _field(self, hf_inputs: Any) -> Any:
         """How the counts are shared out among images: one each."""
+        # On the CPU: the count is read there (`counts_of`), and `strip_covered_mm_data` leaves it in for positions.
         return MultiModalFieldConfig.batched("image", keep_on_cpu=True)
 
 

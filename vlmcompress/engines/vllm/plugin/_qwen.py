@@ -9,20 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
-from vllm.multimodal.inputs import MultiModalFieldConfig
 
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
-from vlmcompress.engines.vllm.plugin._encoder import choose, encode
 from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, make_room, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._views import FIELD, ViewsModel
-from vlmcompress.reducers import Grid
-
-CHOICE = "kept_visual_tokens"  # field of an image: which of its tokens are kept, where its pixels decide
+from vlmcompress.reduction.methods import Grid
 
 
 def grid_of(patches: Iterable[int], config: Any) -> Grid:
@@ -57,11 +51,6 @@ def extent(grid: Grid, pace: float) -> int:
     return max(int((grid[0] - 1) * pace), grid[1] - 1, grid[2] - 1) + 1
 
 
-def by_pixels(reducer: ServedReducer) -> bool:
-    """Whether the reducer chooses tokens by pixels, before the encoder."""
-    return "pixels" in reducer.chosen.module.NEEDS
-
-
 def _unasked(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Remove our own of a request's arguments of the processor, the question and which images stay."""
     return {name: value for name, value in arguments.items() if name not in (ARGUMENT, FIELD)}
@@ -70,36 +59,22 @@ def _unasked(arguments: Mapping[str, Any]) -> dict[str, Any]:
 class QwenInfo(ReducedInfo):
     """Mixin of a processing info with the counts of reduced images and videos."""
 
-    def kept(self, grid: Grid) -> int:
-        """Number of tokens of an image or a video that are kept, or the most where that depends on its pixels."""
-        return math.prod(grid) if by_pixels(self.reducer) else self.reducer.count(grid)
-
     def get_supported_mm_limits(self) -> dict[str, int | None]:
-        """Return vLLM's limits, without videos where pixels or the question decide."""
+        """Return vLLM's limits, without videos where the question decides."""
         limits = super().get_supported_mm_limits()  # type: ignore[misc]
-        return {**limits, "video": 0} if by_pixels(self.reducer) or self.reducer.chosen.asks else limits
+        return {**limits, "video": 0} if self.reducer.chosen.asks else limits
 
     def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return super()._merge_and_resolve_mm_processor_kwargs(_unasked(mm_kwargs))  # type: ignore[misc]
 
+    # vllm/model_executor/models/qwen2_vl.py::Qwen2VLProcessingInfo._get_vision_info is asked for every count of tokens, also of
+    # the largest image that memory is measured with.
     def _get_vision_info(self, **arguments: Any) -> tuple[Any, int]:
         size, tokens = super()._get_vision_info(**arguments)  # type: ignore[misc]
         vision = self.get_hf_config().vision_config  # type: ignore[attr-defined]
         side = vision.patch_size * vision.spatial_merge_size
         rows, columns = size.height // side, size.width // side
-        return size, self.kept((tokens // (rows * columns), rows, columns))
-
-
-class QwenDummies:
-    """Mixin of dummy inputs: images to measure memory with are noise where pixels decide, so that nothing is dropped."""
-
-    info: Any
-
-    def _get_dummy_images(self, **arguments: Any) -> list[Any]:
-        images = super()._get_dummy_images(**arguments)  # type: ignore[misc]
-        if not by_pixels(self.info.reducer):
-            return images
-        return [Image.effect_noise(image.size, 64).convert("RGB") for image in images]
+        return size, self.reducer.count((tokens // (rows * columns), rows, columns))
 
 
 class QwenProcessor(AskingProcessor, ReducedProcessor):
@@ -114,47 +89,21 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
         config, item = self.info.get_hf_config(), out_mm_kwargs[update.modality][number]
         grid = grid_of(item[f"{update.modality}_grid_thw"].data, config)
         full = update.replacement(number)
-        if CHOICE in item:
-            return Placeholders(full[: int(item[CHOICE].data.sum())], positions=extent(grid, 1.0))
         return self._placeholders(full, grid, pace_of(item, update.modality, config))
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
         """Select from the `full` placeholders of an image or a video those that are left with the reducer."""
-        return Placeholders(full[: self.info.kept(grid)], positions=extent(grid, pace))
-
-    def _postprocess_hf_mm_data(self, hf_data: Any, hf_kwargs: Any, processed_data: Any) -> Any:
-        """Postprocess as vLLM does, and choose an image's tokens where pixels decide."""
-        processed = super()._postprocess_hf_mm_data(hf_data, hf_kwargs, processed_data)  # type: ignore[misc]
-        if by_pixels(self.info.reducer) and "pixel_values" in processed:
-            images_of = self.info.get_image_processor()
-            processed[CHOICE] = choose(
-                self.info.reducer, images_of, processed["pixel_values"], processed["image_grid_thw"]
-            )
-        return processed
-
-    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> dict[str, Any]:
-        fields = dict(super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs))
-        if CHOICE in hf_inputs:
-            side = self.info.get_hf_config().vision_config.spatial_merge_size
-            tokens = hf_inputs["image_grid_thw"].prod(-1) // side**2
-            fields[CHOICE] = MultiModalFieldConfig.flat_from_sizes("image", tokens, keep_on_cpu=True)
-        return fields
+        return Placeholders(full[: self.info.reducer.count(grid)], positions=extent(grid, pace))
 
 
 class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
-    """Mixin of a model: a reducer behind vLLM's encoder."""
+    """Mixin of a model: a reducer after vLLM's encoder."""
 
     config: Any
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         make_room(self.get_language_model(), vllm_config.model_config)  # type: ignore[attr-defined]
-        self._choice: Tensor | None = None
-
-    def embed_multimodal(self, **kwargs: Any) -> Any:
-        """Encode as the model does; the choice made by pixels is taken out of its arguments first."""
-        self._choice = kwargs.pop(CHOICE, None)
-        return super().embed_multimodal(**kwargs)
 
     def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
         grids, kept = kwargs["image_grid_thw"], torch.tensor(stays)
@@ -167,23 +116,14 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         starts = np.zeros((DIMS, feature.mm_position.length), dtype=np.int64)
         return starts, extent(grid, pace_of(feature.data, feature.modality, self.config))
 
+    # vllm/model_executor/models/qwen2_vl.py::Qwen2VLForConditionalGeneration._process_image_input returns rows of each image,
+    # in order; `embed_multimodal` hands them on to the encoder's cache as they are.
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
-        if self._choice is not None:
-            return self._encoded(image_input, self._choice)
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
             self.reduced(rows, grid_of(patches, self.config), 1.0, **self.question(number))
             for number, (rows, patches) in enumerate(zip(images, image_input["image_grid_thw"].tolist(), strict=True))
         )
-
-    def _encoded(self, image_input: Any, kept: Tensor) -> tuple[Tensor, ...]:
-        """Encode only the tokens that are `kept [tokens of all images]`; returns those of each image with their places."""
-        patches = image_input["image_grid_thw"].tolist()
-        rows = encode(self.visual, image_input["pixel_values"], patches, kept)  # type: ignore[attr-defined]
-        where = torch.cat([torch.from_numpy(places(grid_of(sides, self.config), 1.0)) for sides in patches])
-        parts = kept.split([math.prod(grid_of(sides, self.config)) for sides in patches])
-        anchors = sent(where[kept], rows.device)
-        return pack(rows, anchors, int(where.max())).split([int(part.sum()) for part in parts])
 
     def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
         videos, patches = super()._process_video_input(video_input), video_input["video_grid_thw"].tolist()  # type: ignore[misc]
@@ -196,7 +136,8 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
 
     def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0, **signals: Tensor) -> Tensor:
         """Reduce the tokens `rows [n, d]` of one image or video; returns those left with their places."""
-        features = rows[:, : self.config.get_text_config().hidden_size]  # behind them those of deepstack
+        # vllm/model_executor/models/qwen3_vl.py::Qwen3_VisionTransformer.forward appends deepstack's levels as channels.
+        features = rows[:, : self.config.get_text_config().hidden_size]  # after them those of deepstack
         result = self.reducer.reduce(grid, features, **signals)
         if len(result.anchor) != (count := self.reducer.count(grid)):
             raise ValueError(
@@ -206,12 +147,16 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         anchors = sent(where, rows.device)[result.anchor]
         return pack(result.apply(rows), anchors, int(where.max()))
 
+    # vllm/v1/worker/encoder_cudagraph.py::EncoderCudaGraphManager runs the tower itself and skips `_process_image_input`. Goes
+    # when it calls the model's own method for what comes after the tower.
     def get_encoder_cudagraph_config(self) -> Any:
         """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""
         return dataclasses.replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder takes the tokens of the tower from the
+    # placeholders, which are fewer than the tower computes.
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
-        """Numbers of tokens in encoder and projector, which get the full image unless pixels decided."""
-        if mm_kwargs is not None and CHOICE not in mm_kwargs:
+        """Numbers of tokens in encoder and projector, which get the full image."""
+        if mm_kwargs is not None:
             num_mm_embeds = math.prod(grid_of(mm_kwargs[f"{modality}_grid_thw"].data, self.config))
         return super().get_mm_lora_token_counts(modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds)

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.models.qwen3_vl import (
-    Qwen3VLDummyInputsBuilder,
     Qwen3VLMultiModalProcessor,
 )
 
 from vlmcompress.engines.vllm.plugin._asking import embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
-from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen, grid_of
+from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, ReducedQwen, grid_of
 from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
-from vlmcompress.reducers import Grid
+from vlmcompress.reduction.methods import Grid
 
 
 class Qwen3Info(QwenInfo):
     """Mixin of a processing info with the counts of reduced images and videos."""
 
+    # vllm/model_executor/models/qwen3_vl.py::Qwen3VLProcessingInfo.get_max_video_tokens leaves out the tokens of timestamps.
     def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
         """The most tokens of a video, timestamps included."""
         parent: Any = super()
@@ -45,7 +45,7 @@ class Qwen3Processor(ViewsProcessor, QwenProcessor, Qwen3VLMultiModalProcessor):
             return super()._placeholders(full, grid, pace)
         visual = self.info.get_hf_config().video_token_id
         text = len(full.full) - full.full.count(visual)
-        return Placeholders([visual] * (text + self.info.kept(grid)), positions=text + _sides(grid))
+        return Placeholders([visual] * (text + self.info.reducer.count(grid)), positions=text + _sides(grid))
 
 
 def _sides(grid: Grid) -> int:
@@ -53,12 +53,8 @@ def _sides(grid: Grid) -> int:
     return grid[0] * max(grid[1:])
 
 
-class Qwen3Dummies(QwenDummies, Qwen3VLDummyInputsBuilder):
-    """vLLM's dummy inputs of all these families, with images of which pixel reducers drop nothing."""
-
-
 class ReducedQwen3(ReducedQwen):
-    """Mixin of a model that is a `Qwen3VLForConditionalGeneration`, with a reducer behind its encoder."""
+    """Mixin of a model that is a `Qwen3VLForConditionalGeneration`, with a reducer after its encoder."""
 
     _tokenizer: Any
 
@@ -82,6 +78,8 @@ class ReducedQwen3(ReducedQwen):
         """Reduce a video's tokens `rows [n, d]`; returns those left, between marks and `times` of its frames, with places."""
         kept, where = unpack(self.reduced(rows, grid))
         config, frame = self.config, where[:, 0]
+        # vllm/model_executor/models/qwen3_vl.py::Qwen3VLMultiModalProcessor.get_video_repl is what writes a video in the
+        # prompt.
         ids = Qwen3VLMultiModalProcessor.get_video_repl(
             tokens_per_frame=frame.bincount(minlength=grid[0]).tolist(),
             timestamps=times,
@@ -92,7 +90,7 @@ class ReducedQwen3(ReducedQwen):
         ).full
         tokens = torch.tensor(ids, device=rows.device)
         visual, starts = tokens == config.video_token_id, tokens == config.vision_start_token_id
-        # A text token stands one behind the last text token or, behind a frame, where that one's longer side ends.
+        # A text token stands one after the last text token or, after a frame, where that one's longer side ends.
         text = (~visual).cumsum(0)
         places = text - 1 + (starts.cumsum(0) - starts.long()) * max(grid[1:])
         places = places[:, None].repeat(1, DIMS)

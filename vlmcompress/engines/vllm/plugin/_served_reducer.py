@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from vlmcompress import __version__, reducers
-from vlmcompress.checkpoint import reducer_block
-from vlmcompress.common import hub
-from vlmcompress.engines.reducer_support import refusal
-from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import scorer_file
-from vlmcompress.hf_hooks.support import check_config, check_counter, chooses_images
+from vlmcompress import __version__
 from vlmcompress.models import spec_for
-from vlmcompress.recipe.reducer import ReducerChoice
-from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import hooks as hooks  # before `support`: the two import each other
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
+from vlmcompress.reduction.support import check_config, check_counter, chooses_images, engine_refusal
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError
 
 _READ = ("architectures", "model_type", reducer_block.KEY)
 
@@ -46,7 +47,7 @@ class ServedReducer:
                 f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
             )
         reducer, where = carried.reducer, f"config.json: {reducer_block.KEY}"
-        if reason := refusal(config["architectures"][0], reducer):
+        if reason := engine_refusal(config["architectures"][0], reducer):
             raise UserError(f"{where}: {reason}")
         try:
             spec = spec_for({"model_type": carried.model_type})
@@ -59,11 +60,6 @@ class ServedReducer:
         if reducer.takes_count and carried.count is None:
             raise UserError(f"{where}: 'count' is missing, which '{reducer.method}' needs in vLLM; export it again")
         return ServedReducer(reducer, carried.count)
-
-    @property
-    def compact(self) -> bool:
-        """Whether the tokens that are left stand one behind the other, as if the others had never been."""
-        return self.chosen.options.positions == "compact"
 
     @property
     def views(self) -> bool:
@@ -93,20 +89,16 @@ class ServedReducer:
         Args:
             grid: grid of the image's tokens.
             features: `[n, d]`, the tokens; None before the encoder has run.
-            signals: further fields of `Signals`; and `count`, its tokens in the prompt, where the image decides that.
+            signals: further fields of `Signals`.
         """
         return self.reduce_all([{"grid": grid, "features": features, **signals}])[0]
 
     def reduce_all(self, images: Sequence[Mapping[str, Any]]) -> list[Reduction]:
         """Decide the reductions of several images, for each of which there are the arguments of `reduce`."""
-        counts = [image.get("count") for image in images]
-        signals = [
-            Signals(**{name: value for name, value in image.items() if name != "count"}, finite=True)
-            for image in images
-        ]
+        signals = [Signals(**image, finite=True) for image in images]
         if self.views:  # it was decided before, and these images stay
             return [Reduction.identity(image.n, image.device) for image in signals]
-        return reducers.reduce_all(self.chosen.module, signals, self.chosen.options, counts, check=False)
+        return reducers.reduce_all(self.chosen.module, signals, self.chosen.options, check=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:

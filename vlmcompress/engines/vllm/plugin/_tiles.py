@@ -22,14 +22,16 @@ from vlmcompress.engines.vllm.plugin._processing import (
     ReducedProcessor,
     counts_of,
 )
-from vlmcompress.hf_hooks.units import tile
 from vlmcompress.models import spec_for
-from vlmcompress.reducers import Grid, Reduction
+from vlmcompress.reduction.hooks.units import tile
+from vlmcompress.reduction.methods import Grid, Reduction
 
 
 class TiledInfo(ReducedInfo):
     """Mixin of a processing info, put before the family's class."""
 
+    # vllm/multimodal/encoder_budget.py::get_mm_max_toks_per_item encodes a blank image where this returns None, to reserve
+    # memory.
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
         """Return the most tokens of an image where they depend on its pixels, as vLLM's blank images may have few."""
         if self.reducer.counter is None:
@@ -61,6 +63,7 @@ class TiledProcessor(Counting, ReducedProcessor):
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
         """Keep of vLLM's placeholders the text between tiles and the first tokens of each tile."""
         content = update.resolve(number).content
+        # vllm/multimodal/processing/processor.py::PromptUpdateDetails marks by `is_embed` which tokens an encoder's rows fill.
         visual = content.is_embed(content.full)
         full, most = self.info.tile()
         place = visual.cumsum(0) - 1
@@ -73,7 +76,7 @@ class TiledProcessor(Counting, ReducedProcessor):
 
 
 class TiledImages(OriginalPositions, PlainRope):
-    """Mixin of a model, put before the family's class: reduces the tokens of each tile, in encoder or behind projector."""
+    """Mixin of a model, put before the family's class: reduces the tokens of each tile, in encoder or after projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -130,10 +133,13 @@ class TiledImages(OriginalPositions, PlainRope):
         """Decide the reduction of the next tile of the encoder's latest run, or of a video's frames, `rows [n, d]`."""
         return self._merging.take(grid[0]) if self._merging else self.reducer.reduce(grid, rows)
 
+    # vllm/v1/worker/encoder_cudagraph.py::EncoderCudaGraphManager; see `_qwen`.
     def get_encoder_cudagraph_config(self) -> Any:
         """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""
         return dataclasses.replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
 
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder; see `_qwen`. `mm_kwargs` is None where memory is
+    # measured (vllm/lora/model_manager.py::LoRAModelManager).
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Numbers of tokens in encoder and projector, which get full tiles."""
         tiles = num_mm_embeds // self.reducer.count(self.grid)

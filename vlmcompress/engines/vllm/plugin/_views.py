@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.common import hub, tensor_files
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
-from vlmcompress.errors import UserError
-from vlmcompress.hf_hooks import views
+from vlmcompress.reduction.hooks import views
+from vlmcompress.utils import hub, tensor_files
+from vlmcompress.utils.errors import UserError
 
 FIELD = "view_stays"  # field of an image, and argument of the processor: for each image whether it stays
 NAMES = "names"
@@ -49,8 +49,10 @@ class ViewsProcessor:
                 raise ValueError(f"{self.info.reducer.chosen} does not choose among images; leave out '{NAMES}'")
         elif images := inputs.mm_data_items.get_all_counts().get("image", 0):
             words = self._named(inputs.prompt, images, kwargs.pop(NAMES, None), kwargs.pop(ARGUMENT, None))
-            stays = words and views.stays(self.info.reducer.chosen, self._tokenizer, self._embed, words)
+            stays = words and views.stays(self.info.reducer.chosen, self._tokenizer, self._table.__getitem__, words)
             kwargs[FIELD] = stays or [True] * images
+        # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor.apply looks into its cache first, image by image: the
+        # choice among all has to be made here.
         inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
@@ -77,9 +79,7 @@ class ViewsProcessor:
             raise ValueError(f"'{NAMES}' must be a list of {images} texts, one for each image, got {names!r}")
         return dataclasses.replace(named, names=[processor._words(name) for name in names])
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self._table[ids]
-
+    # Without the choice in the arguments: it has an entry for each image, and would give all of them names of this request.
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         stays = kwargs.pop(FIELD, None)
@@ -91,6 +91,8 @@ class ViewsProcessor:
         marks = ("left out", "stays")
         return hashes | {"image": [f"{name}-{marks[stay]}" for name, stay in zip(hashes["image"], stays, strict=True)]}
 
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._get_cache_missing_processor_kwargs is called with all
+    # images, and the processor afterwards with those that its cache lacks.
     def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, Any]:
         kwargs: Mapping[str, Any] = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)  # type: ignore[misc]
         if FIELD not in kwargs:

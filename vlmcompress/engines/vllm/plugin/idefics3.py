@@ -14,7 +14,7 @@ from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, Tiled
 
 ARCHITECTURE = "Idefics3ForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")
-COUNTED = ("encoder",)
+COUNTED = True
 
 
 class Info(TiledInfo, Idefics3ProcessingInfo):
@@ -27,4 +27,4 @@ class Processor(TiledProcessor, Idefics3MultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Idefics3DummyInputsBuilder)
 class VlmcompressIdefics3ForConditionalGeneration(TiledImages, Idefics3ForConditionalGeneration):
-    """vLLM's model of the family, with a reducer in its encoder or behind the projector."""
+    """vLLM's model of the family, with a reducer in its encoder or after the projector."""

@@ -1,4 +1,4 @@
-"""InternVL (transformers' form of it): tiles one behind the other, then the whole image as one more; a video is one grid.
+"""InternVL (transformers' form of it): tiles one after the other, then the whole image as one more; a video is one grid.
 
 A video's frames have text between them. The number of tokens that each frame keeps, and so the place of that text, is not
 known when the prompt is made: the prompt has one run of placeholders for all of a video, which the encoder's output fills
@@ -28,12 +28,12 @@ from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
-from vlmcompress.hf_hooks.units import Reduced, tile, whole
-from vlmcompress.reducers import Grid
+from vlmcompress.reduction.hooks.units import Reduced, tile, whole
+from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")
-COUNTED = ("encoder",)
+COUNTED = True
 VIDEOS = True
 
 
@@ -63,7 +63,7 @@ class Info(TiledInfo, InternS1ProcessingInfo):
         return frames, rows, columns
 
     def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        """The most frames beside the largest images: kept tokens must fit the prompt, all tokens the model's positions."""
+        """The most frames next to the largest images: kept tokens must fit the prompt, all tokens the model's positions."""
         full, kept = self.tile()
         images, videos = mm_counts.get("image", 0), max(mm_counts.get("video", 0), 1)
         image, processor = self.get_max_image_tokens(), self.get_hf_processor()
@@ -94,7 +94,7 @@ class Processor(TiledProcessor, InternS1MultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=InternS1DummyInputsBuilder)
 class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForConditionalGeneration):
-    """vLLM's model of the family, with a reducer in its encoder or behind the projector."""
+    """vLLM's model of the family, with a reducer in its encoder or after the projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -112,6 +112,8 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
     def _film(self, frames: Any) -> Grid:
         return int(frames), *self.grid[1:]
 
+    # vllm/model_executor/models/interns1.py::InternS1ForConditionalGeneration._process_vision_input takes images and videos,
+    # and `type` tells which.
     def _process_vision_input(self, image_input: Any) -> tuple[Tensor, ...]:
         items = super()._process_vision_input(image_input)
         if image_input["type"] == "pixel_values":

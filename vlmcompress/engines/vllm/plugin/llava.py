@@ -19,13 +19,13 @@ from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.engines.vllm.plugin._processing import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
-from vlmcompress.hf_hooks.support import listens
 from vlmcompress.models import spec_for
-from vlmcompress.reducers import Reduction
+from vlmcompress.reduction.methods import Reduction
+from vlmcompress.reduction.support import listens
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads", "views")
-COUNTED = ("encoder", "projected")
+COUNTED = True
 
 
 class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
@@ -38,7 +38,7 @@ class Processor(ViewsProcessor, LlavaProcessor, CountedProcessor, LlavaMultiModa
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
 class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaForConditionalGeneration):
-    """vLLM's model of the family, with a reducer in its encoder, before its projector or behind it."""
+    """vLLM's model of the family, with a reducer in its encoder, before its projector or after it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -69,14 +69,12 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         pixels = image_input["pixel_values"]
         grid = grid_of(pixels, self.config)
         merger = self._merging.begin([grid] * len(pixels), pixels.device, self._counts) if self._merging else None
+        # vllm/model_executor/models/llava.py::LlavaForConditionalGeneration._process_image_input projects at once; its first
+        # half is called by itself, as methods of stage "encoder" reduce between the two.
         features: Any = super()._process_image_pixels(image_input)
         if merger is not None:
             return self._projected(features, merger.merged)
         signals = [self._scan.of(number) if self._scan else {} for number in range(len(pixels))]
-        if self._counts is not None:
-            signals = [
-                image_signals | {"count": count} for image_signals, count in zip(signals, self._counts, strict=True)
-            ]
         if self.reducer.chosen.module.STAGE == "encoder":
             reductions = [
                 self.reducer.reduce(grid, rows, **image_signals)

@@ -28,7 +28,7 @@ class Processor(LlavaProcessor, LlavaNextMultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
 class VlmcompressLlavaNextForConditionalGeneration(LlavaShaped, LlavaNextForConditionalGeneration):
-    """vLLM's model of the family, with a reducer behind the projector."""
+    """vLLM's model of the family, with a reducer after the projector."""
 
     def _process_image_input(self, image_input: Any) -> Any:
         return self._reduced(super()._process_image_input(image_input), image_input["image_sizes"].tolist())

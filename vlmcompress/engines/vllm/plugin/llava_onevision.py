@@ -20,7 +20,7 @@ from vllm.multimodal.parse import ImageSize
 
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt
-from vlmcompress.reducers import Grid
+from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
 SIGNALS = ("features", "query")
@@ -46,7 +46,7 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         return self.reducer.count(film(self.get_hf_config(), num_frames)) + 1
 
     def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        """The most frames: kept tokens must fit the prompt, and all tokens, beside the largest images, the model's positions.
+        """The most frames: kept tokens must fit the prompt, and all tokens, next to the largest images, the model's positions.
 
         There are no more than vLLM measures memory with.
         """
@@ -76,6 +76,8 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         sizes = [size for height, width in canvases for size in fitting(height, width, patch)]
         return max(sizes, key=lambda size: self.get_num_image_tokens(image_width=size.width, image_height=size.height))
 
+    # vllm/model_executor/models/llava_onevision.py::LlavaOnevisionProcessingInfo.get_image_size_with_most_features returns one
+    # size for all checkpoints. Goes when it looks at their canvases.
     def get_image_size_with_most_features(self) -> ImageSize:
         """The size of image with the most tokens; vLLM's one size for all checkpoints is exceeded by others, or by newlines."""
         return self._largest
@@ -95,10 +97,10 @@ class Processor(LlavaProcessor, LlavaOnevisionMultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaOnevisionDummyInputsBuilder)
 class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevisionForConditionalGeneration):
-    """vLLM's model of the family, with a reducer behind the projector and the pooling."""
+    """vLLM's model of the family, with a reducer after the projector and the pooling."""
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of an image or video: places come with its rows; text goes on as far behind as without a reducer."""
+        """Positions of an image or video: places come with its rows; text goes on where it does without a reducer."""
         if feature.modality == "image":
             return super().span(feature)
         grid = film(self.config, len(feature.data["pixel_values_videos"].data))
@@ -107,6 +109,8 @@ class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevis
     def _process_image_input(self, image_input: Any) -> Any:
         return self._reduced(super()._process_image_input(image_input), image_input["image_sizes"].tolist())
 
+    # vllm/model_executor/models/llava_onevision.py::LlavaOnevisionForConditionalGeneration._process_video_pixels pools frames
+    # and appends the newline, which is after a video's grid and stays.
     def _process_video_pixels(self, inputs: Any) -> tuple[Tensor, ...]:
         reduced = []
         for pixels, rows in zip(inputs["pixel_values_videos"], super()._process_video_pixels(inputs), strict=True):

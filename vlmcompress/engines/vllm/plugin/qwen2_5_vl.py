@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: the tokens behind the encoder are reduced; M-RoPE positions stay."""
+"""Qwen2.5-VL: the tokens after the encoder are reduced; M-RoPE positions stay."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vllm.model_executor.models.qwen2_5_vl import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen
+from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, ReducedQwen
 from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
-SIGNALS = ("features", "query", "pixels", "views")
+SIGNALS = ("features", "query", "views")
 VIDEOS = True
 
 
@@ -26,10 +26,6 @@ class Processor(ViewsProcessor, QwenProcessor, Qwen2_5_VLMultiModalProcessor):
     """vLLM's processor of the family, with a placeholder for each kept token."""
 
 
-class Dummies(QwenDummies, Qwen2_5_VLDummyInputsBuilder):
-    """vLLM's dummy inputs of the family, with images of which pixel reducers drop nothing."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummies)
+@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Qwen2_5_VLDummyInputsBuilder)
 class VlmcompressQwen2_5_VLForConditionalGeneration(ReducedQwen, Qwen2_5_VLForConditionalGeneration):
-    """vLLM's Qwen2.5-VL with a reducer behind its encoder."""
+    """vLLM's Qwen2.5-VL with a reducer after its encoder."""

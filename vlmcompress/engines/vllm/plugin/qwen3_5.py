@@ -7,12 +7,13 @@ sees the kept ones at the positions that they have without a reducer.
 from __future__ import annotations
 
 from vllm.model_executor.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5ProcessingInfo
+from vllm.model_executor.models.qwen3_vl import Qwen3VLDummyInputsBuilder
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Dummies, Qwen3Info, Qwen3Processor, ReducedQwen3
+from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Info, Qwen3Processor, ReducedQwen3
 
 ARCHITECTURE = "Qwen3_5ForConditionalGeneration"
-SIGNALS = ("features", "query", "pixels", "views")
+SIGNALS = ("features", "query", "views")
 VIDEOS = True
 
 
@@ -20,6 +21,6 @@ class Info(Qwen3Info, Qwen3_5ProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
 
-@MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3Dummies)
+@MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3VLDummyInputsBuilder)
 class VlmcompressQwen3_5ForConditionalGeneration(ReducedQwen3, Qwen3_5ForConditionalGeneration):
-    """vLLM's Qwen3.5 with a reducer behind its encoder."""
+    """vLLM's Qwen3.5 with a reducer after its encoder."""

@@ -10,7 +10,7 @@ from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, Tiled
 
 ARCHITECTURE = "SmolVLMForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")
-COUNTED = ("encoder",)
+COUNTED = True
 
 
 class Info(TiledInfo, SmolVLMProcessingInfo):
@@ -23,4 +23,4 @@ class Processor(TiledProcessor, Idefics3MultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Idefics3DummyInputsBuilder)
 class VlmcompressSmolVLMForConditionalGeneration(TiledImages, SmolVLMForConditionalGeneration):
-    """vLLM's model of the family, with a reducer in its encoder or behind the projector."""
+    """vLLM's model of the family, with a reducer in its encoder or after the projector."""

@@ -1,0 +1,383 @@
+"""The command line: exit codes, one-line errors, clean stdout with `--json`, and no heavy imports where none is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kit import calibration_rows, tiny
+from tests.kit.command_line import loud  # noqa: F401
+from tests.kit.next_steps import follow
+from tests.kit.places import DEMO_LLAVA
+from vlmcompress import cli
+from vlmcompress import cli as commands
+from vlmcompress.cli import quantize
+from vlmcompress.utils.errors import GateError, UserError
+from vlmcompress.utils.registry import Registry
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.build("llava", tmp_path_factory.mktemp("cli") / "llava")
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "vlmcompress", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def replaced(monkeypatch, verb):
+    """`vlmcompress list` does what `verb` does."""
+    monkeypatch.setattr(cli.VERBS.get("list"), "run", verb)
+
+
+def test_quantize_in_a_process_of_its_own(model, tmp_path, capfd):
+    """One JSON object on stdout, nothing on stderr (no terminal, no bars), a whole OUT; then OUT exists."""
+    out = tmp_path / "out"
+    done = run("quantize", model, "-o", out, "--scheme", "rtn", "--set", "options.group_size=64", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert result["ok"] and result["weights_after"] < result["weights_before"]
+    assert result["next"] == [f"vlmcompress eval {out} --baseline {model} --data FILE", f"vlmcompress serve {out}"]
+    data = calibration_rows.write(tmp_path, 4)
+    assert follow(result["next"], data, tmp_path) == ["eval", "serve"]
+    demo = quantize.result(out, str(DEMO_LLAVA), json.loads((out / "vlmcompress.json").read_text()), 1.0)
+    assert follow(demo["next"], data, tmp_path) == ["eval", "serve"] and "--data" not in demo["next"][0]
+    assert json.loads((out / "vlmcompress.json").read_text())["recipe"]["options"]["group_size"] == 64
+
+    assert cli.main(["quantize", str(model), "-o", str(out), "--scheme", "rtn"]) == 2
+    again = capfd.readouterr()
+    assert again.out == "" and again.err.startswith("error: output ") and again.err.count("\n") == 1
+
+
+def test_every_verb_has_its_place(capfd, monkeypatch):
+    """`--help` has the verbs under the headings of their groups, in the order of their places; each is a whole file."""
+    monkeypatch.setenv("COLUMNS", "60")
+    verbs = sorted(cli.VERBS, key=lambda name: cli.VERBS.constant(name, "PLACE"))
+    assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 22
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capfd.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 60 or "Exit codes" in max(shown.splitlines(), key=len)
+    groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE)
+    by_group = {
+        title: re.findall(r"^  ([a-z-]+)  ", text, re.MULTILINE) for title, text in groups if title != "options"
+    }
+    assert list(by_group) == ["look first", "compress", "measure", "carry on"]
+    assert [name for names in by_group.values() for name in names] == verbs
+    for title, names in by_group.items():
+        assert {cli.VERBS.constant(name, "GROUP") for name in names} == {title}
+    for name in verbs:
+        module = cli.VERBS.get(name)
+        assert callable(module.options) and callable(module.run)
+        assert f"{cli.VERBS.summary(name)}." in " ".join((module.__doc__ or "").split())
+
+
+# The call of a verb -> two spellings of the same flag, of which the second is not shown.
+SPELLINGS = {
+    "plan m": [
+        "--tp 2 --tensor-parallel-size 2",
+        "--kv-cache fp8 --kv-cache-dtype fp8",
+        "--image-size 8x8 --image 8x8",
+        "--images-per-request 2 --images 2",
+    ]
+    + ["--text-tokens 5 --text 5", "--out-tokens 5 --out 5"],
+    "serve o": ["--images-per-request 2 --images 2", "--videos-per-request 2 --videos 2"],
+    "bench o --baseline m": ["--data d --images d"],
+    "search m -o o": [
+        "--suite a --tasks a",
+        "--max-time 1h --budget 1h",
+        "--image-size 8x8 --image 8x8",
+        "--keep-work --keep",
+    ],
+    "quantize m": ["--kv-cache fp8 --kv-cache-dtype fp8", "--samples 9 --num-calibration-samples 9"],
+    "check m": ["--tp 2 --tensor-parallel-size 2", "--kv-cache fp8 --kv-cache-dtype fp8"],
+    "calibrate m -o o": ["--kv-cache fp8 --kv-cache-dtype fp8"],
+    "tokens m --image-size 8x8": ["--kv-cache fp8 --kv-cache-dtype fp8"],
+    "eval o": ["--suite a --tasks a"],
+    "auto m -o o --images i": ["--max-time 1h --budget 1h"],
+}
+
+
+@pytest.mark.parametrize("call", SPELLINGS)
+def test_other_spellings_of_a_flag(call, capsys):
+    """One word has one meaning in `--help`; what it was called before, and what other tools call it, is still read."""
+    with pytest.raises(SystemExit):
+        cli.main([*call.split()[:1], "--help"])
+    shown = re.findall(r"--[\w-]+", capsys.readouterr().out)
+    for flags in SPELLINGS[call]:
+        words = flags.split()
+        ours, others = words[: len(words) // 2], words[len(words) // 2 :]
+        plain = vars(cli.parse(call.split()))
+        assert vars(cli.parse([*call.split(), *ours])) == vars(cli.parse([*call.split(), *others])) != plain
+        assert ours[0] in shown and others[0] not in shown
+
+
+GREET = '''"""Greet somebody. Politely."""
+
+PASSES_ON = "another program"
+
+
+def options(parser):
+    """Add the verb's flags."""
+    parser.add_argument("name")
+
+
+def run(args):
+    """Greet."""
+    return 0, {"greeted": args.name, "extra": args.extra}, f"Good day, {args.name}."
+'''
+
+
+def test_a_verb_is_one_file(capfd, monkeypatch, tmp_path):
+    """A file in the folder is a verb: in `--help`, with flags, text, JSON and errors of its own."""
+    (tmp_path / "say_hello.py").write_text(GREET)
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    verbs = Registry("vlmcompress.cli", "verb")
+    monkeypatch.setattr(verbs, "_folder", tmp_path)
+    monkeypatch.setattr(cli, "VERBS", verbs)
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert re.search(r"\nmore:\n  say-hello +Greet somebody\.\n", capfd.readouterr().out)
+    assert cli.main(["say-hello", "Ada"]) == 0
+    assert capfd.readouterr().out == "Good day, Ada.\n"
+    assert cli.main(["say-hello", "Ada", "--json", "--", "--loud"]) == 0
+    assert json.loads(capfd.readouterr().out) == {"greeted": "Ada", "extra": ["--loud"]}
+    assert cli.main(["say-hello"]) == 2
+    assert capfd.readouterr().err == "error: vlmcompress say-hello: missing name; see vlmcompress say-hello --help\n"
+    assert cli.main(["say-helo", "Ada"]) == 2
+    assert "did you mean 'say-hello'" in capfd.readouterr().err
+
+
+def test_a_verb_of_a_third_party(capfd, monkeypatch, tmp_path):
+    """A distribution with an entry point of the group adds a verb; one with a name that exists is refused."""
+    (tmp_path / "their_verb.py").write_text(GREET)
+    info = tmp_path / "their_verb-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-verb\nVersion: 1\n")
+    points = info / "entry_points.txt"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    points.write_text("[vlmcompress.cli]\ngreet = their_verb\n")
+    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.cli", "verb"))
+    assert cli.main(["greet", "Ada"]) == 0
+    assert capfd.readouterr().out == "Good day, Ada.\n"
+
+    points.write_text("[vlmcompress.cli]\nlist = their_verb\n")
+    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.cli", "verb"))
+    assert cli.main(["greet", "Ada"]) == 2
+    assert "entry point 'their_verb' takes the verb name 'list', which exists" in capfd.readouterr().err
+
+
+def test_only_the_verb_that_is_asked_for_is_imported():
+    code = (
+        "import sys; from vlmcompress.cli import parse\n"
+        "parse(['tokens', 'm', '--image-size', '8x8'])\n"
+        "print(*sorted(name.rpartition('.')[2] for name in sys.modules if name.startswith('vlmcompress.cli.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [name for name in done.stdout.split() if not name.startswith("_")] == ["tokens"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["list", "reducers"], ["quantize", "--help"]])
+def test_no_heavy_import(arguments):
+    code = (
+        "import sys; from vlmcompress.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+USAGE = [
+    ([], "vlmcompress: missing VERB"),
+    (["quantise"], "no 'quantise'; did you mean 'quantize'"),
+    (["quantize", "m", "--sheme", "awq"], "takes no '--sheme'; did you mean '--scheme'"),
+    (["quantize", "m", "--scheme"], "--scheme needs a value"),
+    (["quantize", "m", "--dataset", "d"], "takes no '--dataset'; did you mean '--calib'?"),
+    (["search", "m", "-o", "o", "--dataset", "d"], "takes no '--dataset'; did you mean '--calib' or '--data'?"),
+    (["quantize", "m", "--scheme", "rtn", "--tp", "0"], "--tp 0 is no number of devices; give 1 or more"),
+    (["quantize", "m", "--frobnicate"], "takes no '--frobnicate'; see vlmcompress quantize --help"),
+    (
+        ["serve", "o", "--tensor-parallel-size=2"],
+        "flags of vllm serve go behind --, as in vlmcompress serve OUT -- --tens",
+    ),
+    (["serve", "o", "--prot", "9"], "did you mean '--port'? Flags of vllm serve go behind --"),
+    (["quantize", "m", "--scheme", "Fp8", "--bits", "4"], "scheme 'fp8' has no options, got 'options.bits'; remove it"),
+    (["quantize", "m", "--scheme", "rtn", "--bits", "four"], "--bits: invalid int value: 'four'"),
+    (["plan", "m", "--target", "a100-80gb"], "unknown target 'a100-80gb'; did you mean 'a100'?"),
+    (["plan", "m", "--target", "rtx4080"], "unknown target 'rtx4080'; choose from a100, a100-40gb"),
+    (["quantize", "m", "--scheme", "int5"], "unknown scheme 'int5'; choose from awq, fp8"),
+    (["quantize", "m", "extra", "--scheme", "rtn"], "takes no 'extra'"),
+    (["quantize", "m", "--samples", "many"], "argument --samples: invalid int value: 'many'"),
+    (["quantize", "m", "--set", "seed"], "--set seed is not of the form key.sub=value"),
+    (["quantize", "m", "--scheme", "gptqq"], "unknown scheme 'gptqq'; did you mean 'gptq'"),
+    (["quantize", "m", "--scheme", "rtn", "--set", "optons.bits=4"], "command line: unknown key 'optons'"),
+    (["quantize", "m"], "no scheme given"),
+    (["quantize", "--scheme", "rtn"], "no model given"),
+    (["quantize", "m", "--target", "a100", "--scheme", "fp8"], "A100 80GB has no FP8 tensor cores"),
+    (["quantize", "/no/such/model", "--scheme", "rtn", "-o", "/tmp/never"], "does not exist"),
+    (["quantize", "m", "--scheme", "rtn"], "no output folder given; add -o OUT"),
+    (["plan", "m", "--memory", "-5GB"], "--memory needs a value; one that begins with '-' is written --memory=-..."),
+    (["list", "scheme"], "no 'scheme'; did you mean 'schemes'"),
+    (["eval", "out"], "missing --baseline"),
+    (["eval", "out", "--baseline", "m", "--limit", "0"], "--limit is 0"),
+    (["eval", "/no/such/out", "--baseline", "m"], "no such checkpoint"),
+    (["serve", "/no/such/out"], "no such checkpoint"),
+    (["check", "m", "--scheme", "rtn", "--engine", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE)
+def test_bad_input(capfd, arguments, message):
+    assert cli.main(arguments) == 2
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1
+
+
+def test_errors_as_json(capfd):
+    assert cli.main(["quantize", "m", "--scheme", "rtnn", "--json"]) == 2
+    data = json.loads(capfd.readouterr().out)
+    assert data["ok"] is False and data["exit_code"] == 2 and "did you mean 'rtn'" in data["error"]
+
+
+def test_check(capfd, model):
+    assert cli.main(["check", str(model), "--scheme", "rtn", "--target", "cpu"]) == 0
+    assert "nothing stands in the way" in capfd.readouterr().out
+    assert cli.main(["check", str(model), "--scheme", "w8a16", "--target", "cpu", "--json"]) == 2
+    data = json.loads(capfd.readouterr().out)
+    assert [finding["name"] for finding in data["findings"] if not finding["ok"]] == ["vllm: decoder"]
+
+
+def test_doctor_of_a_folder_that_is_none(capfd, tmp_path):
+    assert cli.main(["doctor", str(tmp_path / "none")]) in (1, 2)
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.err + shown.out
+
+
+def test_list(capfd):
+    assert cli.main(["list", "--json"]) == 0
+    data = json.loads(capfd.readouterr().out)
+    names = {kind: {entry["name"] for entry in entries} for kind, entries in data.items()}
+    assert {"awq", "gptq", "fp8", "int8"} <= names["schemes"]
+    assert {"h100", "a100", "cpu"} <= names["targets"]
+    assert "qwen2-5-vl" in names["families"] and "awq-cpu" in names["recipes"]
+    assert all(entry["about"] for entries in data.values() for entry in entries)
+
+
+def test_a_target_with_one_scheme_names_it_once(capfd):
+    assert cli.main(["list", "targets"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert any("H100: fp8" in line and "throughput" not in line for line in lines)
+    assert any("gptq-plus by default, int8 for throughput" in line for line in lines)
+
+
+def test_list_reducers_says_what_their_modules_say(capfd):
+    from vlmcompress.reduction.choice import parse
+    from vlmcompress.reduction.methods import REGISTRY
+    from vlmcompress.reduction.support import SERVED, engine_refusal
+
+    assert cli.main(["list", "reducers", "--json"]) == 0
+    listed = json.loads(capfd.readouterr().out)["reducers"]
+    assert [entry["name"] for entry in listed] == sorted([*REGISTRY.names(), "resize"])
+    (resize,) = (entry for entry in listed if entry["name"] == "resize")
+    assert resize["stage"] == "processor" and resize["served"] and resize.keys() == listed[0].keys()
+    listed.remove(resize)
+    for entry in listed:
+        module = REGISTRY.get(entry["name"])
+        assert (entry["stage"], entry["count"], entry["served"]) == (module.STAGE, module.COUNT, module.SERVED)
+        assert entry["why_not"] == getattr(module, "WHY_NOT", None) and (entry["served"] or entry["why_not"])
+        assert bool(entry["vllm"]) == entry["served"]
+        for family in SERVED.names():
+            reason = engine_refusal(SERVED.constant(family, "ARCHITECTURE"), parse(entry["name"]))
+            assert (reason is None) == (family in entry["vllm"])
+    assert cli.main(["list", "reducers"]) == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert " visionzip encoder fixed count vLLM: llava VisionZip: keep" in text
+    assert " fastv llm fixed count transformers only FastV: after" in text
+    assert " resize processor measured count every engine Make images smaller" in text
+    assert text.count("[measured: no better than random]") == sum(bool(entry["no_better_than"]) for entry in listed)
+
+
+def test_methods_that_beat_no_baseline_are_labelled():
+    """In eval/reducers.json, with default options at half the tokens, better than chance on no demo model."""
+    from vlmcompress.reduction.methods import REGISTRY
+
+    figures = json.loads((Path(__file__).resolve().parents[2] / "eval" / "reducers.json").read_text())["figures"]
+    won: dict[str, list[bool]] = {}
+    for row in figures:
+        if row["keep"] == 0.5 and row["group"] == row["method"] and row.get("random"):
+            won.setdefault(row["method"], []).append(row["random"][1] > 0)
+    labelled = {name for name in REGISTRY.names() if REGISTRY.constant(name, "NO_BETTER_THAN")}
+    assert labelled == {name for name, results in won.items() if not any(results)}
+    assert len(labelled) > 1 and "divprune" in won
+
+
+def test_stdout_holds_nothing_but_the_object(capfd, monkeypatch):
+    """Python, the descriptor and child processes print; only JSON arrives."""
+
+    def noisy(_args):
+        print("from python")
+        os.write(1, b"from the descriptor\n")
+        subprocess.run(["echo", "from a child"], check=True)
+        return 0, {"ok": True}, "text"
+
+    replaced(monkeypatch, noisy)
+    assert cli.main(["list", "--json"]) == 0
+    shown = capfd.readouterr()
+    assert json.loads(shown.out) == {"ok": True}
+    assert all(line in shown.err for line in ("from python", "from the descriptor", "from a child"))
+
+
+def raising(error: BaseException):
+    def verb(_args):
+        raise error
+
+    return verb
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("what\nand where"), 2, "error: what and where"),
+        (GateError("accuracy fell"), 1, "error: accuracy fell"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 2, "error: out of memory"),
+        (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install '.[compress]' in the checkout"),
+    ],
+)
+def test_exit_codes(capfd, monkeypatch, error, code, message):
+    replaced(monkeypatch, raising(error))
+    assert cli.main(["list"]) == code
+    shown = capfd.readouterr().err
+    assert message in shown and shown.count("\n") == 1
+
+
+def test_interrupted_quantize_says_how_to_go_on(capfd, monkeypatch):
+    monkeypatch.setattr(cli.VERBS.get("quantize"), "run", raising(KeyboardInterrupt()))
+    assert cli.main(["quantize", "m", "--scheme", "rtn"]) == 130
+    assert capfd.readouterr().err == "interrupted; continue with --resume\n"
+    assert cli.main(["quantize", "m", "--scheme", "rtn", "--dry-run"]) == 130
+    assert capfd.readouterr().err == "interrupted\n"
+
+
+def test_internal_error_keeps_its_traceback_in_a_file(capfd, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    replaced(monkeypatch, raising(ZeroDivisionError("by zero\nsecond line")))
+    assert cli.main(["list"]) == 3
+    line = capfd.readouterr().err
+    assert line.startswith("error: internal error: ZeroDivisionError: by zero; traceback in ")
+    assert line.count("\n") == 1
+    assert "ZeroDivisionError" in Path(line.split("traceback in ")[1].strip()).read_text()
+    assert cli.main(["list", "--debug"]) == 3
+    assert "Traceback" in capfd.readouterr().err

@@ -1,0 +1,155 @@
+"""`vlmcompress inspect`: what it shows is what the reducer does with the model's own features."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.kit.reduction_data import checkpoint, vlm
+from vlmcompress import cli
+from vlmcompress.models.data.encode import encode_prompt
+from vlmcompress.models.data.samples import Sample
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.hooks import picture
+from vlmcompress.reduction.hooks.picture import Counts
+from vlmcompress.reduction.methods import Signals
+
+pytestmark = pytest.mark.representatives
+
+
+def noise(*size: int) -> Image.Image:
+    """Of one seed for each size."""
+    values = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(size[0]))
+    return Image.fromarray(values.byte().numpy())
+
+
+def looked(family: str, images: list[Image.Image], text: str) -> list[reducers.Reduction]:
+    model = vlm(family)
+    layouts = [model.spec.layout(model.processor, *image.size, len(images)) for image in images]
+    return picture.decide(model, encode_prompt(Sample("x", images, "what is it"), model), layouts, parse(text))
+
+
+def features(family: str, images: list[Image.Image]) -> torch.Tensor:
+    """`[tokens, d]`: the visual rows of all images that the language model gets."""
+    model, rows = vlm(family), []
+    inputs = encode_prompt(Sample("x", images, "what is it"), model)
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.model.dtype)
+    text = model.model.get_submodule(model.spec.layers.rpartition(".")[0])
+    hook = text.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(kwargs["inputs_embeds"][0]), with_kwargs=True
+    )
+    model.model(**inputs)
+    hook.remove()
+    return rows[0][inputs["input_ids"][0] == getattr(model.model.config, model.spec.image_token)]
+
+
+@pytest.mark.parametrize(
+    "family", ["llava", "llava-next", "llava-onevision", "qwen2-5-vl", "qwen3-vl", "internvl", "idefics3"]
+)
+@pytest.mark.parametrize("text", ["divprune:0.3", "uniform:0.3"])
+def test_each_image_as_the_method_decides_on_its_features(family, text):
+    images, chosen = [noise(112, 84), noise(90, 150)], parse(text)
+    rows, model = features(family, images), vlm(family)
+    for image, decision in zip(images, looked(family, images, text), strict=True):
+        layout = model.spec.layout(model.processor, *image.size, len(images))
+        image_rows, rows = rows[: layout.tokens], rows[layout.tokens :]
+        kept = {number for number, cell in enumerate(layout.cells()) if cell is None}  # newlines stay
+        for grid, index in layout.grids():
+            part = reducers.reduce(chosen.module, Signals(grid, features=image_rows[index]), chosen.options)
+            kept |= {index[number] for number in part.anchor.tolist()}
+        assert decision.anchor.tolist() == sorted(kept)
+        assert len(decision.target) == layout.tokens and (decision.target >= 0).sum() == len(kept)
+    assert len(rows) == 0
+
+
+def test_images_that_go_stay_or_shrink_while_generating():
+    """What is drawn of methods that leave one token of whole images, all, or drop some behind the prompt's last token."""
+    images = [noise(112, 84), noise(112, 84)]
+    left = {
+        text: [Counts.of(reduction).left for reduction in looked("qwen2-5-vl", images, text)]
+        for text in (
+            "litevlm:0.5",
+            "pevlm",
+            "dyrate:factor=1e-6,least=0.5,layer=1",
+            "pyramiddrop:ratio=1/4,stages=2",
+        )
+    }
+    assert list(left.values()) == [[12, 1], [12, 12], [6, 6], [3, 3]]
+
+
+def test_verb(capfd, tmp_path):
+    noise(80, 60).save(tmp_path / "a.png")
+    noise(200, 40).save(tmp_path / "b.jpg")
+    arguments = [
+        "inspect",
+        str(checkpoint("qwen2-5-vl")),
+        "--image",
+        str(tmp_path / "a.png"),
+        "--image",
+        str(tmp_path / "b.jpg"),
+    ]
+    arguments += ["--question", "what", "-o", str(tmp_path / "new" / "out.png")]
+    arguments += [part for text in ("dart:0.5", "relevance:0.5", "fastv:0.5,layer=1") for part in ("--reduce", text)]
+    assert cli.main([*arguments, "--json"]) == 0
+    shown = capfd.readouterr()
+    data = json.loads(shown.out)
+    assert shown.err == "" and [Path(image["image"]).name for image in data["images"]] == ["a.png", "b.jpg"]
+    for image in data["images"]:
+        assert len(image["reduced"]) == 3
+        for counts in image["reduced"].values():
+            assert counts["tokens"] == image["tokens"] == counts["kept"] + counts["merged"] + counts["dropped"]
+            assert counts["kept"] + counts["into"] == (image["tokens"] + 1) // 2
+    with Image.open(data["file"]) as picture:
+        assert picture.format == "PNG" and picture.width > 4 * 480
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["out.png"]
+    assert cli.main(arguments) == 0
+    text = capfd.readouterr().out
+    assert "  dart:0.5           3 of 6 tokens: 3 as they are, 3 dropped\n" in text and text.endswith("new/out.png.\n")
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "message"),
+    [
+        ("llava", ["--reduce", "dart:2"], "keep must be a number above 0 and at most 1, got 2"),
+        ("llava", ["--reduce", "relevance:0.5"], "'relevance' looks at the question; add --question"),
+        ("llava", [], "missing --reduce"),
+        ("llava", ["--reduce", "dart:0.5", "-o", "x.jpg"], "--out x.jpg: a picture is written; name it FILE.png"),
+        ("llava", ["--reduce", "dart:0.5", "--image", "/no/such.png"], "'/no/such.png' cannot be read"),
+        ("llava", ["--reduce", "dart:0.5", "--image", __file__], "is not an image that Pillow can read"),
+        ("llava", ["--reduce", "fastv:0.5,layer=7"], "layer 7 is none of the language model's 2"),
+        (
+            "gemma3",
+            ["--reduce", "fastv:0.5"],
+            "those of gemma3 have attention in windows, and both ways within an image; use ",
+        ),
+        ("qwen2-5-vl", ["--reduce", "visionzip:0.5"], "CLS"),
+    ],
+)
+def test_bad_input(capfd, tmp_path, family, flags, message):
+    noise(60, 60).save(tmp_path / "a.png")
+    default = ["inspect", str(checkpoint(family)), "--image", str(tmp_path / "a.png"), "-o", str(tmp_path / "out.png")]
+    assert cli.main([*default, *flags]) == 2
+    shown = capfd.readouterr().err
+    assert message in shown and shown.count("\n") == 1
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_images_too_small_for_the_share(capfd, tmp_path):
+    noise(60, 60).save(tmp_path / "a.png")
+    arguments = [
+        "inspect",
+        str(checkpoint("llava")),
+        "--image",
+        str(tmp_path / "a.png"),
+        "--image",
+        str(tmp_path / "a.png"),
+    ]
+    assert cli.main([*arguments, "-o", str(tmp_path / "out.png"), "--reduce", "dart:0.01", "--json"]) == 0
+    shown = capfd.readouterr()
+    assert shown.err == "warning: dart:0.01: the share is less than one token of a 4x4 grid, which is kept whole\n"
+    assert json.loads(shown.out)["images"][0]["reduced"]["dart:0.01"]["kept"] == 16

@@ -1,0 +1,274 @@
+"""`vlmcompress learn-reducer` on tiny models: what it writes, who carries it, how it goes on, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForImageTextToText
+
+from tests.kit import calibration_rows, tiny
+from tests.kit.command_line import run
+from tests.kit.edits import other_weights
+from tests.kit.inputs import encode
+from tests.kit.next_steps import follow
+from vlmcompress import cli
+from vlmcompress.models import load
+from vlmcompress.models.data import load_samples
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.hooks import attach, attach_carried
+from vlmcompress.training import learn_reducer
+
+FEW = ("--steps", 12, "--every", 4, "--batch", 4, "--hidden", 8, "--lr", 0.01)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows over three kinds of image only, so that what is held out is like what is trained on."""
+    return calibration_rows.write(tmp_path_factory.mktemp("data"), 24, side=112, kinds=3)
+
+
+@pytest.fixture(scope="module")
+def scorers(models, data, tmp_path_factory):
+    """Model -> the file of its scorer."""
+    folder, files = tmp_path_factory.mktemp("scorers"), {}
+    for name, model in models.items():
+        files[name] = folder / f"{name}.safetensors"
+        arguments = ("learn-reducer", model, "-o", files[name], "--calib", data, "--keep", "0.5", *FEW, "--steps", 30)
+        assert cli.main([*map(str, arguments)]) == 0
+    return files
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2-5-vl"])
+def test_a_checkpoint_carries_it(models, scorers, tmp_path, capsys, name):
+    """Written, checked by the doctor, read back: reduced as the model with the scorer's file is."""
+    out, model = tmp_path / "out", models[name]
+    reduce = f"learned:0.5,scorer={scorers[name]}"
+    code, text, err = run(capsys, "quantize", model, "--scheme", "none", "--reduce", reduce, "-o", out)
+    assert code == 0, err
+    assert (out / scorer_file.CARRIED).read_bytes() == scorers[name].read_bytes()
+    block = json.loads((out / "config.json").read_text())["vlmcompress"]["reduce"]
+    assert block["scorer"] == scorer_file.CARRIED and len(block["sha256"]) == 64 and "network" not in block
+    assert str(scorers[name].parent) not in "".join(path.read_text() for path in out.glob("*.json"))
+    assert "reducer/scorer.safetensors" in json.loads((out / "vlmcompress.json").read_text())["files"]
+    code, text, err = run(capsys, "doctor", out, "--source", model)
+    assert code == 0 and "learned:0.5" in text, text
+    vlm = load(model)
+    batch = encode(vlm, 1)
+    with torch.no_grad(), attach(vlm, "learned", {"keep": 0.5, "scorer": str(scorers[name])}) as attached:
+        expected = vlm.model(**batch).logits
+        kept = [unit.reduction.anchor.tolist() for unit in attached.seen]
+    read = AutoModelForImageTextToText.from_pretrained(out, dtype="auto").eval()
+    with torch.no_grad(), attach_carried(read, vlm.processor, out) as attached:
+        assert torch.equal(read(**batch).logits, expected)
+        assert [unit.reduction.anchor.tolist() for unit in attached.seen] == kept
+    (out / scorer_file.CARRIED).write_bytes(b"")
+    code, text, _ = run(capsys, "doctor", out, "--source", model)
+    assert code != 0 and "scorer" in text
+
+
+def test_calibration_goes_on_behind_it(models, scorers, data, tmp_path, capsys):
+    """Statistics remember the file by its content; another one is refused."""
+    model, stats, other = models["llava"], tmp_path / "stats", tmp_path / "other.safetensors"
+    reduce = ("--reduce", f"learned:0.5,scorer={scorers['llava']}")
+    assert run(capsys, "calibrate", model, "-o", stats, "--calib", data, *reduce)[0] == 0
+    arguments = ("quantize", model, "--scheme", "int8", "--stats", stats)
+    code, _, err = run(capsys, *arguments, *reduce, "-o", tmp_path / "out")
+    assert code == 0, err
+    scorer = scorer_file.read(scorers["llava"])
+    scorer_file.save(other, scorer.weights | {"bias": scorer.weights["bias"] + 1}, scorer.facts)
+    code, _, err = run(capsys, *arguments, "--reduce", f"learned:0.5,scorer={other}", "-o", tmp_path / "no")
+    assert code == 2 and "statistics" in err and not (tmp_path / "no").exists()
+
+
+def test_what_it_says(models, data, tmp_path, capsys):
+    out = tmp_path / "s.safetensors"
+    code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, "--json", *FEW)
+    assert code == 0, err
+    done = json.loads(text)
+    assert done["steps"] == 12 and done["samples"]["held_out"] == 8 and done["samples"]["trained_on"] == 16
+    kl = done["held_out_kl"]
+    assert 0 < kl["learned"] < kl["untrained"] and kl["coverage"] > 0 and kl["uniform"] > 0
+    assert done["next"][1].startswith(f"vlmcompress quantize {models['llava']} --reduce learned:0.25,scorer={out}")
+    assert follow(done["next"], data, tmp_path) == ["eval", "quantize"]
+    facts = scorer_file.read(out).facts
+    assert facts["model_type"] == "llava" and facts["hidden"] == 8 and facts["keep"] == 0.25
+    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"], "what a run keeps to go on is gone"
+
+
+@pytest.mark.slow
+def test_for_all_shares_it_is_judged_at_both_ends_and_the_middle(models, data, tmp_path, capsys):
+    """Against runs for these shares alone: what reducers that need no training lose is the mean of the three."""
+
+    def outcome(*flags):
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+        code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, "--json", *flags)
+        assert code == 0, err
+        return json.loads(text)["held_out_kl"], scorer_file.read(out).facts
+
+    together, facts = outcome("--keep", 0.1875, "--to", 0.75, *FEW)
+    alone = [outcome("--keep", share, *FEW)[0] for share in (0.1875, 0.375, 0.75)]
+    assert (facts["keep"], facts["to"]) == (0.1875, 0.75)
+    for name in ("uniform", "coverage", "untrained"):
+        assert together[name] == pytest.approx(sum(kl[name] for kl in alone) / 3, rel=1e-4)
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, capsys, monkeypatch):
+    arguments = ("learn-reducer", models["llava"], "--calib", data, *FEW)
+    assert run(capsys, *arguments, "-o", tmp_path / "whole.safetensors")[0] == 0
+    out, backward = tmp_path / "part.safetensors", learn_reducer._Training._backward
+
+    def interrupted(self, index, factor):
+        if self.step == 6:
+            raise KeyboardInterrupt
+        return backward(self, index, factor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learn_reducer._Training, "_backward", interrupted)
+        assert run(capsys, *arguments, "-o", out)[0] == 130 and not out.exists()
+    code, _, err = run(capsys, *arguments, "-o", out, "--resume", "--lr", "0.02")
+    assert code == 2 and "--resume: the interrupted run had --lr 0.01, this one has 0.02" in err
+    with other_weights(models["llava"]):
+        code, _, err = run(capsys, *arguments, "-o", out, "--resume")
+        assert code == 2 and "--resume: the interrupted run had a model with the files {" in err
+    assert run(capsys, *arguments, "-o", out, "--resume")[0] == 0
+    assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
+def test_a_run_that_diverges_is_stopped_and_keeps_the_best(models, data, tmp_path, capsys, monkeypatch):
+    out, run_class = tmp_path / "s.safetensors", learn_reducer._Training
+    backward, measured = run_class._backward, iter([0.5, 0.4, 0.3, 0.1])  # uniform, coverage, untrained, step 4
+    monkeypatch.setattr(run_class, "_measured", lambda self, gate: next(measured))
+    monkeypatch.setattr(
+        run_class, "_backward", lambda self, *arguments: backward(self, *arguments) if self.step < 6 else float("nan")
+    )
+    code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, *FEW)
+    assert code == 0, err
+    assert "step 4 is kept; it diverged: at step 7 the loss or its gradient was not finite" in text
+    assert scorer_file.read(out).facts["held_out_kl"]["learned"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--keep", "0"), "keep must be a number above 0"),
+        (("--keep", "1"), "--keep is 1; it should be above 0 and below 1"),
+        (("--steps", 0), "--steps is 0; it should be at least 1"),
+        (("--hidden", 4096), "--hidden is 4096; it should be at most 1024"),
+        (("--lr", 2), "--lr is 2; it should be above 0 and below 1"),
+        (("--keep", "0.001"), "of these images, of at most 16 tokens, is no token, so they would be kept whole; give"),
+        (("--keep", "0.25,cover=1"), "keep is '0.25,cover=1', should be a number"),
+        (("--keep", "half"), "--keep half: 'learned': keep is 'half', should be a number"),
+        (("--keep", "auto"), "--keep auto: training needs a share"),
+        (("--keep", "0.5", "--to", "0.5"), "--to is 0.5; it should be above --keep, 0.5, and below 1"),
+        (("--lr", "nan"), "--lr is nan; it should be above 0 and below 1"),
+        (("--samples", 10), "training needs at least 16"),
+        (("--set", "kv_cache=fp8"), "--set kv_cache: no such key of learn-reducer"),
+        (("--text", "x.jsonl"), "--text is for calibration"),
+    ],
+)
+def test_bad_input_is_one_line(models, data, tmp_path, capsys, flags, text):
+    out = tmp_path / "s.safetensors"
+    code, _, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, *flags)
+    assert code == 2 and text in err and err.count("\n") == 1 and not out.exists()
+
+
+def test_what_else_is_refused(models, scorers, data, tmp_path, capsys):
+    names = ("a.safetensors", "b.bin")
+    there, odd = (tmp_path / name for name in names)
+    there.write_bytes(b"mine")
+    arguments = ("learn-reducer", models["llava"], "--calib", data)
+    for out, text in (
+        (there, "is there already; choose another name, or add --overwrite"),
+        (odd, "ends in .safetensors"),
+    ):
+        code, _, err = run(capsys, *arguments, "-o", out)
+        assert code == 2 and text in err
+    assert there.read_bytes() == b"mine"
+    texts = tmp_path / "texts.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    texts.write_text("".join(json.dumps({"id": str(i), "messages": turns}) + "\n" for i in range(30)))
+    code, _, err = run(capsys, *arguments[:2], "--calib", texts, "-o", tmp_path / "c.safetensors")
+    assert code == 2 and "has no images" in err
+    arguments = ("quantize", models["llava"], "--scheme", "none", "-o", tmp_path / "out")
+    for reduce, text in (
+        ("learned:0.5", "'learned' has no scorer; train one with"),
+        ("learned:0.5,scorer=nowhere.safetensors", "cannot read scorer nowhere.safetensors"),
+        (f"learned:0.5,scorer={scorers['qwen2-5-vl']}", "of another model"),
+    ):
+        code, _, err = run(capsys, *arguments, "--reduce", reduce)
+        assert code == 2 and text in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def mixed(folder, shown):
+    """Forty rows, of which `shown` have an image."""
+    return calibration_rows.write(folder, 40, lambda row: f"{row}.png" if shown(row) else [], side=112, kinds=3)
+
+
+def test_samples_of_text_alone_go_along(models, tmp_path, capsys):
+    """More of them come first than are looked at for the spread of channels."""
+    out, rows = tmp_path / "s.safetensors", mixed(tmp_path, lambda i: i % 2)
+    code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", rows, "--json", *FEW)
+    assert code == 0, err
+    assert json.loads(text)["samples"]["trained_on"] == 32 and scorer_file.read(out).facts["steps"] == 12
+
+
+def test_all_images_on_one_side_are_refused(models, tmp_path, capsys):
+    rows = [sample.id for sample in load_samples(mixed(tmp_path, lambda i: True), samples=40, seed=0)]
+    first, last = ({int(number) for number in part} for part in (rows[:32], rows[32:]))
+    out, arguments = tmp_path / "s.safetensors", ("learn-reducer", models["llava"], "--calib", tmp_path / "calib.jsonl")
+    mixed(tmp_path, lambda i: i in first)
+    code, _, err = run(capsys, *arguments, "-o", out, *FEW)
+    assert code == 2 and "none of the 8 samples that are held out has an image" in err and err.count("\n") == 1
+    code, _, err = run(
+        capsys, "recover", *arguments[1:], "--reduce", "uniform:0.5", "-o", tmp_path / "out", "--samples", 40
+    )
+    assert code == 2 and "none of the 8 samples that are held out has an image" in err
+    assert last and not out.exists()
+
+
+def test_a_model_that_answers_nan_is_refused(models, data, tmp_path, capsys):
+    """Its weights are finite, as others are refused when they are read, but what they make is not."""
+    broken = shutil.copytree(models["llava"], tmp_path / "broken")
+    weights = safetensors.torch.load_file(broken / "model.safetensors")
+    (head,) = [name for name in weights if name.endswith("lm_head.weight")]
+    safetensors.torch.save_file(
+        weights | {head: torch.full_like(weights[head], 3e38)}, broken / "model.safetensors", {"format": "pt"}
+    )
+    out = tmp_path / "s.safetensors"
+    code, _, err = run(capsys, "learn-reducer", broken, "-o", out, "--calib", data, *FEW)
+    assert code == 2 and "what the model answers holds NaN" in err and err.count("\n") == 1 and not out.exists()
+
+
+def test_files_of_others_are_not_touched(models, scorers, data, tmp_path, capsys):
+    """Weights of a model are safetensors files, too."""
+    model = models["llava"]
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    other = tmp_path / "other.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(2)}, other)
+    arguments = ("learn-reducer", model, "--calib", data, *FEW)
+    for out, flags, text in (
+        (model / "model.safetensors", ["--overwrite"], "is inside the source model"),
+        (model / "scorer.safetensors", [], "is inside the source model"),
+        (other, ["--overwrite"], "is no scorer, so it is not ours to overwrite"),
+        (tmp_path / "folder.safetensors", ["--overwrite"], "is a folder"),
+    ):
+        (tmp_path / "folder.safetensors").mkdir(exist_ok=True)
+        code, _, err = run(capsys, *arguments, "-o", out, *flags)
+        assert code == 2 and text in err and err.count("\n") == 1, err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert safetensors.torch.load_file(other)["a"].tolist() == [1, 1]
+    out = shutil.copy(scorers["llava"], tmp_path / "mine.safetensors")
+    code, _, err = run(capsys, *arguments, "-o", out, "--overwrite")
+    assert code == 0, err
+    assert scorer_file.read(Path(out)).facts["steps"] == 12

@@ -1,0 +1,209 @@
+"""`vlmcompress plan` as a user sees it: verdicts, tables, JSON, drawings and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.kit import tiny
+from vlmcompress import cli
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny.build(name, folder / name) for name in ("llava", "qwen3-vl", "gemma3")}
+
+
+def run(capsys, *arguments):
+    code = cli.main(["plan", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_text_says_what_to_do(models, capsys):
+    code, text, _ = run(capsys, models["llava"], "--target", "h100", "--reduce", "dart:0.25", "--image-size", "64x64")
+    assert code == 0
+    assert re.search(r"all +16 +256 +256 +528", text) and re.search(r"dart:0.25 +4 +256 +256 +516", text)
+    assert "Verdict: fp8 fits (what H100 serves best" in text
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("vlmcompress quantize")]
+    assert cli.parse(shlex.split(line)[1:]).verb == "quantize"
+    assert '--max-model-len 516 --max-num-seqs 1024 --limit-mm-per-prompt \'{"image":1,"video":0}\'' in text
+
+
+def test_json_has_everything_and_adds_up(models, capsys):
+    arguments = (
+        "--target",
+        "h100",
+        "--reserve",
+        "1GB",
+        "--text-tokens",
+        "100",
+        "--out-tokens",
+        "28",
+        "--image-size",
+        "64x64",
+        "--json",
+    )
+    data = json.loads(run(capsys, models["qwen3-vl"], *arguments)[1])
+    assert data["ok"] and data["recommended"] == "fp8"
+    memory = data["memory"]
+    assert memory["token_bytes"] == 2 * 2 * 32 * 2 * 2  # keys and values, 2 heads of 32, 16 bits, 2 blocks
+    load = data["loads"]["all"]
+    assert (
+        load["context"] == load["visual"] + 128
+        and load["bytes"] == -(-load["context"] // 16) * 16 * memory["token_bytes"]
+    )
+    assert memory["encoder_cache"] == 8192 * 128 * 2 * 2  # deepstack doubles an embedding
+    for row in data["formats"]:
+        if row["fits"]:
+            assert row["cache_space"] == int(0.92 * 80e9) - row["device_weights"] - memory["encoder_cache"] - 10**9
+            requests = row["served"]["all"]["requests"]
+            blocks = row["cache_space"] // memory["block_bytes"]
+            assert requests == pytest.approx(blocks / (load["bytes"] // memory["block_bytes"]))
+            assert 0 < row["served"]["all"]["step_seconds_bound"] <= row["served"]["all"]["full_step_seconds_bound"]
+
+
+def test_a_cache_of_a_given_size(models, capsys):
+    arguments = ("--kv-cache-memory", "1GiB", "--image-size", "64x64", "--target", "cpu", "--json")
+    single = json.loads(run(capsys, models["llava"], *arguments)[1])
+    eight = json.loads(run(capsys, models["llava"], *arguments, "--kv-cache", "fp8")[1])
+    assert {row["cache_space"] for row in single["formats"] if row["fits"]} == {2**30}
+    assert single["memory"]["token_bytes"] == 2 * eight["memory"]["token_bytes"]
+    assert eight["quantize"].count("--kv-cache fp8") == 1 and any("calibrates" in note for note in eight["notes"])
+
+
+def test_what_does_not_fit_is_a_verdict(models, capsys):
+    code, text, _ = run(capsys, models["llava"], "--memory", "1GB", "--target", "rtx4090")
+    assert code == 2 and "nothing fits" in text and "which needs a device of" in text
+    need = re.search(r"needs a device of ([\d.]+) GB", text)
+    code, text, _ = run(capsys, models["llava"], "--memory", f"{float(need[1]) + 0.02}GB", "--target", "rtx4090")
+    assert code == 0 and "fits" in text
+
+
+def test_without_a_machine_there_is_no_verdict(models, capsys):
+    code, text, _ = run(capsys, models["llava"])
+    assert code == 0 and "name it with --memory" in text
+
+
+def test_notes_about_types_of_the_cache(models, capsys):
+    def notes(model, *arguments):
+        return "\n".join(json.loads(run(capsys, models[model], "--json", *arguments)[1])["notes"])
+
+    assert "q_norm" in notes("llava", "--target", "h100") and "q_norm" not in notes("qwen3-vl", "--target", "h100")
+    assert "int8_per_token_head" in notes("qwen3-vl", "--target", "a100")
+    assert "use fp8" in notes("qwen3-vl", "--target", "h100", "--kv-cache", "fp8_e5m2")
+    assert "nothing else does" in notes("qwen3-vl", "--target", "h100", "--kv-cache", "fp8")
+
+
+def test_a_table_and_a_drawing_over_sizes(models, tmp_path, capsys):
+    file = tmp_path / "sizes.svg"
+    arguments = ("--target", "h100", "--reduce", "dart:0.25", "--sizes", "64x64,128x128,192x192", "--plot", file)
+    code, text, _ = run(capsys, models["qwen3-vl"], *arguments)
+    assert code == 0 and "192x192" in text
+    drawn = file.read_text()
+    assert drawn.startswith("<svg") and drawn.count("<polyline") == 2 and "dart:0.25" in drawn
+    data = json.loads(run(capsys, models["qwen3-vl"], *arguments, "--json")[1])
+    requests = [[row["loads"][name]["requests"] for row in data["sizes"]] for name in ("all", "dart:0.25")]
+    assert requests[0][0] > requests[0][-1] and all(few <= many for few, many in zip(*requests, strict=True))
+    assert requests[0][-1] < requests[1][-1]
+
+
+def spoilt(models, tmp_path, part="text_config", **changed):
+    folder = tmp_path / "spoilt"
+    folder.mkdir()
+    shutil.copy(models["llava"] / "config.json", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config[part].update(changed)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ({"hidden_size": -128}, "text_config.hidden_size is -128"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_attention_heads": 4.5}, "num_attention_heads is 4.5"),
+        ({"intermediate_size": "256"}, "intermediate_size is '256'"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"hidden_size": 130, "head_dim": None}, "130 is no multiple of num_attention_heads 4"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"num_hidden_layers": 10**9}, "more than the"),
+    ],
+)
+def test_absurd_configs(models, tmp_path, capsys, text, said):
+    code, out, error = run(capsys, spoilt(models, tmp_path, **text), "--target", "h100")
+    assert code == 2 and not out and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("changed", [{"image_size": -3}, {"patch_size": 0}, {"patch_size": [14, "x"]}])
+def test_absurd_towers(models, tmp_path, capsys, changed):
+    code, out, error = run(capsys, spoilt(models, tmp_path, "vision_config", **changed), "--target", "h100")
+    assert code == 2 and not out and "vision_config." in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--target", "h10"), "did you mean 'h100'"),
+        (("--text-tokens", "4000"), "the model takes 2,048"),
+        (("--tp", "3"), "use one of 1, 2, 4"),
+        (("--tp", "0"), "--tp 0"),
+        (("--image-size", "1024x"), "WIDTHxHEIGHT"),
+        (("--image-size", "0x5"), "WIDTHxHEIGHT"),
+        (("--image-size", "99999x99999"), "more than 50"),
+        (("--sizes", "64x64,oops"), "--sizes oops"),
+        (("--video", "8x64"), "FRAMESxWIDTHxHEIGHT"),
+        (("--images-per-request", "-1"), "--images-per-request -1"),
+        (("--out-tokens", "0"), "--out-tokens 0"),
+        (("--kv-cache", "fp-8"), "did you mean 'fp8'"),
+        (("--memory", "lots"), "not a size"),
+        (("--plot", "chart.png"), "should end in .svg"),
+        (("--plot", "nowhere/chart.svg"), "does not exist"),
+        (("--reduce", "darts:0.5"), "did you mean 'dart'"),
+        (("--reduce", "fastv:0.5"), "--reduce fastv"),
+    ],
+)
+def test_bad_flags(models, capsys, arguments, said):
+    code, out, error = run(capsys, models["llava"], *arguments)
+    assert code == 2 and not out and said in error and error.count("\n") == 1
+
+
+def test_what_drafting_takes(tmp_path, capsys):
+    """The head's bytes, its block's keys and values, and a state more; the config alone says the same as the files."""
+    folder, bare = tiny.build("qwen3-5", tmp_path / "whole"), tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(folder / "config.json", bare)
+    arguments = ("--images-per-request", "0", "--target", "h100", "--json")
+    plain = json.loads(run(capsys, folder, *arguments)[1])
+    head = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if "mtp." in name)
+    for source in (folder, bare):
+        drafting = json.loads(run(capsys, source, *arguments, "--speculative", "mtp")[1])
+        # keys and values of one block with 2 heads of 32, in 16 bits
+        assert drafting["speculative"] == {"method": "mtp", "tokens": 1, "weights": head, "token_bytes": 2 * 2 * 32 * 2}
+        assert drafting["memory"]["token_bytes"] == plain["memory"]["token_bytes"] + 256
+        weights = [(row["name"], row["device_weights"]) for row in plain["formats"] if not row["refused"]]
+        with_head = {row["name"]: row["device_weights"] for row in drafting["formats"]}
+        assert all(with_head[name] == bytes_ + head for name, bytes_ in weights)
+    ngram = json.loads(run(capsys, folder, *arguments, "--speculative", "ngram:2")[1])
+    assert ngram["memory"]["token_bytes"] == plain["memory"]["token_bytes"]
+    states = [sum(group["states"] for group in row["memory"]["groups"]) for row in (plain, ngram)]
+    assert states[1] == states[0] + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mpt", "did you mean 'mtp'"),
+        ("mtp:x", "a number from 1 to 100"),
+        ("mtp", "the model has no head that drafts tokens; use ngram"),
+    ],
+)
+def test_bad_speculation(models, capsys, text, message):
+    code, _, error = run(capsys, models["llava"], "--speculative", text)
+    assert code == 2 and message in error and error.count("\n") == 1

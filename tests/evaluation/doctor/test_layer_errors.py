@@ -1,0 +1,158 @@
+"""`report-error`: figures against hand-made manifests, and what balance does to real checkpoints of the demo model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import geometric_mean
+
+import pytest
+
+from tests.kit import made_manifest
+from tests.kit.command_line import loud  # noqa: F401
+from tests.kit.places import DEMO_LLAVA
+from vlmcompress import cli
+from vlmcompress.evaluation.doctor import layer_errors
+from vlmcompress.evaluation.report import heatmap
+from vlmcompress.export import manifest
+from vlmcompress.quantization.run import quantize
+from vlmcompress.recipe import resolve
+from vlmcompress.utils.errors import UserError
+
+A, B = "model.language_model.layers.0.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"
+
+
+def made(folder: Path, errors: object, **keys) -> Path:
+    """A folder with a manifest of these errors."""
+    folder.mkdir()
+    calibration = {
+        "source": "c",
+        "sha256": "0",
+        "samples": 3,
+        "prefix": "quantized",
+        "tokens": {"text": 9, "vision": 9},
+    }
+    content = made_manifest.manifest(**{"calibration": calibration, "errors": errors} | keys)
+    (folder / manifest.MANIFEST).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """The demo model rounded, and by GPTQ without and with balance."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, extra in {
+        "rounded": {"scheme": "rtn"},
+        "unbalanced": {"scheme": "gptq"},
+        "balanced": {"scheme": "gptq", "options": {"balance": "ratio"}},
+    }.items():
+        keys = {"model": str(DEMO_LLAVA), "out": str(folder / name), "calibrate": {"samples": 16}} | extra
+        quantize(resolve(keys).recipe)
+    return folder / "rounded", folder / "unbalanced", folder / "balanced"
+
+
+def report(capfd, *arguments: object) -> dict:
+    assert cli.main(["report-error", *map(str, arguments), "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def test_figures(tmp_path, capfd):
+    """Means, geometric means and counts, worst layer first."""
+    before = made(tmp_path / "before", {A: {"text": 0.01, "vision": 0.04}, B: {"text": 0.02, "vision": 0.01}})
+    after = made(tmp_path / "after", {A: {"text": 0.02, "vision": 0.01}, B: {"text": 0.08, "vision": 0.0}})
+    figures = report(capfd, before)
+    assert figures["summary"]["text"] == {
+        "mean": 0.015,
+        "median": 0.015,
+        "worst": {"layer": B, "error": 0.02},
+        "layers": 2,
+    }
+    assert [row["layer"] for row in figures["layers"]] == [A, B]
+    two = report(capfd, before, after)
+    assert [row["layer"] for row in two["layers"]] == [B, A]
+    text, vision = two["change"]["text"], two["change"]["vision"]
+    assert text["ratio"] == pytest.approx(geometric_mean([2, 4])) and (text["better"], text["worse"]) == (0, 2)
+    assert vision["ratio"] == pytest.approx(0.25) and (vision["better"], vision["worse"]) == (
+        2,
+        0,
+    )  # zero has no factor
+    assert (vision["before"], vision["after"]) == (pytest.approx(0.025), pytest.approx(0.005))
+    assert cli.main(["report-error", str(before), str(after), "--top", "1"]) == 0
+    said = capfd.readouterr().out
+    assert "worst 1 of 2 layers" in said and "gained" in said and "lost" in said and A not in said
+
+
+def test_what_balance_did(checkpoints, tmp_path, capfd):
+    """The manifests' errors, unchanged; balanced by ratio, the few answer tokens gain what the many visual ones lose."""
+    _, off, ratio = checkpoints
+    page = tmp_path / "deep" / "errors.html"
+    figures = report(capfd, off, ratio, "-o", page)
+    recorded = [json.loads((folder / manifest.MANIFEST).read_text())["errors"] for folder in (off, ratio)]
+    assert {row["layer"]: row["error"] for row in figures["layers"]} == recorded[0]
+    assert {row["layer"]: row["other"] for row in figures["layers"]} == recorded[1]
+    assert figures["change"]["answer"]["ratio"] < 0.8 < 1.2 < figures["change"]["vision"]["ratio"]
+    assert figures["differences"] == [] and any("answer tokens" in note for note in figures["notes"])
+    cells = re.findall(r'<rect [^>]*class="(cell[^"]*)"', page.read_text())
+    layers = len(recorded[0])
+    assert cells.count("cell") == 2 * 3 * layers and cells.count("cell gain") + cells.count("cell loss") == 3 * layers
+    assert cells.count("cell loss") == sum(c["worse"] for c in figures["change"].values())
+
+
+def test_a_checkpoint_that_saw_no_data(checkpoints, capfd):
+    """Shows the weights' own error and says how to get the rest; beside one that saw data it can't be put."""
+    rounded, off, _ = checkpoints
+    assert cli.main(["report-error", str(rounded)]) == 0
+    said = capfd.readouterr().out
+    assert "as no calibration data were seen" in said and said.count("add --stats STATS --model MODEL") == 1
+    for pair in ((rounded, off), (off, rounded)):
+        assert cli.main(["report-error", *map(str, pair)]) == 2
+        assert "rounded knows the error of its weights alone" in capfd.readouterr().err
+
+
+def test_different_measurements_are_told(tmp_path, capfd):
+    calibration = {"source": "d", "sha256": "1", "samples": 3, "prefix": "float"}
+    before = made(tmp_path / "before", {A: {"text": 0.01}, B: {"text": 0.02}}, warnings=["something was damped"])
+    after = made(tmp_path / "after", {A: {"text": 0.02}}, calibration=calibration)
+    assert cli.main(["report-error", str(before), str(after)]) == 0
+    said = capfd.readouterr().out
+    for part in ("not compared: 1", "different calibration samples", "behind unquantized ones", "damped"):
+        assert part in said
+
+
+BAD = {
+    "no_manifest": (lambda folder: folder.mkdir() or [folder], "has no vlmcompress.json"),
+    "nothing": (lambda folder: [made(folder, {})], "no decoder layer of"),
+    "garbage": (lambda folder: [made(folder, {A: {"text": "much"}})], "text should be a valid number"),
+    "list": (lambda folder: [made(folder, [1])], "errors should be an object"),
+    "page": (lambda folder: [made(folder, {A: {"text": 0.1}}), "-o", "errors.pdf"], "name it FILE.html"),
+    "top": (lambda folder: [made(folder, {A: {"text": 0.1}}), "--top", "-1"], "--top is -1"),
+    "half": (lambda folder: [made(folder, {A: {"text": 0.1}}), "--stats", "s"], "--stats and --model belong together"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, tmp_path, capfd):
+    make, message = BAD[case]
+    assert cli.main(["report-error", *map(str, make(tmp_path / "out"))]) == 2
+    said = capfd.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_nothing_in_common(tmp_path):
+    first, other = (
+        layer_errors.read(made(tmp_path / name, {layer: {"text": 0.1}})) for name, layer in (("a", A), ("b", B))
+    )
+    with pytest.raises(UserError, match="no quantized layer in common"):
+        layer_errors.change(first, other)
+
+
+def test_changes_are_to_scale():
+    """Full colour for the largest factor up or down, half of it for its square root; a layer of one side only is left out."""
+    before, after = heatmap.Grid("p", "text", {"up": {0: 0.04, 1: 0.01, 2: 0.1}}), heatmap.Grid("p", "text", {})
+    after.cells["up"] = {0: 0.01, 1: 0.02}
+    most = heatmap.largest_change([(before, after)])
+    assert most == 4
+    cells = heatmap.changes(before, after, most)["up"]
+    assert [(cell.kind, cell.shade) for cell in cells.values()] == [("gain", 1.0), ("loss", 0.5)]
+    assert cells[0].text == "4.00% to 1.00%, 0.25x" and list(cells) == [0, 1]

@@ -1,0 +1,92 @@
+"""`vlmcompress auto`: questions made of images alone, and a search on them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+
+import pytest
+
+from tests.kit import pictures
+from tests.kit.edits import edited, other_weights
+from tests.kit.places import DEMO_LLAVA
+from vlmcompress import cli
+from vlmcompress.evaluation.search import own_answers
+from vlmcompress.evaluation.search.trial import Setup
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import silent
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Sixty-four pictures, and a copy of one."""
+    folder = tmp_path_factory.mktemp("images")
+    for number in range(64):
+        pictures.picture(224, 224, seed=number).save(folder / f"{number:02}.png")
+    shutil.copy(folder / "00.png", folder / "copy.png")
+    return folder
+
+
+def test_parts_share_no_image(images):
+    parts = own_answers.split(images, 1000, 0.5)
+    names = [path.read_bytes() for part in (parts.calibration, parts.search, parts.confirm) for path in part]
+    assert len(names) == len(set(names)) == 64, "the copy counts once"
+    assert (len(parts.calibration), len(parts.search), len(parts.confirm)) == (16, 16, 32)
+    assert own_answers.split(images, 1000, 0.5) == parts, "the same each time"
+    parts = own_answers.split(images, 1000, 0.1)
+    assert (len(parts.calibration), len(parts.search), len(parts.confirm)) == (13, 15, 36), "fewer confirm nothing"
+
+
+def test_too_few_images(images, tmp_path):
+    shutil.copy(images / "00.png", tmp_path / "one.png")
+    with pytest.raises(UserError, match="1 different images; give at least 64"):
+        own_answers.split(tmp_path, 1000, 0.1)
+    with pytest.raises(
+        UserError, match="64 different images; give at least 100, better hundreds: an agreement of 0.95"
+    ):
+        own_answers.split(images, 1000, 0.05)
+    with pytest.raises(UserError, match="is no folder"):
+        own_answers.split(tmp_path / "absent", 1000, 0.1)
+
+
+@pytest.mark.parametrize("changed", ["model", "images", "prompts"])
+def test_questions_of_something_else_are_not_asked_again(images, tmp_path, changed):
+    """Edited files under the same paths: the questions there, and the original's answers to them, are of others."""
+    model, questions = tmp_path / "model", tmp_path / "out" / "questions"
+    shutil.copytree(DEMO_LLAVA, model)
+    parts, setup = own_answers.split(images, 1000, 0.5), Setup({"model": str(model)}, None, None, 0, "hf", tmp_path)
+    questions.mkdir(parents=True)
+    for name in (own_answers.CALIBRATION, own_answers.SEARCH, own_answers.CONFIRM):
+        (questions / name).write_text("{}\n")
+    own_answers.written(parts, own_answers.PROMPTS, questions, setup, silent)
+    own_answers.written(parts, own_answers.PROMPTS, questions, setup, silent)  # the same again
+    first, prompts = parts.search[0], own_answers.PROMPTS[1:] if changed == "prompts" else own_answers.PROMPTS
+    edits = {"model": other_weights(model), "images": edited(first, first.read_bytes() + b"more")}
+    with (
+        edits.get(changed, contextlib.nullcontext()),
+        pytest.raises(UserError, match=f"has questions of another {changed};"),
+    ):
+        own_answers.written(parts, prompts, questions, setup, silent)
+
+
+@pytest.mark.slow
+def test_from_images_to_a_checkpoint(images, tmp_path, capsys):
+    """Answers are held to the original's own, which all its questions have."""
+    out = tmp_path / "out"
+    arguments = ["auto", DEMO_LLAVA, "-o", out, "--images", images, "--engine", "hf", "--optimize", "memory", "--json"]
+    code = cli.main([*map(str, arguments), "--min-agreement", "0.5", "--target", "cpu"])
+    printed = json.loads(capsys.readouterr().out)
+    assert code in (0, 4) and printed["reference"] == "the original's own answers"
+    assert printed["original"]["accuracy"] == 1.0, "the original agrees with itself"
+    rows = [json.loads(line) for line in (out / "questions" / "questions.jsonl").read_text().splitlines()]
+    assert rows and all(row["answer"] and row["question"] in own_answers.PROMPTS for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [(["--min-agreement", "1"], "is no share between 0 and 1"), (["--prompts", "none.txt"], "cannot be read")],
+)
+def test_what_is_refused(images, tmp_path, capsys, flags, line):
+    code = cli.main(["auto", str(DEMO_LLAVA), "-o", str(tmp_path / "out"), "--images", str(images), *flags])
+    assert code == 2 and line in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""Candidates: their names, recipe keys and files, and which of them there are."""
+
+from __future__ import annotations
+
+import itertools
+
+from vlmcompress.evaluation.search.candidate import AS_IT_IS, Candidate, Choice, Factor, combined, digest, singles
+
+INT8, FP8 = Choice("int8", {"scheme": "int8"}), Choice("fp8", {"scheme": "fp8"})
+HALF = Choice("divprune 1/2", {"reduce": "divprune:0.5"})
+LEARNED = Choice("learned 1/4", {"reduce": "learned:0.25"}, recover=True)
+CACHE = Choice("fp8 cache", {"kv_cache": "fp8"})
+FACTORS = [Factor("scheme", (INT8, FP8)), Factor("reduce", (HALF, LEARNED)), Factor("cache", (CACHE,))]
+
+
+def test_a_candidate_says_what_it_does() -> None:
+    both = Candidate((INT8, LEARNED))
+    assert both.name == "int8 + learned 1/4"
+    assert both.keys == {"scheme": "int8", "reduce": "learned:0.25"}
+    assert both.recover and not Candidate((INT8, HALF)).recover
+    assert both.plain() == {"name": both.name, "recipe": both.keys, "recover": True}
+    assert Candidate((HALF,)).plain() == {"name": HALF.name, "recipe": {"scheme": "none", "reduce": "divprune:0.5"}}
+
+
+def test_weights_stay_as_they_are_without_a_scheme() -> None:
+    assert Candidate().name == AS_IT_IS and Candidate().keys == {"scheme": "none"}
+    assert Candidate((HALF,)).keys["scheme"] == "none"
+
+
+def test_each_change_alone_and_every_combination() -> None:
+    """Oracle: all subsets of choices, without those that have two of one factor."""
+    choices = {choice.name: factor.name for factor in FACTORS for choice in factor.choices}
+    sets = [set(some) for size in range(1, 4) for some in itertools.combinations(choices, size)]
+    allowed = [some for some in sets if len({choices[name] for name in some}) == len(some)]
+    alone, joint = singles(FACTORS), combined(FACTORS)
+    assert [candidate.name for candidate in alone] == list(choices)
+    names = [{choice.name for choice in candidate.choices} for candidate in joint]
+    assert len(names) == len(allowed) - len(alone) == 12
+    assert all(some in names for some in allowed if len(some) > 1)
+    assert len({candidate.folder for candidate in [*alone, *joint, Candidate()]}) == 18
+
+
+def test_a_folder_hangs_on_what_is_done_alone() -> None:
+    """Not on the name, not on the order of keys; but on whether the model is trained."""
+    keys = {"reduce": "learned:0.25", "seed": 1}
+    first, again = (
+        Candidate((Choice(name, dict(some)),)) for name, some in (("a", keys), ("b", reversed(keys.items())))
+    )
+    assert first.folder == again.folder
+    assert first.folder != Candidate((Choice("a", keys, recover=True),)).folder
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 2, "b": 1})

@@ -1,0 +1,118 @@
+"""What the verb refuses before it starts an engine, and what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli.bench import options
+from vlmcompress.evaluation.results import Bench, LoadRun
+from vlmcompress.evaluation.speed.measure import memory, summarise
+from vlmcompress.evaluation.speed.runs import run
+from vlmcompress.evaluation.speed.text import text
+from vlmcompress.utils.errors import UserError
+
+MODEL = "eval/demo/demo-llava"
+SIZES = {"baseline": 9_000_000, "candidate": 4_100_000}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"requests": 0}, "--requests 0: must be at least 1"),
+        ({"out_tokens": 0}, "--out-tokens 0"),
+        ({"repeats": -1}, "--repeats -1"),
+        ({"load": "burst:3"}, "no load 'burst'"),
+        ({"sizes": ["big"]}, "--sizes big"),
+        ({"data": "/nowhere/images"}, "/nowhere/images does not exist"),
+        ({"candidate": "/nowhere"}, "/nowhere: no such checkpoint folder"),
+        ({"baseline": "eval/demo"}, "eval/demo: not a checkpoint"),
+        ({"speculative": {"candidate": "ngram"}}, "--speculative-config ngram is no JSON object"),
+    ],
+)
+def test_refused(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(**{"candidate": MODEL, "baseline": MODEL} | changes)
+
+
+def test_no_images_in_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no image"):
+        run(MODEL, MODEL, data=tmp_path)
+
+
+def test_flags_and_text() -> None:
+    parser = Parser()
+    options(parser)
+    args = parser.parse_args(["OUT", "--baseline", "MODEL", "--sizes", "448x336,224", "--no-warm"])
+    assert (args.load, args.repeats, args.requests, args.sizes, args.no_warm) == (
+        "closed:8",
+        3,
+        None,
+        "448x336,224",
+        True,
+    )
+    shown = text(make_bench())
+    assert shown.startswith("load closed:8, 10 requests a burst, 5 tokens an answer, 2 turns a side; photos")
+    assert "serve, no caches" in shown and "serve, caches on" in shown
+    row = next(line for line in shown.splitlines() if "requests per second" in line)
+    assert row.split()[-5:] == ["5", "requests/s", "10", "requests/s", "2.00"]
+    assert "weights" in shown and "4.10 MB" in shown
+    assert "2 of 42 requests failed." in shown
+
+
+def make_bench() -> Bench:
+    """A candidate twice as fast; two requests of it failed."""
+    runs = [
+        LoadRun(
+            side=side,
+            mode="serve",
+            state=state,
+            repeat=0,
+            duration=2.0 if side == "baseline" else 1.0,
+            completed=10,
+            failed=2 if (side, state) == ("candidate", "warm") else 0,
+            text_tokens=100,
+            visual_tokens=810,
+            output_tokens=50,
+            ttft_ms=[20.0, 30.0],
+        )
+        for side in ("baseline", "candidate")
+        for state in ("cold", "warm")
+    ]
+    cache = {"block_size": "16", "kv_cache_size_tokens": "9600"}
+    return Bench(
+        load="closed:8",
+        requests=10,
+        out_tokens=5,
+        source="photos",
+        sizes=[],
+        repeats=2,
+        order=["baseline", "candidate"],
+        tool="test",
+        runs=runs,
+        summary=summarise(runs),
+        memory={side: memory(size, 2048, 96.0, cache) for side, size in SIZES.items()},
+    )
+
+
+def test_what_was_drafted_is_shown_by_side() -> None:
+    """Twelve tokens drafted in four steps, six accepted: half of them, and 1 + 6 / 4 tokens a step.
+
+    Of 80 tokens behind the first ones 6 were drafted, so 74 steps took 80 * 37 ms, where the baseline's took 20 ms each;
+    what a client saw, to whom they came together, is not asked.
+    """
+    bench = make_bench()
+    assert "drafted" not in text(bench)
+    counts = {"drafts": 2, "drafted": 6, "accepted": 3, "accepted_at": [2, 1, 0]}
+    drafting = [
+        run.model_copy(update=counts) for run in bench.runs if (run.side, run.state) == ("candidate", "cold")
+    ] * 2
+    changed = [run for run in bench.runs if (run.side, run.state) != ("candidate", "cold")] + drafting
+    seconds = {"baseline": 40 * 0.02, "candidate": 40 * 0.037}
+    changed = [run.model_copy(update={"decode_seconds": seconds[run.side], "tpot_ms": [0.01]}) for run in changed]
+    shown = text(bench.model_copy(update={"runs": changed, "summary": summarise(changed)}))
+    (line,) = [line.split() for line in shown.splitlines() if line.strip().startswith("candidate, serve, no caches")]
+    assert line[-11:] == ["12", "6", "50.0%", "100%,", "50%,", "0%", "2.50", "2.00", "of", "the", "baseline's"]
+    assert "baseline, serve" not in shown

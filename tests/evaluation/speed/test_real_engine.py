@@ -1,0 +1,179 @@
+"""The benchmark in the real engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from vlmcompress.cli import main
+from vlmcompress.engines.vllm.serve import server
+from vlmcompress.evaluation.results import Results
+from vlmcompress.evaluation.speed import client, counters, serving
+from vlmcompress.evaluation.speed.client import parse_load
+from vlmcompress.evaluation.speed.prompts import open_prompts
+from vlmcompress.evaluation.speed.runs import run
+from vlmcompress.evaluation.speed.serving import run_offline
+from vlmcompress.export import launch, readers
+from vlmcompress.utils.errors import UserError
+
+MODEL = Path("eval/demo/demo-llava")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+TOKENS = 81  # of an image: a 9 x 9 grid
+
+
+def make_plan(**changes) -> serving.Plan:
+    settings = {
+        "paths": {"baseline": MODEL, "candidate": MODEL},
+        "prompts": open_prompts(None, [(96, 64), (144, 144)], MODEL, MODEL, 0),
+        "load": parse_load("closed:3"),
+        "requests": 6,
+        "out_tokens": 5,
+        "repeats": 1,
+        "slo": {},
+    }
+    return serving.Plan(**settings | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch) -> None:
+    """Unique images are no hits even with caches on, repeated ones are; the check of cold runs tells the two apart; and the
+    server's counts of tokens are right."""
+    # No process for the worker, which would import vLLM again.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    plan = make_plan()
+    flags = [*serving.FLAGS["warm"], *serving.ALWAYS]
+    with server(MODEL, flags=flags, images=1, speculative=json.dumps(NGRAM)) as running:
+        start = counters.counters(running)
+        for number in (0, 1):
+            outcomes, duration = serving.burst(plan, "candidate", running, number, "", lambda *_: None, 0)
+            assert [o.error for o in outcomes] == [""] * 6
+            assert {o.output_tokens for o in outcomes} == {5}
+            assert {o.visual_tokens for o in outcomes} == {TOKENS}
+            assert all(0 < o.ttft <= o.e2e <= duration and len(o.itl) <= 4 for o in outcomes)
+        fresh = counters.counters(running)
+        assert fresh.media_hits == start.media_hits
+
+        again, _ = serving.burst(plan, "candidate", running, 0, "", lambda *_: None, 0)
+        warm = counters.counters(running)
+        assert warm.media_hits - fresh.media_hits == 6
+        counted = warm.since(fresh)
+        assert (
+            0 <= counted.accepted <= counted.drafted <= NGRAM["num_speculative_tokens"] * counted.drafts
+            and counted.drafts
+        )
+        assert sum(counted.accepted_at) == counted.accepted and len(counted.accepted_at) == 2
+        assert 0 < counted.decode_seconds < sum(outcome.e2e for outcome in again)
+        with pytest.raises(UserError, match="a cold run of demo-llava took .* and 6 images from a cache"):
+            serving.check(plan, "cold", running, again, 0, 6)
+        with pytest.raises(UserError, match="a warm run of demo-llava found no image"):
+            serving.check(plan, "warm", running, again, 0, 0)
+        with pytest.raises(UserError, match="stopped after 5 of 9 tokens"):
+            serving.check(make_plan(out_tokens=9), "warm", running, again, 0, 0)
+
+        (with_image,) = plan.prompts.burst(9, 1)
+        text = [{"role": "user", "content": [part for part in with_image[0]["content"] if part["type"] == "text"]}]
+        bodies = [client.encode(running.name, messages, 5) for messages in (with_image, text)]
+        counted, twin = client.send(running.url, bodies, parse_load("closed:1"))[0]
+        assert twin.visual_tokens == 0
+        assert TOKENS <= counted.prompt_tokens - twin.prompt_tokens <= TOKENS + 2  # line breaks around the image
+        with pytest.raises(UserError, match="counts no visual tokens"):
+            serving.check(plan, "warm", running, [twin], 0, 0)
+
+        cache = counters.cache_config(running)
+        assert cache["enable_prefix_caching"] == "True"
+        assert int(cache["kv_cache_size_tokens"]) * 2048 == int(cache["kv_cache_memory_bytes"])
+        assert counters.version(running).startswith("0.")
+        shown = {name for name, _, _ in counters.metrics(running)}
+        dashboard = launch.files(readers.read({}, running.name))["grafana.json"]
+        queried = {name for name in re.findall(r"vllm:\w+", dashboard)}
+        assert len(queried) > 20 and queried <= shown, f"the dashboard asks for {sorted(queried - shown)}"
+        chosen = [labels["model_name"] for name, labels, _ in counters.metrics(running) if name in queried]
+        assert set(chosen) == {running.name}
+    with pytest.raises(UserError, match="demo-llava is gone"):
+        counters.counters(running)
+    outcomes, _ = serving.burst(plan, "candidate", running, 0, "", lambda *_: None, 0)
+    with pytest.raises(UserError, match="answered none of 6 requests, the first failed with .*Connect"):
+        serving.check(plan, "cold", running, outcomes, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    speculation = {"speculative": {"candidate": json.dumps(NGRAM)}}
+    return run(
+        MODEL,
+        MODEL,
+        load="closed:3",
+        requests=6,
+        out_tokens=5,
+        repeats=1,
+        slo={"e2e": 60_000},
+        sizes=["96x64"],
+        **speculation,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(3600)  # six starts of the engine
+def test_whole_benchmark(results: Results) -> None:
+    """Every state of both sides, all with the same work."""
+    bench = results.bench
+    assert bench is not None
+    assert bench.order == ["baseline", "candidate"]
+    assert [(r.mode, r.state, r.side) for r in bench.runs] == [
+        (mode, state, side)
+        for mode, state in (("serve", "cold"), ("serve", "warm"), ("offline", "cold"))
+        for side in ("baseline", "candidate")
+    ]
+    for record in bench.runs:
+        assert (record.completed, record.failed) == (6, 0)
+        assert (record.visual_tokens, record.output_tokens) == (6 * TOKENS, 30)
+        warm = record.state == "warm"
+        assert (record.media_hits == 6) is warm
+        assert record.cached_tokens == 0 or warm
+        assert bool(record.drafts) is (record.side == "candidate") and record.accepted <= record.drafted
+        assert sum(record.accepted_at) == record.accepted
+        assert record.mode == "offline" or record.goodput == pytest.approx(6 / record.duration)
+    for state in ("cold", "warm"):
+        ratio = bench.summary["serve"][state]["request_throughput"]
+        assert ratio.low <= ratio.ratio <= ratio.high
+        assert 0.2 < ratio.ratio < 5  # the same model
+    assert bench.memory["baseline"] == bench.memory["candidate"]
+    assert bench.memory["baseline"].kv_bytes_per_token == 2048
+    assert results.candidate.engine["device"]
+    assert Results.model_validate(json.loads(json.dumps(results.to_dict()))) == results
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_offline_prompts_must_be_the_servers(results: Results) -> None:
+    assert results.bench is not None
+    others = [record.model_copy(update={"text_tokens": 1}) for record in results.bench.runs if record.mode == "serve"]
+    plan = make_plan(prompts=open_prompts(None, [(96, 64)], MODEL, MODEL, 0))
+    with pytest.raises(UserError, match="offline, prompts of burst 0 have .* tokens, in the server"):
+        run_offline(plan, others, lambda *_: None)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_server_that_cannot_start_says_why() -> None:
+    with pytest.raises(UserError, match="server could not start .*no-such-flag"):
+        run(MODEL, MODEL, requests=1, repeats=1, flags=["--no-such-flag"])
+
+
+@pytest.mark.slow
+def test_gguf_is_served_by_llama_cpp(tmp_path, quick_engines) -> None:
+    """Cold runs alone, with as many visual tokens as transformers makes of the images, each token counted."""
+    out = tmp_path / "tiny-gguf"
+    assert main(["quantize", str(MODEL), "--scheme", "none", "--format", "gguf", "-o", str(out)]) == 0
+    settings = {"load": "closed:2", "requests": 4, "out_tokens": 5, "repeats": 1, "sizes": ["144x144"]}
+    bench = run(out, out, **settings).bench
+    assert bench is not None
+    assert [(r.mode, r.state, r.side) for r in bench.runs] == [("serve", "cold", s) for s in ("baseline", "candidate")]
+    for record in bench.runs:
+        assert (record.completed, record.failed, record.cached_tokens) == (4, 0, 0)
+        assert record.output_tokens == 20 and record.visual_tokens >= 4 * TOKENS

@@ -1,0 +1,183 @@
+"""GGUF files against the package `gguf` that llama.cpp's authors publish: blocks, tensors and metadata."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tests.kit.tiny import build
+from vlmcompress.cli import main
+from vlmcompress.export.formats import gguf as exporter
+from vlmcompress.export.gguf.tokenizer import _scores
+from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, round_to_nearest
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.registry import FORMATS
+
+ROWS, COLUMNS = 48, 256
+FORMS = [
+    ("Q4_0", Format("int", 4, 32)),
+    ("Q4_0", Format("int", 4, 128)),
+    ("Q4_0", Format("int", 4, -1)),
+    ("Q4_1", Format("int", 4, 32, symmetric=False)),
+    ("Q8_0", Format("int", 8, 32)),
+    ("Q8_0", Format("int", 8, -1)),
+    ("NVFP4", NVFP4),
+]
+
+
+def quantized(fmt: Format):
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)) * 0.05
+    weight[5] = 0
+    return round_to_nearest(weight, fmt, scale_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("kind", "fmt"), FORMS)
+def test_ggml_reads_the_blocks_as_the_same_weights(kind, fmt):
+    qt = quantized(fmt)
+    stored = exporter.tensors(qt, Scheme(fmt))["weight"]
+    assert exporter.storage(Scheme(fmt)) == kind
+    weights = torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind]))
+    if kind == "NVFP4":
+        assert torch.equal(weights, qt.q.float() * qt.scale.float().repeat_interleave(16, 1))
+        return
+    original = qt.dequantize(torch.float32)
+    step = qt.scale.float().repeat_interleave(COLUMNS // qt.scale.shape[1], 1)
+    allowed = step * 15 / 2048 if kind == "Q4_1" else torch.zeros_like(step)
+    assert ((weights - original).abs() <= allowed).all()
+
+
+def test_codes_and_scales_of_q4_0_are_ours_bit_for_bit():
+    qt = quantized(Format("int", 4, 64))
+    blocks = exporter.tensors(qt, Scheme(qt.format))["weight"].view(ROWS, COLUMNS // 32, 18)
+    scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
+    codes = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], -1).view(ROWS, COLUMNS)
+    assert torch.equal(scales[:, ::2], qt.scale) and torch.equal(scales[:, 1::2], qt.scale)
+    assert torch.equal(codes.to(torch.int8) - 8, qt.q)
+
+
+def test_a_scale_that_is_no_float16_is_refused():
+    qt = round_to_nearest(torch.randn(4, 32) * 1e-7, Format("int", 4, 32), scale_dtype=torch.float32)
+    with pytest.raises(UserError, match="no 16-bit floats"):
+        exporter.tensors(qt, Scheme(qt.format))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        (Scheme(Format("int", 3, 32)), "integer weights of 4 bits"),
+        (Scheme(Format("int", 8, 32, symmetric=False)), "integer weights of 4 bits"),
+        (Scheme(Format("int", 4, 16)), "each 32 weights"),
+        (Scheme(Format("float", 8, -1)), "integer weights of 4 bits"),
+        (Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True)), "activations"),
+    ],
+)
+def test_a_scheme_that_no_type_holds_is_refused(scheme, reason):
+    with pytest.raises(UserError, match=reason):
+        exporter.storage(scheme)
+
+
+def test_rows_that_are_no_whole_blocks_are_refused():
+    with pytest.raises(ValueError, match="whole blocks"):
+        exporter.specs(Scheme(Format("int", 4, -1)), 8, 48, "F16")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A tiny Qwen2-VL and its GGUF with rounded 4-bit weights."""
+    folder = tmp_path_factory.mktemp("gguf")
+    source = build("qwen2_vl", folder / "source")
+    assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(folder / "out")]) == 0
+    return source, folder / "out"
+
+
+def test_the_files_hold_the_layers_that_were_quantized(written):
+    source, out = written
+    file = gguf.GGUFReader(out / "model.gguf")
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    weight = _tensor(source, "model.layers.1.self_attn.q_proj.weight")
+    expected = round_to_nearest(weight, Format("int", 4, 32), scale_dtype=torch.float16)
+    stored = tensors["blk.1.attn_q.weight"]
+    assert stored.tensor_type.name == "Q4_0" and list(stored.shape) == [128, 128]
+    weights = torch.from_numpy(gguf.quants.dequantize(np.array(stored.data), stored.tensor_type))
+    assert torch.equal(weights, expected.dequantize(torch.float32))
+    assert tensors["token_embd.weight"].tensor_type.name == "BF16"
+    assert tensors["blk.1.attn_norm.weight"].tensor_type.name == "F32"
+    tower = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out / "mmproj.gguf").tensors}
+    assert tower["v.blk.1.attn_q.weight"] == "F16" and tower["v.blk.1.attn_q.bias"] == "F32"
+
+
+def test_equal_inputs_give_equal_files(written, tmp_path):
+    source, out = written
+    assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(tmp_path / "again")]) == 0
+    for name in ("model.gguf", "mmproj.gguf"):
+        again = (tmp_path / "again" / name).read_bytes()
+        # the file says the name of the source's folder only
+        assert again == (out / name).read_bytes()
+
+
+def test_the_format_has_the_group_size_unless_the_recipe_says(written):
+    _, out = written
+    record = json.loads((out / "vlmcompress.json").read_text())
+    assert record["recipe"]["options"]["group_size"] == 32
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "gguf"
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "reason"),
+    [
+        ("qwen2_vl", ["--scheme", "int8"], "activations"),
+        ("qwen2_vl", ["--scheme", "rtn", "--reduce", "divprune:0.5"], "llama.cpp has no place"),
+        ("qwen2_5_vl", ["--scheme", "rtn"], "112 pixels"),
+        ("glm4v", ["--scheme", "rtn"], "not written for the family glm4v"),
+    ],
+)
+def test_what_llama_cpp_lacks_is_refused_in_one_line(family, flags, reason, tmp_path, capsys):
+    source = build(family, tmp_path / "source")
+    assert main(["quantize", str(source), *flags, "--format", "gguf", "-o", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and reason in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_scores_order_merges_as_sentencepiece_does():
+    scores = dict(zip(["ab", "ab", "abab", "x"], _scores(["ab", "ab", "abab", "x"], ["a b", "ab ab"]), strict=True))
+    assert scores["ab"] > scores["abab"] > scores["x"]
+
+
+def test_the_format_is_known_by_its_name():
+    assert "gguf" in FORMATS
+
+
+def _tensor(source, name):
+    from safetensors.torch import load_file
+
+    return load_file(source / "model.safetensors")[name]
+
+
+def test_what_was_quantized_before_is_written_with_the_same_codes(written, tmp_path):
+    """Scales of a checkpoint in bfloat16 are float16 numbers, too, where they are not tiny."""
+    source, _ = written
+    flags = ["--scheme", "rtn", "--set", "options.group_size=64", "-o", str(tmp_path / "packed")]
+    assert main(["quantize", str(source), *flags]) == 0
+    assert main(["export", str(tmp_path / "packed"), "--format", "gguf", "-o", str(tmp_path / "out")]) == 0
+    weight = _tensor(source, "model.layers.0.mlp.down_proj.weight")
+    expected = round_to_nearest(weight, Format("int", 4, 64), scale_dtype=torch.bfloat16)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    stored = tensors["blk.0.ffn_down.weight"]
+    weights = torch.from_numpy(gguf.quants.dequantize(np.array(stored.data), stored.tensor_type))
+    assert torch.equal(weights, expected.dequantize(torch.float32))
+
+
+def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused_before_anything_runs(written, tmp_path, capsys):
+    source = build("qwen2_vl", tmp_path / "source")
+    path = source / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps(content))
+    assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "has no name" in error

@@ -1,0 +1,225 @@
+"""LoRA adapters merged into their base tensor by tensor, against PEFT's own merging."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.kit.tiny import build
+from vlmcompress import cli, models
+from vlmcompress.export import adapter
+from vlmcompress.models import Source
+from vlmcompress.recipe import adapter as adapters
+from vlmcompress.recipe import resolve
+
+LAYERS = ["q_proj", "v_proj", "down_proj", "qkv", "fc1"]  # of the decoder and of both kinds of tower
+KINDS = {
+    "lora": {"alpha_pattern": {"down_proj": 4}, "rank_pattern": {"v_proj": 2}},
+    "rslora": {"use_rslora": True, "bias": "all"},
+    "dora": {"use_dora": True},
+    "embedding": {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    return {family: build(family, folder / family) for family in ("qwen2-5-vl", "llava", "gemma3")}
+
+
+def trained(base, out, **settings):
+    """An adapter with random numbers of the base, as PEFT saves it, and the model that PEFT makes of both, in float32."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    wrapped = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 16, "target_modules": LAYERS} | settings))
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    wrapped.save_pretrained(out)
+    return wrapped.merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen2-5-vl", kind) for kind in KINDS] + [("llava", "lora"), ("gemma3", "dora")]
+)
+def test_merged_as_peft_merges(bases, family, kind, tmp_path):
+    """Oracle: PEFT in float32, rounded to the base's type. Layers of decoder and tower, biases, whole modules."""
+    expected = trained(bases[family], tmp_path / "adapter", **KINDS[kind])
+    source = Source.of(bases[family])
+    assert adapter.problem(tmp_path / "adapter", source) is None
+    adapter.write(source, tmp_path / "adapter", tmp_path / "merged")
+    merged = models.load(tmp_path / "merged").model.state_dict()
+    before = models.load(bases[family]).model.state_dict()
+    for name, value in expected.items():
+        assert torch.equal(merged[name], value.to(merged[name].dtype)), name
+    changed = {
+        name.rpartition(".")[0].rpartition(".")[2] for name in before if not torch.equal(before[name], merged[name])
+    }
+    assert changed >= ({"embed_tokens", "lm_head"} if kind == "embedding" else {"q_proj", "v_proj", "down_proj"})
+
+
+def test_a_folder_with_an_adapter_stands_for_both(bases, tmp_path, capsys):
+    """The base that the adapter names, or that is given with it; names as older releases of transformers wrote them."""
+    expected = trained(bases["qwen2-5-vl"], tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / adapter.WEIGHTS)
+    old = {
+        name.replace(".model.language_model.", ".model.").replace(".model.visual.", ".visual."): t
+        for name, t in tensors.items()
+    }
+    assert old.keys() != tensors.keys()
+    save_file(old, tmp_path / "adapter" / adapter.WEIGHTS)
+    assert cli.main(["quantize", str(tmp_path / "adapter"), "-o", str(tmp_path / "out"), "--scheme", "none"]) == 0
+    merged = models.load(tmp_path / "out").model.state_dict()
+    assert all(torch.equal(merged[name], value.to(merged[name].dtype)) for name, value in expected.items())
+    manifest = json.loads((tmp_path / "out" / "vlmcompress.json").read_text())
+    assert (manifest["model"]["source"], manifest["recipe"]["adapter"]) == ("qwen2-5-vl", "adapter")
+    assert not list(tmp_path.glob(".out*")), "nothing is left beside OUT"
+    recipe = resolve({"model": str(bases["llava"]), "adapter": str(tmp_path / "adapter"), "scheme": "rtn"}).recipe
+    assert (recipe.model, recipe.adapter) == (bases["llava"], tmp_path / "adapter")
+    capsys.readouterr()
+    assert cli.main(["eval", str(tmp_path / "adapter"), "--baseline", str(bases["llava"]), "--engine", "hf"]) == 2
+    assert "is a LoRA adapter and no model" in capsys.readouterr().err
+
+
+def edited(folder, **settings):
+    config = json.loads((folder / adapter.CONFIG).read_text())
+    (folder / adapter.CONFIG).write_text(json.dumps(config | settings))
+
+
+def renamed(folder, old, new):
+    tensors = load_file(folder / adapter.WEIGHTS)
+    save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / adapter.WEIGHTS)
+
+
+def without(folder, part):
+    tensors = load_file(folder / adapter.WEIGHTS)
+    save_file({name: tensor for name, tensor in tensors.items() if part not in name}, folder / adapter.WEIGHTS)
+
+
+BAD = {
+    "another method": (lambda f: edited(f, peft_type="IA3"), "peft_type 'IA3' is not merged here"),
+    "of parameters": (lambda f: edited(f, target_parameters=["experts.gate_up_proj"]), "target_parameters"),
+    "pissa": (lambda f: edited(f, init_lora_weights="pissa_niter_4"), "changes the base's weights as well"),
+    "no alpha": (lambda f: edited(f, lora_alpha="much"), "lora_alpha of .* is 'much', and should be a number"),
+    "slow pattern": (lambda f: edited(f, alpha_pattern={"(a+)+": 4}), "alpha_pattern '\\(a\\+\\)\\+' is not read"),
+    "dora without lengths": (lambda f: edited(f, use_dora=True), "and use_dora of the config do not belong together"),
+    "half": (lambda f: without(f, "q_proj.lora_B"), "lacks lora_B"),
+    "other layers": (
+        lambda f: renamed(f, "self_attn", "attention"),
+        "has no place in Qwen2_5_VLForConditionalGeneration",
+    ),
+    "other shapes": (lambda f: renamed(f, "down_proj", "up_proj"), "has A and B of .*, and the base's weight is"),
+    "pickled": (lambda f: (f / adapter.WEIGHTS).rename(f / "adapter_model.bin"), "only pickled weights"),
+    "cut short": (lambda f: (f / adapter.WEIGHTS).write_bytes(b"\x10"), "not a whole safetensors file"),
+    "no config": (lambda f: (f / adapter.CONFIG).write_text("{"), "adapter_config.json is not readable"),
+    "no base": (lambda f: edited(f, base_model_name_or_path="/gone"), "names the base '/gone', which is not here"),
+}
+
+
+@pytest.fixture(scope="module")
+def good(bases, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    trained(bases["qwen2-5-vl"], folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_adapters_end_in_a_line(case, good, tmp_path, capsys):
+    shutil.copytree(good, tmp_path / "adapter")
+    damage, message = BAD[case]
+    damage(tmp_path / "adapter")
+    code = cli.main(["quantize", str(tmp_path / "adapter"), "-o", str(tmp_path / "out"), "--scheme", "fp8"])
+    line = capsys.readouterr().err.strip()
+    assert code == 2 and len(line.splitlines()) == 1, line
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    assert re.search(message, line), line
+
+
+def test_a_tied_head_is_refused(bases, tmp_path):
+    trained(bases["gemma3"], tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    assert "shares the embedding's weights" in (adapter.problem(tmp_path / "adapter", Source.of(bases["gemma3"])) or "")
+
+
+def resized(base, out, **settings):
+    """As `trained`, of a model that was given rows for eight more tokens; the tokenizer that has them lies beside."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(base)
+    rows = model.get_input_embeddings().weight.shape[0] + 8
+    fresh = rows - len(processor.tokenizer)
+    processor.tokenizer.add_tokens([f"<new{number}>" for number in range(fresh)])
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    wrapped = get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": ["q_proj"]} | settings))
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    wrapped.save_pretrained(out, save_embedding_layers="auto" if settings else True)
+    processor.save_pretrained(out)
+    return wrapped.merge_and_unload().state_dict(), rows
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2-5-vl", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("qwen2-5-vl", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
+        ("gemma3", {}),  # one matrix, which PEFT saves twice
+    ],
+    ids=["whole", "low rank", "tied"],
+)
+def test_added_tokens_come_with_their_rows(bases, family, settings, tmp_path):
+    """Oracle: PEFT's own merging. What is written has the adapter's tokenizer, and rows for its tokens."""
+    expected, rows = resized(bases[family], tmp_path / "adapter", **settings)
+    out = tmp_path / "out"
+    assert cli.main(["quantize", str(tmp_path / "adapter"), "-o", str(out), "--scheme", "none"]) == 0
+    vlm = models.load(out)
+    assert vlm.model.get_input_embeddings().weight.shape[0] == rows == len(vlm.processor.tokenizer)
+    state = vlm.model.state_dict()
+    assert all(torch.equal(state[name], value.to(state[name].dtype)) for name, value in expected.items())
+
+
+def test_tokens_without_rows_are_refused(bases, tmp_path, capsys):
+    """Added in training, with an embedding that was not saved: there is nothing to go on with but the base's tokenizer."""
+    resized(bases["qwen2-5-vl"], tmp_path / "adapter", modules_to_save=["embed_tokens", "lm_head"])
+    without(tmp_path / "adapter", "lm_head")
+    command = ["check", str(tmp_path / "adapter"), "--scheme", "rtn"]
+    assert cli.main(command) == 2
+    assert "embedding and output head have different rows" in capsys.readouterr().out
+    without(tmp_path / "adapter", "embed_tokens")
+    assert cli.main(command) == 2
+    assert re.search(
+        r"has 8 tokens for which the embedding of 384 rows has none, first .*; save", capsys.readouterr().out
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "adapter" / name).unlink()
+    assert cli.main(command) == 0
+
+
+def test_the_adapters_tokenizer_and_template_are_taken(bases, tmp_path, capsys):
+    """In calibration and in what is written. A template in tokenizer_config.json, as older trainers save it, wins over the
+    base's file. What the adapter does not bring is the base's."""
+    base, folder, out = bases["qwen2-5-vl"], tmp_path / "adapter", tmp_path / "out"
+    trained(base, folder)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    template = (base / "chat_template.jinja").read_text().replace("assistant", "helper")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    shutil.copyfile(base / "tokenizer.json", folder / "tokenizer.json")
+    assert (base / "chat_template.jinja").read_text() != template
+    assert cli.main(["quantize", str(folder), "-o", str(out), "--scheme", "none"]) == 0
+    assert "the adapter's own tokenizer and chat template took the place" in capsys.readouterr().err
+    vlm = models.load(out)
+    assert vlm.processor.chat_template == template and (out / "chat_template.jinja").read_text() == template
+    assert (out / "processor_config.json").read_bytes() == (base / "processor_config.json").read_bytes()
+    identity = adapters.sha256(folder)
+    inputs = resolve({"model": str(folder), "scheme": "none"}).recipe.inputs_folder
+    assert models.load_processor(inputs).chat_template == template
+    assert resolve({"model": str(base), "scheme": "none"}).recipe.inputs_folder == base
+    (folder / "chat_template.jinja").write_text(template)
+    assert adapters.sha256(folder) != identity

@@ -1,0 +1,173 @@
+"""Tokenizers in OpenVINO's and llama.cpp's form against the models': others are refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor, AutoTokenizer
+
+from tests.kit import rtn
+from tests.kit.tiny import build
+from vlmcompress import cli, models
+from vlmcompress.export import tokenizers
+from vlmcompress.export.formats import gguf
+from vlmcompress.export.gguf import tokens as _gguf_tokens
+from vlmcompress.export.gguf.tokenizer import PATTERNS, metadata
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.registry import FORMATS
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+OWN = [name for name in FORMATS.names() if hasattr(FORMATS.get(name), "token_ids")]
+
+
+def changed(folder: Path, change) -> Path:
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return folder
+
+
+def words(content: dict) -> None:
+    """Words between spaces, as they are: `USER:` is one, which OpenVINO's converted tokenizer cuts in two."""
+    vocabulary = [
+        "<unk>",
+        "USER:",
+        "ASSISTANT:",
+        "How",
+        "many",
+        "people",
+        "are",
+        "on",
+        "the",
+        "platform",
+        "at",
+        "10:45?",
+    ]
+    content["model"] = {
+        "type": "WordLevel",
+        "vocab": {word: i for i, word in enumerate(vocabulary)},
+        "unk_token": "<unk>",
+    }
+    content["pre_tokenizer"], content["decoder"] = {"type": "WhitespaceSplit"}, None
+
+
+def joined_signs(content: dict) -> None:
+    """Mistral's way of splitting text, with a token across a combining sign, at which llama.cpp's pattern splits."""
+    (pattern,) = (pattern for pattern, name in PATTERNS.items() if name == "tekken")
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, BYTES | {"use_regex": False}],
+    }
+    vocabulary, merges = content["model"]["vocab"], content["model"]["merges"]
+    vocabulary |= {token["content"]: token["id"] for token in content["added_tokens"]}  # or they are numbered anew
+
+    def join(parts: list[str]) -> str:
+        for number in range(1, len(parts)):
+            pair = "".join(parts[:number]), parts[number]
+            if "".join(pair) not in vocabulary:
+                vocabulary["".join(pair)] = 340 + len(merges)
+                merges.append(list(pair))
+        return "".join(parts)
+
+    join([join([_byte_token(byte) for byte in sign.encode()]) for sign in "त्र"])
+
+
+def _byte_token(byte: int) -> str:
+    """The character that stands for a byte: those that print stand for themselves, the others follow 255 in turn."""
+    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in printing else chr(256 + [b for b in range(256) if b not in printing].index(byte))
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    code = cli.main([*map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_texts_are_of_all_kinds(tmp_path):
+    processor = AutoProcessor.from_pretrained(build("qwen2-vl", tmp_path))
+    prompts, others = tokenizers.samples(processor)
+    assert sum(tokenizers.QUESTION in text for text in prompts) == 2 and "<|im_end|>" in prompts
+    assert len(others) > 100 and set(tokenizers.TEXTS) < set(others) and not any("\0" in text for text in others)
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("family", ["llava", "qwen2-vl"])
+def test_bytes_and_their_pairs_are_read_alike(name, family, tmp_path):
+    folder = build(family, tmp_path / "model")
+    config = models.build_meta_model(folder).config.to_dict()
+    compared = tokenizers.compare(FORMATS.get(name), folder, config)
+    assert compared.texts > 100 and (compared.problem, compared.warning) == (None, None)
+    assert tokenizers.compare(FORMATS.get("awq"), folder, config).texts == 0
+
+
+@pytest.mark.parametrize("verb", ["quantize", "check", "export"])
+def test_words_that_openvino_cuts_are_refused(verb, tmp_path, capsys):
+    source, out = changed(build("llava", tmp_path / "source"), words), tmp_path / "out"
+    rtn.write(source, tmp_path / "packed", rtn.SCHEMES["w4-symmetric"])
+    before = sorted(tmp_path.iterdir())
+    recipe = ("--scheme", "rtn", "--set", "format=openvino")
+    command = {
+        "quantize": ("quantize", source, "-o", out, *recipe),
+        "check": ("check", source, *recipe),
+        "export": ("export", tmp_path / "packed", "-o", out, "--format", "openvino"),
+    }[verb]
+    code, said, error = run(capsys, *command)
+    assert code != 0 and " texts into other tokens: of " in said + error and "write compressed-tensors" in said + error
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_script_that_llama_cpp_cuts_is_a_warning(tmp_path, capsys):
+    """Of published tokenizers there are such; the checkpoint says so, and `doctor`, which looks at what was written."""
+    source, out = changed(build("qwen2-vl", tmp_path / "source"), joined_signs), tmp_path / "out"
+    tokenizer = AutoProcessor.from_pretrained(source).tokenizer
+    assert len(tokenizer("त्र")["input_ids"]) == 1
+    code, _, error = run(capsys, "quantize", source, "-o", out, "--scheme", "rtn", "--format", "gguf")
+    assert code == 0 and "warning: " in error and "llama.cpp cuts 3 of " in error
+    assert "llama.cpp cuts 3 of " in json.loads((out / "vlmcompress.json").read_text())["warnings"][-1]
+    code, said, _ = run(capsys, "doctor", out)
+    assert code == 0 and "llama.cpp cuts 3 of " in said
+    changed(out, words)
+    code, said, _ = run(capsys, "doctor", out)
+    assert code == 2 and "PROBLEM  tokenizer" in said and "PROBLEM  files" in said
+
+
+def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):
+    """Its process ends, and ours does not."""
+    source = build("qwen2-vl", tmp_path / "source")
+    config = models.build_meta_model(source).config.to_dict()
+    keys = metadata(source, config["text_config"]["vocab_size"], config)
+    assert _gguf_tokens.token_ids(keys, ["ab"], gguf._add) == [AutoTokenizer.from_pretrained(source)("ab")["input_ids"]]
+    with pytest.raises(UserError, match="^llama.cpp does not take the tokenizer .*; write another format$"):
+        _gguf_tokens.token_ids(keys | {"tokenizer.ggml.pre": "of our own"}, ["ab"], gguf._add)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """A model with one weight that no 4-bit code times a 16-bit float reaches."""
+    folder = build("llava", tmp_path_factory.mktemp("large") / "source")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.0.mlp.down_proj.weight"))
+    weights[name][0, 0] = 3e6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("verb", "format"),
+    [("export", "openvino"), ("quantize", "gguf"), pytest.param("quantize", "openvino", marks=pytest.mark.slow)],
+)
+def test_scales_beyond_16_bit_floats_are_refused_in_one_line(verb, format, large, tmp_path, capsys):
+    packed, out = tmp_path / "packed", tmp_path / "out"
+    if verb == "export":
+        rtn.write(large, packed, rtn.SCHEMES["w4-symmetric"])
+        command = ("export", packed, "-o", out)
+    else:
+        command = ("quantize", large, "-o", out, "--scheme", "rtn")
+    code, _, error = run(capsys, *command, "--format", format)
+    assert code == 2 and error.splitlines()[-1].startswith("error: ") and "Error" not in error
+    assert "down" in error and "16-bit float" in error and "write compressed-tensors" in error and not out.exists()

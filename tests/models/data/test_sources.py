@@ -1,0 +1,231 @@
+"""Folders, JSON lines, parquet, saved data sets: the same rows must give the same samples from each."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.kit.pictures import file_of, picture, refused
+from vlmcompress.models.data.provenance import data_hash, notes, provenance
+from vlmcompress.models.data.sources import PROMPTS, bundled, load_samples
+
+
+def rows(count: int) -> list[dict]:
+    return [
+        {"id": f"r{i}", "image": [file_of(picture(8, 6, i))], "question": f"q{i}", "answer": f"a{i}", "family": "f"}
+        for i in range(count)
+    ]
+
+
+def json_lines(path: Path, table: list[dict]) -> Path:
+    """The rows with their images in files beside the JSON."""
+    lines = []
+    for index, row in enumerate(table):
+        (path.parent / f"{path.stem}-{index}.png").write_bytes(row["image"][0])
+        lines.append(json.dumps({**row, "image": f"{path.stem}-{index}.png"}))
+    path.write_text("\n".join(lines) + "\n\n")
+    return path
+
+
+def parquet(path: Path, table: list[dict], group: int = 3) -> Path:
+    pq.write_table(pa.Table.from_pylist(table), path, row_group_size=group)
+    return path
+
+
+def ids(samples) -> list[str]:
+    return [sample.id for sample in samples]
+
+
+def test_all_sources_agree(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = rows(7)
+    saved = tmp_path / "saved"
+    features = datasets.Features(
+        {**{k: datasets.Value("string") for k in ("id", "question", "answer", "family")}, "image": datasets.Image()}
+    )
+    flat = [{**row, "image": {"bytes": row["image"][0], "path": None}} for row in table]
+    datasets.Dataset.from_list(flat, features=features).save_to_disk(saved)
+    listed = tmp_path / "rows.json"
+    json_lines(tmp_path / "list.jsonl", table)
+    lines = (tmp_path / "list.jsonl").read_text().splitlines()
+    listed.write_text(f"[{','.join(filter(None, lines))}]")
+    sources = [json_lines(tmp_path / "rows.jsonl", table), parquet(tmp_path / "rows.parquet", table), saved, listed]
+    loaded = [load_samples(source, samples=4, seed=1) for source in sources]
+    for samples in loaded:
+        assert ids(samples) == ids(loaded[0]) and len(samples) == 4
+        assert data_hash(samples) == data_hash(loaded[0])
+        for sample in samples:
+            number = int(sample.id[1:])
+            assert (sample.question, sample.answer, sample.family) == (f"q{number}", f"a{number}", "f")
+            assert (np.asarray(sample.images[0]) == np.asarray(picture(8, 6, number))).all()
+
+
+def test_choice_depends_on_ids_and_seed_only(tmp_path):
+    table = rows(20)
+    whole = load_samples(parquet(tmp_path / "a.parquet", table), samples=8, seed=0)
+    turned = load_samples(parquet(tmp_path / "b.parquet", table[::-1], group=7), samples=8, seed=0)
+    fewer = load_samples(parquet(tmp_path / "c.parquet", table[:18]), samples=8, seed=0)
+    other = load_samples(tmp_path / "a.parquet", samples=8, seed=1)
+    assert ids(whole) == ids(turned) and len(set(ids(whole))) == 8
+    assert len(set(ids(whole)) - set(ids(fewer))) <= 2
+    assert set(ids(whole)) != set(ids(other))
+    assert ids(load_samples(tmp_path / "a.parquet", samples=3, seed=0)) == ids(whole)[:3]
+    assert ids(load_samples(tmp_path / "a.parquet", samples=None, seed=0)) == [f"r{i}" for i in range(20)]
+
+
+def test_fewer_than_asked_are_all_used_and_said(tmp_path):
+    path = parquet(tmp_path / "a.parquet", rows(3))
+    loaded = load_samples(path, samples=5, seed=0)
+    assert sorted(ids(loaded)) == ["r0", "r1", "r2"]
+    facts = provenance(loaded, [{"modality": torch.ones(1, 2)}] * 3, path, requested=5)
+    assert (facts["samples"], facts["asked"]) == (3, 5)
+    assert notes(facts) == ["a.parquet has 3 samples, 5 were asked for; all are used"]
+    enough = provenance(loaded, [{"modality": torch.ones(1, 2)}] * 3, path, requested=3)
+    assert "asked" not in enough and "prompts" not in enough and notes(enough) == []
+
+
+def test_prompts_for_images_without_questions_are_said(tmp_path):
+    for name in "abcde":
+        (tmp_path / f"{name}.png").write_bytes(file_of(picture(8, 6)))
+    loaded = load_samples(tmp_path, samples=5, seed=0)
+    facts = provenance(loaded, [{"modality": torch.ones(1, 2)}] * 5, tmp_path)
+    prompts = facts["prompts"]
+    assert sum(prompts.values()) == 5 and set(prompts) == {sample.question for sample in loaded} <= set(PROMPTS)
+    (line,) = notes(facts)
+    assert line.startswith(
+        f"{tmp_path.name} has images without questions; each gets one of {len(prompts)} prompts, like '"
+    )
+
+
+def test_conversations_in_every_kind_of_file(tmp_path):
+    (tmp_path / "a.png").write_bytes(file_of(picture(8, 6)))
+    turns = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "cat"}]
+    table = [{"id": "1", "image": "a.png", "conversations": turns}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(table[0]) + "\n")
+    (tmp_path / "a.json").write_text(json.dumps(table))
+    for path in (tmp_path / "a.jsonl", tmp_path / "a.json", parquet(tmp_path / "a.parquet", table)):
+        (sample,) = load_samples(path, samples=1, seed=0)
+        assert (sample.id, sample.question, sample.answer, len(sample.images)) == ("1", "what?", "cat", 1)
+    text = [{"conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "cat"}]}]
+    (tmp_path / "t.json").write_text(json.dumps(text))
+    assert load_samples(tmp_path / "t.json", samples=1, seed=0, text=True)[0].answer == "cat"
+
+
+def test_rows_without_an_image_are_taken_and_said(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "2+2?", "answer": "4", "topic": "sums"}')
+    (sample,) = loaded = load_samples(path, samples=2, seed=0)
+    assert (sample.question, sample.answer, len(sample.images)) == ("2+2?", "4", 0)
+    assert any("shows an image" in line for line in notes(provenance(loaded, [{"modality": torch.ones(1, 2)}], path)))
+
+
+def test_missing_and_repeated_ids(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"image": [], "question": "x", "id": i}) for i in (None, "x", "x", 7)))
+    assert ids(load_samples(path, samples=None, seed=0)) == ["1", "x#2", "x#3", "7"]
+
+
+def test_folder(tmp_path, caplog):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name in ("b.png", "sub/a.PNG", ".hidden/c.png", "._b.png"):
+        (tmp_path / name).write_bytes(file_of(picture(8, 6)))
+    (tmp_path / "link.png").symlink_to(tmp_path / "b.png")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    with caplog.at_level(logging.WARNING):
+        loaded = load_samples(tmp_path, samples=None, seed=0)
+    assert ids(loaded) == ["b.png", "link.png", "sub/a.PNG"]
+    assert "1 files that are not images are ignored (.txt)" in caplog.text
+    assert all(sample.answer is None and sample.question in PROMPTS for sample in loaded)
+    (tmp_path / "sub" / "broken.jpg").write_bytes(b"\xff\xd8junk")
+    refused(lambda: load_samples(tmp_path, samples=None, seed=0), "sub/broken.jpg", "not an image")
+
+
+def test_folders_without_images(tmp_path):
+    refused(lambda: load_samples(tmp_path, samples=1, seed=0), "has no images", "give a folder")
+    (tmp_path / "rows.parquet").touch()
+    refused(lambda: load_samples(tmp_path, samples=1, seed=0), "only .parquet", "name its .parquet file")
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    refused(lambda: load_samples(tmp_path, samples=1, seed=0), "gone.png", "not found")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", "\n\n", "no samples"),
+        ("a.jsonl", '{"image": [], "question": "x"}\n{"image": \n', "line 2 is not valid JSON"),
+        ("a.jsonl", "[1]\n", "line 1 is a list"),
+        (
+            "a.jsonl",
+            '{"pixels": 1, "q": 2}\n',
+            "needs a column question (beside image, if there are images), or messages, or conversations; found: pixels, q",
+        ),
+        ("a.jsonl", '{"Image_a": "a", "question": "x"}', "no column image, and 'Image_a' is not read; rename it"),
+        ("a.jsonl", '{"image": [], "question": "x"}\n{"image": []}\n', "a.jsonl line 2: question is missing"),
+        ("a.json", "{}", "not a list of rows"),
+        ("a.json", "[", "not valid JSON"),
+        ("a.csv", "image,question", "is not .jsonl, .json or .parquet"),
+        ("a.parquet", "", "is empty"),
+        ("a.parquet", "PAR1 junk", "not readable parquet"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path, name, content, says):
+    (tmp_path / name).write_text(content)
+    refused(lambda: load_samples(tmp_path / name, samples=None, seed=0), name, says)
+
+
+def test_more_broken_files(tmp_path):
+    refused(lambda: load_samples(tmp_path / "gone.jsonl", samples=1, seed=0), "does not exist")
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "größe"}'.encode("latin-1"))
+    refused(lambda: load_samples(tmp_path / "latin.jsonl", samples=1, seed=0), "not UTF-8")
+    path = parquet(tmp_path / "a.parquet", rows(4))
+    refused(lambda: load_samples(path, samples=0, seed=0), "samples is 0")
+    data = path.read_bytes()
+    path.write_bytes(data[:-40])
+    refused(lambda: load_samples(path, samples=1, seed=0), "not readable parquet")
+    path.write_bytes(data[:10] + bytes(200) + data[210:])
+    refused(lambda: load_samples(path, samples=None, seed=0), "a.parquet")
+    pq.write_table(pa.table({"id": pa.array([], pa.string()), "image": [], "question": []}), path)
+    refused(lambda: load_samples(path, samples=None, seed=0), "no samples")
+    pq.write_table(pa.table({"url": ["x"]}), path)
+    refused(lambda: load_samples(path, samples=None, seed=0), "found: url")
+
+
+def test_broken_image_of_a_chosen_row(tmp_path):
+    table = rows(3)
+    table[1]["image"] = [table[1]["image"][0][:60]]
+    path = parquet(tmp_path / "a.parquet", table)
+    refused(lambda: load_samples(path, samples=None, seed=0), "a.parquet row 2", "cannot be decoded")
+    assert len(load_samples(path, samples=None, seed=0, check_images=False)) == 3
+
+
+def test_saved_data_sets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"question": "x", "image": None}])
+    datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "splits")
+    refused(lambda: load_samples(tmp_path / "splits", samples=1, seed=0), "splits train", "name one")
+    assert len(load_samples(tmp_path / "splits" / "train", samples=None, seed=0)) == 1
+    many = datasets.Features({"question": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    row = {"question": "x", "images": [{"bytes": file_of(picture(8, 6, i)), "path": None} for i in range(2)]}
+    datasets.Dataset.from_list([row], features=many).save_to_disk(tmp_path / "many")
+    assert len(load_samples(tmp_path / "many", samples=None, seed=0)[0].images) == 2
+    (tmp_path / "many" / "state.json").write_text("{")
+    refused(lambda: load_samples(tmp_path / "many", samples=None, seed=0), "not a readable saved data set")
+
+
+def test_bundled(tmp_path):
+    (tmp_path / "demo-qwen").mkdir()
+    assert bundled(tmp_path / "demo-qwen", "test") is None
+    (tmp_path / "data" / "qwen").mkdir(parents=True)
+    (tmp_path / "data" / "qwen" / "test.parquet").touch()
+    assert bundled(tmp_path / "demo-qwen", "test") == (tmp_path / "data" / "qwen" / "test.parquet").resolve()
+    assert bundled(tmp_path / "qwen", "test") is None

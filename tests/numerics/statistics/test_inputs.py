@@ -1,0 +1,195 @@
+"""Calibration statistics, against the same quantities computed from all activations at once in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmcompress.numerics.statistics import inputs as module
+from vlmcompress.numerics.statistics.collect import ROWS, Collector
+from vlmcompress.numerics.statistics.inputs import MODALITIES, GroupStats, quadratic
+
+WIDTH = 24
+
+
+def batches(seed: int = 0, width: int = WIDTH) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Three batches `[2, tokens, width]` with masks of all four codes; the last has a single modality."""
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for tokens in (7, 30, 5):
+        x = torch.randn(2, tokens, width, generator=generator) * torch.rand(width, generator=generator)
+        mask = torch.randint(0, 4, (2, tokens), generator=generator, dtype=torch.uint8)
+        result.append((x, torch.full_like(mask, 2) if tokens == 5 else mask))
+    return result
+
+
+def collected(data, needs=("gram", "absmax", "absmean")) -> GroupStats:
+    collector = Collector(data[0][0].shape[-1], needs)
+    for x, mask in data:
+        collector.add(x, mask)
+    return collector.finish()
+
+
+def rows_of(data, code: int) -> torch.Tensor:
+    """All tokens `[n, width]` of one modality, float64."""
+    return torch.cat([x[mask == code] for x, mask in data]).double()
+
+
+@pytest.mark.parametrize("width", [1, 24, 300, 515])
+def test_matches_all_activations_at_once(width, monkeypatch):
+    """Oracle: X^T X, max and mean of |X| in float64, per modality; widths around and beyond the block size."""
+    data = batches(width=width)
+    stats = collected(data)
+    for code, name in enumerate(MODALITIES, start=1):
+        x = rows_of(data, code)
+        assert stats.count[name] == len(x)
+        torch.testing.assert_close(stats.gram({name: 1.0}).double(), x.T @ x, rtol=1e-5, atol=1e-4)
+    x = torch.cat([rows_of(data, code) for code in (1, 2, 3)])
+    torch.testing.assert_close(stats.gram().double(), x.T @ x, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(stats.absmax().double(), x.abs().amax(0))
+    torch.testing.assert_close(stats.absmean().double(), x.abs().mean(0), rtol=1e-5, atol=1e-6)
+    assert torch.equal(stats.gram(), stats.gram().T)
+
+
+def test_weights_of_modalities():
+    """Oracle: the weighted sum of each modality's own Gram matrix."""
+    data = batches()
+    stats = collected(data)
+    weights = {"text": 0.5, "vision": 2.0}
+    expected = 0.5 * rows_of(data, 1).T @ rows_of(data, 1) + 2.0 * rows_of(data, 2).T @ rows_of(data, 2)
+    torch.testing.assert_close(stats.gram(weights).double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="unknown modalities"):
+        stats.gram({"audio": 1.0})
+    with pytest.raises(ValueError, match="weight 0"):
+        stats.gram({"vision": 0.0})
+
+
+def test_no_mask_means_text():
+    collector = Collector(WIDTH)
+    collector.add(batches()[0][0])
+    stats = collector.finish()
+    assert stats.count == {"text": 14, "vision": 0, "answer": 0}
+    assert list(stats._gram) == ["text"], "a modality that does not occur costs no memory"
+
+
+def test_absmax_alone_keeps_no_gram():
+    """A method that needs maxima pays for maxima."""
+    stats = collected(batches(), needs=["absmax"])
+    assert not stats._gram and not stats._abssum
+    with pytest.raises(ValueError, match="'gram' was not collected"):
+        stats.gram()
+
+
+def test_rescaled_equals_statistics_of_scaled_input():
+    """Oracle: statistics collected from X / s."""
+    data = batches()
+    s = torch.rand(WIDTH) + 0.1
+    direct = collected([(x / s, mask) for x, mask in data])
+    closed = collected(data).rescaled(s)
+    torch.testing.assert_close(closed.gram(), direct.gram(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(closed.absmax(), direct.absmax())
+    torch.testing.assert_close(closed.absmean(), direct.absmean())
+    assert closed.count == direct.count
+    with pytest.raises(ValueError, match="positive"):
+        closed.rescaled(torch.zeros(WIDTH))
+
+
+def test_error_is_the_relative_output_error():
+    """Oracle: ||X dW^T||^2 / ||X W^T||^2 from the activations."""
+    data = batches()
+    w, dw = torch.randn(10, WIDTH), 0.1 * torch.randn(10, WIDTH)
+    errors = collected(data).error(dw, w)
+    assert list(errors) == ["text", "vision", "answer"]
+    for code, name in enumerate(MODALITIES, start=1):
+        x = rows_of(data, code)
+        expected = (x @ dw.double().T).square().sum() / (x @ w.double().T).square().sum()
+        assert errors[name] == pytest.approx(expected.item(), rel=1e-4)
+    assert all(value == 0.0 for value in collected(data).error(dw, torch.zeros_like(w)).values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 9), width=st.integers(1, 70), block=st.integers(1, 80), seed=st.integers(0, 9999))
+def test_quadratic_form(rows, width, block, seed):
+    """Oracle: the diagonal of d G d^T in float64, for any cut into blocks; the lower triangle must not be read."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(50, width, generator=generator)
+    d = torch.randn(rows, width, generator=generator)
+    gram = x.T @ x
+    before, module._BLOCK = module._BLOCK, block
+    try:
+        upper = gram.clone()
+        for a, b in module._blocks(width):
+            upper[b:, a:b] = float("nan")
+        traces = quadratic(d, upper)
+    finally:
+        module._BLOCK = before
+    expected = torch.einsum("ri,ij,rj->r", d.double(), gram.double(), d.double())
+    torch.testing.assert_close(traces.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_half_precision_inputs_are_accumulated_in_float32():
+    """10 000 bfloat16 tokens: a bfloat16 accumulator would stop counting at 256."""
+    collector = Collector(4, ["gram", "absmean"])
+    collector.add(torch.ones(10_000, 4, dtype=torch.bfloat16))
+    stats = collector.finish()
+    assert (stats.gram() == 10_000).all() and (stats.absmean() == 1).all()
+
+
+def test_state_survives_a_round_trip(tmp_path):
+    """Through safetensors, as a resumed run reads it."""
+    from safetensors.torch import load_file, save_file
+
+    stats = collected(batches())
+    save_file(stats.state_dict(), tmp_path / "stats.safetensors")
+    again = GroupStats.from_state_dict(load_file(tmp_path / "stats.safetensors"))
+    assert again.count == stats.count and again.needs == stats.needs
+    assert torch.equal(again.gram(), stats.gram()) and torch.equal(again.absmean(), stats.absmean())
+
+
+def test_only_the_triangle_is_kept_and_with_any_cut_into_blocks(monkeypatch):
+    """What was stored with blocks of 5 columns is read with blocks of 24, and takes less than the whole matrix."""
+    expected = collected(batches()).gram()
+    monkeypatch.setattr(module, "_BLOCK", 5)
+    state = collected(batches()).state_dict()
+    assert state["gram.text"].numel() < 0.65 * WIDTH**2
+    monkeypatch.setattr(module, "_BLOCK", 256)
+    torch.testing.assert_close(GroupStats.from_state_dict(state).gram(), expected)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda s: s.add(torch.ones(3, WIDTH + 1)), "expected inputs of 24 features"),
+        (lambda s: s.add(torch.ones(3, WIDTH), torch.ones(4)), "mask has 4 entries for 3 tokens"),
+        (lambda s: s.finish().gram(), "no calibration token reached"),
+        (lambda s: Collector(WIDTH, ["hessian"]), "unknown statistics"),
+    ],
+)
+def test_bad_input_says_what_is_wrong(act, message):
+    with pytest.raises(ValueError, match=message):
+        act(Collector(WIDTH))
+
+
+@pytest.mark.parametrize("needs", [["gram"], ["absmax"], ["absmean"]])
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_one_number_that_is_none(needs, bad):
+    """It shows in any of the statistics, however many rows come behind it."""
+    collector, x = Collector(WIDTH, needs), torch.randn(3, WIDTH)
+    x[1, 7] = float(bad)
+    collector.add(x.bfloat16())
+    for _ in range(3):
+        collector.add(torch.randn(ROWS, WIDTH).bfloat16())
+    with pytest.raises(ValueError, match="activations hold NaN or Inf"):
+        collector.finish()
+
+
+def test_ignored_tokens_may_hold_anything():
+    """Padding is masked out before it is looked at."""
+    collector = Collector(WIDTH)
+    x = torch.ones(3, WIDTH)
+    x[1] = float("nan")
+    collector.add(x, torch.tensor([1, 0, 2]))
+    stats = collector.finish()
+    assert stats.count == {"text": 1, "vision": 1, "answer": 0}

@@ -1,0 +1,149 @@
+"""Entropies of a block's input against slow readings of the papers' formulas, and as `calibrate` collects them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.kit import calibration_rows, tiny
+from vlmcompress import models
+from vlmcompress.models import decoder_blocks
+from vlmcompress.models.data import encode, load_samples
+from vlmcompress.models.devices import float_products
+from vlmcompress.quantization.calibrate import calibrate, collect
+from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.quantization.calibration.entropy import cluster_entropy, conditional_entropy
+from vlmcompress.recipe import resolve
+
+SAMPLES = 12
+"""Enough for more tokens that differ than there are clusters: with fewer, how equal tokens are shared out is chance."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A tiny model and a few samples, one of them text alone."""
+    folder = tmp_path_factory.mktemp("world")
+    calibration_rows.write(folder, SAMPLES, lambda i: f"{i}.png" if i else [])
+    tiny.build("llava", folder / "llava")
+    return folder
+
+
+def recipe(world, out):
+    calib = {"data": str(world / "calib.jsonl"), "samples": SAMPLES}
+    return resolve({"model": str(world / "llava"), "out": str(out), "scheme": "none", "calibrate": calib}).recipe
+
+
+def entropy(counts) -> float:
+    """`-sum p log2 p` as it is written down."""
+    total = sum(counts)
+    return -sum(count / total * math.log2(count / total) for count in counts if count)
+
+
+def test_entropy_of_clusters_that_are_known():
+    """Far apart clouds of 1, 2, 5 and 8 hundred points: k-means finds them, and their sizes give the entropy."""
+    torch.manual_seed(0)
+    sizes = (100, 200, 500, 800)
+    points = torch.cat([torch.randn(size, 6) + 1000 * k for k, size in enumerate(sizes)])
+    assert cluster_entropy(points, clusters=4) == pytest.approx(entropy(sizes), abs=1e-12)
+    assert cluster_entropy(points[torch.randperm(len(points))], clusters=4) == pytest.approx(entropy(sizes), abs=1e-12)
+
+
+def test_k_means_is_started_ten_times():
+    """As in the authors' code; oracle: scikit-learn. In a cloud without clusters one start gives other sizes."""
+    from sklearn.cluster import KMeans
+
+    torch.manual_seed(0)
+    points = torch.randn(600, 8)
+    kept = KMeans(n_clusters=20, n_init=10, random_state=42).fit_predict(points.numpy())
+    sizes = torch.from_numpy(kept).long().bincount().tolist()
+    assert cluster_entropy(points, clusters=20) == pytest.approx(entropy(sizes), abs=1e-12)
+    once = KMeans(n_clusters=20, n_init=1, random_state=42).fit_predict(points.numpy())
+    assert abs(entropy(torch.from_numpy(once).bincount().tolist()) - entropy(sizes)) > 1e-4
+
+
+def test_no_more_clusters_than_tokens():
+    assert cluster_entropy(torch.eye(5) * 100) == pytest.approx(math.log2(5))
+
+
+def slow_conditional_entropy(u: torch.Tensor, v: torch.Tensor, codes: int) -> float:
+    """Equations 4 and 5, element by element and code by code."""
+    joint: Counter = Counter()
+    for channel in range(u.shape[1]):
+        soft = []
+        for x in (u[:, channel].tolist(), v[:, channel].tolist()):
+            low, step = min(x), (max(x) - min(x)) / (codes - 1)
+            scores = [[math.exp(-(((value - low) / step - m) ** 2)) for m in range(codes)] for value in x]
+            soft.append([[score / sum(row) for score in row] for row in scores])
+        for first, second in zip(*soft, strict=True):
+            for a, b in ((a, b) for a in range(codes) for b in range(codes)):
+                joint[a, b] += first[a] * second[b] / u.numel()
+    marginal = [sum(joint[a, b] for b in range(codes)) for a in range(codes)]
+    return -sum(p * math.log2(p / marginal[a]) for (a, _), p in joint.items())
+
+
+def test_conditional_entropy_is_the_papers():
+    torch.manual_seed(1)
+    u = torch.randn(150, 3) * torch.tensor([1.0, 10.0, 0.1])
+    v = u + 0.3 * torch.randn(150, 3) * u.std(0)
+    assert conditional_entropy(u, v, 8) == pytest.approx(slow_conditional_entropy(u, v, 8), rel=1e-5)
+
+
+def test_what_the_block_before_tells_lowers_the_entropy():
+    torch.manual_seed(2)
+    u = torch.randn(1000, 4)
+    same, alone = conditional_entropy(u, u), conditional_entropy(None, u)
+    other = conditional_entropy(torch.randn(1000, 4), u)
+    assert same < conditional_entropy(u, u + torch.randn(1000, 4)) < other
+    assert other == pytest.approx(alone, rel=0.01) and alone < 4
+    assert conditional_entropy(u, 100 * u) == pytest.approx(same, rel=1e-4), "it depends on the unit"
+    assert math.isfinite(conditional_entropy(torch.zeros(9, 2), torch.ones(9, 2)))
+
+
+def test_calibrate_measures_the_plain_model(world, tmp_path):
+    """The values are those of inputs that hooks catch while the whole model runs, sample by sample, padding left out."""
+    calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "entropy"))
+    facts = statistics_folder.read(tmp_path / "stats").facts
+    assert facts["needs"] == ["absmax", "entropy"]
+    vlm = models.load(world / "llava")
+    vlm.model.set_attn_implementation("eager")
+    captured: list[list[torch.Tensor]] = [[] for _ in decoder_blocks(vlm.model, vlm.spec)]
+    for rows, groups in zip(captured, decoder_blocks(vlm.model, vlm.spec), strict=True):
+        norm = vlm.model.get_submodule(groups[0].smooth)
+        assert groups[0].smooth.endswith("input_layernorm")
+        norm.register_forward_hook(lambda _module, _args, out, rows=rows: rows.append(out[0].float()))
+    for batch in encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm):
+        with torch.no_grad(), float_products(vlm.model):  # as calibration does on a processor without BF16: see there
+            vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
+        for rows in captured:
+            rows[-1] = rows[-1][batch["modality"][0] > 0]
+    inputs = [torch.cat(rows) for rows in captured]
+    torch.manual_seed(3)
+    for value, x in zip(facts["entropy"]["luq"], inputs, strict=True):
+        other = [
+            cluster_entropy(x[torch.randperm(len(x))]) for _ in range(4)
+        ]  # where k-means starts from decides a little
+        assert min(other) - 0.03 <= value <= max(other) + 0.03
+    expected = [conditional_entropy(a, b) for a, b in zip([None, *inputs[:-1]], inputs, strict=True)]
+    assert facts["entropy"]["qvlm"] == pytest.approx(expected, abs=0.01)
+
+
+def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch):
+    """Blocks on disk keep their values, the next one is still compared with the block before it."""
+    calibrate(recipe(world, tmp_path / "whole"), needs=("absmax", "entropy"))
+    expected = statistics_folder.read(tmp_path / "whole").facts["entropy"]
+    vlm = models.load(world / "llava")
+    store = statistics_folder.Collected(tmp_path / "store", "x", resume=False)
+    store.save_entropy(0, {"luq": -1.0, "qvlm": -1.0})
+    batches = encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm)
+    collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"}))
+    entropies = store.entropies()
+    assert entropies[0] == {"luq": -1.0, "qvlm": -1.0}
+    assert [entropies[i]["qvlm"] for i in range(1, len(entropies))] == expected["qvlm"][1:]
+    assert [entropies[i]["luq"] for i in range(1, len(entropies))] == expected["luq"][1:]
+    monkeypatch.setattr("vlmcompress.quantization.calibration.capture.capture_blocks", None)
+    collect(
+        vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"})
+    )  # nothing is left to run

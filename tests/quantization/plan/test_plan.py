@@ -1,0 +1,336 @@
+"""Plans: exact sizes (oracle: what the pipeline writes), shapes that do not divide, layers left out, `check` findings."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.kit import tiny
+from vlmcompress.evaluation.doctor import files as doctor
+from vlmcompress.export.formats import compressed_tensors
+from vlmcompress.export.write import output_specs
+from vlmcompress.models import Group
+from vlmcompress.numerics import NVFP4, Format, Scheme, label
+from vlmcompress.quantization.plan import checks
+from vlmcompress.quantization.plan.findings import findings
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan.shape_checks import shape_problems
+from vlmcompress.quantization.plan.visual_tokens import visual_tokens
+from vlmcompress.quantization.run import quantize
+from vlmcompress.recipe import resolve
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_files import Spec
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
+
+
+def recipe(model: Path, **settings):
+    return resolve({"model": str(model), **settings}).recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llava", {"scheme": "rtn", "options": {"group_size": 32, "symmetric": False}}),
+        ("llava", {"scheme": "w8a16", "skip": [r"layers\.0\."]}),
+        ("qwen2-5-vl", {"scheme": "fp8", "vision": "int8"}),
+        ("qwen2-5-vl", {"scheme": "none", "vision": "fp8"}),
+        ("llava", {"scheme": "nvfp4", "options": {"activations": 16, "rounding": "rtn"}}),
+    ],
+)
+def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, settings):
+    """Oracle: the manifest of the real run, and the files themselves within the size of their headers."""
+    chosen = recipe(models[name], out=str(tmp_path / "out"), **settings)
+    planned = make_plan(chosen)
+    size = quantize(chosen).manifest["size"]
+    assert (planned.bytes_before, planned.bytes_after) == (size["weights_before"], size["weights_after"])
+    assert not planned.needs_data
+
+
+def test_a_scheme_gives_groups_to_another(models):
+    """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
+    keys = {"scheme": "nvfp4", "options": {"last": 1}}
+    made = make_plan(recipe(models["llava"], **keys), refuse=False)
+    formats = {(row.group, row.format): row.blocks for row in made.rows}
+    blocks = len(made.blocks)
+    assert formats["qkv", "w8a8 fp8 channel"] == formats["o", "w8a8 fp8 channel"] == blocks
+    assert formats["gate_up", "w4a4 nvfp4"] == formats["down", "w4a4 nvfp4"] == blocks - 1
+    assert formats["gate_up", "w8a8 fp8 channel"] == 1
+    refused = resolve({"model": str(models["llava"]), "target": "a100", **keys}, refuse=False).recipe
+    assert any("no FP8 tensor cores" in problem for problem in make_plan(refused, refuse=False).problems)
+
+
+def test_nvfp4_needs_whole_blocks():
+    group = Group(0, "down", ("mlp.down_proj",))
+    source = SimpleNamespace(shapes=lambda group: [(64, 40)])
+    (problem,) = shape_problems(source, group, Scheme(NVFP4), compressed_tensors, None)
+    assert "each 16 inputs" in problem and "skip=[down_proj]" in problem
+
+
+def test_size_with_static_scales(models, tmp_path):
+    """Oracle as before; input scales and those of keys and values come from calibration."""
+    for i in range(2):
+        Image.new("RGB", (56, 56), (40 * i, 90, 200)).save(tmp_path / f"{i}.png")
+    data = {"data": str(tmp_path), "samples": 2}
+    out = str(tmp_path / "out")
+    chosen = recipe(models["llava"], out=out, scheme="fp8-static", kv_cache="fp8", calibrate=data)
+    planned = make_plan(chosen)
+    assert planned.needs_data
+    assert planned.bytes_after == quantize(chosen).manifest["size"]["weights_after"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "local"),
+    [
+        (Scheme(Format("int", 4, 128)), 128 * 256 // 2 + 128 * 2 * 2 + 16),
+        (Scheme(Format("int", 4, 64, symmetric=False)), 128 * 256 // 2 + 128 * 4 * 2 + 128 * 4 // 2 + 16),
+        (Scheme(Format("int", 8, -1)), 128 * 256 + 128 * 2 + 16),
+        (Scheme(Format("float", 8, 0)), 128 * 256 + 2),
+    ],
+)
+def test_output_tensors(scheme, local):
+    """Oracle: bytes by hand of [128, 256] in BF16: codes, scales, zero points, and 16 bytes of shape."""
+    stored = {"a.weight": Spec("BF16", (128, 256)), "b": Spec("F32", (3,))}
+    if scheme.weights.kind == "float":
+        from vlmcompress.numerics import ActFormat
+
+        scheme = Scheme(scheme.weights, ActFormat("float", 8, dynamic=True))
+    written = output_specs(stored, {"m": scheme}, {"m.weight": "a.weight"}, compressed_tensors, kv_layers=2)
+    assert sum(spec.nbytes for spec in written.values()) == local + 12 + 2 * 4
+
+
+def test_no_weight_is_read(models, tmp_path):
+    """Weights of NaN give the same plan."""
+    bad = tmp_path / "bad"
+    tiny.build("llava", bad)
+    tensors = {
+        name: torch.full_like(tensor, float("nan")) for name, tensor in load_file(bad / "model.safetensors").items()
+    }
+    save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
+    good, other = (make_plan(recipe(path, scheme="awq")).to_dict() for path in (models["llava"], bad))
+    good["recipe"]["model"] = other["recipe"]["model"] = ""
+    assert good == other
+
+
+def test_group_size_that_does_not_divide_names_layer_and_ways_out(models):
+    message = (
+        r"group_size 96 does not divide in_features \d+ of model\.language_model\.layers\.0\.\S+; use --set options"
+    )
+    with pytest.raises(UserError, match=message):
+        make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}))
+    problems = make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}), refuse=False).problems
+    assert len(problems) == 4  # one for each group of a block, not for each block
+
+
+def test_the_proposed_group_size_works(models):
+    with pytest.raises(UserError, match=r"options\.group_size=(-?\d+)") as error:
+        make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 384}))
+    proposed = int(str(error.value).split("options.group_size=")[1].split()[0])
+    assert not make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": proposed}), refuse=False).problems
+
+
+def test_skip(models):
+    everything = make_plan(recipe(models["llava"], scheme="rtn"))
+    less = make_plan(recipe(models["llava"], scheme="rtn", skip=["o_proj"]))
+    assert everything.linear_layers - less.linear_layers == len(everything.blocks)
+    assert less.bytes_after > everything.bytes_after
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scheme": "rtn", "skip": ["up_proj"]}, "is left but not .*gate_proj"),
+        ({"scheme": "rtn", "skip": ["upproj"]}, "'upproj' matches no linear layer; names look like"),
+        ({"scheme": "none"}, "quantizes nothing"),
+        ({"scheme": "none", "vision": "fp8", "kv_cache": "fp8"}, "in every decoder block; 0 has none"),
+        ({"scheme": "rtn", "skip": ["layers"]}, "quantizes nothing"),
+    ],
+)
+def test_problems(models, settings, message):
+    with pytest.raises(UserError, match=message):
+        make_plan(recipe(models["llava"], **settings))
+
+
+def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
+    source = tiny.build("qwen3-vl-moe", tmp_path / "source")
+    with pytest.raises(UserError, match="cannot follow tokens to experts; use --set options.objective=gram"):
+        make_plan(recipe(source, scheme="mbq", options={"objective": "mae"}))
+    with pytest.raises(
+        UserError, match="scheme 'qronos' compares tokens .* which route them to different experts; use gptq"
+    ):
+        make_plan(recipe(source, scheme="qronos"))
+    assert make_plan(recipe(source, scheme="awq")).needs_data
+
+
+def test_scales_of_keys_and_values_that_vllm_has_no_place_for(tmp_path):
+    """`tests/models/test_engine_names.py` asks vLLM itself: its class of LFM2 gives attention no quantization config."""
+    source = tiny.build("lfm2-vl", tmp_path / "source")
+    with pytest.raises(
+        UserError, match="kv_cache: vLLM's class of lfm2-vl reads no scales of keys and values; leave it out"
+    ):
+        make_plan(recipe(source, scheme="rtn", kv_cache="fp8"))
+
+
+def test_target_limits_are_checked(models):
+    """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
+    problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), refuse=False).problems
+    assert problem == []
+
+
+def test_calibration_need_and_memory(models):
+    free, calibrated = (make_plan(recipe(models["llava"], scheme=scheme)) for scheme in ("rtn", "gptq"))
+    larger = make_plan(recipe(models["llava"], scheme="gptq", calibrate={"samples": 256}))
+    assert not free.needs_data and calibrated.needs_data
+    assert free.peak_bytes < calibrated.peak_bytes < larger.peak_bytes
+    assert calibrated.peak_bytes < make_plan(recipe(models["llava"], scheme="qronos")).peak_bytes
+    assert make_plan(recipe(models["llava"], scheme="rtn", kv_cache="fp8")).needs_data
+
+
+def test_label():
+    assert label(None) == "bf16"
+    assert label(Scheme(Format("int", 4, 64, symmetric=False))) == "w4a16 int g64 asym"
+
+
+def test_every_check_is_in_the_list():
+    functions = {function for _, function in inspect.getmembers(checks, inspect.isfunction)}
+    takes_a_survey = {function for function in functions if list(inspect.signature(function).parameters) == ["survey"]}
+    assert takes_a_survey - {checks.problems} == set(checks.CHECKS)
+
+
+def test_a_plan_is_final(models):
+    with pytest.raises(AttributeError):
+        make_plan(recipe(models["llava"], scheme="rtn")).budget = None
+
+
+def bad(model: Path, engine: str = "vllm", **settings) -> dict[str, str]:
+    report = findings(resolve({"model": str(model), **settings}, refuse=False).recipe, engine)
+    return {finding.name: finding.detail for finding in report if not finding.ok}
+
+
+def test_check_finds_nothing_wrong(models, tmp_path):
+    (tmp_path / "calib.jsonl").write_text('{"question": "2+2?"}')
+    assert bad(models["llava"], scheme="awq", target="cpu", calibrate={"data": str(tmp_path / "calib.jsonl")}) == {}
+
+
+def test_check_says_that_vllm_cannot_load_the_source_as_it_is(models, tmp_path):
+    """As transformers saves it; what is written is in order, so nothing stands in the way."""
+    saved = tiny.build("llava", tmp_path / "saved", hub_names=False)
+    names = {}
+    for folder in (models["llava"], saved):
+        all_of = findings(recipe(folder, scheme="rtn"), "vllm")
+        names[folder] = next(each for each in all_of if each.name == "names")
+        assert all(each.ok for each in all_of)
+    assert names[models["llava"]].detail == "vLLM finds every tensor by its name"
+    assert "'vision_tower.vision_model." in names[saved].detail and "can't load" in names[saved].detail
+
+
+def test_a_buffer_of_old_transformers_is_left_out(models, tmp_path):
+    """Published checkpoints of 2023 have it, transformers drops it, and vLLM 0.32 dies of it."""
+    old, out = Path(shutil.copytree(models["llava"], tmp_path / "old")), tmp_path / "out"
+    buffer = "vision_tower.vision_model.embeddings.position_ids"
+    tensors = load_file(old / "model.safetensors") | {buffer: torch.arange(17)}
+    save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
+    assert f"'{buffer}', which should not be there" in str(findings(recipe(old, scheme="rtn"), "vllm"))
+    assert [c.name for c in doctor.diagnose(old) if "should not be there" in c.detail] == ["names"]
+    chosen = recipe(old, scheme="rtn", out=str(out))
+    assert quantize(chosen).manifest["size"]["weights_after"] == make_plan(chosen).bytes_after
+    assert buffer not in load_file(out / "model.safetensors")
+    assert all(each.ok for each in doctor.diagnose(out, old))
+
+
+def test_check_lists_everything(models, tmp_path):
+    (tmp_path / "out").mkdir()
+    keys = {"scheme": "gptq", "target": "cpu", "options": {"bits": 8, "group_size": 96}, "out": str(tmp_path / "out")}
+    problems = bad(models["llava"], **keys)
+    assert set(problems) == {"vllm: decoder", "plan", "calibration", "output"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "part", "message"),
+    [
+        ("sglang", {"scheme": "fp8", "target": "a100"}, "decoder", "weight-only on A100"),
+        ("sglang", {"scheme": "awq", "target": "cpu"}, "decoder", "NVIDIA GPU"),
+        ("tensorrt-llm", {"scheme": "fp8", "target": "a100"}, "decoder", "no FP8 arithmetic"),
+        ("lmdeploy", {"scheme": "int8"}, "format", "4 bits in groups of 32 or 128"),
+        ("tensorrt-llm", {"scheme": "awq"}, "format", "FP8 by row"),
+        ("vllm", {"scheme": "rtn", "format": "gptq-v2", "options": {"symmetric": False}}, "format", "zero points"),
+        ("transformers", {"scheme": "fp8", "format": "modelopt"}, "format", "codes without their scales"),
+        ("transformers", {"scheme": "rtn", "format": "gguf"}, "format", "does not load the format gguf"),
+    ],
+)
+def test_engines_refuse(models, engine, settings, part, message):
+    assert message in bad(models["qwen2-5-vl"], engine, **settings)[f"{engine}: {part}"]
+
+
+@pytest.mark.parametrize("engine", ["lmdeploy", "tensorrt-llm"])
+def test_check_knows_families_of_other_engines(models, engine):
+    assert "LlavaForConditionalGeneration" in bad(models["llava"], engine, scheme="rtn")[f"{engine}: format"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("sglang", {"scheme": "rtn", "target": "h100"}),
+        ("lmdeploy", {"scheme": "rtn"}),
+        ("tensorrt-llm", {"scheme": "fp8", "target": "h100"}),
+        ("transformers", {"scheme": "w8a16"}),
+        ("transformers", {"scheme": "rtn", "format": "gptq-v2", "options": {"symmetric": False}}),
+    ],
+)
+def test_engines_accept(models, engine, settings):
+    assert bad(models["qwen2-5-vl"], engine, **settings) == {}
+
+
+def test_check_knows_head_sizes_and_processor_files(models, tmp_path):
+    broken = tmp_path / "broken"
+    tiny.build("llava", broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["text_config"]["head_dim"] = 48
+    heads = bad(broken, scheme="rtn", target="cpu")
+    assert "vllm: family" not in heads
+    (broken / "tokenizer.json").unlink()
+    assert "tokenizer.json" in bad(broken, scheme="rtn")["processor"]
+
+
+def test_check_unknown_engine(models):
+    with pytest.raises(UserError, match="unknown engine 'vlm'; did you mean 'vllm'"):
+        bad(models["llava"], "vlm", scheme="rtn")
+
+
+def test_a_quantized_source_is_called_one(models, tmp_path):
+    """Its tensors have no place in the original's classes, which is not what is wrong with it."""
+    quantized, foreign = tmp_path / "quantized", Path(shutil.copytree(models["llava"], tmp_path / "foreign"))
+    quantize(recipe(models["llava"], scheme="w8a16", out=str(quantized)))
+    (foreign / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}, "quantization": {}}')
+    for folder, method in ((quantized, "compressed-tensors"), (foreign, "modelopt")):
+        says = f"{folder} is quantized already ({method}); give the 16-bit original"
+        assert says in bad(folder, scheme="rtn")["model"]
+        with pytest.raises(UserError, match=re.escape(says)):
+            quantize(recipe(folder, scheme="rtn", out=str(tmp_path / "again")))
+
+
+def test_check_reports_an_unusable_model(tmp_path):
+    assert "does not exist" in bad(tmp_path / "none", scheme="rtn")["model"]
+
+
+def test_an_example_is_worked_out_where_one_image_tells(models):
+    """Not of sizes that calibration images decide, nor of a method that leaves out whole images of several."""
+    sized = recipe(models["qwen2-5-vl"], scheme="int8", resize={"keep": 0.5})
+    assert visual_tokens(sized, example=True).example is None
+    chosen = recipe(models["llava"], scheme="int8", reduce="litevlm:0.5")
+    assert visual_tokens(chosen, example=True).text == "litevlm:0.5"
+    both = recipe(models["llava"], scheme="int8", reduce="uniform:0.5")
+    assert "-> 8 visual tokens" in visual_tokens(both, example=True).text

@@ -1,0 +1,108 @@
+"""Bounds: multiply-adds of towers as torch counts them, experts, and arithmetic by hand; decoders: `test_prompt_cost.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from vlmcompress.engines.vllm.served_model import open_model
+from vlmcompress.numerics import ActFormat, Format, Scheme
+from vlmcompress.quantization.plan import roofline
+from vlmcompress.quantization.plan.roofline import Read, Work
+
+
+@pytest.mark.parametrize(("name", "patches"), [("llava", [16]), ("qwen2-vl", [64])])
+def test_the_towers_work_is_what_torch_counts(name, patches, checkpoint):
+    """Oracle: torch's own counter on the tower of the meta model, whose attention it counts without windows."""
+    model = open_model(checkpoint(name))
+    tokens = sum(patches) // (4 if name == "qwen2-vl" else 1)
+    inner = model.meta_model.model
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        if name == "llava":
+            size = model.config["vision_config"]["image_size"]
+            rows = inner.vision_tower(torch.zeros(1, 3, size, size, dtype=model.meta_model.dtype)).last_hidden_state
+            inner.multi_modal_projector(rows[:, 1:])
+        else:
+            blocks, width = inner.visual.blocks, model.config["vision_config"]
+            hidden = torch.zeros(patches[0], width["embed_dim"], dtype=model.meta_model.dtype)
+            inner.visual.patch_embed(
+                torch.zeros(patches[0], inner.visual.patch_embed.proj.weight[0].numel(), dtype=hidden.dtype)
+            )
+            for block in blocks:
+                block.attn.qkv(hidden), block.attn.proj(hidden), block.mlp(hidden)
+            inner.visual.merger(hidden)
+    counted = counter.get_total_flops() // 2
+    ours = roofline.tower(model, patches, tokens)
+    if name == "qwen2-vl":
+        ours -= len(inner.visual.blocks) * 2 * patches[0] ** 2 * hidden.shape[1]  # attention, which was not run
+    assert ours == pytest.approx(
+        counted, rel=0.12 if name == "llava" else 1e-9
+    )  # CLIP has one more token, for the class
+
+
+def test_a_token_meets_some_experts_alone(tmp_path):
+    """A mixture of experts: all count in memory, the active ones in arithmetic and in what a step reads."""
+    text = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    text |= {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 64,
+        "vocab_size": 128,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]})
+    config.architectures, config.dtype = ["Qwen3VLMoeForConditionalGeneration"], "bfloat16"
+    config.save_pretrained(tmp_path)
+    model = open_model(tmp_path)
+    assert (model.decoder.experts, model.decoder.active) == (8, 2) and model.spec is not None
+    attention = 64 * (64 + 2 * 32) + 64 * 64
+    expert = 3 * 64 * 32
+    assert [block.entries for block in roofline.blocks(model.meta_model, model.decoder)] == [
+        attention + 64 * 8 + 2 * expert
+    ] * 2
+    total = sum(spec.nbytes for spec in model.stored.values())
+    about = roofline.read(model, total)
+    assert about.routed == pytest.approx(2 * 2 * 8 * expert)
+    assert roofline.step_bytes(about, model, 3, 10.0) == pytest.approx(about.always + about.routed / 4 + 30)
+
+
+def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
+    llava = open_model(checkpoint("llava"))
+    total = sum(spec.nbytes for spec in llava.stored.values())
+    model = llava.meta_model.model
+    decoder = (
+        sum(p.numel() for p in model.language_model.layers.parameters()) + model.language_model.norm.weight.numel()
+    )
+    head = llava.meta_model.lm_head.weight.numel()
+    about = roofline.read(llava, total)
+    assert (about.always, about.routed) == (pytest.approx(2 * (decoder + head)), 0)
+
+
+def test_bounds_by_hand():
+    done, rates = Work(linear=3 * 10**12, attention=10**12, tower=10**12), {"bf16": 1000.0, "fp8": 2000.0}
+    assert roofline.prefill_seconds(done, rates, "bf16", 1) == pytest.approx(0.010)
+    assert roofline.prefill_seconds(done, rates, "fp8", 2) == pytest.approx((0.003 + 0.004) / 2)
+    assert roofline.prefill_seconds(done, {}, "bf16", 1) is None
+    assert roofline.decode_seconds(8e9, 0, 4000, 1000, 2) == pytest.approx(0.001)
+    assert roofline.decode_seconds(1, 5e12, 4000, 1000, 1) == pytest.approx(0.010)
+    assert roofline.decode_seconds(8e9, 1, None, 1000, 1) is None
+    assert dataclasses.asdict(Read(1.0, 2.0)) == {"always": 1.0, "routed": 2.0}
+
+
+def test_types_of_arithmetic():
+    w4, a8, f8 = Format("int", 4, 128), ActFormat("int", 8, True), ActFormat("float", 8, True)
+    assert roofline.arithmetic_type(None) == "bf16"
+    assert roofline.arithmetic_type(Scheme(w4, None)) == "bf16"
+    assert roofline.arithmetic_type(Scheme(Format("int", 8, -1), a8)) == "int8"
+    assert roofline.arithmetic_type(Scheme(Format("float", 8, -1), f8)) == "fp8"

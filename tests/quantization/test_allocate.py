@@ -1,0 +1,301 @@
+"""A budget of bits: sizes to the byte, mixed checkpoints that load, refusals that name what is possible."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForImageTextToText
+
+from tests.kit import calibration_rows, forks, tiny
+from vlmcompress import cli, models
+from vlmcompress.evaluation.doctor import files as doctor
+from vlmcompress.export import manifest
+from vlmcompress.quantization import allocate
+from vlmcompress.quantization.calibrate import KINDS, calibrate
+from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.quantization.plan.findings import findings
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.run import quantize
+from vlmcompress.recipe import resolve
+from vlmcompress.utils import folders, locks
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import silent
+
+DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A tiny model, calibration data and the model's statistics."""
+    folder = tmp_path_factory.mktemp("world")
+    calibration_rows.write(folder, 4)
+    tiny.build("llava", folder / "llava")
+    keys = {"model": str(folder / "llava"), "out": str(folder / "stats"), "scheme": "none"}
+    keys["calibrate"] = {"data": str(folder / "calib.jsonl"), "samples": 4}
+    calibrate(resolve(keys).recipe, needs=KINDS)
+    return folder
+
+
+def recipe(world: Path, out: Path | None, bits: dict, scheme: str = "gptq", stats: bool = True, **overrides):
+    keys = {"model": str(world / "llava"), "scheme": scheme, "bits": bits}
+    keys["calibrate"] = {"stats": str(world / "stats")} if stats else {"data": str(world / "calib.jsonl"), "samples": 4}
+    if scheme in ("gptq", "awq", "rtn"):
+        keys["options"] = {"group_size": 32}
+    return resolve(keys | ({"out": str(out)} if out else {}) | overrides).recipe
+
+
+def decoder_bits(out: Path, source: Path) -> float:
+    """Stored bits per weight of the decoder's linear layers, from the files themselves."""
+    before, after = models.tensor_headers(source), models.tensor_headers(out)
+    sizes = {"I64": 8, "I32": 4, "I8": 1, "BF16": 2, "F8_E4M3": 1}
+    linear = [n.removesuffix(".weight") for n in before if "language_model" in n and n.split(".")[-2] in DECODER]
+    decoder = [entry for n, entry in after.items() if n.rpartition(".")[0] in linear]
+    nbytes = sum(sizes[entry["dtype"]] * int(np.prod(entry["shape"])) for entry in decoder)
+    return 8 * nbytes / sum(int(np.prod(before[f"{n}.weight"]["shape"])) for n in linear)
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "awq"])
+def test_a_budget_is_kept_to_the_byte_and_loads(world, tmp_path, scheme):
+    out = tmp_path / "out"
+    done = quantize(recipe(world, out, {"budget": 3.9}, scheme))
+    allocation = done.manifest["allocation"]
+    assert decoder_bits(out, world / "llava") == pytest.approx(allocation["bits"], abs=1e-4)
+    assert 3.5 < allocation["bits"] <= 3.9
+    widths = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
+    assert len(set(widths.values())) > 1
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == set(
+        map(int, widths.values())
+    )
+    _, info = AutoModelForImageTextToText.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    assert all(entry.ok for entry in doctor.diagnose(out, world / "llava"))
+
+
+def test_the_least_predicted_error_of_all_that_fit(world):
+    """Oracle: no single change of a group to another width that fits predicts less; and it beats a width for all."""
+    base = recipe(world, None, {"budget": 3.9})
+    work = make_plan(base)
+    assert work.undecided and work.budget
+    allocation = allocate.share_out(work, progress=silent).allocation
+    errors = {(entry["block"], entry["group"]): entry["predicted"] for entry in allocation["groups"]}
+    chosen = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
+    sizes = work.budget.sizes
+    assert sum(sizes[key][name] for key, name in chosen.items()) == allocation["bytes"] <= work.budget.nbytes
+    for key, name in chosen.items():
+        for other, error in errors[key].items():
+            if error < errors[key][name]:
+                assert allocation["bytes"] - sizes[key][name] + sizes[key][other] > work.budget.nbytes
+    assert allocation["predicted"] == pytest.approx(sum(errors[key][name] for key, name in chosen.items()))
+    three = allocation["uniform"]["3"]
+    assert three["bits"] <= 3.9 and allocation["predicted"] < three["predicted"]
+
+
+def test_a_budget_shared_out_without_answers_says_so(world, capsys):
+    """Relative output errors are what is left without gradients; a rule that reads no errors has nothing to say."""
+    collected = statistics_folder.read(world / "stats")
+    blind = statistics_folder.Statistics(
+        collected.folder, {k: v for k, v in collected.facts.items() if k != "gradients"}
+    )
+    counts = collected.facts["calibration"]
+    mute = statistics_folder.Statistics(
+        collected.folder, blind.facts | {"calibration": counts | {"tokens": counts["tokens"] | {"answer": 0}}}
+    )
+    lacking, silence = (
+        "hold no gradients, so bits .*; calibrate again with --needs .*gradient",
+        "sample has an answer, so",
+    )
+    for statistics, by, says in (
+        (collected, "error", None),
+        (blind, "error", lacking),
+        (mute, "error", silence),
+        (blind, "luq", None),
+    ):
+        work = make_plan(recipe(world, None, {"budget": 3.9, "by": by}))
+        _, facts = allocate.decide(work, statistics, allocate.reader(work.source), silent)
+        said = capsys.readouterr().err
+        assert re.search(says, said) if says else not said
+        assert facts["unit"] == ("nats" if statistics is collected else "relative squared output error")
+
+
+@pytest.mark.parametrize("bits", [{"max_size": "1.6MB", "among": [4, "fp8", "bf16"]}, {"max_size": "1.38MB"}])
+def test_the_size_of_the_whole(world, tmp_path, bits):
+    done = quantize(recipe(world, tmp_path / "out", bits))
+    written = done.manifest["size"]["weights_after"]
+    limit = float(bits["max_size"].removesuffix("MB")) * 1e6
+    assert 0.97 * limit < written <= limit
+    dry = allocate.share_out(make_plan(recipe(world, None, bits)), progress=silent)
+    assert dry.bytes_after == written
+    _, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+
+
+@pytest.mark.parametrize("by", ["luq", "qvlm"])
+def test_rankings_by_entropy(world, tmp_path, by):
+    done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9, "by": by, "among": [2, 4]}))
+    allocation, entropy = done.manifest["allocation"], statistics_folder.read(world / "stats").facts["entropy"]
+    mean = {}
+    for entry in allocation["groups"]:
+        mean.setdefault(entry["block"], []).append(int(entry["width"]))
+    ranked = sorted(mean, key=lambda block: entropy[by][block])
+    averages = [sum(mean[block]) / len(mean[block]) for block in ranked]
+    assert averages == sorted(averages) and averages[0] < averages[-1]
+
+
+def test_without_statistics_they_are_collected_first(world, tmp_path):
+    """The same widths as with statistics of the same data, solved behind quantized blocks; nothing is left behind."""
+    out = tmp_path / "out"
+    done = quantize(recipe(world, out, {"budget": 3.9}, stats=False))
+    with_stats = allocate.share_out(make_plan(recipe(world, None, {"budget": 3.9})), progress=silent)
+    widths = [
+        [entry["width"] for entry in facts["groups"]] for facts in (done.manifest["allocation"], with_stats.allocation)
+    ]
+    assert widths[0] == widths[1]
+    assert done.manifest["calibration"]["prefix"] == "quantized"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_gradients_are_collected_once(world, tmp_path, monkeypatch):
+    """A balance by gradients needs them for its own sake, too; those of the statistics serve it."""
+    from vlmcompress.quantization.calibration import gradient_pass as sensitivity
+
+    calls, real = [], sensitivity.gradients
+    monkeypatch.setattr(
+        sensitivity, "gradients", lambda *args, **overrides: calls.append(1) or real(*args, **overrides)
+    )
+    keys = {"options": {"group_size": 32, "balance": "mbq"}}
+    done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9}, stats=False, **keys))
+    assert done.manifest["allocation"]["unit"] == "nats" and calls == [1]
+
+
+def test_a_data_free_scheme_has_widths_from_data(world, tmp_path):
+    done = quantize(recipe(world, tmp_path / "out", {"budget": 4.0}, "rtn", stats=False))
+    assert len({entry["width"] for entry in done.manifest["allocation"]["groups"]}) > 1
+
+
+def test_interrupted_and_resumed(world, tmp_path):
+    """Killed after the statistics were collected: the second run keeps them, and its files are those of an unbroken run."""
+    whole, out = tmp_path / "whole", tmp_path / "broken"
+    quantize(recipe(world, whole, {"budget": 3.9}, stats=False))
+    command = [
+        forks.python(*forks.OURS),
+        "-m",
+        "vlmcompress",
+        "quantize",
+        str(world / "llava"),
+        "--scheme",
+        "gptq",
+        "-o",
+        str(out),
+    ]
+    command += ["--set", "options.group_size=32", "--set", "bits.budget=3.9", "--calib", str(world / "calib.jsonl")]
+    command += ["--samples", "4"]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    hidden = tmp_path / ".broken.statistics" / statistics_folder.NAME
+    while not hidden.exists() and run.poll() is None:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    with locks.held(folders.beside(out, "lock"), wait=True):  # the program's fork ends a little later
+        pass
+    assert hidden.exists() and not out.exists()
+    kept = hidden.stat().st_mtime_ns
+    captured = []
+    quantize(
+        recipe(world, out, {"budget": 3.9}, stats=False), resume=True, progress=lambda *what: captured.append(what[0])
+    )
+    assert "predicting" in captured and captured.index("predicting") < captured.index("calibrating")
+    assert not hidden.exists() and kept
+    for path in whole.glob("*.safetensors"):
+        assert path.read_bytes() == (out / path.name).read_bytes()
+    assert manifest.read(whole)["allocation"] == manifest.read(out)["allocation"]
+
+
+@pytest.mark.parametrize(
+    ("bits", "extra", "message"),
+    [
+        (
+            {"budget": 1.5},
+            {},
+            r"bits.budget 1.5 can't be met with widths 2, 3, 4, 8; the smallest reachable is 2.5\d* bits",
+        ),
+        ({"max_size": "10KB"}, {}, r"bits.max_size 10KB can't be met .* the smallest reachable is [\d.]+MB, of which"),
+        ({"budget": 4, "among": [2, 4]}, {"target": "cpu"}, "bits.among has 2, and vLLM's CPU build runs weight-only"),
+        (
+            {"budget": 4, "among": [4, 8]},
+            {"scheme": "fp8", "options": {}},
+            "scheme 'fp8' has one width only; take one of awq",
+        ),
+        (
+            {"budget": 4, "by": "luq"},
+            {"options": {"objective": "mae"}, "scheme": "mbq"},
+            "searches that re-run blocks",
+        ),
+        ({"budget": 4}, {"scheme": "qronos"}, "statistics of the 16-bit model, which know no quantized blocks before"),
+    ],
+)
+def test_refusals_of_a_plan(world, bits, extra, message):
+    keys = {"scheme": "gptq", **extra}
+    with pytest.raises(UserError, match=message):
+        make_plan(recipe(world, None, bits, **keys))
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        ({}, "bits is {}, it should have one of budget"),
+        ({"budget": 3, "max_size": "1GB"}, "it should have one of budget .* and max_size"),
+        (
+            {"budget": 3, "among": [1]},
+            "bits.among is .*it should have whole numbers from 2 to 8, fp8, int8, bf16, and has 1",
+        ),
+        ({"budget": 3, "among": ["fp-8"]}, "did you mean 'fp8'"),
+        ({"budget": 3, "among": [4, 4]}, "should name each width once"),
+        ({"budget": 3, "by": "eror"}, "did you mean 'error'"),
+        ({"budget": 0}, "bits.budget is 0, it should be greater than 0"),
+        ({"max_size": "big"}, 'bits.max_size is "big", it should be a size like 5GB'),
+        ({"size": "1GB"}, "unknown key 'bits.size'"),
+    ],
+)
+def test_refusals_of_a_recipe(world, bits, message):
+    with pytest.raises(UserError, match=message):
+        recipe(world, None, bits)
+
+
+def test_statistics_that_lack_what_a_rule_or_width_needs(world, tmp_path):
+    keys = {"model": str(world / "llava"), "out": str(tmp_path / "bare"), "scheme": "none"}
+    keys["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 4}
+    calibrate(resolve(keys).recipe, needs={"gram"})
+    bare = {"calibrate": {"stats": str(tmp_path / "bare")}}
+    with pytest.raises(
+        UserError,
+        match="needs entropy, which .*bare lacks; calibrate again with --needs entropy,gram",
+    ):
+        allocate.share_out(make_plan(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
+    with pytest.raises(UserError, match="hold gram and the scheme needs absmax, too"):
+        make_plan(recipe(world, None, {"budget": 6, "among": [4, "int8"]}, **bare))
+
+
+def test_widths_follow_the_target(world):
+    assert list(make_plan(recipe(world, None, {"budget": 6}, target="cpu")).budget.widths) == ["4", "int8"]
+    assert list(make_plan(recipe(world, None, {"budget": 6}, target="h100")).budget.widths) == ["2", "3", "4", "8"]
+    assert list(make_plan(recipe(world, None, {"budget": 6})).budget.widths) == ["2", "3", "4", "8"]
+
+
+def test_check_and_dry_run(world, tmp_path, capsys):
+    checks = findings(recipe(world, None, {"budget": 1.5}))
+    assert any("smallest reachable" in check.detail for check in checks if not check.ok)
+    command = ["quantize", str(world / "llava"), "--scheme", "gptq", "--set", "options.group_size=32"]
+    assert cli.main([*command, "--set", "bits.budget=3.9", "--stats", str(world / "stats"), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "by error" in text and "all 3" in text and "Weights and statistics were read" in text
+    assert cli.main([*command, "--set", "bits.budget=3.9", "--calib", str(world / "calib.jsonl"), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "to be allocated" in text and "decided after the calibration" in text

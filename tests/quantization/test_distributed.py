@@ -1,0 +1,109 @@
+"""Two workers do one run: what they write, and how it ends when one of them cannot go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.kit import calibration_rows, tiny
+from tests.kit.workers import alone, ended, start
+from vlmcompress import cli
+from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.utils import distributed
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    calibration_rows.write(folder, 6, lambda i: f"{i}.png" if i else [])
+    tiny.build("qwen2-5-vl", folder / "model")
+    return folder
+
+
+def asked(world: Path, out: Path, *extra: str) -> list[str]:
+    return [str(world / "model"), "-o", str(out), "--calib", str(world / "calib.jsonl"), "--samples", "6", *extra]
+
+
+@pytest.mark.parametrize("scheme", ["awq", pytest.param("qronos", marks=pytest.mark.slow)])
+def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
+    """Balanced by gradients: all passes are shared out. Sums are added up in another order, so that a few codes tip."""
+    call = asked(world, tmp_path / "two", "--scheme", scheme, "--set", "options.balance=mbq", "--json")
+    (code, out, err), (other, silent, nothing) = ended(start("quantize", *call))
+    assert (code, other) == (0, 0), err + nothing
+    assert json.loads(out)["ok"] and not silent and not nothing.strip()
+    call[2] = str(tmp_path / "one")
+    alone("quantize", *call)
+    single, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert single.keys() == two.keys()
+    for name, expected in single.items():
+        if expected.is_floating_point():
+            torch.testing.assert_close(two[name].float(), expected.float(), rtol=0.02, atol=1e-3, msg=name)
+        else:
+            assert (two[name] == expected).float().mean() > 0.97, name
+    manifests = [json.loads((tmp_path / name / "vlmcompress.json").read_text()) for name in ("one", "two")]
+    assert manifests[0]["calibration"] == manifests[1]["calibration"]
+    for layer, errors in manifests[0]["errors"].items():
+        assert manifests[1]["errors"][layer] == pytest.approx(errors, rel=0.05), layer
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_statistics_are_those_of_one_worker(world, tmp_path):
+    """Sums, maxima, drawn rows, ranges of keys and values, gradients, entropies: all of all samples."""
+    extra = ("--kv-cache", "fp8", "--needs", "gram,absmax,absmean,gradient,entropy", "--json")
+    (code, _, err), (other, _, nothing) = ended(start("calibrate", *asked(world, tmp_path / "two", *extra)))
+    assert (code, other) == (0, 0), err + nothing
+    alone("calibrate", *asked(world, tmp_path / "one", *extra))
+    single, two = (statistics_folder.read(tmp_path / name) for name in ("one", "two"))
+    assert single.facts["gradients"]["loss"] == pytest.approx(two.facts["gradients"]["loss"], rel=1e-3)
+    assert single.facts["entropy"]["luq"] == pytest.approx(two.facts["entropy"]["luq"], abs=0.05)
+    for layer in range(len(single.facts["blocks"])):
+        (ours, ranges), (theirs, others) = two.load(layer), single.load(layer)
+        for name, expected in others.items():
+            torch.testing.assert_close(ranges[name], expected, rtol=0.02, atol=3)
+        for group, stats in theirs.items():
+            assert ours[group].count == stats.count
+            torch.testing.assert_close(ours[group].gram(), stats.gram(), rtol=1e-3, atol=1e-2)
+            torch.testing.assert_close(ours[group].absmax(), stats.absmax(), rtol=1e-2, atol=1e-4)
+            for name, rows in stats.sample().items():
+                torch.testing.assert_close(ours[group].sample()[name], rows, rtol=2e-2, atol=1e-2)
+
+
+def test_bad_input_is_told_once(world, tmp_path):
+    message = ended(start("quantize", *asked(world, tmp_path / "out", "--scheme", "gptq", "--set", "options.bits=99")))
+    assert [code for code, _, _ in message] == [2, 2]
+    assert message[0][2].startswith("error: ") and message[0][2].count("\n") == 1 and not message[1][2]
+
+
+def test_a_worker_that_dies(world, tmp_path):
+    """The other one ends with one line, OUT is not there, and `--resume` finishes the work alone."""
+    out = tmp_path / "out"
+    call = ["quantize", *asked(world, out, "--scheme", "gptq")]
+    workers = start(*call)
+    until = time.monotonic() + 200
+    while not list(tmp_path.glob(".out.resume/layer-0000.safetensors")) and time.monotonic() < until:
+        time.sleep(0.005)
+    workers[1].send_signal(signal.SIGKILL)
+    (code, said, err), (killed, _, _) = ended(workers)
+    assert killed == -signal.SIGKILL
+    if code:  # it may have been past the last block
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert code == 2 and len(lines) == 1 and "another worker" in lines[0] and not said and not out.exists()
+        assert "Traceback" not in err
+    assert cli.main([*call, "--resume"] if code else ["check", str(world / "model"), "--scheme", "gptq"]) == 0
+    assert out.exists()
+
+
+def test_a_worker_alone_needs_no_torch():
+    """Whether it is alone is read off the environment, in the start of the command line."""
+    code = "import sys; from vlmcompress.utils import distributed; assert distributed.world_size() == 1"
+    code += " and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert list(distributed.shard([1, 2, 3])) == [1, 2, 3] and distributed.merge_dicts({1: 2}) == {1: 2}

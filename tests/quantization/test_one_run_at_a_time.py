@@ -1,0 +1,216 @@
+"""Two runs on one OUT: the second ends at once, at whatever point the first is, and nothing of two runs is ever mixed."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.kit import calibration_rows, forks, tiny
+from tests.kit.workers import start
+from vlmcompress import cli
+from vlmcompress.quantization.calibrate import calibrate
+from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.quantization.calibration.block_store import BlockStore
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.run import quantize, space_needed
+from vlmcompress.recipe import resolve
+from vlmcompress.utils import block_files, folders
+from vlmcompress.utils.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    calibration_rows.write(folder, 6, lambda i: f"{i}.png" if i else [])
+    tiny.build("llava", folder / "model")
+    return folder
+
+
+def recipe(world: Path, out: Path, samples: int = 6, **keys):
+    calib = {"data": str(world / "calib.jsonl"), "samples": samples}
+    base = {"model": str(world / "model"), "out": str(out), "scheme": "gptq", "options": {"group_size": 64}}
+    return resolve(base | {"calibrate": calib} | keys).recipe
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def test_at_every_offset(world: Path, tmp_path: Path) -> None:
+    """At each sign of progress of the first run (every block, the writing) a second one with other samples is refused by one
+    line that names the process; the first one's weights are those of a run alone."""
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    quantize(recipe(world, alone))
+    moments: list[str] = []
+
+    def intrude(label: str, done: int, total: int) -> None:
+        moments.append(label)
+        for resume in (False, True):
+            with pytest.raises(
+                UserError, match=f"another run, process {os.getpid()}, is writing {out} now; wait for it"
+            ):
+                quantize(recipe(world, out, samples=4), resume=resume, overwrite=True)
+
+    assert quantize(recipe(world, out), progress=intrude).manifest["calibration"]["samples"] == 6
+    assert {"calibrating", "writing"} <= set(moments) and len(moments) > 8
+    assert weights(out) == weights(alone)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "out"]
+
+
+def test_two_processes(world: Path, tmp_path: Path) -> None:
+    """The second ends with code 2 and one line; the first goes on, and ends well. Both by the command line."""
+    out = tmp_path / "out"
+    call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]
+    # Nice, so that on a busy machine it does not end before this process sees it work.
+    slow = ["nice", "-n", "19", forks.python(*forks.OURS), "-m", "vlmcompress", *call, "--samples", "6"]
+    first = subprocess.Popen(slow, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not (tmp_path / ".out.lock").exists() and first.poll() is None and time.monotonic() < until:
+        time.sleep(0.005)
+    second = subprocess.run([forks.python(*forks.OURS), "-m", "vlmcompress", *call, "--samples", "4"], **PIPES)
+    said = first.communicate(timeout=120)
+    assert first.returncode == 0, said
+    assert second.returncode == 2 and second.stderr.count("\n") == 1, second.stderr
+    # If the first was done by then, the second says that OUT exists.
+    assert "another run, process " in second.stderr or "exists" in second.stderr
+    assert json.loads((out / "vlmcompress.json").read_text())["calibration"]["samples"] == 6
+
+
+PIPES = {"capture_output": True, "text": True}
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "learn-reducer", "recover", "search", "auto"])
+def test_every_verb_that_keeps_work_beside_out(world: Path, tmp_path: Path, capsys, verb: str) -> None:
+    out = tmp_path / ("out.safetensors" if verb == "learn-reducer" else "out")
+    data = str(world / "calib.jsonl")
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(64):  # as many as `auto` asks for
+        shutil.copy(world / "1.png", images / f"{number}.png")
+        with (images / f"{number}.png").open("ab") as file:
+            file.write(str(number).encode())
+    extra = {
+        "calibrate": ["--calib", data],
+        "learn-reducer": ["--calib", data],
+        "recover": ["--calib", data, "--reduce", "uniform:0.5"],
+        "search": ["--data", data],
+        "auto": ["--images", str(images)],
+    }
+    with folders.claimed(out):
+        assert cli.main([verb, str(world / "model"), "-o", str(out), *extra[verb]]) == 2
+    shown = capsys.readouterr().err
+    assert f"another run, process {os.getpid()}, is writing {out} now" in shown and shown.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
+def test_workers_are_told_together(world: Path, tmp_path: Path) -> None:
+    """Of two workers one looks at the lock. Both end, and one line is said."""
+    out = tmp_path / "out"
+    call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]
+    with folders.claimed(out):
+        (code, _, err), (other, _, silent) = ended_soon(start(*call))
+    assert (code, other) == (2, 2), err + silent
+    assert err.startswith(f"error: another run, process {os.getpid()}, ") and err.count("\n") == 1 and not silent
+
+
+def ended_soon(workers: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    said = [worker.communicate(timeout=120) for worker in workers]
+    return [(worker.returncode, *text) for worker, text in zip(workers, said, strict=True)]
+
+
+def test_without_locks_no_file_of_another_run_is_read(world: Path, tmp_path: Path, monkeypatch) -> None:
+    """The second net, as where neither process sees the other's lock: a run that another one took the folder from ends at its
+    next block, and one that finds the other's block in its own folder refuses it."""
+    kept = tmp_path / ".out.resume"
+
+    def taken(label: str, done: int, total: int) -> None:
+        if label == "calibrating" and (kept / "layer-0000.safetensors").exists():
+            BlockStore(kept, "another", resume=False)
+
+    with pytest.raises(UserError, match="is of another run: two worked in .*without --resume"):
+        quantize(recipe(world, tmp_path / "out"), progress=taken)
+    assert not (tmp_path / "out").exists() and (kept / "fingerprint").read_text() == "another", "not its own to remove"
+
+    block = kept / "layer-0000.safetensors"
+
+    def keep(label: str, done: int, total: int) -> None:
+        if label == "writing":
+            shutil.copy(tmp_path / ".other.resume" / block.name, tmp_path)
+
+    def foreign(label: str, done: int, total: int) -> None:
+        if block.exists() and label != "writing":
+            shutil.copy(tmp_path / block.name, block)
+
+    quantize(recipe(world, tmp_path / "other", samples=4), progress=keep)
+    with pytest.raises(UserError, match="layer-0000.safetensors is of another run"):
+        quantize(recipe(world, tmp_path / "out"), progress=foreign)
+    with pytest.raises(UserError, match="layer-0000.safetensors is of another run"):
+        quantize(recipe(world, tmp_path / "out"), resume=True)
+
+
+def test_notes_of_another_run_are_refused(tmp_path: Path) -> None:
+    """Gradients, entropies and a teacher's answers are notes: they say whose they are as blocks do."""
+    store = block_files.BlockFiles(tmp_path / "mine", "mine", resume=False)
+    store.note("gradients", [1, 2])
+    assert block_files.BlockFiles(tmp_path / "mine", "mine", resume=True).noted("gradients") == [1, 2]
+    block_files.BlockFiles(tmp_path / "other", "other", resume=False).note("gradients", [3])
+    shutil.copy(tmp_path / "other" / "gradients.json", tmp_path / "mine")
+    with pytest.raises(UserError, match="gradients.json is of another run"):
+        store.noted("gradients")
+
+
+def test_statistics_that_are_replaced_while_they_are_read(world: Path, tmp_path: Path) -> None:
+    """`calibrate --overwrite` beside a `quantize --stats`: blocks of two statistics in one checkpoint are refused."""
+    stats = tmp_path / "stats"
+    calibrate(recipe(world, stats), needs=("gram", "absmax", "absmean"))
+    read = statistics_folder.read(stats)
+    assert read.load(0)[0]
+    with safe_open(stats / "layer-0000.safetensors", "pt") as file:
+        assert file.metadata()["run"] == read.facts["run"]
+    calibrate(recipe(world, stats, samples=4), needs=("gram", "absmax", "absmean"), overwrite=True)
+    with pytest.raises(
+        UserError, match=r"layer-0001.safetensors is of other statistics .*they were replaced; run again"
+    ):
+        read.load(1)
+
+
+def test_no_room(world: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Found out before a weight is read; the estimate is what the blocks and OUT take. A write that fails later names the
+    folder with the finished blocks, and `--resume` goes on there."""
+    work, out = recipe(world, tmp_path / "out"), tmp_path / "out"
+    needed, blocks = space_needed(make_plan(work), out), []
+    quantize(work, progress=lambda *_: blocks.append(folders.bytes_within(tmp_path / ".out.resume")))
+    written = folders.bytes_within(out) + max(blocks)
+    assert 0.8 * written < needed < 1.25 * written
+    full = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _path: full)
+        with pytest.raises(
+            UserError, match=r"no space for .*more: it needs about .* free some or choose another output"
+        ):
+            quantize(recipe(world, tmp_path / "more"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    call = ["quantize", str(world / "model"), "-o", str(tmp_path / "late"), "--scheme", "gptq"]
+    call += ["--calib", str(world / "calib.jsonl"), "--samples", "6", "--set", "options.group_size=64"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(path.stat().st_size for path in out.glob("*.safetensors"))
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, before[1]))
+    try:
+        assert cli.main(call) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    shown = capsys.readouterr().err
+    assert "no space left while writing" in shown and f"kept in {tmp_path}/.late.resume: go on with --resume" in shown
+    assert cli.main([*call, "--resume"]) == 0 and weights(tmp_path / "late").keys() == weights(out).keys()

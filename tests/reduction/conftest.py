@@ -1,0 +1,3 @@
+"""Models of families as fixtures."""
+
+from tests.kit.families import checkpoint  # noqa: F401

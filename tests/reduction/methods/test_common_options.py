@@ -1,0 +1,81 @@
+"""An option of several methods: `merge: nearest`, by which the rest goes into what it is most like."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tests.kit.reducer_data import cosine, options, run, signals
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.methods._selecting import SelectingOptions
+
+NAMES = [name for name in REGISTRY.names() if issubclass(REGISTRY.get(name).Options, SelectingOptions)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("similar", [-1.0, 0.2, 1.0])
+def test_outputs_are_means_of_a_chosen_token_and_those_most_like_it(name, similar):
+    """Oracle: a loop over the tokens."""
+    s = signals()
+    kept = run(name, s, options(name, keep=0.3)).anchor.tolist()
+    members = {index: [index] for index in kept}
+    for i in set(range(s.n)) - set(kept):
+        nearest = max(kept, key=lambda j: (cosine(s.features[i], s.features[j]), -j))
+        if cosine(s.features[i], s.features[nearest]) >= similar:
+            members[nearest].append(i)
+    merged = run(name, s, options(name, keep=0.3, merge="nearest", similar=similar))
+    assert merged.anchor.tolist() == kept
+    means = torch.stack([s.features[members[index]].mean(0) for index in kept])
+    torch.testing.assert_close(merged.apply(s.features), means)
+    assert ((merged.target < 0).sum() == 0) == (sum(map(len, members.values())) == s.n)
+    assert any(len(member) > 1 for member in members.values()) == (similar < 1)
+
+
+def test_there_are_methods_that_have_the_option():
+    assert {"cdpruner", "coverage", "dart", "divprune", "random", "scope", "uniform"} <= {
+        *NAMES
+    } and "fastv" not in NAMES
+
+
+def test_features_are_needed():
+    s = dataclasses.replace(signals(), features=None)
+    assert len(run("random", s, options("random", keep=0.3)).anchor) == 14
+    with pytest.raises(ValueError, match="merge=nearest needs signals that are missing: features"):
+        run("random", s, options("random", keep=0.3, merge="nearest"))
+
+
+def test_wrong_values_are_refused():
+    for similar in (-1.1, 2, math.nan, "much", True):
+        with pytest.raises(ValueError, match="similar must be a cosine"):
+            SelectingOptions(similar=similar)
+    with pytest.raises(ValueError, match="merge must be none or nearest"):
+        SelectingOptions(merge="all")  # type: ignore[arg-type]
+
+
+def test_a_recipe_names_the_options_only_where_they_are_used():
+    assert parse("divprune:0.5").plain() == {"method": "divprune", "keep": 0.5}
+    chosen = parse("divprune:0.5,merge=nearest,similar=0.8")
+    assert chosen.plain() == {"method": "divprune", "keep": 0.5} | {
+        "merge": "nearest",
+        "similar": 0.8,
+    }
+    assert parse(str(chosen)) == chosen
+
+
+@pytest.mark.parametrize("name", ["cdpruner", "coverage"])
+def test_identical_and_empty_tokens_are_kept_to_the_exact_count(name):
+    for features in (torch.ones(48, 12), torch.zeros(48, 12), torch.cat([torch.zeros(24, 12), torch.ones(24, 12)])):
+        s = dataclasses.replace(signals(), features=features)
+        for keep in (0.5, 0.9):
+            assert len(run(name, s, options(name, keep=keep)).anchor) == keep * 48 // 1
+
+
+@pytest.mark.parametrize("name", ["cdpruner", "coverage"])
+def test_half_precision(name):
+    s, chosen = signals(), options(name, keep=0.3)
+    narrow = dataclasses.replace(s, features=s.features.half())
+    assert torch.equal(run(name, s, chosen).anchor, run(name, narrow, chosen).anchor)

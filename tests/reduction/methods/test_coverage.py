@@ -1,0 +1,66 @@
+"""Coverage: the greedy choice against the formula in Python's floats."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests.kit.reducer_data import cosine, run, signals
+from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.methods import coverage
+
+
+def softmax(values, temperature):
+    powers = [math.exp((value - max(values)) / temperature) for value in values]
+    return [power / sum(powers) for power in powers]
+
+
+class Slow:
+    """The objective, term by term in Python's floats."""
+
+    def __init__(self, features, chosen):
+        self.tokens = [softmax([cosine(x, y) for y in features], chosen.temperature) for x in features]
+
+    def __call__(self, kept):
+        return sum(max(row[j] for j in kept) for row in self.tokens)
+
+    def greedy(self, count):
+        kept = []
+        for _ in range(count):
+            others = [j for j in range(len(self.tokens)) if j not in kept]
+            kept.append(max(others, key=lambda j: (self([*kept, j]), -j)))
+        return kept
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize("temperature", [0.2, 0.5])
+def test_always_the_token_that_adds_most(keep, temperature):
+    """Oracle: every candidate tried in every step."""
+    s, chosen = signals((1, 5, 6)), coverage.Options(keep=keep, temperature=temperature)
+    expected = Slow(s.features, chosen).greedy(coverage.budget(s.grid, chosen))
+    assert run("coverage", s, chosen).anchor.tolist() == sorted(expected)
+
+
+NOTHING = {"keys": None, "heads": None, "saliency": None, "windowed": None}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_near_the_best_of_all_choices(seed):
+    """Nemhauser, Wolsey and Fisher's bound."""
+    features = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed))
+    s = dataclasses.replace(signals((1, 1, 10)), features=features, **NOTHING)
+    chosen = coverage.Options(keep=0.4)
+    worth = Slow(s.features, chosen)
+    best = max(map(worth, itertools.combinations(range(10), 4)))
+    assert (1 - 1 / math.e) * best <= worth(run("coverage", s, chosen).anchor.tolist()) <= best + 1e-12
+
+
+def test_options():
+    assert parse("coverage:0.5").plain() == {"method": "coverage", "keep": 0.5, "temperature": 0.2}
+    for temperature in (0, math.nan, "warm", True):
+        with pytest.raises(ValueError, match="temperature must be a number of at least 0.001"):
+            coverage.Options(temperature=temperature)

@@ -1,0 +1,112 @@
+"""Greedy choices as they are computed against the same choice made one token at a time, over many images, with ties."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from vlmcompress.reduction.methods import _selecting as selecting
+from vlmcompress.reduction.methods import cdpruner, coverage, dart, divprune, scope
+from vlmcompress.reduction.methods._base import top, unit
+
+
+def image(seed: int, n: int = 45, width: int = 12) -> torch.Tensor:
+    """Tokens of an image: all different, in groups, copies of each other, of whole numbers, or all alike, by the seed."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, kind = torch.randn(n, width, generator=draw), seed % 5
+    copies = tokens[torch.randint(n // 3, (n,), generator=draw)]
+    return [tokens, copies + tokens / 4, copies, copies.round(), torch.ones(n, width)][kind]
+
+
+def exact_cover(features: torch.Tensor, count: int) -> list[int]:
+    """Coverage's choice in float64, where copies are alike to the last bit: cosines are taken between kinds of tokens."""
+    kinds, kind = torch.unique(features, dim=0, return_inverse=True)
+    rows = torch.nn.functional.normalize(kinds.double())
+    worth = ((rows @ rows.T)[kind][:, kind] / 0.2).softmax(1)
+    best, kept = torch.zeros(len(features), dtype=torch.float64), list[int]()
+    for _ in range(count):
+        gain = (worth - best[:, None]).clamp(min=0).sum(0)
+        gain[kept] = -1
+        kept.append(int((gain >= gain.max() * (1 - 1e-12)).nonzero()[0]))
+        best = torch.maximum(best, worth[:, kept[-1]])
+    return kept
+
+
+def stepwise(table, count, weight, slack, covered):
+    """`selecting.stepwise` as `cover` would call it on another device."""
+    columns = table.T.contiguous()
+    taken = torch.zeros(len(columns), dtype=torch.bool)
+    taken[covered] = True
+    best = columns[covered].amax(0) if len(covered) else torch.zeros(columns.shape[1])
+    weight = torch.ones(len(columns)) if weight is None else weight
+    return selecting.stepwise(columns, best, taken, count, weight, slack)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_cover_is_the_same_lazily_and_step_by_step(seed):
+    draw = torch.Generator().manual_seed(seed)
+    rows = unit(image(seed))
+    table = [rows @ rows.T, coverage.represented(rows, 0.2), coverage.represented(rows, 0.05)[:7]][seed % 3]
+    weight = None if seed % 2 else torch.rand(len(rows), generator=draw).round(decimals=1)
+    slack = [0.0, scope.SLACK][seed // 2 % 2]
+    covered = torch.randperm(len(rows), generator=draw)[: seed // 4 % 2 * 5]
+    count = [1, 9, 30, 40][seed % 4]
+    chosen = selecting.cover(table, count, weight, slack, covered)
+    assert chosen.tolist() == stepwise(table, count, weight, slack, covered).tolist()
+    assert len({*chosen.tolist(), *covered.tolist()}) == count + len(covered)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_tokens_that_are_alike_the_first_is_kept(seed):
+    """The number of tokens is none that vector instructions divide, which would add up the last ones' gains in other order."""
+    features = image(seed)
+    assert selecting.cover(coverage.represented(features, 0.2), 20).tolist() == exact_cover(features, 20)
+
+
+def divprune_steps(features, count):
+    rows = unit(features)
+    distance = 1 - rows @ rows.T
+    kept = [int(distance.clone().fill_diagonal_(torch.inf).amin(0).argmax())]
+    while len(kept) < count:
+        nearest = distance[kept].amin(0)
+        nearest[kept] = -torch.inf
+        kept.append(int(nearest.argmax()))
+    return kept
+
+
+def cdpruner_steps(features, count):
+    """The published recursion, a token at a time."""
+    rows = unit(features)
+    kernel, left = rows @ rows.T, (rows != 0).any(1).float() + cdpruner.OWN
+    factor, kept = torch.zeros(0, len(rows)), []
+    for _ in range(count):
+        worth = left.clone()
+        worth[kept] = -1
+        token = int(worth.argmax())
+        row = (kernel[token] - factor[:, token] @ factor) / left[token].sqrt()
+        factor, left = torch.cat([factor, row[None]]), (left - row.square()).clamp(min=cdpruner.OWN)
+        kept.append(token)
+    return kept
+
+
+def dart_steps(features, query, pivots, count):
+    kept = pivots[:count].tolist()
+    turns = torch.cat([unit(features)[kept], unit(query)]) @ unit(features).T
+    for turn, cosines in enumerate(turns):
+        quota = (count - len(pivots[:count])) // len(turns) + (turn < (count - len(pivots[:count])) % len(turns))
+        cosines[kept] = torch.inf
+        kept += cosines.sort(stable=True).indices[:quota].tolist()
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_divprune_cdpruner_and_dart_are_the_same_a_token_at_a_time(seed):
+    features = image(seed, width=60)
+    count = [1, 5, 22, 40][seed % 4]
+    assert divprune.select(features, count).tolist() == divprune_steps(features, count)
+    assert cdpruner.select(features, count).tolist() == cdpruner_steps(features, count)
+    for pivots, words in itertools.product((1, 4, 20), (0, 3)):
+        lead, query = top(features.abs().sum(1), pivots), features[:words] + 1
+        assert sorted(dart.select(features, query, lead, count).tolist()) == dart_steps(features, query, lead, count)

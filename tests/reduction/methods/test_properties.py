@@ -1,0 +1,170 @@
+"""What holds for every reducer, whatever it does: counts, order, determinism, dtypes, and the identity."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tests.kit.reducer_data import LAYERS, options, run, signals
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.methods import REGISTRY, ReducerOptions, Signals
+
+NAMES = REGISTRY.names()
+KEEP = [name for name in NAMES if options(name).keep is not None]
+FIXED = [name for name in KEEP if REGISTRY.get(name).COUNT == "fixed"]
+GRIDS = [(1, 6, 8), (1, 7, 5), (3, 4, 5), (1, 1, 9)]
+FLOATS = ("features", "keys", "saliency", "windowed", "query", "query_keys")
+
+
+def same(a, b):
+    return torch.equal(a.target, b.target) and torch.equal(a.anchor, b.anchor) and torch.equal(a.weight, b.weight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_module_keeps_to_the_protocol(name):
+    method = REGISTRY.get(name)
+    assert method.STAGE in ("pixels", "encoder", "projected", "llm") and method.COUNT in ("fixed", "adaptive")
+    fields = {field.name for field in dataclasses.fields(Signals)}
+    assert fields >= method.NEEDS and fields >= getattr(method, "OPTIONAL", frozenset())
+    assert bool(getattr(method, "WHY_NOT", "")) is not method.SERVED
+    assert hasattr(method, "reduce") != hasattr(method, "merge")
+    assert (method.budget((1, 6, 8), options(name)) is None) == (method.COUNT == "adaptive")
+    if hasattr(method, "MEDIA"):
+        assert method.MEDIA == "video" and method.budget((1, 6, 8), options(name)) == 48  # an image is kept whole
+    if not hasattr(method, "mask"):
+        assert (method.STAGE == "llm") == bool(method.Options().drops(32))
+    assert isinstance(method.Options(), ReducerOptions)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", FIXED)
+def test_count_is_the_budget(name, grid):
+    n = math.prod(grid)
+    for keep in (0.95, 2 / 3, 0.5, 1 / 3, 0.11):
+        expected = REGISTRY.get(name).budget(grid, options(name, keep=keep))
+        assert expected == math.floor(keep * n + 0.5) >= 1
+        assert len(run(name, signals(grid), options(name, keep=keep)).anchor) == expected
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_in_raster_order_and_from_the_image(name, grid):
+    result = run(name, signals(grid), options(name)).check()  # anchors ascend, each a source of its own output
+    assert 1 <= len(result.anchor) <= math.prod(grid)
+    assert result.apply(signals(grid).features).isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_input_same_result(name):
+    assert same(run(name, signals(), options(name)), run(name, signals(), options(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_finds_nothing_random_in_it(name):
+    """In this mode torch refuses operations whose order is not fixed, and fills new memory with NaN."""
+    expected = run(name, signals(), options(name))
+    torch.set_deterministic_debug_mode("error")
+    try:
+        assert same(run(name, signals(), options(name)), expected)
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ties_are_broken_by_index(name):
+    """An image without any difference; repeated, and it is a full result, not a crash of a search among equals."""
+    flat = signals()
+    flat = dataclasses.replace(flat, **{field: torch.ones_like(getattr(flat, field)) for field in FLOATS})
+    first, second = (run(name, flat, options(name, keep=0.4)) for _ in range(2))
+    assert same(first, second)
+    expected = REGISTRY.get(name).budget(flat.grid, options(name, keep=0.4))
+    assert expected is None or len(first.anchor) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dtype_of_the_signals_does_not_matter(name):
+    method, wide, chosen = REGISTRY.get(name), signals(), options(name)
+    narrow = dataclasses.replace(wide, **{field: getattr(wide, field).bfloat16() for field in FLOATS})
+    if hasattr(method, "merge"):
+        assert same(*(reducers.merge(method, image, chosen, 0, LAYERS) for image in (wide, narrow)))
+    else:
+        assert same(run(name, wide, chosen), run(name, narrow, chosen))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_needed_signals_are_read(name):
+    method, full = REGISTRY.get(name), signals()
+    used = method.NEEDS | getattr(method, "OPTIONAL", frozenset())
+    bare = dataclasses.replace(full, **{field: None for field in (*FLOATS, "heads") if field not in used})
+    step = (lambda s: reducers.merge(method, s, options(name), 0, LAYERS)) if hasattr(method, "merge") else None
+    step = step or (lambda s: reducers.reduce(method, s, options(name)))
+    assert same(step(bare), step(full))
+    for field in method.NEEDS:
+        with pytest.raises(ValueError, match=f"needs signals that are missing: {field}"):
+            step(dataclasses.replace(bare, **{field: None}))
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_keeping_all_is_the_identity_bit_for_bit(name):
+    x = torch.randn(48, 3).bfloat16()
+    result = run(name, signals(), options(name, keep=1.0))
+    assert torch.equal(result.apply(x), x) and torch.equal(result.anchor, torch.arange(48))
+    near = run(name, signals(), options(name, keep=0.999))  # rounds to all 48: through the method itself
+    if REGISTRY.get(name).COUNT == "fixed":
+        assert torch.equal(near.apply(x), x)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_an_image_too_small_is_kept_whole(name):
+    x = torch.randn(4, 3)
+    assert torch.equal(run(name, signals((1, 2, 2)), options(name, keep=0.1)).apply(x), x)
+    assert run(name, signals((1, 1, 1)), options(name, keep=0.5)).target.tolist() == [0]
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_a_keep_that_is_no_share_or_leaves_no_token_is_refused(name):
+    for keep in (0, -0.5, 1.5, True, "half", None, math.nan):
+        with pytest.raises(ValueError, match="keep must be"):
+            REGISTRY.get(name).Options(keep=keep)
+    for keep in (1e-300, 5e-324, 9e-7):
+        with pytest.raises(ValueError, match="keep must be at least 1e-06, got .*, which leaves no token of any image"):
+            REGISTRY.get(name).Options(keep=keep)
+    assert REGISTRY.get(name).Options(keep=1e-6).keep == 1e-6
+
+
+WHOLE = [
+    (name, field.name)
+    for name in NAMES
+    for field in dataclasses.fields(REGISTRY.get(name).Options)
+    if type(getattr(options(name), field.name)) is int
+]
+
+
+@pytest.mark.parametrize(("name", "field"), WHOLE)
+def test_whole_numbers_beyond_64_bits_are_refused(name, field):
+    for value in (2**63, 10**30):
+        with pytest.raises(ValueError, match=f"{field} must be at most 9223372036854775807, got "):
+            REGISTRY.get(name).Options(**{field: value})
+    assert getattr(REGISTRY.get(name).Options(**{field: 2**63 - 1}), field) == 2**63 - 1
+
+
+@pytest.mark.parametrize("name", ["cdpruner", "coverage", "dart", "dart-llm", "divprune", "scope"])
+def test_scale_of_the_features_does_not_matter(name):
+    original = signals()
+    for factor in (2.0**-20, 3.0, 2.0**15):
+        scaled = {field: getattr(original, field) * factor for field in ("features", "keys", "query", "query_keys")}
+        assert same(
+            run(name, original, options(name)), run(name, dataclasses.replace(original, **scaled), options(name))
+        )
+
+
+@pytest.mark.parametrize("name", ["dart", "dart-llm", "divprune", "fastv", "pyramiddrop", "scope"])
+def test_order_of_the_tokens_does_not_matter(name):
+    """These look at no positions: a shuffled image keeps the same tokens."""
+    original, order = signals(), torch.randperm(48, generator=torch.Generator().manual_seed(5))
+    shuffled = {field: getattr(original, field)[order] for field in ("features", "keys", "saliency")}
+    kept = run(name, dataclasses.replace(original, **shuffled), options(name)).anchor
+    assert torch.equal(order[kept].sort().values, run(name, original, options(name)).anchor)

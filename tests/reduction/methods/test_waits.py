@@ -1,0 +1,52 @@
+"""No served method waits for the device of its signals: they run on tensors that have shapes and no values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.kit.reducer_data import COUNT, KEEP, SERVED, options, run, served, signals
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.methods import REGISTRY, Reduction, Signals, _run, _selecting
+
+
+def bare(image: Signals) -> Signals:
+    """Signals on PyTorch's device `meta`, where a look at a value, or a shape that depends on values, is an error."""
+    fields = {field.name: getattr(image, field.name) for field in dataclasses.fields(image)}
+    tensors = {name: value.to("meta") for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    return Signals(**fields | tensors, finite=True)
+
+
+@pytest.mark.parametrize(("name", "chosen"), SERVED)
+def test_a_served_method_looks_at_no_value(name, chosen):
+    image = signals((1, 6, 8))
+    rows = served(name, bare(image), **chosen)
+    adaptive = REGISTRY.get(name).COUNT == "adaptive"
+    count = COUNT if adaptive else len(run(name, image, options(name, keep=KEEP, **chosen)).anchor)
+    assert rows.shape == (count, image.features.shape[1])
+
+
+def test_looking_at_signals_or_a_result_is_a_wait():
+    image = bare(signals())
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        Signals(image.grid, features=image.features)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        Reduction.keep(torch.zeros(3, dtype=torch.int64, device="meta"), 48).check()
+
+
+BATCHED = [name for name in REGISTRY.names() if getattr(REGISTRY.get(name), "BATCHED", False)]
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_images_at_once_are_reduced_as_each_by_itself(name, monkeypatch):
+    """Where kernels are launched, all images of a call go through each step together, without a wait."""
+    images = [signals(seed=seed) for seed in range(5)]
+    method, chosen = REGISTRY.get(name), options(name, keep=KEEP)
+    assert len(reducers.reduce_all(method, [bare(image) for image in images], chosen, check=False)) == len(images)
+    alone = [reducers.reduce(method, image, chosen) for image in images]
+    monkeypatch.setattr(_selecting, "lazily", _selecting.stepwise)  # which a CPU would not take
+    needed = [Signals(image.grid, features=image.features, saliency=image.saliency) for image in images]
+    for result, expected in zip(_run._at_once(method, needed, chosen), alone, strict=True):
+        assert torch.equal(result.target, expected.target) and torch.equal(result.check().anchor, expected.anchor)

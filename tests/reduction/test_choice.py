@@ -1,0 +1,205 @@
+"""`--reduce` and a recipe's `reduce`: what is understood, what is refused and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlmcompress.recipe import Recipe
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.choice import compared, layered, parse, read, same
+from vlmcompress.reduction.resize import Resize
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.settings import merge
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("dart:0.25", {"method": "dart", "keep": 0.25, "pivots": 0}),
+        ("dart:1/4,pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8}),
+        ("dart: keep = 0.25 , pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8}),
+        ("random:1", {"method": "random", "keep": 1, "seed": 0}),
+        ("fastv:5e-1,layer=3", {"method": "fastv", "keep": 0.5, "layer": 3}),
+        ("visionzip:auto,merge=mean", {"method": "visionzip", "keep": 1 / 3, "contextual": 10 / 64, "merge": "mean"}),
+        (
+            "dymu:thresholds=[0.9, 0.8],keep=0.5",
+            {"method": "dymu", "keep": 0.5, "thresholds": (0.9, 0.8)},
+        ),
+    ],
+)
+def test_understood(text, plain):
+    chosen = parse(text)
+    assert chosen.plain() == plain
+    assert read(plain).plain() == plain
+    assert isinstance(chosen.options, reducers.REGISTRY.get(plain["method"]).Options)
+
+
+@pytest.mark.parametrize("method", reducers.REGISTRY.names())
+def test_defaults_and_back(method):
+    chosen = parse(method)
+    assert chosen.options == reducers.REGISTRY.get(method).Options()
+    assert read({"method": method, **({"keep": "auto"} if chosen.options.keep is not None else {})}) == chosen
+    assert parse(str(chosen)) == chosen
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dart:0.25", "dart:1/3,pivots=8", "random:1", "dymu:0.07,thresholds=[0.9, 0.8]", "visionzip:0.5,merge=mean"],
+)
+def test_written_as_read(text):
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dort:0.5", "--reduce dort:0.5: unknown reducer 'dort'; did you mean 'dart'?"),
+        (":0.5", "unknown reducer ''; choose from"),
+        ("dart:0", "--reduce dart:0: 'dart': keep must be a number above 0 and at most 1, got 0"),
+        ("dart:1.5", "keep must be a number above 0 and at most 1, got 1.5"),
+        ("dart:-0.5", "keep must be a number above 0"),
+        ("dart:.nan", "keep must be a number above 0 and at most 1, got nan"),
+        ("dart:1e-300", "keep must be at least 1e-06, got 1e-300, which leaves no token of any image"),
+        (f"dart:1/1{'0' * 400}", "keep must be a number above 0 and at most 1, got 0.0"),
+        (f"dart:1{'0' * 400}/1", "should be a number"),
+        (f"dart:1{'0' * 400}", "keep "),
+        (f"random:0.5,seed={'9' * 30}", "seed must be at most 9223372036854775807, got " + "9" * 30),
+        ("random:0.5,seed=-1", "seed must be a whole number of at least 0, got -1"),
+        (f"dart:0.5,pivots={'9' * 30}", "pivots must be at most 9223372036854775807"),
+        ("dyrate:factor=.inf", "factor must be a number above 0 and at most 1e+06, got inf"),
+        ("dart:half", "keep is 'half', should be a number"),
+        ("dart:50%", "keep is '50%', should be a number"),
+        ("dart:true", "keep is True, should be a number"),
+        ("dart:1/0", "keep is '1/0', should be a number"),
+        ("dart:0.5,pivot=3", "has no option 'pivot'; did you mean 'pivots'?"),
+        ("dart:0.5,pivots=2.5", "pivots is 2.5, should be a whole number"),
+        ("dart:0.5,8", "'8' is no setting; write METHOD:KEEP,OPTION=VALUE"),
+        ("dart:0.5,keep=0.3", "'keep' is given twice"),
+        ("dyrate:0.5", "'dyrate' has no share to keep; its options are factor, least, layer"),
+        ("visionzip:0.5,merge=max", "merge must be 'sum' or 'mean', got 'max'"),
+        ("dymu:thresholds=[a]", "thresholds is ['a'], should be a list of numbers"),
+        ("dart:[0.5", "is not valid YAML"),
+    ],
+)
+def test_refused(text, message):
+    with pytest.raises(UserError) as raised:
+        parse(text)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("settings", [None, 3, {"keep": 0.5}, {"method": 3}, ["dart"]])
+def test_recipes_that_say_no_method(settings):
+    with pytest.raises(UserError, match="write it like {method: dart, keep: 0.5}"):
+        read(settings)
+
+
+def test_what_options_say_is_no_option():
+    """What the base answers for a method is not on the command line, nor in a checkpoint."""
+    for text in ("dymu:0.5,learns=false", "dart:0.5,vtu=true", "tome:layer=2", "tome:0.5,thresholds=[0.5]"):
+        option = text.partition("=")[0].rpartition(",")[2].rpartition(":")[2]
+        with pytest.raises(UserError, match=f"has no option '{option}'"):
+            parse(text)
+
+
+def test_what_has_to_be_learnt():
+    states = {
+        "tome:0.5": (False, False, False),
+        "dymu:0.5": (True, True, False),
+        "dymu:0.5,thresholds=file.json": (True, False, False),
+        "dymu:0.5,thresholds=[0.5, 0.25]": (True, False, True),
+    }
+    choices = {text: parse(text) for text in states}
+    assert {text: (c.options.learns, c.options.unlearnt, c.learnt) for text, c in choices.items()} == states
+    *_, learnt = choices.values()
+    assert str(learnt.asked_for) == "dymu:0.5" and learnt.label == "dymu:0.5 (learnt thresholds)"
+    assert choices["tome:0.5"].with_thresholds((0.5,)) == choices["tome:0.5"]
+    assert [same(learnt, other) for other in choices.values()] == [False, True, True, True]
+    assert not same(learnt, learnt.with_thresholds((0.5, 0.5))) and not same(learnt, None) and same(None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "asks"),
+    [
+        ("dart:0.5", False),
+        ("relevance:0.5", True),
+        ("tome", False),
+        ("cdpruner:0.5", False),
+        ("coverage:0.5,merge=nearest", False),
+    ],
+)
+def test_who_has_to_be_shown_the_question(text, asks):
+    assert parse(text).asks is asks
+
+
+def test_too_small():
+    assert parse("dart:0.1").too_small((1, 2, 2)) and not parse("dart:0.1").too_small((1, 2, 3))
+    assert not parse("dymu:0.01").too_small((1, 1, 1)) and not parse("pevlm").too_small((1, 1, 1))
+
+
+def resolved(*layers):
+    """`resize` and `reduce` of a recipe whose layers, first one strongest, say these things."""
+    values, _ = merge(layered([(f"layer {number}", layer) for number, layer in enumerate(layers)]))
+    return values.get("resize"), values.get("reduce")
+
+
+@pytest.mark.parametrize(
+    ("layers", "resize", "reduce"),
+    [
+        ([{"reduce": "resize:0.5"}], {"keep": 0.5}, None),
+        ([{"reduce": ["resize:0.5", "dart:0.25"]}], {"keep": 0.5}, {"method": "dart", "keep": 0.25}),
+        (
+            [{"reduce": [{"method": "resize", "tokens": 64}, {"method": "dart"}]}],
+            {"tokens": 64},
+            {"method": "dart"},
+        ),
+        ([{"resize": {"tokens": 64}, "reduce": "dart:0.25"}], {"tokens": 64}, {"method": "dart", "keep": 0.25}),
+        # A layer that names a method starts anew, whichever stage it is of.
+        ([{"reduce": "resize:0.5"}, {"reduce": "dart:0.25"}], {"keep": 0.5}, None),
+        ([{"reduce": "dart:0.25"}, {"reduce": ["resize:0.5", "dart:0.5"]}], None, {"method": "dart", "keep": 0.25}),
+        (
+            [{"reduce": {"keep": 0.1}}, {"reduce": ["resize:0.5", "dart:0.5"]}],
+            {"keep": 0.5},
+            {"method": "dart", "keep": 0.1},
+        ),
+    ],
+)
+def test_two_stages(layers, resize, reduce):
+    assert resolved(*layers) == (resize, reduce)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"reduce": ["dart:0.5", "resize:0.5"]}, "layer 0: reduce: resize works on images, before dart; name it first"),
+        ({"reduce": ["resize:0.5", "resize:0.5"]}, "resize and resize do not go together"),
+        ({"reduce": ["dart:0.5", "divprune:0.5"]}, "dart and divprune do not go together"),
+        ({"reduce": ["resize:0.5", "dart:0.5", "random"]}, "do not go together"),
+        ({"reduce": "resize:0.5", "resize": {"keep": 0.5}}, "resize is given twice"),
+    ],
+)
+def test_stages_that_contradict(layer, message):
+    with pytest.raises(UserError, match=message):
+        resolved(layer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "should have keep"),
+        ({"keep": 0}, "greater than 0"),
+        ({"keep": 1.5}, "less than or equal to 1"),
+        ({"tokens": 0}, "greater than or equal to 1"),
+        ({"tokens": 2.5}, "valid integer"),
+        ({"share": 0.5}, "unknown key 'resize.share'"),
+    ],
+)
+def test_resize_values(settings, message):
+    with pytest.raises(UserError, match=message):
+        Recipe.of("nowhere", scheme="none", resize=settings)
+
+
+def test_resize_is_written_as_read():
+    assert compared(["resize:0.5,tokens=64", "dart:0.5"]) == (Resize(keep=0.5, tokens=64), [parse("dart:0.5")])
+    assert str(Resize(keep=0.5, tokens=64)) == "resize:0.5,tokens=64" and str(Resize(keep="1/4")) == "resize:0.25"
+    with pytest.raises(UserError, match="no reducer of tokens"):
+        parse("resize:0.5")

@@ -1,0 +1,134 @@
+"""The loop: when it stops, what it keeps, the order of samples, and that an interrupted run comes to the same bits."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+
+import pytest
+import torch
+
+from vlmcompress.training.train_loop import PATIENCE, Settings, TrainLog, order, rate, train
+
+
+class Kept:
+    """A store in memory, which can break off a run behind its n-th state."""
+
+    def __init__(self, breaks: int | None = None) -> None:
+        self.state, self.breaks = None, breaks
+
+    def save(self, tensors, facts):
+        self.state = {name: tensor.clone() for name, tensor in tensors.items()}, facts
+        if self.breaks is not None:
+            self.breaks -= 1
+            if not self.breaks:
+                raise KeyboardInterrupt
+
+    def load(self):
+        return self.state
+
+
+def noted(*values: float, first: float = 1.0) -> tuple[TrainLog, list[bool]]:
+    log, better = TrainLog(first), []
+    for value in values:
+        log.step += 25
+        better.append(log.record(value))
+    return log, better
+
+
+def test_the_best_measurement_is_known():
+    log, better = noted(0.9, 0.5, 0.6, 0.4, 0.41)
+    assert better == [True, True, False, True, False]
+    assert (log.best, log.best_step, log.ended) == (0.4, 100, None)
+
+
+def test_it_ends_when_nothing_falls_any_more():
+    log, _ = noted(0.5, *[0.6] * (PATIENCE - 1))
+    assert log.ended is None
+    log, _ = noted(0.5, *[0.6] * PATIENCE)
+    assert log.ended == f"the held-out divergence had not fallen for {PATIENCE} measurements"
+    log, better = noted(*[1.1] * PATIENCE)
+    assert log.ended and log.best_step == 0 and not any(better)
+
+
+@pytest.mark.parametrize("value", [2.1, math.nan, math.inf])
+def test_divergence_ends_it(value):
+    log, better = noted(0.5, value)
+    assert log.ended.startswith("it diverged: at step 50") and better == [True, False] and log.best == 0.5
+
+
+def test_nothing_is_trained_by_a_divergence_that_is_no_number():
+    """Otherwise any later number would be better than the first, and `held_out_kl` would be no JSON."""
+    weight, called = torch.ones(2, requires_grad=True), []
+    log, best = train(
+        {"w": weight},
+        4,
+        Settings(4, 2, 0.1, 2, 0),
+        backward=lambda index, factor: called.append(index) or 0.0,
+        held_out=lambda: math.nan,
+        changed=lambda step: None,
+        store=Kept(),
+    )
+    assert log.ended == "the held-out divergence was nan before training" and not best and not called
+
+
+def test_every_sample_once_in_each_turn():
+    visited = [index for step in range(15) for index in order(10, step, 4, seed=3)]
+    turns = [visited[at : at + 10] for at in range(0, 60, 10)]
+    assert all(sorted(turn) == list(range(10)) for turn in turns) and len(set(map(tuple, turns))) == 6
+    assert visited == [index for step in range(15) for index in order(10, step, 4, seed=3)]
+    assert visited[:10] != list(islice((i for step in range(3) for i in order(10, step, 4, seed=4)), 10))
+
+
+def test_the_rate_rises_and_falls():
+    rates = [rate(step, 100) for step in range(100)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and max(rates) == 1.0 and 0 < rates[-1] < 0.001
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def fitted(store: Kept, steps: int = 40, lr: float = 0.05, broken: float | None = None):
+    """Fit a line to points that lie on one; a measurement is its error on others."""
+    torch.manual_seed(0)
+    x, true = torch.randn(24, 5), torch.randn(5)
+    y = x @ true
+    trained = {"w": torch.zeros(5, requires_grad=True), "unused": torch.zeros(2, requires_grad=True)}
+
+    def loss(index: int) -> torch.Tensor:
+        return (x[index] @ trained["w"] - y[index]).square()
+
+    def backward(index: int, factor: float) -> float:
+        value = loss(index) if broken is None else loss(index) * broken
+        (value * factor).backward()
+        return float(value)
+
+    def held_out() -> float:
+        return sum(float(loss(index)) for index in range(16, 24)) / 8
+
+    settings = Settings(steps, batch=3, lr=lr, every=5, seed=1)
+    callbacks = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
+    return train(trained, 16, settings, **callbacks, store=store), trained
+
+
+def test_it_learns_and_keeps_the_best():
+    (log, best), trained = fitted(Kept())
+    assert log.step == 40 and log.best < 0.5 * log.first and log.ended is None
+    assert log.best == min(value for _, value in log.history)
+    assert set(best) == set(trained) and best["w"].abs().sum() > 0 and not best["unused"].any()
+
+
+@pytest.mark.parametrize("breaks", [1, 3, 8])
+def test_an_interrupted_run_goes_on_to_the_same_bits(breaks):
+    (whole, best), trained = fitted(Kept())
+    store = Kept(breaks)
+    with pytest.raises(KeyboardInterrupt):
+        fitted(store)
+    store.breaks = None
+    (log, resumed), now = fitted(store)
+    assert log == whole
+    assert all(torch.equal(resumed[name], best[name]) and torch.equal(now[name], trained[name]) for name in best)
+
+
+def test_a_loss_that_is_not_finite_ends_it():
+    (log, best), trained = fitted(Kept(), broken=math.nan)
+    assert log.ended == "it diverged: at step 1 the loss or its gradient was not finite"
+    assert best == {} and not trained["w"].detach().any()

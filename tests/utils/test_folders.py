@@ -1,0 +1,178 @@
+"""A folder that is whole or not there, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kit.places import ROOT
+from vlmcompress.export.manifest import MANIFEST
+from vlmcompress.utils import folders
+from vlmcompress.utils.errors import UserError
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A source folder and an output path in an otherwise empty folder."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "work").mkdir()
+    return tmp_path / "source", tmp_path / "work" / "out"
+
+
+def ours(out: Path, text: str) -> None:
+    """An existing output of ours."""
+    out.mkdir(parents=True)
+    (out / MANIFEST).write_text(text)
+
+
+def run_killed(place, at: str) -> None:
+    """Write to `out` in a process that kills itself at a call of `at` (dotted name), the second one for os.rename."""
+    source, out = place
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from vlmcompress.utils import folders
+calls = 0
+def stop(*args, original={at}, **more):
+    global calls
+    calls += 1
+    if calls == {2 if at == "os.rename" else 1}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **more)
+{at} = stop
+out = Path({str(out)!r})
+folders.check(Path({str(source)!r}), out, overwrite=True, mark="vlmcompress.json")
+with folders.new_folder(out) as tree:
+    (tree / "vlmcompress.json").write_text("new")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_appears_when_done(place):
+    source, out = place
+    folders.check(source, out, overwrite=False, mark=MANIFEST)
+    with folders.new_folder(out) as tree:
+        (tree / "sub").mkdir()
+        (tree / "sub" / "a").write_text("x")
+        assert not out.exists()
+    assert (out / "sub" / "a").read_text() == "x"
+    assert os.listdir(out.parent) == ["out"]
+    assert (out.stat().st_mode & 0o777) == 0o777 & ~_umask()
+
+
+def _umask() -> int:
+    old = os.umask(0)
+    os.umask(old)
+    return old
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, UserError])
+def test_nothing_is_left_of_a_failure(place, error):
+    _, out = place
+    out = out.parent / "new" / "folders" / "out"
+    with pytest.raises(error), folders.new_folder(out) as tree:
+        (tree / "a").write_text("x")
+        raise error("stop")
+    assert not list(out.parents[2].iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_disk_full_is_a_user_error(place, number):
+    _, out = place
+    with pytest.raises(UserError, match="no space left"), folders.new_folder(out):
+        raise OSError(number, os.strerror(number))
+    assert not list(out.parent.iterdir())
+
+
+def test_exists(place):
+    source, out = place
+    ours(out, "old")
+    with pytest.raises(UserError, match="--overwrite"):
+        folders.check(source, out, overwrite=False, mark=MANIFEST)
+    folders.check(source, out, overwrite=True, mark=MANIFEST)
+    (out / MANIFEST).rename(out / "thesis.txt")
+    with pytest.raises(UserError, match="not ours to overwrite"):
+        folders.check(source, out, overwrite=True, mark=MANIFEST)
+
+
+@pytest.mark.parametrize("out", ["source", "source/out", "source/../source/deep/out", "."])
+def test_source_is_safe(place, out):
+    source, _ = place
+    with pytest.raises(UserError, match="source model"):
+        folders.check(source, source.parent / out, overwrite=True, mark=MANIFEST)
+
+
+def test_a_symlink_to_the_source_is_seen_through(place):
+    source, out = place
+    out.symlink_to(source)
+    with pytest.raises(UserError, match="source model"):
+        folders.check(source, out, overwrite=True, mark=MANIFEST)
+
+
+def test_unwritable(place):
+    source, out = place
+    out.parent.joinpath("file").write_text("")
+    with pytest.raises(UserError, match="not a folder you can write to"):
+        folders.check(source, out.parent / "file" / "out", overwrite=False, mark=MANIFEST)
+    with pytest.raises(UserError, match="cannot write"), folders.new_folder(Path("/proc/none/out")):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_without_permission(place):
+    source, out = place
+    out.parent.chmod(0o500)
+    with pytest.raises(UserError, match="not a folder you can write to"):
+        folders.check(source, out, overwrite=False, mark=MANIFEST)
+
+
+def test_overwrite_keeps_the_old_until_the_new_is_whole(place):
+    _, out = place
+    ours(out, "old")
+    with pytest.raises(RuntimeError), folders.new_folder(out) as tree:
+        (tree / MANIFEST).write_text("new")
+        raise RuntimeError
+    assert (out / MANIFEST).read_text() == "old"
+    with folders.new_folder(out) as tree:
+        (tree / MANIFEST).write_text("new")
+        assert (out / MANIFEST).read_text() == "old"
+    assert (out / MANIFEST).read_text() == "new"
+    assert os.listdir(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize("at", ["os.fsync", "os.rename", "folders.shutil.rmtree"])
+def test_killed_while_replacing(place, at):
+    """Killed before, between and after the two renames: the next run finds a whole folder and removes the rest."""
+    source, out = place
+    ours(out, "old")
+    run_killed(place, at)
+    folders.check(source, out, overwrite=True, mark=MANIFEST)
+    assert (out / MANIFEST).read_text() == ("new" if at == "folders.shutil.rmtree" else "old")
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_only_our_leftovers_are_removed(place):
+    source, out = place
+    run_killed(place, "os.fsync")
+    (out.parent / ".out.vlmcompress-mine").mkdir()
+    (out.parent / ".other.vlmcompress-x").mkdir()
+    (out.parent / ".other.vlmcompress-x" / "lock").write_text("")
+    assert len(os.listdir(out.parent)) == 3
+    folders.check(source, out, overwrite=False, mark=MANIFEST)
+    assert sorted(os.listdir(out.parent)) == [".other.vlmcompress-x", ".out.vlmcompress-mine"]
+
+
+def test_a_running_writer_is_left_alone(place):
+    source, out = place
+    with folders.new_folder(out) as tree:
+        with pytest.raises(UserError, match="another run"):
+            folders.check(source, out, overwrite=False, mark=MANIFEST)
+        assert tree.is_dir()
+    assert out.is_dir()

@@ -1,0 +1,71 @@
+"""JSON and YAML: what is read, and what is refused in a few words."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from vlmcompress.utils import json_files, yaml_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.json_files import Unreadable
+from vlmcompress.utils.messages import reason, shortened, unusable
+
+NESTED = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, 2.5, NaN, null]}', "7", r'"\ud83d\ude00"', "[" * 100 + "]" * 100])
+def test_what_is_json(text):
+    assert str(json_files.parse(text)) == str(json.loads(text)) == str(json_files.parse(text.encode()))
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        ("json", NESTED, "nested too deeply"),
+        ("json", '{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' is given twice"),
+        ("json", "[NaN]", "NaN, which is no number"),
+        ("json", "{]", "Expecting"),
+        ("yaml", NESTED, "it is not valid YAML: maximum recursion"),
+        ("yaml", "a: 1\na: 2", r"it, line 2 is not valid YAML: key 'a' is given twice"),
+        ("yaml", "a: [1", "it, line 1 is not valid YAML"),
+        ("yaml", "? [a, b]\n: 1\n", "a key is a list or a mapping"),
+        ("yaml", "a: 2001-99-99", "it is not valid YAML: month must be in 1..12"),
+    ],
+)
+def test_what_is_refused(parse, text, message):
+    with pytest.raises((ValueError, UserError), match=message):
+        json_files.parse(text, finite=True) if parse == "json" else yaml_files.parse(text, "it")
+
+
+def test_yaml_that_repeats_is_read():
+    text = "a: &x {b: [1, 1e-4]}\nc: *x\nd:\n  <<: *x\n  e: *x\n"
+    inner = {"b": [1, 1e-4]}
+    assert yaml_files.parse(text, "it") == {"a": inner, "c": inner, "d": {**inner, "e": inner}}
+
+
+def test_files(tmp_path):
+    """A file is read; a device, a pipe and a file that is too large are refused at once."""
+    file, pipe = tmp_path / "file", tmp_path / "pipe"
+    file.write_text('{"a": "é"}')
+    os.mkfifo(pipe)
+    assert json_files.read(file) == {"a": "é"}
+    for path, message in (("/dev/zero", "a device"), (pipe, "a pipe"), (file, "more than the 3 that")):
+        with pytest.raises(Unreadable, match=message):
+            json_files.read_bytes(path, 3)
+    with pytest.raises(IsADirectoryError):
+        json_files.read(tmp_path)
+
+
+def test_messages_end_with_a_whole_sentence():
+    error = ValueError(
+        "Validation error for field 'hidden_size':\n    TypeError: expected int, got str (value: 'big')\n"
+    )
+    assert reason(error) == "Validation error for field 'hidden_size': TypeError: expected int, got str (value: 'big')"
+    assert reason(ValueError("first line\nsecond line")) == "first line" and reason(KeyError()) == "KeyError"
+    assert reason(ValueError("It is wrong. " + "Very wrong indeed. " * 30), 40) == "It is wrong. Very wrong indeed"
+    assert reason(ValueError("word " * 100), 30) == "word word word word word ..."
+    assert shortened("x" * 2000) == "x" * 2000
+    assert len(shortened("x" * 200_000)) <= 2000 and "200,000 characters" in shortened("x" * 200_000)
+    assert "nested too deeply" in (unusable(RecursionError()) or "")

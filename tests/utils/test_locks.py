@@ -1,0 +1,92 @@
+"""Locks of files: who holds one, and when it is free again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.kit.places import ROOT
+from vlmcompress.utils import folders, locks
+from vlmcompress.utils.errors import UserError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from vlmcompress.utils import locks
+with locks.held(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """Refused while it is held, also within one process, by a message that names the holder; free and gone afterwards."""
+    place = tmp_path / "lock"
+    for _ in range(2):
+        with locks.held(place):
+            with pytest.raises(locks.Held, match=f"^process {os.getpid()}$"), locks.held(place):
+                pass
+            assert place.exists()
+        assert not place.exists()
+
+
+def test_a_killed_holder(tmp_path: Path) -> None:
+    """Its lock names it while it lives and is free when it is dead, whatever it left."""
+    place = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(place)], cwd=ROOT, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(locks.Held, match=f"^process {holder.pid}$"), locks.held(place):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert place.exists()
+    with locks.held(place):
+        assert place.read_text().split()[0] == str(os.getpid())
+    assert not place.exists()
+
+
+def test_those_who_wait_come_one_after_the_other(tmp_path: Path) -> None:
+    """A file that is removed and made anew between two of them lets no two in."""
+    place = tmp_path / "lock"
+    inside, most, turns = [0], [0], 5
+
+    def work() -> None:
+        for _ in range(turns):
+            with locks.held(place, wait=True):
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                assert place.exists()
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] and not place.exists()
+
+
+def test_a_claim_leaves_no_folders(tmp_path: Path) -> None:
+    with folders.claimed(tmp_path / "new" / "folders" / "out"):
+        assert (tmp_path / "new" / "folders" / ".out.lock").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_out_is_looked_at_under_the_lock(tmp_path: Path) -> None:
+    """Another run may have finished it between the first look and the lock."""
+    looks = []
+
+    def check() -> None:
+        looks.append((tmp_path / ".out.lock").exists())
+        if looks[-1]:
+            raise UserError("out exists")
+
+    with pytest.raises(UserError, match="out exists"), folders.claimed(tmp_path / "out", check):
+        pass
+    assert looks == [False, True] and list(tmp_path.iterdir()) == []

@@ -1,0 +1,60 @@
+"""Progress bars: on a terminal a bar, elsewhere a line now and then, and no time left before there is a rate."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from vlmcompress.utils.progress import ProgressBar
+
+
+def test_progress_only_on_a_terminal(capsys, monkeypatch):
+    silent = ProgressBar()
+    silent("calibrating", 1, 2)
+    silent.close()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = ProgressBar()
+    for done in range(5):
+        shown("calibrating", done, 4)
+    shown("writing", 4, 4)
+    shown.close()
+    text = capsys.readouterr().err
+    assert "calibrating" in text and "100%" in text and "writing" in text and text.endswith("\n")
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_a_quick_phase_ends_its_line(columns, capsys, monkeypatch):
+    """All of it comes at once, before tqdm draws anew; the bar is whole, within the terminal, and text follows below."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = ProgressBar()
+    for done in (0, 1, 40, 100):
+        shown("writing", done, 100)
+    shown.close()
+    text = capsys.readouterr().err
+    assert text.endswith("\n") and "100%" in text.rstrip("\n").split("\r")[-1]
+    assert max(map(len, text.replace("\n", "\r").split("\r"))) < columns
+
+
+def test_a_line_every_half_minute_without_a_terminal(capsys):
+    """By a clock of the test's: nothing in short runs, then a line each 30 s, whatever the work is called.
+
+    The time left is that of the steps after the first: its 600 s are an engine's that gets ready.
+    """
+    now = 100.0
+    progress = ProgressBar(clock=lambda: now)
+    for label, done, seconds in [
+        ("loading", 1, 10),
+        ("loading", 2, 10),
+        ("quantizing", 0, 5),
+        ("quantizing", 1, 600),
+        ("quantizing", 2, 10),
+        ("quantizing", 3, 25),
+        ("quantizing", 4, 3600),
+    ]:
+        now += seconds
+        progress(label, done, 4)
+    progress.close()
+    assert capsys.readouterr().err == ("quantizing: 25%\nquantizing: 75%, 18 s left\nquantizing: 100%, in 1:10 h\n")

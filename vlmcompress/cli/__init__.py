@@ -1,0 +1,206 @@
+"""The command line: parse a call, run its verb, print the result, return the exit code.
+
+While a verb runs, stdout leads to stderr; then either its text or, with `--json`, its data as one JSON object goes to stdout.
+Every error is one line on stderr.
+
+A verb is a file of this folder: a docstring whose first sentence is its line in `--help`, and
+
+    GROUP = "compress"         the heading that it stands under in `--help`; left out: "more"
+    PLACE = 20                 its place there; groups stand in the order of their first verbs, and what has no place last
+    PASSES_ON = "vllm serve"   the program that flags behind `--` are for; they come as `args.extra`; left out: there are none
+    KEPT_BY = "out"            the flag by which the same command goes on where it was stopped; left out: --resume or nothing
+    def options(parser): ...   adds its flags
+    def run(args): ...         does it and returns `(exit code, data, text)` (`_outcome.Outcome`)
+
+Only the module of the verb that is asked for is imported, and at its top only what its own `--help` needs: heavy imports are
+inside `run`. Third parties add verbs by entry points of the group `vlmcompress.cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+
+from vlmcompress import __version__
+from vlmcompress.cli import _flags
+from vlmcompress.cli import _process as process
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED
+from vlmcompress.utils import distributed, hub
+from vlmcompress.utils.errors import GateError, UserError
+from vlmcompress.utils.messages import shortened, unusable
+from vlmcompress.utils.registry import VERBS
+
+# Package that is absent -> the extra that brings it.
+_EXTRAS = {
+    "llmcompressor": "compress",
+    "datasets": "compress",
+    "pyarrow": "compress",
+    "lm_eval": "eval",
+    "aiohttp": "eval",
+    "openai": "eval",
+    "vllm": "serve",
+}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse one call: `verb` is its verb, `extra` the arguments behind `--` for another program.
+
+    Raises:
+        UserError: an unknown verb or flag, or a bad value, or one that is no text.
+    """
+    for word in arguments:
+        if (
+            word.encode(errors="ignore").decode() != word
+        ):  # manifests and engines' settings, which are UTF-8, name files
+            raise UserError(f"'{os.fsencode(word).decode(errors='backslashreplace')}' is not UTF-8; rename the file")
+    verb = next((word for word in arguments if not word.startswith("-")), None)
+    extra: list[str] = []
+    if "--" in arguments and verb is not None and verb in VERBS and getattr(VERBS.get(verb), "PASSES_ON", False):
+        cut = arguments.index("--")
+        arguments, extra = arguments[:cut], arguments[cut + 1 :]
+    parser, verbs = _parser(verb)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        takers = [name for name in VERBS if name != args.verb and _parser(name)[1][name].has(flag)]
+        verbs[args.verb].refuse(unknown[0], takers, getattr(VERBS.get(args.verb), "PASSES_ON", None))
+    args.extra = extra
+    return args
+
+
+def _parser(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
+    """The parser with the flags of the chosen verb, or with a line for each verb if none is chosen; and all verbs' parsers."""
+    about = "Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost."
+    parser = Parser(
+        prog="vlmcompress",
+        usage="vlmcompress [-h] [--version] VERB ...",
+        description=about if chosen else f"{about}\n{_verbs_text()}",
+        epilog="Exit codes: 0 done, 1 a quality gate failed, 2 bad input, 3 internal error, 4 a gate can't tell, "
+        "130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP.",
+    )
+    parser.add_argument("--version", action="version", version=f"vlmcompress {__version__}")
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="VERB", prog="vlmcompress", parser_class=Parser, help=argparse.SUPPRESS
+    )
+    for name in VERBS:
+        verb = verbs.add_parser(name)
+        if name == chosen:
+            verb.description = f"{VERBS.summary(name)}."
+            _flags.common(verb)
+            VERBS.get(name).options(verb)
+    return parser, dict(verbs.choices)
+
+
+def _verbs_text() -> str:
+    """The list of verbs for `--help`: one line each, grouped by headings."""
+    places = {name: VERBS.constant(name, "PLACE") for name in VERBS}
+    groups: dict[str, list[str]] = {}
+    for name in sorted(places, key=lambda name: float("inf") if places[name] is None else places[name]):
+        groups.setdefault(VERBS.constant(name, "GROUP") or "more", []).append(name)
+    column = max(map(len, places)) + 4
+    wrap = textwrap.TextWrapper(shutil.get_terminal_size().columns - 2, subsequent_indent=" " * column)
+    lines = []
+    for group, names in groups.items():
+        lines += ["", f"{group}:"]
+        for name in names:
+            wrap.initial_indent = f"  {name}".ljust(column)
+            lines.append(wrap.fill(f"{VERBS.summary(name)}."))
+    return "\n".join([*lines, "", "vlmcompress VERB --help shows the flags of one."])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one call and return its exit code."""
+    with process.streams():
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
+    began = time.monotonic()  # before the libraries are imported, which can take most of a short run
+    words = sys.argv[1:] if argv is None else argv
+    as_json, debug = "--json" in words, "--debug" in words
+    args = argparse.Namespace()
+    try:
+        distributed.rank()  # refuses an environment in which nobody knows who reports
+        args = parse(words)
+        args.began = began
+        if not args.verbose:
+            process.quiet_libraries()
+        hub.only_ids()  # nothing is fetched behind the user's back
+        with process.stopping_signals(), process.stdout_kept_clean():
+            code, data, text = VERBS.get(args.verb).run(args)
+        if distributed.is_main():
+            escape = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
+            process.show(json.dumps(data, indent=1, default=str, ensure_ascii=escape) if as_json else text)
+        return code
+    except process.Stopped as stop:
+        return _fail(f"stopped by {stop.signal.name}{_how_to_go_on(args)}", 128 + stop.signal, as_json)
+    except KeyboardInterrupt:
+        return _fail(f"interrupted{_how_to_go_on(args)}", INTERRUPTED, as_json)
+    except GateError as error:
+        return _fail(str(error), GATE, as_json)
+    except distributed.NoNumber as error:
+        return _say(str(error), BAD_INPUT, as_json)
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        if not distributed.is_main() and (isinstance(error, distributed.SharedError) or not distributed.has_formed()):
+            return BAD_INPUT  # the first worker says it
+        return _fail(str(error), BAD_INPUT, as_json)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _unexpected(error, debug, as_json)
+
+
+def _how_to_go_on(args: argparse.Namespace) -> str:
+    """The end of the message about a stopped run: how to resume it; "" where nothing is kept."""
+    if getattr(args, "dry_run", False):
+        return ""
+    if "resume" in args:
+        return "; continue with --resume"
+    kept = "verb" in args and VERBS.constant(args.verb, "KEPT_BY")
+    return "; the same command goes on from here" if kept and getattr(args, kept, None) else ""
+
+
+def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
+    """Report any other exception: a missing package, no memory, a bad path, or else a defect, with its traceback in a file."""
+    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _EXTRAS:
+        remedy = f"pip install '.[{_EXTRAS[package]}]' in the checkout of vlmcompress"
+        return _fail(f"{package} is not installed; {remedy}", BAD_INPUT, as_json)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return _fail("out of memory; use fewer --samples or a larger machine (see --dry-run)", BAD_INPUT, as_json)
+    if path := unusable(error):
+        return _fail(path, BAD_INPUT, as_json)
+    where = "" if debug else f"; traceback in {_save_traceback()}"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return _fail(f"internal error: {type(error).__name__}: {first}{where}", INTERNAL, as_json)
+
+
+def _fail(message: str, code: int, as_json: bool) -> int:
+    """Print an error as one line on stderr, with `--json` also as an object on stdout, and return the exit code."""
+    return _say(message if distributed.is_main() else f"worker {distributed.rank()}: {message}", code, as_json)
+
+
+def _say(message: str, code: int, as_json: bool) -> int:
+    line = shortened(" ".join(message.split()))
+    print(f"error: {line}" if code < 128 else line, file=sys.stderr, flush=True)
+    if as_json:
+        with contextlib.suppress(UserError):  # the line is on stderr
+            process.show(json.dumps({"ok": False, "error": line, "exit_code": code}))
+    return code
+
+
+def _save_traceback() -> str:
+    """Write the traceback of the current exception to a temporary file and return its path."""
+    with tempfile.NamedTemporaryFile("w", prefix="vlmcompress-error-", suffix=".txt", delete=False) as file:
+        traceback.print_exc(file=file)
+    return file.name

@@ -1,0 +1,76 @@
+"""The end of `eval` and `bench`: join results with an earlier report's other half, judge them by a gate, write a report."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from vlmcompress.cli._outcome import GATE, OK, UNDECIDED, Outcome
+from vlmcompress.evaluation.accuracy import gate as gates
+from vlmcompress.evaluation.report.files import check, write
+from vlmcompress.evaluation.report.findings import Findings
+from vlmcompress.evaluation.report.text import terminal
+from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, joined, load
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import user_errors
+
+EXIT: dict[Verdict, int] = {"pass": OK, "fail": GATE, "inconclusive": UNDECIDED}
+
+
+def check_folder(folder: str | Path | None, sides: Callable[[], tuple[Side, Side]], *, overwrite: bool) -> None:
+    """Raise for a report folder that can't or must not be written, before hours of measuring.
+
+    Args:
+        folder: where a report is to be written; None: nowhere.
+        sides: describes baseline and candidate.
+        overwrite: a report of other checkpoints may be replaced.
+
+    Raises:
+        UserError: it can't be made or written to, holds other files, or the report of other checkpoints.
+    """
+    if folder:
+        check(Path(folder), *sides(), overwrite=overwrite)
+        with user_errors(Path(folder)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+
+
+def conclude(
+    results: Results, gate: gates.GateFile | None, folder: str | Path | None, *, overwrite: bool = True
+) -> Outcome:
+    """Join, judge and write results; returns the verb's outcome.
+
+    Args:
+        gate: rules to judge by; None: nothing is judged and the exit code is 0.
+        folder: where to write a report. The accuracy or speed in an earlier report of the same checkpoints is kept, so that
+            `eval` and `bench` fill one report, and its gate judges both.
+        overwrite: an earlier report may be one that can't be read.
+    """
+    if folder and (earlier := _earlier(Path(folder), overwrite)):
+        results = joined(results, earlier)
+    # a gate that an earlier call was given judges what this call has measured, too; its verdict is in the report alone
+    rules = gate or (gates.recorded(results.gate) if results.gate else None)
+    if rules:
+        results = results.model_copy(update={"gate": gates.judge(results, rules)})
+    files = write(results, folder) if folder else {}
+    code = EXIT[results.gate.verdict] if gate and results.gate else OK
+    data = {"ok": code == OK, **results.to_dict(pictures=False), "files": {kind: str(p) for kind, p in files.items()}}
+    findings = Findings(results)
+    lines = [terminal(findings), "", *findings.headline]
+    if files:
+        lines.append(f"Report: {files['html']}")
+    return code, data, "\n".join(lines)
+
+
+def _earlier(folder: Path, overwrite: bool) -> Results | None:
+    """The results in a folder; None where there are none or, if they are to be replaced, none that can be read."""
+    if not (folder / FILE).is_file():
+        return None
+    try:
+        return load(folder)
+    except UserError:
+        if overwrite:
+            return None
+        raise

@@ -1,0 +1,380 @@
+"""The parser of the command line, flags that several verbs have, and the recipe values that flags give."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from vlmcompress.utils.errors import UserError, closest, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that raises `UserError` with the closest right word instead of printing usage and exiting."""
+
+    def __init__(self, **settings: Any):
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)
+        self._meant: dict[str, list[str]] = {}
+
+    def add_argument(
+        self, *names: Any, aliases: Iterable[str] = (), mistaken_for: Iterable[str] = (), **settings: Any
+    ) -> argparse.Action:
+        """Add a flag as argparse does.
+
+        Args:
+            aliases: hidden other spellings: those of other tools, and earlier names of the flag.
+            mistaken_for: flags of other tools; errors about them suggest this one.
+        """
+        action = super().add_argument(*names, **settings)
+        for alias in aliases:
+            self._option_string_actions[alias] = action
+        for foreign in mistaken_for:
+            self._meant.setdefault(foreign, []).append(action.option_strings[-1])
+        return action
+
+    def error(self, message: str) -> NoReturn:
+        if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            choices = [choice.strip(" '") for choice in match[3].split(",")]
+            where = match[1] if match[1].startswith("-") else self.prog  # a flag has a name that users know
+            message = f"{where}: no '{match[2]}'{did_you_mean(match[2], choices)}"
+        elif match := re.match(r"argument (\S+): expected one argument", message):
+            flag = match[1].rpartition("/")[2]
+            message = f"{self.prog}: {flag} needs a value; one that begins with '-' is written {flag}=-..."
+        elif match := re.match(r"the following arguments are required: (.*)", message):
+            message = f"{self.prog}: missing {match[1]}"
+        raise UserError(message if message.endswith("?") else f"{message}; see {self.prog} --help")
+
+    def refuse(self, unknown: str, takers: Sequence[str] = (), other: str | None = None) -> NoReturn:
+        """Raise `UserError` for an unknown argument, with what was probably meant.
+
+        Args:
+            takers: other verbs that have this flag.
+            other: the program that gets the flags behind `--`; None: none.
+        """
+        flag = unknown.partition("=")[0]
+        flags = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
+        meant = self._meant.get(flag) or [f"--{name}" for name in [closest(flag.lstrip("-"), flags, 0.7)] if name]
+        hints = [f"did you mean {' or '.join(repr(name) for name in meant)}?"] if meant else []
+        if other:
+            hints.append(f"{'Flags' if meant else 'flags'} of {other} go behind --, as in {self.prog} OUT -- {unknown}")
+        elif takers and not meant:
+            hints.append(f"{' and '.join(takers)} {'have' if len(takers) > 1 else 'has'} it")
+        raise UserError(f"{self.prog} takes no '{flag}'; {' '.join(hints) or f'see {self.prog} --help'}")
+
+    def has(self, flag: str) -> bool:
+        """Whether a flag is one of the parser's, as shown in its help."""
+        return any(flag in action.option_strings for action in self._actions)
+
+
+MODEL = "folder of the original, or an id on the Hub"
+ALONE = "without a share, the method's own: mostly 0.5; see vlmcompress list reducers"
+
+# Destination of a flag -> the recipe key that it gives a value to.
+RECIPE_KEYS = {
+    "model": "model",
+    "out": "out",
+    "format": "format",
+    "target": "target",
+    "goal": "goal",
+    "scheme": "scheme",
+    "vision": "vision",
+    "head": "head",
+    "embeddings": "embeddings",
+    "vision_attention": "vision_attention",
+    "kv_cache": "kv_cache",
+    "bits": "options.bits",
+    "group_size": "options.group_size",
+    "rotate": "rotate",
+    "adapter": "adapter",
+    "dtype": "dtype",
+    "from_quantized": "from_quantized",
+    "reduce": "reduce",
+    "calib": "calibrate.data",
+    "columns": "calibrate.columns",
+    "skip_bad": "calibrate.skip_bad",
+    "text": "calibrate.text",
+    "samples": "calibrate.samples",
+    "all_experts": "calibrate.all_experts",
+    "stats": "calibrate.stats",
+    "seed": "seed",
+}
+
+# Recipe keys of a training that is not behind a reducer.
+TRAINING = ("model", "out", "calibrate", "trust_remote_code", "seed")
+
+
+def model(parser: argparse.ArgumentParser) -> None:
+    """The model that a verb works on."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+
+
+def target(parser: argparse.ArgumentParser, about: str = "machine to serve on; see vlmcompress list targets") -> None:
+    """The flag of the machine to serve on; `about`: its help."""
+    parser.add_argument("--target", type=target_name, default=argparse.SUPPRESS, help=about)
+
+
+def target_name(text: str) -> str:
+    """The name in the table of targets that a flag's value stands for."""
+    from vlmcompress.recipe import targets
+
+    return targets.REGISTRY.name(text)
+
+
+def settings(parser: argparse.ArgumentParser, about: str) -> None:
+    """The flag that gives values to recipe keys; `about`: which."""
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", default=[], help=about)
+
+
+def resumable(parser: argparse.ArgumentParser, out: str, whole: str = "one is") -> None:
+    """The flags of long runs that write `out`."""
+    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {out} once the new {whole} whole")
+
+
+def training(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], lr: str) -> None:
+    """The flags of a training run; `lr`: the default learning rate as the help shows it."""
+    for flag, letter, about in (("steps", "N", "most steps"), ("batch", "B", "samples a step")):
+        parser.add_argument(
+            f"--{flag}", type=int, metavar=letter, default=defaults[flag], help=f"{about}; default: {defaults[flag]}"
+        )
+    parser.add_argument("--lr", type=float, default=float(lr), help=f"highest learning rate; default: {lr}")
+    every = defaults["every"]
+    parser.add_argument(
+        "--every", type=int, metavar="N", default=every, help=f"steps between measurements; default: {every}"
+    )
+
+
+def common(parser: argparse.ArgumentParser) -> None:
+    """The flags of every verb."""
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--verbose", action="store_true", help="show what the libraries log, and where the time went")
+    parser.add_argument("--debug", action="store_true", help="print tracebacks")
+
+
+def recipe(parser: Parser) -> None:
+    """The flags that stand for recipe keys. Flags that are not given are omitted from the parsed arguments."""
+    none = argparse.SUPPRESS
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=none, help=MODEL)
+    parser.add_argument("-o", "--out", default=none, help="folder to write")
+    parser.add_argument("--recipe", metavar="FILE", help="YAML file, or the name of a bundled recipe")
+    parser.add_argument("--scheme", default=none, help="see vlmcompress list schemes")
+    parser.add_argument(
+        "--bits", type=int, metavar="N", default=none, help="of a weight: short for --set options.bits=N"
+    )
+    parser.add_argument(
+        "--group-size", type=int, metavar="N", default=none, help="weights that share a scale: options.group_size"
+    )
+    parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
+    adapter(parser)
+    parser.add_argument("--dtype", default=none, help="bfloat16, float16 or float32: what is not quantized, and scales")
+    parser.add_argument(
+        "--from-quantized", action="store_true", default=none, help="MODEL is FP8: quantize what it stands for"
+    )
+    target(parser)
+    parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
+    parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
+    vocabulary(parser)
+    parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
+    kv_cache(parser, "fp8: store scales for an FP8 KV cache")
+    rotation(parser)
+    reducer(parser, "what the checkpoint carries: a visual-token reducer")
+    data(parser)
+    parser.add_argument(
+        "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
+    )
+    settings(parser, "any recipe key, e.g. options.symmetric=true")
+
+
+def adapter(parser: Parser) -> None:
+    """The flag of an adapter."""
+    parser.add_argument(
+        "--adapter", metavar="FOLDER", default=argparse.SUPPRESS, help="a LoRA adapter, merged into MODEL first"
+    )
+
+
+def vocabulary(parser: Parser) -> None:
+    """The flags of the layers as wide as the vocabulary."""
+    none = argparse.SUPPRESS
+    parser.add_argument("--head", default=none, metavar="FORMAT", help="fp8, int8, w8a16 or w4a16: the output head")
+    parser.add_argument("--embeddings", default=none, metavar="FORMAT", help="w8a16 or w4a16: the token embedding")
+
+
+def kv_cache(parser: Parser, about: str, **settings: Any) -> None:
+    """The flag of the type of the KV cache; `about`: what becomes of it."""
+    settings = {"default": argparse.SUPPRESS} | settings
+    parser.add_argument("--kv-cache", aliases=["--kv-cache-dtype"], help=about, **settings)
+
+
+def devices(args: argparse.Namespace) -> int:
+    """The number that `--tp` gives. Raises `UserError` for none."""
+    if args.tp < 1:
+        raise UserError(f"--tp {args.tp} is no number of devices; give 1 or more")
+    return args.tp
+
+
+def tensor_parallel(parser: Parser, about: str) -> None:
+    """The flag of how many devices share the model; `about`: its help."""
+    parser.add_argument("--tp", aliases=["--tensor-parallel-size"], type=int, default=1, metavar="N", help=about)
+
+
+def data(parser: Parser, samples: str = "128") -> None:
+    """The flags that choose calibration data. `samples`: how many there are by default, in words."""
+    none = argparse.SUPPRESS
+    parser.add_argument(
+        "--calib",
+        mistaken_for=["--dataset", "--data"],
+        metavar="DATA",
+        default=none,
+        help="folder of images, .jsonl, .parquet or data set",
+    )
+    rows(parser)
+    parser.add_argument("--text", metavar="FILE", default=none, help="text samples to mix in, one for each of DATA")
+    parser.add_argument(
+        "--samples",
+        aliases=["--num-calibration-samples"],
+        type=int,
+        metavar="N",
+        default=none,
+        help=f"calibration samples; default: {samples}",
+    )
+    parser.add_argument(
+        "--all-experts", action="store_true", default=none, help="show every expert of a mixture all calibration tokens"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random; default: 0")
+
+
+class _Columns(argparse.Action):
+    """Joins the pairs of all `--columns` flags."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        columns = dict(getattr(namespace, self.dest, None) or {})
+        for pair in values.split(","):
+            field, _, column = (part.strip() for part in pair.partition("="))
+            if not field or not column:
+                raise UserError(
+                    f"--columns {values}: '{pair}' names no column; write FIELD=COLUMN, like question=query"
+                )
+            columns[field] = column
+        setattr(namespace, self.dest, columns)
+
+
+def _skipped(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < float("inf"):
+        raise UserError(f"--skip-bad {text} is no number of rows; give one, or a share below 1")
+    return number
+
+
+def rows(parser: Parser) -> None:
+    """The flags that say how rows of data are read."""
+    parser.add_argument(
+        "--columns",
+        action=_Columns,
+        metavar="FIELD=COLUMN,...",
+        default=argparse.SUPPRESS,
+        help="columns of DATA with names of their own, e.g. image=img,question=query,answer=label",
+    )
+    parser.add_argument(
+        "--skip-bad",
+        type=_skipped,
+        metavar="N|SHARE",
+        default=argparse.SUPPRESS,
+        help="rows that cannot be used and may be skipped; default: 0",
+    )
+
+
+def rotation(parser: argparse.ArgumentParser) -> None:
+    """The flag of a rotation."""
+    parser.add_argument(
+        "--rotate", default=argparse.SUPPRESS, help="hadamard or random: rotate the decoder's hidden states first"
+    )
+
+
+def reducer(parser: argparse.ArgumentParser, about: str) -> None:
+    """The flag of the reducer that a recipe can have, and of a `resize` before it. `about`: what becomes of it."""
+    example = f"e.g. coverage:0.5 ({ALONE}); resize:0.5 before it, or instead, makes images smaller"
+    none = argparse.SUPPRESS
+    parser.add_argument("--reduce", metavar="METHOD[:KEEP]", action="append", default=none, help=f"{about}, {example}")
+
+
+def reducers(parser: argparse.ArgumentParser, required: bool) -> None:
+    """The flag of several reducers to compare."""
+    parser.add_argument(
+        "--reduce",
+        metavar="METHOD[:KEEP]",
+        action="append",
+        default=[],
+        required=required,
+        help=f"e.g. dart:0.25 or dart:0.25,pivots=8 ({ALONE}); may be repeated",
+    )
+
+
+def speculation(parser: argparse.ArgumentParser, about: str, baseline: bool = False) -> None:
+    """The flag of speculative decoding in vLLM. `about`: what it is for; `baseline`: a flag for the baseline, too."""
+    example = '{"method": "ngram", "num_speculative_tokens": 4}, suffix, mtp or a draft model'
+    parser.add_argument("--speculative-config", metavar="JSON", help=f"{about}, e.g. {example}")
+    parser.add_argument(
+        "--draft", metavar="DRAFT", help="folder of a draft head that `vlmcompress draft` trained for OUT"
+    )
+    if baseline:
+        parser.add_argument("--baseline-speculative-config", metavar="JSON", help="the same for the baseline")
+
+
+def drafting(args: argparse.Namespace, model: str) -> str | None:
+    """The JSON of `--speculative-config`, as it is or for the head that `--draft` names; None: neither is there."""
+    if args.draft is None:
+        return args.speculative_config
+    if args.speculative_config is not None:
+        raise UserError("--draft stands for a --speculative-config; give one of them")
+    from vlmcompress.export import draft_folder
+    from vlmcompress.utils import hub
+
+    return json.dumps(draft_folder.speculative_config(hub.local(args.draft), hub.local(model)))
+
+
+def judging(parser: argparse.ArgumentParser) -> None:
+    """The flags of a report and of a gate."""
+    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
+    parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
+    parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")
+
+
+def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The recipe values that flags give, nested. Flags that are not given are omitted; falsy values are kept."""
+    from vlmcompress.utils.settings import assign
+
+    values: dict[str, Any] = {}
+    for name, key in RECIPE_KEYS.items():
+        if hasattr(args, name):
+            *parents, last = key.split(".")
+            into = values
+            for parent in parents:
+                into = into.setdefault(parent, {})
+            value = getattr(args, name)
+            into[last] = value[0] if isinstance(value, list) and len(value) == 1 else value
+    for setting in args.set:
+        assign(values, setting)
+    return values
+
+
+def refuse_foreign(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:
+    """Raise `UserError` for recipe values that a verb without a scheme has no use for.
+
+    Args:
+        values: from `recipe_values`.
+        keys: the recipe keys of the verb. A folder of statistics is for none of these verbs.
+        trained_on: of a training, what it is trained on; it takes no flags that are for calibration alone.
+    """
+    for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
+        if trained_on and key in values.get("calibrate", {}):
+            raise UserError(f"{flag} is for calibration; {trained_on}, leave it out")
+    foreign = [key for key in values if key not in keys]
+    foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
+    if foreign:
+        raise UserError(f"--set {foreign[0]}: no such key of {verb}{did_you_mean(foreign[0], keys)}")

@@ -1,0 +1,83 @@
+"""What a verb returns, the exit codes of the command line, and texts that several verbs print."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from vlmcompress.utils.text import duration, table
+
+Outcome = tuple[int, Any, str]
+"""Exit code, data for `--json`, text for people."""
+
+OK, GATE, BAD_INPUT, INTERNAL, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+
+class Finding(Protocol):
+    """A finding of `check`, or a check of `doctor`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def detail(self) -> str: ...
+
+
+def findings_text(title: str, findings: Sequence[Finding]) -> str:
+    """A title, a line for each finding, and how many of them are problems."""
+    bad = sum(not finding.ok for finding in findings)
+    rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]
+    verdict = "nothing stands in the way" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
+    return f"{title}\n{table(rows)}\n{len(findings)} things looked at, {verdict}."
+
+
+def phases_text(timing: Mapping[str, float], seconds: float) -> list[str]:
+    """Lines about the time that each phase took, of `seconds` in all."""
+    rest = {"other": seconds - sum(timing.values())}
+    return [
+        f"  {'' if number else 'time':<9} {name:<18} {spent:8.1f} s {spent / max(seconds, 1e-9):5.0%}"
+        for number, (name, spent) in enumerate([*timing.items(), *rest.items()])
+    ]
+
+
+def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, remarks: Sequence[str] = ()) -> str:
+    """The text of a run that wrote something.
+
+    Args:
+        done: the run's data for `--json`, with `out`, `seconds`, `timing` and `next`.
+        lines: about what was written.
+        verbose: add the time that each phase took.
+        remarks: lines before the commands that come next.
+    """
+    phases = phases_text(done["timing"], done["seconds"]) if verbose else []
+    commands = ["Next:", *(f"  {command}" for command in done["next"])]
+    return "\n".join([f"Wrote {done['out']} in {duration(done['seconds'])}.", *lines, *phases, *remarks, *commands])
+
+
+def evaluation_command(candidate: str | Path, baseline: str | Path, flags: str = "") -> str:
+    """The command that evaluates a candidate against its baseline; with `--data FILE` unless a demo model brings questions.
+
+    Args:
+        flags: further flags, quoted; empty, or beginning with a space.
+    """
+    from vlmcompress.models.data.sources import bundled
+
+    data = "" if bundled(baseline, "test") or bundled(candidate, "test") else " --data FILE"
+    return f"vlmcompress eval {shlex.quote(str(candidate))} --baseline {shlex.quote(str(baseline))}{flags}{data}"
+
+
+def calibration_flag(model: str | Path, used: str | Path | None, bundled_with: str | Path) -> str:
+    """The `--calib` flag, with a space before it, of a next `quantize` of a model; empty where bundled data are found.
+
+    Args:
+        used: the data of this run, if the user gave some; the flag names them again.
+        bundled_with: the model whose bundled data this run used otherwise.
+    """
+    from vlmcompress.models.data.sources import bundled
+
+    if used is None and bundled(model, "calibration"):
+        return ""
+    return f" --calib {shlex.quote(str(used or bundled(bundled_with, 'calibration') or 'DATA'))}"

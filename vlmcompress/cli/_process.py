@@ -1,0 +1,154 @@
+"""The process around a verb: where output goes, signals that end it, and what the libraries print and import."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, TextIO, cast
+
+from vlmcompress.utils import distributed
+from vlmcompress.utils.errors import UserError
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def stdout_kept_clean() -> Iterator[None]:
+    """Within the context all that is printed to stdout goes to stderr, also by child processes and C libraries."""
+    original_stdout = sys.stdout
+    original_stdout.flush()
+    descriptor = os.dup(1)
+    sys.stdout = sys.stderr
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
+        sys.stdout = original_stdout
+
+
+class _Unheard:
+    """Standard error that leads nowhere once it cannot be written, so that no run ends for want of a listener."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+@contextlib.contextmanager
+def streams() -> Iterator[None]:
+    """Within the context there are standard streams, also of a process that was started without (`2>&-`): the next files that
+    it opens would else have their numbers, and get what C libraries print."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    stderr, sys.stderr = sys.stderr, cast(TextIO, _Unheard(sys.stderr))
+    try:
+        yield
+    finally:
+        sys.stderr = stderr
+
+
+def show(text: str) -> None:
+    """Print to standard output, what it cannot encode as escapes; where that fails, nothing more is written there.
+
+    Raises:
+        UserError: it cannot be written, as the disk is full; where its reader left, nobody wants it.
+    """
+    try:
+        encoding = sys.stdout.encoding or "utf-8"  # of a StringIO it is None
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes what is left when it ends
+        if isinstance(error, BrokenPipeError):
+            return
+        reason = f"cannot write the result to standard output: {error.strerror}"
+        raise UserError(f"{reason}; let it go elsewhere. Files that the run wrote are whole") from error
+
+
+def quiet_libraries() -> None:
+    """Silence logs, warnings and progress bars of libraries; call it before importing them. Variables set by the user stay."""
+    for name, value in {
+        "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
+        "LOGURU_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "error",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised in the main thread by one of `SIGNALS`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def stopping_signals() -> Iterator[None]:
+    """Within the context `SIGNALS` raise `Stopped`; a second one of a kind ends the process at once.
+
+    A signal that is ignored stays ignored, as under `nohup` (Python treats SIGINT so), and one with a handler keeps it. Workers
+    other than the first print nothing, and end at once.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    handled = [
+        number for number in SIGNALS if main and distributed.is_main() and signal.getsignal(number) == signal.SIG_DFL
+    ]
+    for number in handled:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise Stopped(number)
+
+
+def import_transformers() -> None:
+    """Import transformers' models without scikit-learn, which transformers imports for assisted decoding if it is installed.
+
+    That, with scipy and pandas, takes a quarter of a quick verb's time. Other importers of scikit-learn still get it.
+    """
+    if "transformers" in sys.modules or "sklearn" in sys.modules:
+        return
+    sys.modules["sklearn"] = None  # type: ignore[assignment]  # as Python marks a module that cannot be imported
+    try:
+        from transformers import AutoModelForImageTextToText  # noqa: F401
+    finally:
+        del sys.modules["sklearn"]

@@ -1,0 +1,81 @@
+"""Compress a model with nothing but a folder of images: as much as goes while it answers as before."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from contextlib import closing
+from pathlib import Path
+
+from vlmcompress.cli import _flags, search
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import Outcome
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import claimed
+from vlmcompress.utils.progress import ProgressBar
+
+GROUP = "compress"
+PLACE = 20
+KEPT_BY = "out"
+MOST = 1000
+
+
+def options(parser: Parser) -> None:
+    none = argparse.SUPPRESS
+    _flags.model(parser)
+    parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")
+    parser.add_argument("--images", metavar="FOLDER", required=True, help="images of what the model is to see")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="what to ask about them, a line each; default: six short ones"
+    )
+    parser.add_argument(
+        "--min-agreement", type=float, default=0.9, metavar="SHARE", help="answers that may not change; default: 0.9"
+    )
+    parser.add_argument("--most", type=int, default=MOST, metavar="N", help=f"most images to use; default: {MOST}")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random; default: 0")
+    search.objective_flags(parser)
+    parser.epilog = (
+        "There are no right answers here: the original's own answers to short prompts are the reference. A quarter of\n"
+        "the images calibrates, a quarter searches, and on the other half, at least 36 at the default floor, the winner's\n"
+        "agreement is confirmed; so it takes 64 images. Where you have questions and answers, `vlmcompress search` holds\n"
+        "accuracy to a floor instead."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Ask the original about the images, and search with its answers as the reference."""
+    if not 0 < args.min_agreement < 1:
+        raise UserError(f"--min-agreement {args.min_agreement:g} is no share between 0 and 1; e.g. 0.9")
+    if args.most < 1:
+        raise UserError(f"--most is {args.most}; it should be at least 1")
+    args.max_drop = round(1 - args.min_agreement, 9)
+    prompts = _prompts(args.prompts)
+    request = search.request(args)
+    from vlmcompress.evaluation.search import own_answers
+    from vlmcompress.evaluation.search.search import QUESTIONS, setup_of
+
+    parts = own_answers.split(args.images, args.most, args.max_drop)
+    setup = setup_of(request)
+    with claimed(request.out):
+        with closing(ProgressBar()) as progress:
+            files = own_answers.written(parts, prompts, request.out / QUESTIONS, setup, progress)
+        calibrate = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}
+        base = {**request.base, "calibrate": calibrate}
+        data, confirm = str(files[own_answers.SEARCH]), str(files[own_answers.CONFIRM])
+        request = dataclasses.replace(request, base=base, data=data, confirm=confirm, small=True)
+        return search.search_outcome(request, args, reference="the original's own answers")
+
+
+def _prompts(file: str | None) -> tuple[str, ...]:
+    """Read prompts from a text file, one a line; None: the bundled ones."""
+    from vlmcompress.evaluation.search.own_answers import PROMPTS
+
+    if file is None:
+        return PROMPTS
+    try:
+        lines = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {file} cannot be read ({error}); give a text file with a prompt a line") from error
+    if not lines:
+        raise UserError(f"--prompts {file} is empty; give a prompt a line")
+    return lines

@@ -1,0 +1,103 @@
+"""Measure speed and memory against the original; flags after -- go to vllm serve."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from vlmcompress.cli import _flags
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import Outcome
+from vlmcompress.utils.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from vlmcompress.evaluation.results import Results, Side
+
+GROUP = "measure"
+PLACE = 32
+PASSES_ON = "vllm serve"
+
+
+def options(parser: Parser) -> None:
+    parser.add_argument("out", metavar="OUT", help="the candidate's folder")
+    parser.add_argument("--baseline", metavar="MODEL", required=True, help="the original")
+    parser.add_argument(
+        "--load",
+        default="closed:8",
+        metavar="KIND:N",
+        help="closed:CLIENTS or rate:REQUESTS_PER_SECOND (Poisson); default: closed:8",
+    )
+    parser.add_argument("--requests", type=int, metavar="N", help="of one burst; default: enough for the load")
+    parser.add_argument(
+        "--data",
+        aliases=["--images"],
+        mistaken_for=["--dataset", "--calib"],
+        metavar="DATA",
+        help="images to send: a folder, .jsonl or .parquet; default: demo data",
+    )
+    parser.add_argument(
+        "--sizes", default="", metavar="WxH,...", help="scale images, or generate some where none are given"
+    )
+    parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="tokens of every answer; default: 32")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="bursts of each side; default: 3")
+    parser.add_argument("--slo", metavar="LIMITS", help="goodput: milliseconds, e.g. ttft=200,tpot=50,e2e=2000")
+    parser.add_argument("--no-warm", action="store_true", help="leave out runs with caches")
+    parser.add_argument("--no-offline", action="store_true", help="leave out runs of the engine without a server")
+    parser.add_argument("--resident", action="store_true", help="keep both servers up; needs memory for both")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
+    _flags.speculation(parser, "OUT drafts tokens", baseline=True)
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of generated images, their order and arrivals; default: 0"
+    )
+    _flags.judging(parser)
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Measure both sides, and judge them where a gate is given."""
+    from vlmcompress.cli._conclude import check_folder, conclude
+    from vlmcompress.evaluation.accuracy import gate as gates
+    from vlmcompress.evaluation.speed.text import text
+
+    gate = gates.chosen(args.gate, None)
+    check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
+    results = measure(args)
+    code, data, conclusion = conclude(results, gate, args.report, overwrite=args.overwrite)
+    assert results.bench is not None
+    return code, data, f"{text(results.bench)}\n\n{conclusion}"
+
+
+def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
+    """Describe baseline and candidate as a report does."""
+    from vlmcompress.evaluation import sides
+    from vlmcompress.utils import hub
+
+    baseline, candidate = (sides.side(sides.folder(hub.local(model)), {}) for model in (args.baseline, args.out))
+    return baseline, candidate
+
+
+def measure(args: argparse.Namespace) -> Results:
+    """Run the benchmark as the flags say. `args.extra` are further flags of `vllm serve`."""
+    from vlmcompress.evaluation.speed import runs
+    from vlmcompress.evaluation.speed.measure import parse_slo
+
+    with closing(ProgressBar()) as progress:
+        return runs.run(
+            args.out,
+            args.baseline,
+            load=args.load,
+            requests=args.requests,
+            data=args.data,
+            sizes=[size for size in args.sizes.split(",") if size],
+            out_tokens=args.out_tokens,
+            repeats=args.repeats,
+            slo=parse_slo(args.slo),
+            warm=not args.no_warm,
+            offline=not args.no_offline,
+            resident=args.resident,
+            max_model_len=args.max_model_len,
+            speculative={"candidate": _flags.drafting(args, args.out), "baseline": args.baseline_speculative_config},
+            flags=args.extra,
+            seed=args.seed,
+            progress=progress,
+        )

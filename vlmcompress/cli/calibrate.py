@@ -1,0 +1,142 @@
+"""Collect statistics of a model's activations once; quantize --stats then needs no forward pass."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.cli import _flags
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import OK, Outcome, written_text
+from vlmcompress.utils import distributed, hub
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.progress import ProgressBar
+from vlmcompress.utils.text import size, table
+
+GROUP = "compress"
+PLACE = 23
+KEYS = ("model", "out", "adapter", "kv_cache", "resize", "reduce", "rotate", "calibrate", "trust_remote_code", "seed")
+STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, which would bring torch along
+
+
+def options(parser: Parser) -> None:
+    _flags.model(parser)
+    parser.add_argument("-o", "--out", metavar="STATS", required=True, help="folder to write")
+    _flags.data(parser)
+    _flags.kv_cache(parser, "fp8: collect ranges of keys and values, too")
+    _flags.adapter(parser)
+    _flags.rotation(parser)
+    _flags.reducer(parser, "collect what the decoder sees behind a visual-token reducer")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--for",
+        dest="readers",
+        metavar="A,B",
+        help="collect what these read: schemes, rules that share out bits; e.g. gptq,mbq,luq",
+    )
+    which.add_argument(
+        "--needs",
+        metavar="A,B",
+        help="collect these, of gram (the large one), absmax, absmean, entropy, and gradient (a backward pass over the "
+        "answers); default: gram,absmax,absmean, all that a scheme reads without options",
+    )
+    _flags.settings(parser, "calibrate.max_length or trust_remote_code")
+    _flags.resumable(parser, "STATS", "ones are")
+    parser.epilog = (
+        "Statistics are of the unquantized model (prefix float) and serve every scheme: for each group of layers and each\n"
+        "modality (text, vision, answer) the Gram matrix X^T X, absolute maxima, means and counts. quantize without --stats\n"
+        "observes each block behind quantized ones instead (prefix quantized)."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Collect the statistics and describe them."""
+    from vlmcompress.recipe import resolve
+
+    values = _flags.recipe_values(args)
+    _flags.refuse_foreign(values, "calibrate", KEYS)
+    recipe = resolve(values | {"scheme": "none"}).recipe
+    needs: dict[str, Any] = {"needs": _needs(args.needs)} if args.needs else {}
+    from vlmcompress.quantization.calibrate import calibrate, needed
+
+    if args.readers:
+        needs = {"needs": needed(args.readers.split(","))}
+
+    with closing(ProgressBar()) as progress:
+        done = calibrate(recipe, **needs, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not distributed.is_main():
+        return OK, None, ""
+    adapter = hub.shown(recipe.adapter) if recipe.adapter else None
+    data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - args.began, adapter)
+    return OK, data, text(data, args.verbose)
+
+
+def _needs(text: str) -> frozenset[str]:
+    """Parse and check `--needs`."""
+    names = text.split(",")
+    for name in names:
+        if name not in STATISTICS:
+            raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
+    return frozenset(names)
+
+
+def result(
+    out: Path, model: str, facts: Mapping[str, Any], seconds: float, adapter: str | None = None
+) -> dict[str, Any]:
+    """Describe the statistics as data for `--json`.
+
+    Args:
+        facts: the manifest of the statistics.
+    """
+    same = "".join(f" --reduce {shlex.quote(stage)}" for stage in _stages(facts["calibration"]))
+    same += f" --adapter {shlex.quote(adapter)}" if adapter else ""
+    if rotation := facts.get("rotate"):
+        same += f" --rotate {rotation['kind']} --seed {rotation['seed']}"
+    return {
+        "ok": True,
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        "bytes": sum(file["size"] for file in facts["files"].values()),
+        "blocks": sum(bool(groups) for groups in facts["blocks"]),
+        "groups": sum(map(len, facts["blocks"])),
+        "needs": facts["needs"],
+        "kv_cache": facts["kv_cache"],
+        "calibration": facts["calibration"],
+        "timing": facts["timing"],
+        "next": [
+            f"vlmcompress quantize {shlex.quote(str(model))} --stats {shlex.quote(str(out))}{same} -o OUT --scheme SCHEME"
+        ],
+    }
+
+
+def text(done: Mapping[str, Any], verbose: bool = False) -> str:
+    """Describe the statistics as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    data = done["calibration"]
+    tokens = ", ".join(f"{name} {count:,}" for name, count in data["tokens"].items())
+    words = data.get("text")
+    mixed = f" and '{words['source']}' ({words['samples']} of text alone)" if words else ""
+    kinds = ", ".join(done["needs"]) + (", ranges of keys and values" if done["kv_cache"] else "")
+    rows = [
+        ("statistics", f"{kinds}: {done['groups']} groups in {done['blocks']} blocks, {size(done['bytes'])}"),
+        ("data", f"{data['samples']} samples of '{data['source']}'{mixed}, {data['images']} different images"),
+        ("tokens", tokens),
+        ("prefix", "float: the model ran unquantized"),
+    ]
+    if stages := _stages(data):
+        rows.append(("behind", f"{' + '.join(stages)}, whose dropped tokens are not counted"))
+    return written_text(done, [table(rows)], verbose)
+
+
+def _stages(calibration: Mapping[str, Any]) -> list[str]:
+    """What reduced the visual tokens during calibration, as `--reduce` takes it: a resize, a reducer, or both."""
+    from vlmcompress.reduction.choice import read
+    from vlmcompress.reduction.resize import Resize
+
+    resize, reduce = calibration.get("resize"), calibration.get("reduce")
+    stages = [str(Resize(**resize))] if resize else []
+    return [*stages, str(read(reduce).asked_for)] if reduce else stages

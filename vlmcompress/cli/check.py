@@ -1,0 +1,64 @@
+"""Tell in seconds whether a recipe works for a model, a target and an engine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from vlmcompress.cli import _flags, _process
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome, findings_text
+from vlmcompress.export import readers
+from vlmcompress.utils import hub
+
+if TYPE_CHECKING:
+    from vlmcompress.recipe import Recipe
+    from vlmcompress.utils.messages import Finding
+
+GROUP = "look first"
+PLACE = 11
+
+
+def options(parser: Parser) -> None:
+    _flags.recipe(parser)
+    _flags.tensor_parallel(parser, "devices that are to share the model; default: 1")
+    parser.add_argument(
+        "--engine",
+        help=f"{', '.join(list(readers.ENGINES)[:-1])} or {list(readers.ENGINES)[-1]}; default: what reads the format",
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Check the recipe against model, target and engine. Exit code 2 if a check fails."""
+    from vlmcompress.recipe import resolve
+
+    recipe = resolve(_flags.recipe_values(args), args.recipe, refuse=False, weights="headers").recipe
+    _process.import_transformers()
+    from vlmcompress.quantization.plan.findings import engine_of, findings
+
+    engine = args.engine or engine_of(recipe)
+    results = findings(recipe, engine)
+    if args.tp != 1:
+        results.append(_devices(recipe, _flags.devices(args)))
+    fine = all(finding.ok for finding in results)
+    title = f"{hub.shown(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
+    data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in results]}
+    return OK if fine else BAD_INPUT, data, findings_text(title, results)
+
+
+def _devices(recipe: Recipe, tp: int) -> Finding:
+    """Check whether vLLM can split the model in the recipe's format over `tp` devices."""
+    from vlmcompress import models
+    from vlmcompress.quantization.plan import devices
+    from vlmcompress.quantization.plan.plan import make_plan
+    from vlmcompress.utils.errors import UserError
+    from vlmcompress.utils.messages import Finding
+    from vlmcompress.utils.model_folder import has_weights
+
+    try:
+        outlined = not recipe.from_quantized and not has_weights(recipe.model)
+        source = models.Source.outline(recipe.model) if outlined else None
+        problem = devices.problem(make_plan(recipe, source=source, refuse=False), tp)
+    except UserError as error:
+        return Finding("devices", False, str(error))
+    return Finding("devices", problem is None, problem or f"the model can be split over {tp}")

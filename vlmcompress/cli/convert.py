@@ -1,0 +1,27 @@
+"""Make a quantized checkpoint of another tool ours, or bring it into another format."""
+
+from __future__ import annotations
+
+import argparse
+
+from vlmcompress.cli._outcome import Outcome
+from vlmcompress.cli.export import carry_out, converting
+
+GROUP = "carry on"
+PLACE = 42
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of the quantized checkpoint, or its id on the Hub")
+    converting(parser, default="compressed-tensors")
+    parser.epilog = (
+        "Read are compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), auto-round, FP8 and ModelOpt, from safetensors only.\n"
+        "Nothing is rounded again. What comes out has a manifest, so that doctor, eval, bench and serve know it."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Write the checkpoint in the chosen format."""
+    from vlmcompress.utils import hub
+
+    return carry_out(hub.local(args.model), args)

@@ -1,0 +1,96 @@
+"""Examine a finished checkpoint, or ask it in the engine that will serve it."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.cli import _process
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import BAD_INPUT, GATE, OK, Outcome, findings_text
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import ProgressBar
+
+GROUP = "measure"
+PLACE = 30
+ENGINES = ("vllm", "llamacpp")
+PROMPTS = 24
+
+
+def options(parser: Parser) -> None:
+    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint")
+    parser.add_argument(
+        "--source",
+        metavar="MODEL",
+        help="compare with the original, too; for --engine llamacpp the checkpoint in safetensors with the same weights",
+    )
+    parser.add_argument("--draft", metavar="DRAFT", help="see whether a draft head is whole and fits OUT, too")
+    parser.add_argument("--engine", choices=ENGINES, help="ask the checkpoint in the engine and in transformers")
+    parser.add_argument("--prompts", type=int, metavar="N", help="questions to ask with --engine; default: 24")
+    parser.add_argument(
+        "--data",
+        mistaken_for=["--dataset", "--calib"],
+        metavar="DATA",
+        help="images and questions to ask with --engine; default: drawn images",
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="S", default=0, help="of the choice, and of what is drawn; default: 0"
+    )
+    parser.epilog = (
+        "Without --engine the files are examined, and nothing runs. With it the engine and transformers answer the same\n"
+        "questions: counts of tokens, probabilities of first tokens and texts are compared, in vLLM also from its caches."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Examine the files or ask the engine. Exit code 2 for broken files, 1 for wrong answers of the engine."""
+    if args.engine is None:
+        for name in ("prompts", "data"):
+            if getattr(args, name) is not None:
+                raise UserError(f"--{name} is for asking an engine; add --engine {ENGINES[0]}")
+        _process.import_transformers()
+        from vlmcompress.evaluation.doctor.draft import examine_draft
+        from vlmcompress.evaluation.doctor.files import diagnose
+
+        checks = diagnose(Path(args.out), hub.local(args.source, weights="headers") if args.source else None)
+        if args.draft is not None:
+            checks += examine_draft(Path(hub.local(args.draft)), Path(args.out))
+    else:
+        checks = _conformance(args)
+    fine = all(check.ok for check in checks)
+    data = {"ok": fine, "out": args.out, "engine": args.engine, "checks": [vars(check) for check in checks]}
+    return OK if fine else BAD_INPUT if args.engine is None else GATE, data, findings_text(args.out, checks)
+
+
+def _conformance(args: argparse.Namespace) -> list[Any]:
+    """Run the conformance checks in the engine."""
+    if args.draft is not None:
+        raise UserError(f"--draft is for examining files; leave out --engine {args.engine}")
+    source = None
+    if args.engine == "llamacpp":
+        if args.source is None:
+            raise UserError(
+                "--engine llamacpp compares with transformers; give the same weights by --source CHECKPOINT"
+            )
+        source = hub.local(args.source)
+    else:
+        from vlmcompress.export import readers
+
+        readers.refuse(args.out, ["vllm"], "without --engine doctor examines its files")
+        if args.source is not None:
+            raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
+    from vlmcompress.engines import conformance
+
+    with closing(ProgressBar()) as progress:
+        return conformance.examine(
+            args.out,
+            args.engine,
+            source=source,
+            prompts=PROMPTS if args.prompts is None else args.prompts,
+            data=Path(args.data) if args.data else None,
+            seed=args.seed,
+            progress=progress,
+        )

@@ -1,0 +1,182 @@
+"""Train a head that guesses a checkpoint's next tokens, which vLLM then only has to verify (EAGLE-3)."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.cli import _flags
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import OK, Outcome, written_text
+from vlmcompress.utils import distributed, hub
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
+from vlmcompress.utils.progress import ProgressBar
+from vlmcompress.utils.text import table
+
+GROUP = "compress"
+PLACE = 28
+DEFAULTS = {
+    "steps": 1000,
+    "batch": 8,
+    "lr": 1e-3,
+    "every": 50,
+    "answer_tokens": 128,
+    "vocabulary": 32000,
+    "kind": "eagle3",
+    "images": "hidden",
+    "image_vector": False,
+    "block_size": 16,
+}
+
+
+def options(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of the checkpoint to serve: quantized, reduced or plain")
+    parser.add_argument("-o", "--out", metavar="DRAFT", required=True, help="folder to write")
+    _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
+    _flags.training(parser, DEFAULTS, lr="1e-3")
+    parser.set_defaults(lr=None)  # which --from decides
+    parser.add_argument(
+        "--answer-tokens",
+        type=int,
+        metavar="N",
+        default=DEFAULTS["answer_tokens"],
+        help="most tokens of the answers that MODEL writes to train on; default: 128",
+    )
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        metavar="N",
+        default=DEFAULTS["vocabulary"],
+        help="most tokens that the draft can guess; default: 32000",
+    )
+    parser.add_argument(
+        "--kind",
+        choices=("eagle3", "medusa"),
+        default=DEFAULTS["kind"],
+        help="of the head; default: eagle3. medusa is served by vLLM up to 0.32 alone",
+    )
+    parser.add_argument(
+        "--from", dest="base", metavar="DRAFT", help="begin with a draft of another checkpoint of the same base model"
+    )
+    parser.add_argument(
+        "--images",
+        metavar="WHAT",
+        default=DEFAULTS["images"],
+        help="visual tokens that the draft gets: none, all, or those that METHOD:KEEP chooses, e.g. divprune:0.25; default: "
+        "hidden, what vLLM gives it without our plugin",
+    )
+    parser.add_argument(
+        "--image-vector", action="store_true", help="add a vector of the images to each of the draft's rows"
+    )
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        default=DEFAULTS["block_size"],
+        help="tokens of a block of vLLM's cache, of which --images leaves out whole ones; default: 16, the least of GPUs",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("vllm", "hf"),
+        help="answers the questions of DATA; default: vllm, or hf where it is missing",
+    )
+    _flags.settings(parser, "calibrate.max_length or trust_remote_code")
+    _flags.resumable(parser, "DRAFT")
+    parser.epilog = (
+        "MODEL answers the questions of DATA itself, greedily; answers in DATA are not used. A tenth of DATA, 8 samples at\n"
+        "least, is held out, and the state with the lowest divergence there is written. A draft fits the checkpoint that it\n"
+        "was trained for: train it last, for what you serve; --from aligns that of another one in a tenth of the steps, at an\n"
+        "--lr of 1e-4, and keeps it as it is where that does not help.\n"
+        "Answers stay those without it, only sooner. vlmcompress serve MODEL --draft DRAFT; vlmcompress bench MODEL\n"
+        "--baseline MODEL --draft DRAFT shows what it wins."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Train the draft and report how many of its guesses the checkpoint accepts."""
+    from vlmcompress import engines
+    from vlmcompress.recipe import resolve
+
+    values = _flags.recipe_values(args)
+    trained_on = "a draft is trained on the questions of DATA"
+    _flags.refuse_foreign(values, "draft", _flags.TRAINING, trained_on)
+    from vlmcompress.training.draft import ALIGNING, DraftTraining, draft
+
+    if args.lr is None:
+        args.lr = ALIGNING if args.base else DEFAULTS["lr"]
+    training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})
+    values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
+    recipe = resolve(values | {"scheme": "none"}).recipe
+    assert recipe.out is not None
+    base = _base(args)
+    if training.kind == "medusa":
+        note("vLLM serves Medusa heads up to 0.32; 0.33 has none any more. --kind eagle3 stays")
+    engine = engines.get("vllm") if (args.engine or _there()) == "vllm" else None
+    options: dict[str, Any] = {"base": base, "engine": engine, "resume": args.resume, "overwrite": args.overwrite}
+    with closing(ProgressBar()) as progress:
+        facts = draft(recipe, training, **options, progress=progress)
+    if not distributed.is_main():
+        return OK, None, ""
+    data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began)
+    return OK, data, text(data, args.verbose)
+
+
+def _base(args: argparse.Namespace) -> Any:
+    """The draft to begin with, if one is named."""
+    from vlmcompress.export.draft_folder import Draft
+
+    if args.base is None:
+        return None
+    for name in ("kind", "images", "image_vector", "block_size", "vocabulary"):
+        if getattr(args, name) != DEFAULTS[name]:
+            raise UserError(f"--{name.replace('_', '-')} is as in the draft that --from names; leave it out")
+    return Draft.of(Path(hub.local(args.base)))
+
+
+def _there() -> str:
+    """The engine that answers unless the user names one."""
+    from vlmcompress.engines.vllm import available
+
+    return "vllm" if available() else "hf"
+
+
+def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Describe the trained draft as data for `--json`."""
+    folder, draft = shlex.quote(model), shlex.quote(str(out))
+    return {
+        "ok": True,
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        **facts,
+        "next": [
+            f"vlmcompress serve {folder} --draft {draft}",
+            f"vlmcompress bench {folder} --baseline {folder} --draft {draft}",
+        ],
+    }
+
+
+def text(done: Mapping[str, Any], verbose: bool = False) -> str:
+    """Describe the trained draft as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    samples, acceptance = done["samples"], done["acceptance"]
+    shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
+    steps = f"{done['steps']} of at most {done['training']['steps']}, step {done['best_step']} is kept"
+    rows = [
+        (
+            "accepted",
+            f"{acceptance['length']:.2f} tokens a step, the model's own included; guesses by position {shares}",
+        ),
+        ("held-out KL", f"{done['held_out_kl']['before']:.3f} -> {done['held_out_kl']['after']:.3f} nats a guess"),
+        ("steps", steps + (f"; {done['ended']}" if done["ended"] else "")),
+        ("data", f"{samples['trained_on']} answers of the model, {samples['held_out']} held out"),
+        ("size", f"{done['parameters']:,} parameters; guesses {done['vocabulary']:,} tokens"),
+    ]
+    if earlier := done.get("from"):
+        rows.insert(1, ("before", f"{earlier['acceptance']['length']:.2f} tokens a step, by the draft of --from"))
+    weak = "It is hardly ever right; give it more data with longer answers."
+    return written_text(done, [table(rows)], verbose, [weak] * (acceptance["length"] < 1.2))

@@ -1,0 +1,135 @@
+"""Ask the compressed and the original model the same questions and compare."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlmcompress.cli import _flags
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import Outcome
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from vlmcompress.evaluation.results import Results, Side
+
+GROUP = "measure"
+PLACE = 31
+KEPT_BY = "report"
+
+
+def options(parser: Parser) -> None:
+    parser.add_argument("out", metavar="OUT", help="the candidate: a checkpoint, or a model that the server knows")
+    parser.add_argument(
+        "--baseline",
+        metavar="MODEL",
+        help="the original, or the report of an earlier evaluation of it; with --reduce: OUT itself, unless given",
+    )
+    parser.add_argument(
+        "--suite",
+        aliases=["--tasks"],
+        metavar="NAME|FILE",
+        action="append",
+        default=[],
+        help="see vlmcompress list suites; or a task's .yaml, or data; may be repeated; default: world",
+    )
+    parser.add_argument(
+        "--data",
+        mistaken_for=["--dataset", "--calib"],
+        metavar="FILE",
+        help="local copy of the suite's data; alone: questions and answers",
+    )
+    _flags.rows(parser)
+    parser.add_argument(
+        "--score",
+        default="auto",
+        metavar="NAME",
+        help="of data of your own: exact, normalized, contains, anls, regex:PATTERN or FILE.py:FUNCTION; default: auto, which "
+        "looks at the baseline's first answers",
+    )
+    parser.add_argument(
+        "--engine", default="vllm", metavar="NAME", help="vllm, hf, llamacpp, openvino or openai:URL; default: vllm"
+    )
+    parser.add_argument("--baseline-engine", metavar="NAME", help="default: the same engine")
+    parser.add_argument(
+        "--reduce",
+        metavar="METHOD[:KEEP]",
+        help="attach a visual-token reducer to OUT, whatever it carries; --engine hf",
+    )
+    _flags.speculation(parser, "OUT drafts tokens; --engine vllm")
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="share the questions among a Ray cluster: auto, HOST:PORT or local"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="of the choice that --limit makes, and of few-shot examples; default: 0",
+    )
+    _flags.judging(parser)
+    parser.add_argument(
+        "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Measure both sides, and judge them where a gate is given."""
+    from vlmcompress.cli._conclude import check_folder, conclude
+    from vlmcompress.evaluation.accuracy import gate as gates
+
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit is {args.limit}, it should be at least 1")
+    if args.baseline is None and not args.reduce:
+        raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
+    gate = gates.chosen(args.gate, args.max_drop)
+    check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
+    results = measure(args, gates.margins(gate))
+    return conclude(results, gate, args.report, overwrite=args.overwrite)
+
+
+def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
+    """Describe baseline and candidate as a report does."""
+    from vlmcompress import engines
+    from vlmcompress.evaluation.accuracy import accuracy
+
+    engine, baseline_engine = (engines.get(name) for name in (args.engine, args.baseline_engine or args.engine))
+    baseline = accuracy.described(args.baseline or args.out, baseline_engine)
+    return baseline, accuracy.described(args.out, engine, args.reduce)
+
+
+def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
+    """Run the evaluation as the flags say."""
+    from vlmcompress.api import evaluate
+    from vlmcompress.evaluation.report.files import JOURNAL
+
+    with closing(ProgressBar()) as progress:
+        return evaluate(
+            args.out,
+            args.baseline or args.out,
+            suites=_suites(args.suite),
+            data=args.data,
+            columns=getattr(args, "columns", None),
+            skip_bad=getattr(args, "skip_bad", 0),
+            engine=args.engine,
+            baseline_engine=args.baseline_engine,
+            reduce=args.reduce,
+            speculative=_flags.drafting(args, args.out),
+            ray=args.ray,
+            limit=args.limit,
+            seed=args.seed,
+            score=args.score,
+            margins=margins,
+            journal=Path(args.report) / JOURNAL if args.report else None,
+            progress=progress,
+        )
+
+
+def _suites(names: Sequence[str]) -> list[str]:
+    """The suites of all `--suite` flags, each of which may name several with commas, as in lm-eval."""
+    return [suite for text in names for suite in ([text] if Path(text).exists() else text.split(","))]

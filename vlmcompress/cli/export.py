@@ -1,0 +1,74 @@
+"""Write a compressed checkpoint in another format, without quantizing again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+from vlmcompress.cli import _process
+from vlmcompress.cli._outcome import OK, Outcome
+from vlmcompress.utils.progress import ProgressBar
+from vlmcompress.utils.text import duration, size, table
+
+GROUP = "carry on"
+PLACE = 41
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="OUT", help="folder of the compressed checkpoint")
+    converting(parser)
+    parser.epilog = (
+        "Codes and scales stay as they are and are packed otherwise: unpacked, they are equal bit for bit. What the format\n"
+        "cannot hold is refused by name. Formats: see vlmcompress list formats."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Write the checkpoint in the other format."""
+    from vlmcompress.export import manifest
+
+    source = Path(args.checkpoint)
+    manifest.read(source)
+    return carry_out(source, args)
+
+
+def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
+    """Write `source` in another format; `args` are those of `converting`."""
+    _process.import_transformers()
+    from vlmcompress.export import manifest
+    from vlmcompress.export.convert import convert
+
+    out = Path(args.out)
+    earlier = manifest.read(source)["warnings"] if (source / manifest.MANIFEST).is_file() else ()
+    with closing(ProgressBar()) as bar:
+        record = convert(
+            source,
+            out,
+            args.format,
+            shard_size=args.shard_size,
+            overwrite=args.overwrite,
+            progress=lambda written, total: bar("writing", written, total),
+        )
+    seconds, changed, sizes = time.monotonic() - args.began, record["converted"], record["size"]
+    warnings = [line for line in record["warnings"] if line not in earlier]
+    for line in warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    data = {"ok": True, "out": str(out), **changed, **sizes, "warnings": warnings, "seconds": round(seconds, 3)}
+    rows = [
+        ("format", f"{changed['from']} -> {changed['to']}"),
+        ("weights", size(sizes["weights_after"])),
+        ("time", duration(seconds)),
+    ]
+    return OK, data, f"{out}\n{table(rows)}"
+
+
+def converting(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """The flags of export and convert; `default`: the format, None: it has to be given."""
+    about = "see vlmcompress list formats" + (f"; default: {default}" if default else "")
+    parser.add_argument("--format", metavar="FORMAT", required=default is None, default=default, help=about)
+    parser.add_argument("-o", "--out", metavar="NEW", required=True, help="folder to write")
+    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weight file; default: 5GB")
+    parser.add_argument("--overwrite", action="store_true", help="replace NEW once the new one is whole")

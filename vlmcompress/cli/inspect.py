@@ -1,0 +1,78 @@
+"""Draw which parts of an image reducers keep, merge and drop."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from pathlib import Path
+
+from vlmcompress.cli import _flags, _process
+from vlmcompress.cli._outcome import OK, Outcome
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.text import table
+
+GROUP = "look first"
+PLACE = 13
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    _flags.model(parser)
+    parser.add_argument("--image", metavar="FILE", action="append", required=True, help="may be repeated")
+    parser.add_argument("--question", metavar="Q", default="", help="text behind the images; some methods look at it")
+    _flags.reducers(parser, required=True)
+    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the picture to write; .png")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Draw which tokens of each image are kept, merged and dropped, and count them."""
+    _process.import_transformers()
+    from vlmcompress.models import load, read_config, spec_for
+    from vlmcompress.models.data.encode import encode_prompt
+    from vlmcompress.models.data.samples import Sample, open_image
+    from vlmcompress.quantization.plan.prompt_cost import too_small
+    from vlmcompress.reduction.choice import parse
+    from vlmcompress.reduction.hooks.picture import Counts, decide, sheet
+    from vlmcompress.reduction.support import family_refusal
+    from vlmcompress.utils.folders import save
+
+    out = Path(args.out)
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: a picture is written; name it FILE.png")
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; name the file to write")
+    reducers = [parse(text) for text in args.reduce]
+    model = hub.local(args.model)
+    family = spec_for(read_config(model))
+    for reducer in reducers:
+        if reason := family_refusal(family, reducer.method):
+            raise UserError(f"--reduce {reducer}: {reason}")
+        if "query" in reducer.module.NEEDS and not args.question.strip():
+            raise UserError(f"--reduce {reducer}: '{reducer.method}' looks at the question; add --question")
+    images = [open_image(Path(name), "--image") for name in args.image]
+    vlm = load(model)
+    inputs = encode_prompt(Sample("prompt", images, args.question, origin="the prompt"), vlm)
+    layouts = [vlm.spec.layout(vlm.processor, *image.size, len(images)) for image in images]
+    decisions = [(str(reducer), decide(vlm, inputs, layouts, reducer)) for reducer in reducers]
+    for note in {
+        f"{reducer}: {text}" for reducer in reducers for layout in layouts for text in too_small(reducer, layout)
+    }:
+        print(f"warning: {note}", file=sys.stderr)
+    png = io.BytesIO()
+    sheet(images, layouts, decisions).save(png, "PNG")
+    save(out.parent, {"picture": (out.name, png.getvalue())})
+    shown = [
+        {
+            "image": str(name),
+            "tokens": layout.tokens,
+            "reduced": {label: vars(Counts.of(part[number])) for label, part in decisions},
+        }
+        for number, (name, layout) in enumerate(zip(args.image, layouts, strict=True))
+    ]
+    lines = [
+        f"{name}\n{table([(label, Counts.of(part[number])) for label, part in decisions])}"
+        for number, name in enumerate(args.image)
+    ]
+    data = {"ok": True, "model": str(args.model), "images": shown, "file": str(out)}
+    return OK, data, "\n".join([*lines, f"Wrote {out}."])

@@ -1,0 +1,112 @@
+"""Train a small network that says which visual tokens of an image are worth keeping, for the reducer 'learned'."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.cli import _flags
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import OK, Outcome, calibration_flag, evaluation_command, written_text
+from vlmcompress.utils import distributed, hub
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import ProgressBar
+from vlmcompress.utils.text import table
+
+GROUP = "compress"
+PLACE = 26
+DEFAULTS = {"keep": 0.25, "steps": 600, "batch": 16, "lr": 1e-3, "every": 50, "hidden": 64}
+
+
+def options(parser: Parser) -> None:
+    _flags.model(parser)
+    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .safetensors")
+    parser.add_argument(
+        "--keep",
+        metavar="SHARE",
+        default="0.25",
+        help="of an image's tokens, around which it is trained; default: 0.25",
+    )
+    parser.add_argument(
+        "--to", type=float, metavar="SHARE", help="train for all shares from --keep to this one, and judge at both ends"
+    )
+    _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
+    _flags.training(parser, DEFAULTS, lr="1e-3")
+    parser.add_argument(
+        "--hidden", type=int, metavar="H", default=DEFAULTS["hidden"], help="width of the network; default: 64"
+    )
+    _flags.settings(parser, "calibrate.max_length or trust_remote_code")
+    _flags.resumable(parser, "FILE")
+    parser.epilog = (
+        "The network is trained so that MODEL answers behind the tokens that it keeps as it does with all of them. MODEL\n"
+        "stays as it is, and where DATA have no answers, its own are taken. A tenth of DATA, 8 samples at least, is held\n"
+        "out; the state with the lowest divergence KL(all tokens || kept tokens) there is written. Use FILE with\n"
+        "--reduce learned:SHARE,scorer=FILE; a checkpoint that is made so carries it. torchrun -m vlmcompress\n"
+        "learn-reducer ... shares out the samples of a step among several processes."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Train the network and report its held-out divergence."""
+    from vlmcompress.recipe import resolve
+    from vlmcompress.reduction.choice import choose
+    from vlmcompress.utils import yaml_files
+
+    if args.keep == "auto":
+        raise UserError("--keep auto: training needs a share; give one above 0 and below 1, such as 0.25")
+    keep = choose("learned", {"keep": yaml_files.parse(args.keep, "--keep")}, f"--keep {args.keep}").options.keep
+    values = _flags.recipe_values(args)
+    trained_on = "a scorer is trained on images with questions"
+    _flags.refuse_foreign(values, "learn-reducer", _flags.TRAINING, trained_on)
+    from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
+
+    training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"}, to=args.to)  # type: ignore[arg-type]
+    values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
+    recipe = resolve(values | {"scheme": "none"}).recipe
+    assert recipe.out is not None
+    with closing(ProgressBar()) as progress:
+        facts = learn_reducer(recipe, training, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not distributed.is_main():
+        return OK, None, ""
+    data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began, recipe.calibrate.data)
+    return OK, data, text(data, args.verbose)
+
+
+def result(
+    out: Path, model: str, facts: Mapping[str, Any], seconds: float, calib: str | Path | None = None
+) -> dict[str, Any]:
+    """Describe the trained network as data for `--json`. `calib`: the data that the user gave."""
+    data = calibration_flag(model, calib, model)
+    reduce = "--reduce " + shlex.quote(f"learned:{facts['keep']:g},scorer={out}")
+    return {
+        "ok": True,
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        **facts,
+        "next": [
+            evaluation_command(model, model, f" --engine hf {reduce}"),
+            f"vlmcompress quantize {shlex.quote(model)} {reduce} --scheme SCHEME{data} -o OUT",
+        ],
+    }
+
+
+def text(done: Mapping[str, Any], verbose: bool = False) -> str:
+    """Describe the trained network as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    kl, samples = done["held_out_kl"], done["samples"]
+    beside = ", ".join(f"{name} {kl[name]:.4f}" for name in ("uniform", "coverage", "untrained"))
+    written = samples["answers_of_the_teacher"]
+    answers = f", {written} answers by the model itself" if written else ""
+    steps = f"{done['steps']} of at most {done['training']['steps']}, step {done['best_step']} is kept"
+    share = f"a share of {done['keep']:g}" if done["to"] is None else f"shares from {done['keep']:g} to {done['to']:g}"
+    rows = [
+        ("held-out KL", f"{kl['learned']:.4f} nats an answer token at {share}; {beside}"),
+        ("steps", steps + (f"; {done['ended']}" if done["ended"] else "")),
+        ("data", f"{samples['trained_on']} samples of '{samples['source']}', {samples['held_out']} held out{answers}"),
+    ]
+    weak = "It is no better than reducers that need no training; give it more data, or take one of those."
+    return written_text(done, [table(rows)], verbose, [weak] * (kl["learned"] >= min(kl["uniform"], kl["coverage"])))

@@ -1,0 +1,381 @@
+"""Plan how a model is served: whether it fits, for how many requests, in which format, from config.json alone."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress.cli import _flags, _process
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.text import figures, parse_bytes, parse_pixels, size, table
+
+if TYPE_CHECKING:
+    from vlmcompress.engines.vllm.served_model import Model
+    from vlmcompress.evaluation.capacity.capacity import Capacity, Row
+    from vlmcompress.export.draft_folder import Draft
+
+GROUP = "look first"
+PLACE = 10
+MOST = 10_000_000
+SIZES = "224x224,448x448,672x672,896x896,1024x1024,1344x1344,2048x2048"
+
+
+def options(parser: Parser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder with config.json, weights and processor may be missing; or an id on the Hub",
+    )
+    parser.add_argument("--target", type=_flags.target_name, help="machine to serve on; see vlmcompress list targets")
+    _flags.tensor_parallel(parser, "devices that share the model (tensor parallel)")
+    parser.add_argument(
+        "--image-size", aliases=["--image"], default="1024x1024", metavar="WxH", help="of an image; default: 1024x1024"
+    )
+    parser.add_argument(
+        "--images-per-request", aliases=["--images"], type=int, metavar="N", help="default: 1, or 0 with --video"
+    )
+    parser.add_argument("--video", metavar="FRAMESxWxH", help="a video, in frames that the model sees")
+    parser.add_argument(
+        "--text-tokens",
+        aliases=["--text"],
+        type=int,
+        default=256,
+        metavar="N",
+        help="of a request, the chat template's included; default: 256",
+    )
+    parser.add_argument(
+        "--out-tokens", aliases=["--out"], type=int, default=256, metavar="N", help="of its answer; default: 256"
+    )
+    parser.add_argument(
+        "--reduce", metavar="METHOD[:KEEP]", help="compare with a visual-token reducer, e.g. coverage:0.5"
+    )
+    _flags.vocabulary(parser)
+    _flags.kv_cache(parser, "fp8, int8_per_token_head, ...; default: the model's", default="auto", metavar="TYPE")
+    parser.add_argument(
+        "--speculative", metavar="METHOD[:N]", help="mtp, ngram or suffix, N tokens at once: what drafting takes"
+    )
+    parser.add_argument("--draft", metavar="DRAFT", help="count a draft head that `vlmcompress draft` trained")
+    parser.add_argument("--memory", metavar="SIZE", help="of a device, like 80GB; default: the target's")
+    parser.add_argument("--reserve", metavar="SIZE", help="for activations and the like; default: an estimate")
+    parser.add_argument("--kv-cache-memory", metavar="SIZE", help="of the cache, instead of what memory leaves")
+    parser.add_argument("--sizes", nargs="?", const=SIZES, metavar="WxH,...", help="a table over image sizes")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw that table")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Plan the memory and throughput of serving. Exit code 2 if no format fits."""
+    fields = _request_fields(args)
+    sizes = [parse_pixels(text, "--sizes", most=9_999_999) for text in (args.sizes or SIZES).split(",")]
+    if args.plot and Path(args.plot).suffix != ".svg":
+        raise UserError(f"--plot {args.plot} should end in .svg")
+    if args.plot and not Path(args.plot).parent.is_dir():
+        raise UserError(f"--plot {args.plot}: {Path(args.plot).parent} does not exist; make the folder first")
+    _process.import_transformers()
+    from vlmcompress.engines.vllm.served_model import open_model
+    from vlmcompress.evaluation.capacity.capacity import Request, plan_capacity
+    from vlmcompress.reduction.choice import parse
+    from vlmcompress.reduction.visual_count import Pictures
+
+    reducer = parse(args.reduce) if args.reduce else None
+    request = Request(Pictures(*fields.pop("pictures")), reduce=reducer, **fields)
+    model = open_model(Path(hub.local(args.model, weights="headers")))
+    capacity = plan_capacity(model, request)
+    data, text = as_data(capacity), plan_text(capacity)
+    if args.sizes or args.plot:
+        data["sizes"] = rows = _by_size(model, sizes, capacity)
+        text += "\n\n" + sizes_text(rows, capacity)
+        if args.plot:
+            _draw(Path(args.plot), rows, capacity)
+            text += f"\n\n  drawn into {args.plot}"
+    undecided = all(row.space is None for row in capacity.rows)  # the machine's memory is not known
+    return OK if capacity.best or undecided else BAD_INPUT, data, text
+
+
+def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a `capacity.plan.Request` but its reducer, checked; `pictures` are images and video."""
+    from vlmcompress.evaluation.capacity import weight_bytes
+    from vlmcompress.recipe import targets
+
+    if args.draft and args.speculative:
+        raise UserError("--draft stands for a --speculative; give one of them")
+
+    counts = {"--tp": 1, "--text-tokens": 0, "--out-tokens": 1, "--images-per-request": 0}
+    for flag, least in counts.items():
+        value = getattr(args, flag[2:].replace("-", "_")) or 0
+        if not least <= value <= MOST:
+            raise UserError(f"{flag} {value} should be a whole number from {least} to {MOST:,}")
+    image = parse_pixels(args.image_size, "--image-size", most=9_999_999)
+    images = args.images_per_request if args.images_per_request is not None else int(args.video is None)
+    if images > 10_000:
+        raise UserError(f"--images-per-request {images} is more than a request can hold; give up to 10,000")
+    texts = {"--memory": args.memory, "--reserve": args.reserve, "--kv-cache-memory": args.kv_cache_memory}
+    memory, reserve, space = (text and parse_bytes(text, flag) for flag, text in texts.items())
+    return {
+        "pictures": ((image,) * images, _video(args.video)),
+        "text": args.text_tokens,
+        "out": args.out_tokens,
+        "target": targets.get(args.target) if args.target else None,
+        "target_name": args.target,
+        "tp": args.tp,
+        "kv_cache": args.kv_cache,
+        "speculative": weight_bytes.parse_speculation(args.speculative) if args.speculative else None,
+        "draft": _draft(args.draft) if args.draft else None,
+        "memory": memory,
+        "reserve": reserve,
+        "space": space,
+        "vocabulary": {key: value for key in ("head", "embeddings") if (value := getattr(args, key, None))},
+    }
+
+
+def _draft(folder: str) -> Draft:
+    """The draft head in a folder, or on the Hub."""
+    from vlmcompress.export.draft_folder import Draft
+
+    return Draft.of(Path(hub.local(folder)))
+
+
+def _video(text: str | None) -> tuple[int, int, int] | None:
+    """Frames, width and height of a video like 16x640x360."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})", text)
+    if not match:
+        raise UserError(f"--video {text[:40]} is not a size; write it FRAMESxWIDTHxHEIGHT, like 16x640x360")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:
+    """A row for each image size: cache of one request, and how many requests the recommended format serves at once."""
+    from vlmcompress.evaluation.capacity.capacity import plan_capacity
+    from vlmcompress.reduction.visual_count import Pictures
+
+    request, best = capacity.request, capacity.best
+    number = max(len(request.pictures.images), 1)
+    rows = []
+    for image in sizes:
+        pictures = Pictures((image,) * number, request.pictures.video)
+        resized = plan_capacity(model, dataclasses.replace(request, pictures=pictures), rows=False)
+        loads = {}
+        for name, load in resized.loads.items():
+            space = best.space if best else None
+            if space is not None and request.space is None:
+                space += capacity.encoder + capacity.reserve - resized.encoder - resized.reserve
+            enough = space is not None and space - resized.pool.block_bytes >= load.bytes
+            flight = resized.defaults.in_flight(load.context)
+            loads[name] = {
+                "visual": load.visual,
+                "context": load.context,
+                "bytes": load.bytes,
+                "requests": float(resized.pool.requests(space or 0, load.context, flight)) if enough else 0.0,
+            }
+        rows.append({"size": f"{image[0]}x{image[1]}", "pixels": image[0] * image[1], "loads": loads})
+    return rows
+
+
+def _draw(file: Path, rows: list[dict[str, Any]], capacity: Capacity) -> None:
+    from vlmcompress.evaluation.report.charts import requests
+
+    rows = sorted(rows, key=lambda row: row["pixels"])
+    names = list(rows[0]["loads"])
+    title = "Requests at once" + (f" in {capacity.best.weights.name}" if capacity.best else "")
+    if capacity.request.target:
+        title += f" on {capacity.request.target.title}"
+    drawn = requests(
+        title,
+        [row["size"] for row in rows],
+        [row["pixels"] for row in rows],
+        {name: [row["loads"].get(name, {}).get("requests") for row in rows] for name in names},
+    )
+    if not drawn:
+        raise UserError(f"--plot {file}: no size fits, so there is nothing to draw")
+    file.write_text(str(drawn) + "\n", encoding="utf-8")
+
+
+def plan_text(capacity: Capacity) -> str:
+    """The plan as text: the request, the memory, the formats, and the commands to run."""
+    from vlmcompress.evaluation.capacity import advice
+    from vlmcompress.evaluation.capacity.capacity import verdict
+
+    request = capacity.request
+    where = request.target.title if request.target else "any machine"
+    devices = f" x {request.tp}" if request.tp > 1 else ""
+    head = f"{advice.shown_model(capacity)} on {where}{devices}"
+    lines = [head, "", _loads_text(capacity), "", _memory_text(capacity), "", _formats_text(capacity)]
+    refused = [
+        f"  not {row.weights.name} ({row.weights.label}): {row.weights.refused}"
+        for row in capacity.rows
+        if row.weights.refused
+    ]
+    lines += ["", *refused] if refused else []
+    lines += ["", f"Verdict: {verdict(capacity)}"]
+    if best := capacity.best:
+        lines[-1] += f" ({advice.reason(capacity, best)})"
+        written = advice.command(capacity, best, advice.shown_model(capacity))
+        flags = advice.flags(capacity, best)
+        lines += [f"  {written}"] if written else []
+        lines.append(f"  vllm serve {'OUT' if written else advice.shown_model(capacity)} {' '.join(map(str, flags))}")
+        lines += [table([(flag.name, flag.reason) for flag in flags], indent="    ")]
+    lines += [f"  note: {note}" for note in capacity.notes]
+    return "\n".join(lines)
+
+
+def _loads_text(capacity: Capacity) -> str:
+    rows = [("a request", "visual", "text", "output", "context", "cache it fills", "in whole blocks")]
+    for name, load in capacity.loads.items():
+        counts = (f"{count:,}" for count in (load.visual, load.text, load.out, load.context))
+        rows.append((name, *counts, size(load.filled), size(load.bytes)))  # type: ignore[arg-type]
+    return table(rows)
+
+
+def _memory_text(capacity: Capacity) -> str:
+    from vlmcompress.quantization.plan.findings import MEMORY_SHARE
+
+    per = " of a device" if capacity.request.tp > 1 else ""
+    state = f", {size(capacity.state_bytes)} a request" if capacity.state_bytes else ""
+    rows = [("cache", f"{capacity.token_bytes:,} bytes a token{per}{state}")]
+    if drafting := capacity.speculation:
+        head = f"{size(drafting.bytes)} of weights and {capacity.head_token_bytes:,} bytes a token"
+        states = f"{drafting.tokens} more state{'s' * (drafting.tokens > 1)} a request"
+        costs = [*([head] if drafting.bytes else []), *([states] if capacity.state_bytes else [])]
+        takes = " and ".join(costs) or "nothing"
+        rows.append(("speculation", f"{drafting} takes {takes}, counted here; bounds are without it"))
+    if capacity.request.space is not None:
+        return table([*rows, ("for the cache", f"{size(capacity.request.space)}, as asked")])
+    if capacity.memory:
+        rows.append(
+            (
+                "memory",
+                f"{size(MEMORY_SHARE * capacity.memory)} for vLLM ({MEMORY_SHARE} of {size(capacity.memory)}{per})",
+            )
+        )
+    kind = "as asked" if capacity.request.reserve is not None else "an estimate; vLLM measures it"
+    rows.append(("reserve", f"{size(capacity.reserve)} ({kind}) and {size(capacity.encoder)} of encoder cache"))
+    return table(rows)
+
+
+def _formats_text(capacity: Capacity) -> str:
+    """The table of formats; with bounds of time where the target's rates are known."""
+    names = list(capacity.loads)
+    bounds = any(served.prefill or served.step for row in capacity.rows for served in row.served.values())
+    head = ["format", "", "weights of a device" if capacity.request.tp > 1 else "weights", "for the cache"]
+    head += [f"requests ({name})" if len(names) > 1 else "requests" for name in names]
+    head += ["bounds: prefill", "tokens/s of one", "of all"] if bounds else []
+    rows = [(*head, "also by")]
+    rows += [_format_cells(capacity, row, names, bounds) for row in capacity.rows if row.weights.refused is None]
+    about, target = "", capacity.request.target
+    if not (target and target.bandwidth and target.rates):
+        about = "\n  bounds of time: unknown without a target's bandwidth and arithmetic"
+    elif bounds:
+        about = "\n  bound: no engine is faster than bandwidth and arithmetic allow; expect a part of it"
+    return table(rows) + about
+
+
+def _format_cells(capacity: Capacity, row: Row, names: list[str], bounds: bool) -> tuple[str, ...]:
+    cells = [row.weights.name, row.weights.label if row.weights.label != row.weights.name else "", size(row.device)]
+    cells.append("?" if row.space is None else size(row.space) if row.space > 0 else "none")
+    cells += [f"{int(row.served[name].requests):,}" if name in row.served else "?" for name in names]
+    served = row.served.get(capacity.served)
+    if bounds:
+        cells.append(f"{figures(1000 * served.prefill)} ms" if served and served.prefill else "")
+        cells.append(figures(1 / served.step) if served and served.step else "")
+        batch = max(1, min(int(served.requests), capacity.defaults.sequences)) if served else 1
+        cells.append(f"{figures(batch / served.full_step)} ({batch})" if served and served.full_step else "")
+    return (*cells, ", ".join(row.weights.others))
+
+
+def sizes_text(rows: list[dict[str, Any]], capacity: Capacity) -> str:
+    """The table over image sizes."""
+    names = list(rows[0]["loads"])
+    head = ["image"]
+    for name in names:
+        head += [f"visual ({name})", "cache a request", "requests"]
+    lines = [tuple(head)]
+    for row in rows:
+        cells = [row["size"]]
+        for name in names:
+            load = row["loads"].get(name)
+            filled = (
+                [f"{load['visual']:,}", size(load["bytes"]), f"{int(load['requests']):,}"] if load else ["", "", ""]
+            )
+            cells += filled
+        lines.append(tuple(cells))
+    title = (
+        f"Requests at once in {capacity.best.weights.name}, by size of the image"
+        if capacity.best
+        else "By size of the image"
+    )
+    return f"{title}\n{table(lines)}"
+
+
+def as_data(capacity: Capacity) -> dict[str, Any]:
+    """The plan as data for `--json`; in bytes and seconds."""
+    from vlmcompress.evaluation.capacity import advice
+    from vlmcompress.evaluation.capacity.capacity import verdict
+    from vlmcompress.quantization.plan.findings import MEMORY_SHARE
+
+    request, best, drafting = capacity.request, capacity.best, capacity.speculation
+    flags = advice.flags(capacity, best) if best else []
+    return {
+        "ok": best is not None,
+        "verdict": verdict(capacity),
+        "model": advice.shown_model(capacity),
+        "target": request.target_name,
+        "tp": request.tp,
+        "kv_cache": request.kv_cache,
+        "reduce": str(request.reduce) if request.reduce else None,
+        "speculative": drafting
+        and {
+            "method": drafting.method,
+            "tokens": drafting.tokens,
+            "weights": drafting.bytes,
+            "token_bytes": capacity.head_token_bytes,
+        },
+        "memory": {
+            "device": capacity.memory,
+            "utilization": MEMORY_SHARE,
+            "reserve": capacity.reserve,
+            "encoder_cache": capacity.encoder,
+            "token_bytes": capacity.token_bytes,
+            "state_bytes": capacity.state_bytes,
+            "block_bytes": capacity.pool.block_bytes,
+            "groups": [dataclasses.asdict(group) for group in capacity.pool.groups],
+        },
+        "loads": {name: {**dataclasses.asdict(load), "context": load.context} for name, load in capacity.loads.items()},
+        "formats": [_format_data(row) for row in capacity.rows],
+        "recommended": best.weights.name if best else None,
+        "reason": advice.reason(capacity, best) if best else None,
+        "quantize": advice.command(capacity, best, advice.shown_model(capacity)) if best else None,
+        "serve": [dataclasses.asdict(flag) for flag in flags],
+        "notes": list(capacity.notes),
+    }
+
+
+def _format_data(row: Row) -> dict[str, Any]:
+    about = row.weights
+    return {
+        "name": about.name,
+        "others": list(about.others),
+        "label": about.label,
+        "format": about.key,
+        "refused": about.refused,
+        "weights": about.stored,
+        "options": dict(about.options),
+        "device_weights": row.device,
+        "cache_space": row.space,
+        "fits": row.fits,
+        "served": {
+            name: {
+                "requests": served.requests,
+                "prefill_seconds_bound": served.prefill,
+                "step_seconds_bound": served.step,
+                "full_step_seconds_bound": served.full_step,
+            }
+            for name, served in row.served.items()
+        },
+    }

@@ -1,0 +1,104 @@
+"""Upload a checkpoint to the Hugging Face Hub, after a look at its files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress.cli import _process
+from vlmcompress.cli._outcome import OK, Outcome
+from vlmcompress.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from vlmcompress.export.publish import Upload
+
+GROUP = "carry on"
+PLACE = 43
+HEAD = 24  # lines of the card that are shown
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint, or of a draft head")
+    parser.add_argument("repository", metavar="ORG/NAME", help="repository; made where there is none")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be uploaded; needs no token or network")
+    parser.add_argument(
+        "--base-model",
+        metavar="ORG/NAME",
+        help="the original's id (a draft's target's); default: as the manifest knows it",
+    )
+    parser.add_argument("--results", metavar="DIR", help="report of eval or bench, for the card's tables")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Check names and files, then show or upload."""
+    _process.import_transformers()
+    from vlmcompress.evaluation.doctor.draft import examine_draft
+    from vlmcompress.evaluation.doctor.files import diagnose
+    from vlmcompress.export import draft_folder, publish
+
+    publish.check_id(args.repository, "repository")
+    out = Path(args.out)
+    drafts = (out / draft_folder.FACTS).is_file()
+    for check in examine_draft(out, None) if drafts else diagnose(out):
+        if not check.ok:
+            raise UserError(f"{out} is damaged, nothing is uploaded: {check.name}: {check.detail}")
+    if drafts:
+        if args.results:
+            raise UserError(
+                "--results are those of a checkpoint; leave it out for a draft head, whose card has its own"
+            )
+        upload = publish.plan_draft(out, args.repository, target=args.base_model)
+    else:
+        measured = _measured(out, args.results) if args.results else None
+        upload = publish.plan(out, args.repository, base_model=args.base_model, measured=measured)
+    data: dict[str, Any] = {
+        "ok": True,
+        "repository": args.repository,
+        "private": args.private,
+        "files": dict(upload.sizes),
+        "card": upload.card,
+        "url": None,
+    }
+    if args.dry_run:
+        return OK, data, _shown(upload, args.private)
+    data["url"] = publish.push(upload, private=args.private)
+    return OK, data, f"Uploaded {len(upload.sizes)} files to {data['url']}{_advice(upload)}"
+
+
+def _measured(out: Path, folder: str) -> str:
+    """The card's section about results. UserError: they are of another checkpoint."""
+    from vlmcompress.evaluation.report.findings import Findings
+    from vlmcompress.evaluation.report.text import card_section
+    from vlmcompress.evaluation.results import load
+    from vlmcompress.export import manifest
+
+    results, record = load(folder), manifest.read(out)
+    candidate = results.candidate
+    if candidate.weight_bytes != record["size"]["weights_after"] or candidate.layer_errors != record.get("errors", {}):
+        raise UserError(
+            f"--results {folder} is about another checkpoint than {out} ('{candidate.name}'); run eval again"
+        )
+    return card_section(Findings(results))
+
+
+def _shown(upload: Upload, private: bool) -> str:
+    """The text of `--dry-run`: files, sizes, the beginning of the card."""
+    from vlmcompress.utils.text import size, table
+
+    rows = [(path, size(count)) for path, count in upload.sizes.items()]
+    lines = upload.card.splitlines()
+    head = [f"  | {line}".rstrip() for line in lines[:HEAD]] + (["  | ..."] if len(lines) > HEAD else [])
+    kind = "private" if private else "public"
+    title = (
+        f"Would upload {len(rows)} files, {size(sum(upload.sizes.values()))}, to {upload.repository} ({kind} if new):"
+    )
+    return "\n".join([title, table(rows), "", "Its card begins:", *head]) + _advice(upload)
+
+
+def _advice(upload: Upload) -> str:
+    """A line about an original that the card does not name; empty if it does."""
+    if upload.base_model:
+        return ""
+    return "\nThe card names no original, as only a folder is known; say --base-model ORG/NAME."

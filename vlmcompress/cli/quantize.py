@@ -1,0 +1,266 @@
+"""Write a compressed checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress.cli import _flags, _process
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import OK, Outcome, evaluation_command, written_text
+from vlmcompress.export import readers
+from vlmcompress.utils import distributed, hub, json_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import ProgressBar
+from vlmcompress.utils.registry import FORMATS
+from vlmcompress.utils.text import percentage, size, smaller, table
+
+if TYPE_CHECKING:
+    from vlmcompress.models.data import Preview
+    from vlmcompress.quantization.plan.plan import Plan
+    from vlmcompress.recipe import Resolved
+
+GROUP = "compress"
+PLACE = 21
+
+
+def options(parser: Parser) -> None:
+    _flags.recipe(parser)
+    _flags.tensor_parallel(parser, "devices that are to share the model; refuse what vLLM cannot split; default: 1")
+    parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
+    _flags.resumable(parser, "OUT")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Write the checkpoint; with `--dry-run`, show the plan."""
+    from vlmcompress.recipe import resolve
+
+    values = _flags.recipe_values(args)
+    resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
+    if args.tp != 1:
+        _check_devices(resolved, _flags.devices(args))
+    if args.dry_run:
+        return _planned(resolved, values, args.recipe, args.overwrite)
+    if resolved.recipe.out is None:
+        raise UserError("no output folder given; add -o OUT")
+    from vlmcompress.quantization.run import quantize
+
+    with closing(ProgressBar()) as progress:
+        done = quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not distributed.is_main():
+        return OK, None, ""
+    for line in done.manifest["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+    data = result(done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - args.began)
+    return OK, data, text(data, args.verbose)
+
+
+def _check_devices(resolved: Resolved, tp: int) -> None:
+    """Raise `UserError` where vLLM could not share what the recipe gives out among `tp` devices."""
+    _process.import_transformers()
+    from vlmcompress.quantization.plan import devices
+    from vlmcompress.quantization.plan.plan import make_plan
+
+    if problem := devices.problem(make_plan(resolved.recipe), tp):
+        raise UserError(problem)
+
+
+def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, overwrite: bool) -> Outcome:
+    """The outcome of `--dry-run`, with the bit widths of groups where statistics decide them.
+
+    Args:
+        resolved: the recipe; of its model only headers may have been fetched.
+        values, file: recipe values of flags and the recipe file, to resolve it again with the weights.
+        overwrite: whether OUT may be there, if it is ours.
+    """
+    _process.import_transformers()
+    from vlmcompress.export.manifest import MANIFEST
+    from vlmcompress.quantization.plan import devices
+    from vlmcompress.quantization.plan.calibration_data import looked_at
+    from vlmcompress.quantization.plan.plan import make_plan
+    from vlmcompress.utils import folders
+
+    recipe = resolved.recipe
+    if recipe.out is not None:
+        folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)
+    plan = make_plan(recipe)
+    preview = looked_at(plan)
+    if recipe.out is not None and plan.statistics:
+        folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
+    if plan.budget and plan.statistics and not plan.recipe.rotate:
+        from vlmcompress.quantization import allocate
+        from vlmcompress.recipe import resolve
+        from vlmcompress.utils.progress import silent
+
+        whole = resolve(values, file).recipe  # bits are shared out by the weights themselves
+        plan = allocate.share_out(make_plan(whole), progress=silent)
+    data = {
+        "ok": True,
+        **plan.to_dict(),
+        "devices": devices.choices(plan),
+        "samples": preview.count if preview else None,
+        "origins": resolved.origins,
+    }
+    return OK, data, plan_text(plan, resolved, preview)
+
+
+def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
+    """A plan as text: settings with their origins, layers, sizes. `preview`: of the calibration samples; None: not read."""
+    from vlmcompress.quantization.plan import devices
+
+    flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
+    settings = [
+        (key, value if isinstance(value, str) else json.dumps(value), resolved.origin(key))
+        for key, value in flat.items()
+    ]
+    rows: list[tuple] = [("part", "group", "format", "blocks", "layers [out, in]")]
+    for row in plan.rows:
+        group = f"{row.group}, of {row.experts} experts" if row.experts else row.group
+        layers = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.linears, row.shapes, strict=True))
+        rows.append((row.part, group, row.format, row.blocks, layers))
+    calibrate, data = plan.recipe.calibrate, "no data needed"
+    if plan.needs_data or (calibrate.data and plan.reads_data):
+        data = f"{preview.count} samples; {preview.text}" if preview else f"at most {calibrate.samples} samples"
+    if plan.statistics:
+        data = f"statistics of {plan.statistics.facts['calibration']['samples']} samples, no forward pass"
+    ratio = "as they are"
+    if plan.bytes_after != plan.bytes_before:
+        ratio = smaller(plan.bytes_before, max(plan.bytes_after, 1))
+    prefix = {"float": "float: blocks are solved behind unquantized ones", None: "none: nothing is observed"}
+    shared = allocation_text(plan.allocation) if plan.allocation else ""
+    if plan.undecided:
+        shared = "\nThe widths of groups are decided after the calibration; with --stats they are shown here."
+    read = "Weights and statistics were read" if plan.allocation else "Of the model nothing was read but headers"
+    totals = [
+        ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({ratio})"),
+        *([("images", plan.visual_tokens.text)] if plan.visual_tokens else []),
+        ("peak memory", f"about {size(plan.peak_bytes)}"),
+        ("calibration", data),
+        ("devices", devices_text(devices.choices(plan))),
+        ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved behind quantized ones")),
+    ]
+    lines = [f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})", table(settings)]
+    lines.append(f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}")
+    lines += [*([table(rows)] if plan.rows else []), "", table(totals), *([shared] if shared else [])]
+    return "\n".join([*lines, f"\n{read}, and nothing written."])
+
+
+def allocation_text(allocation: Mapping[str, Any]) -> str:
+    """The bit width of each group, and the predicted error of this allocation and of one width for all."""
+    names = list(dict.fromkeys(entry["group"] for entry in allocation["groups"]))
+    widths = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
+    blocks = sorted({block for block, _ in widths})
+    rows = [("block", *names)] + [(block, *(widths.get((block, name), "") for name in names)) for block in blocks]
+    errors = [("", "bits per weight", f"predicted, {allocation['unit']}")]
+    errors += [
+        (f"all {name}", entry["bits"], f"{entry['predicted']:.4g}") for name, entry in allocation["uniform"].items()
+    ]
+    errors.append((f"by {allocation['by']}", allocation["bits"], f"{allocation['predicted']:.4g}"))
+    return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
+
+
+def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Describe the written checkpoint as data for `--json`."""
+    before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
+    recipe = manifest["recipe"]
+    other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
+    facts = readers.read(json_files.read(out / "config.json"), out.name)
+    served = recipe.get("engine", "vllm") == "vllm" and readers.verdict("vllm", facts).reason is None
+    engine = f" --engine {other} --baseline-engine hf" if other else " --engine hf"
+    compare = evaluation_command(out, model, "" if served else engine)
+    serve = f"vlmcompress serve {shlex.quote(str(out))}"
+    return {
+        "ok": True,
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        "weights_before": before,
+        "weights_after": after,
+        "ratio": round(before / max(after, 1), 4),
+        "devices": manifest["devices"],
+        "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
+        "worst_layers": worst_layers(manifest["errors"]),
+        "kv_cache": kv_cache(manifest["kv_cache"]),
+        "resize": recipe.get("resize"),
+        "reduce": recipe.get("reduce"),
+        "visual_tokens": manifest.get("visual_tokens"),
+        "warnings": manifest["warnings"],
+        "timing": manifest.get("timing", {}),
+        "next": [compare, serve] if served else [compare],
+    }
+
+
+def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> list[dict[str, Any]]:
+    """The layers with the largest relative output error in any modality."""
+    ranked = sorted(errors.items(), key=lambda item: (-max(item[1].values(), default=0.0), item[0]))
+    return [{"layer": name, "error": dict(by_modality)} for name, by_modality in ranked[:count]]
+
+
+def kv_cache(ranges: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """For an FP8 cache: the largest share of visual (text) values clipped by scales calibrated on the other kind alone."""
+    if not ranges:
+        return None
+    clipped = {
+        kind: max(
+            (part["clipped"][kind] or 0.0, f"{name} {part_name}")
+            for name, parts in ranges.items()
+            for part_name, part in parts.items()
+        )
+        for kind in ("vision", "text")
+    }
+    return {"attentions": len(ranges), "clipped": {kind: {"share": s, "where": w} for kind, (s, w) in clipped.items()}}
+
+
+def text(done: Mapping[str, Any], verbose: bool = False) -> str:
+    """Describe the written checkpoint as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    from vlmcompress.export.manifest import error_kind, errors_text
+
+    before, after = done["weights_before"], done["weights_after"]
+    changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
+    lines = [f"  weights   {f'{size(after)}, as they were' if before == after else changed}"]
+    if done["reduce"] or done["resize"]:
+        from vlmcompress.quantization.plan.visual_tokens import tokens_text
+        from vlmcompress.reduction.choice import read
+        from vlmcompress.reduction.resize import Resize
+
+        reducer = read(done["reduce"]) if done["reduce"] else None
+        resize = Resize(**done["resize"]) if done["resize"] else None
+        lines.append(f"  images    {tokens_text(reducer, done['visual_tokens'], resize)}")
+    lines.append(f"  devices   {devices_text(done['devices'])}")
+    if done["bits"]:
+        lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
+    for number, layer in enumerate(done["worst_layers"]):
+        error = ", ".join(f"{error_kind(modality)} {percentage(value)}" for modality, value in layer["error"].items())
+        lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
+    if done["worst_layers"]:
+        of_layers = errors_text({layer["layer"]: layer["error"] for layer in done["worst_layers"]})
+        lines.append(f"  {'':<9} ({of_layers[:1].lower()}{of_layers[1:].rstrip('.')})")
+    if done["kv_cache"]:
+        worst = done["kv_cache"]["clipped"]["vision"]
+        scales = (
+            f"scales for {done['kv_cache']['attentions']} layers; calibrated on text tokens alone they would clip up to"
+        )
+        lines.append(f"  KV cache  {scales} {worst['share']:.2%} of visual values ({worst['where']})")
+    return written_text(done, lines, verbose)
+
+
+def devices_text(choices: Sequence[int]) -> str:
+    """How many devices vLLM can share a checkpoint out among."""
+    return f"{' or '.join(map(str, choices))} can share it in vLLM (check --tp N says why not N)"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif value not in ({}, []):
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,29 @@
+"""Put the reports of several runs on one page."""
+
+from __future__ import annotations
+
+import argparse
+
+from vlmcompress.cli._outcome import OK, Outcome
+
+GROUP = "measure"
+PLACE = 33
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", metavar="DIR", nargs="+", help="folder with a results.json, from eval or bench --report"
+    )
+    parser.add_argument("-o", "--out", metavar="FOLDER", default="report", help="folder to write; default: report")
+    parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Write the page. The exit code is 0 also for a failed gate, which `eval` exits with."""
+    from vlmcompress.evaluation.report import comparison
+
+    files = comparison.write(args.runs, args.out, overwrite=args.overwrite)
+    data = {"ok": True, "files": {kind: str(path) for kind, path in files.items()}}
+    tables = comparison.terminal(args.runs)
+    text = f"Wrote {files['html']} ({', '.join(path.name for path in files.values())})."
+    return OK, data, f"{tables}\n{text}" if tables else text

@@ -1,0 +1,73 @@
+"""Show each layer's error by modality, and what changed between two checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlmcompress.cli._outcome import OK, Outcome
+from vlmcompress.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from vlmcompress.evaluation.doctor.layer_errors import LayerErrors
+
+GROUP = "measure"
+PLACE = 34
+SHOWN = 12  # layers in the table
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="OUT", help="folder written by vlmcompress quantize")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second one: show what changed from OUT to OTHER")
+    parser.add_argument("-o", "--out", metavar="FILE", help="write a page with heat maps; .html")
+    parser.add_argument(
+        "--top", type=int, metavar="N", default=SHOWN, help=f"layers in the table; default: {SHOWN}; 0: all"
+    )
+    parser.add_argument("--stats", metavar="STATS", help="measure the errors with these statistics; needs --model")
+    parser.add_argument("--model", metavar="MODEL", help="the original, for --stats")
+    parser.epilog = (
+        "The error of a layer is |X dW^T|^2 / |X W^T|^2 over the calibration tokens of a modality. quantize records it; a\n"
+        "scheme that needs no data (rtn, fp8) knows the weights' own error only, and --stats brings the rest."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Read or measure the errors, and write a page of them where one is asked for."""
+    from vlmcompress.evaluation.report import layers
+    from vlmcompress.utils.folders import save
+
+    if args.top < 0:
+        raise UserError(f"--top is {args.top}; give a number of layers, or 0 for all")
+    if bool(args.stats) != bool(args.model):
+        raise UserError("--stats and --model belong together; give both or none")
+    if args.out is not None and Path(args.out).suffix not in (".html", ".htm"):
+        raise UserError(f"--out {args.out}: a page is written; name it FILE.html")
+    first, *rest = _errors(args)
+    other = rest[0] if rest else None
+    data = {"ok": True, **layers.data(first, other)}
+    text = layers.text(first, other, args.top)
+    if args.out is not None:
+        out = Path(args.out)
+        if out.is_dir():
+            raise UserError(f"{out} is a folder; name the file to write")
+        data["file"] = str(save(out.parent, {"html": (out.name, layers.page(first, other))})["html"])
+        text += f"\n\nWrote {out}."
+    return OK, data, text
+
+
+def _errors(args: argparse.Namespace) -> list[LayerErrors]:
+    """The errors of the checkpoint, and of the other one where there is one."""
+    folders = [Path(folder) for folder in (args.checkpoint, args.other) if folder is not None]
+    if args.stats is None:
+        from vlmcompress.evaluation.doctor import layer_errors
+
+        return [layer_errors.read(folder) for folder in folders]
+    from vlmcompress.evaluation.doctor import measured_errors
+    from vlmcompress.quantization.calibration import statistics_folder
+    from vlmcompress.utils import hub
+
+    statistics, model = statistics_folder.read(Path(args.stats)), hub.local(args.model)
+    if not model.is_dir():
+        raise UserError(f"{model} is not a folder; give the original that the statistics are of")
+    return [measured_errors.measure(folder, statistics, model) for folder in folders]

@@ -1,0 +1,63 @@
+"""Run vLLM's OpenAI-compatible server, llama.cpp's for GGUF; flags after -- go to vllm serve."""
+
+from __future__ import annotations
+
+import argparse
+
+from vlmcompress.cli import _flags
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import OK, Outcome
+
+GROUP = "carry on"
+PLACE = 40
+PASSES_ON = "vllm serve"
+
+
+def options(parser: Parser) -> None:
+    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint; the original's works as well")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
+    parser.add_argument(
+        "--images-per-request", aliases=["--images"], type=int, default=4, metavar="N", help="at most; default: 4"
+    )
+    parser.add_argument(
+        "--videos-per-request", aliases=["--videos"], type=int, default=0, metavar="N", help="at most; default: none"
+    )
+    _flags.speculation(parser, "what drafts tokens")
+    parser.set_defaults(verbose=True)  # a server's log is what one looks at
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Start the server; this process becomes it."""
+    from vlmcompress.engines import llamacpp_server
+
+    if llamacpp_server.is_gguf(args.out):
+        llamacpp_server.serve(args.out, args.host, args.port, args.max_model_len, _vllm_flags(args))
+    from vlmcompress.engines.vllm.serve import serve
+
+    serve(
+        args.out,
+        host=args.host,
+        port=args.port,
+        images=args.images_per_request,
+        videos=args.videos_per_request,
+        max_model_len=args.max_model_len,
+        speculative=_flags.drafting(args, args.out),
+        extra=args.extra,
+    )
+    return OK, {"ok": True}, ""
+
+
+def _vllm_flags(args: argparse.Namespace) -> list[str]:
+    """The flags that were given and that llama.cpp's server does not have."""
+    flags = [
+        f"--{name}"
+        for name, default in (("videos-per-request", 0), ("images-per-request", 4))
+        if _differs(args, name, default)
+    ]
+    return flags + (["--draft or --speculative-config"] if _flags.drafting(args, args.out) else []) + list(args.extra)
+
+
+def _differs(args: argparse.Namespace, name: str, default: int) -> bool:
+    return getattr(args, name.replace("-", "_")) != default

@@ -1,0 +1,66 @@
+"""Learn DyMU's thresholds: how alike tokens must be to merge, layer by layer."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+from pathlib import Path
+
+from vlmcompress.cli import _flags
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import OK, Outcome
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import ProgressBar
+
+GROUP = "compress"
+PLACE = 27
+
+
+def options(parser: Parser) -> None:
+    none = argparse.SUPPRESS
+    _flags.model(parser)
+    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .json")
+    parser.add_argument("--keep", metavar="SHARE", default="1/3", help="of the tokens, on average; default: 1/3")
+    parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
+    _flags.rows(parser)
+    parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples; default: 128")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of their choice; default: 0")
+    parser.set_defaults(set=[])
+    parser.epilog = (
+        "Tokens merge in each layer where they are more alike than its threshold, so plain images keep fewer than rich ones.\n"
+        "Use the file with --reduce dymu:thresholds=FILE."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Learn the thresholds and write them."""
+    from vlmcompress import models
+    from vlmcompress.quantization.inputs import placed, read_inputs
+    from vlmcompress.recipe import resolve
+    from vlmcompress.reduction import support, threshold_file
+    from vlmcompress.reduction.choice import parse
+    from vlmcompress.reduction.hooks import learning
+
+    out = Path(args.out)
+    if out.suffix != ".json" or out.is_dir():
+        raise UserError(f"--out {out}: thresholds go to a file; name it FILE.json")
+    reducer = parse(f"{threshold_file.METHOD}:{args.keep}")
+    values = {key: value for key, value in _flags.recipe_values(args).items() if key != "out"}
+    recipe = resolve(values | {"scheme": "none"}).recipe
+    if reason := support.family_refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
+        raise UserError(reason)
+    vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    support.check(vlm, reducer)
+    with closing(ProgressBar()) as progress:
+        inputs = read_inputs(recipe, vlm, "vlmcompress thresholds", progress)
+        with placed(vlm):
+            learnt = learning.learn(vlm, inputs.batches, reducer, progress)
+            kept = learning.kept(vlm, inputs.batches, learnt)
+    content = threshold_file.save(out, vlm, learnt, kept, inputs.origin or {})
+    facts = content["kept"]
+    lines = [
+        f"Thresholds of {len(content['reduce']['thresholds'])} layers, with which {facts['pictures']} pictures keep "
+        f"{facts['mean']:g} tokens on average, {facts['least']} to {facts['most']}.",
+        f"Wrote {out}; use it with --reduce {threshold_file.METHOD}:thresholds={out}",
+    ]
+    return OK, {"ok": True, "out": str(out), **content}, "\n".join(lines)

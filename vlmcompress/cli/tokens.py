@@ -1,0 +1,94 @@
+"""Count what images cost before and after a reducer, without reading weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vlmcompress.cli import _flags, _process
+from vlmcompress.cli._flags import Parser
+from vlmcompress.cli._outcome import OK, Outcome
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.text import parse_pixels, table
+from vlmcompress.utils.text import size as size_text
+
+if TYPE_CHECKING:
+    from vlmcompress.quantization.plan.prompt_cost import Planned
+
+GROUP = "look first"
+PLACE = 12
+CACHE_BYTES = {"fp8": 1, "bf16": 2}
+
+
+def options(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder with config.json and the processor's files, or an id")
+    parser.add_argument(
+        "--image-size", metavar="WxH", action="append", required=True, help="may be repeated: images of one prompt"
+    )
+    _flags.reducers(parser, required=False)
+    parser.add_argument("--question", metavar="Q", default="", help="text behind the images")
+    _flags.kv_cache(parser, "fp8 or bf16; default: the model's own type", default=None, metavar="TYPE")
+    parser.epilog = (
+        "prefill and KV cache are the language model's; the encoder works on whole images whatever a reducer drops, and on\n"
+        "smaller ones with resize, which is shown alone and before each reducer."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Count the tokens, the work on them and the cache that they fill."""
+    if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
+        raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
+    _process.import_transformers()
+    from vlmcompress.quantization.plan import prompt_cost
+    from vlmcompress.reduction.choice import compared
+
+    sizes = [parse_pixels(text, "--image-size", most=999_999_999) for text in args.image_size]
+    resize, reducers = compared(args.reduce)
+    model = hub.local(args.model, weights="none")
+    costs = prompt_cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
+    for note in costs.notes:
+        print(f"warning: {note}", file=sys.stderr)
+    data = {"ok": True, "model": str(args.model), **costs.to_dict()}
+    for image, size in zip(data["images"], args.image_size, strict=True):
+        image["size"] = size
+    return OK, data, _text(costs, args.image_size)
+
+
+def _text(costs: Planned, sizes: list[str]) -> str:
+    """The tables of images and of costs."""
+    images = [("image", "visual tokens", "rows x columns")]
+    for size, layout in zip(sizes, costs.layouts, strict=True):
+        grids = [f"{piece.rows}x{piece.columns}" for piece in layout.pieces]
+        same = [f"{grids.count(grid)} of {grid}" if grids.count(grid) > 1 else grid for grid in dict.fromkeys(grids)]
+        images.append((size, f"{layout.tokens:,}", ", ".join(same)))
+    full, none = costs.full, costs.text_only
+    rows = [("", "visual", "kept", "prompt", "prefill", "KV cache", "of images")]
+    for name, cost in {"all": full, **costs.reduced}.items():
+        if cost is None:
+            rows.append((name, "depends on what the image shows", "", "", "", "", ""))
+            continue
+        kept, work = cost.visual / max(full.visual, 1), cost.multiply_adds / full.multiply_adds
+        cache = size_text(cost.kv_bytes_prompt), size_text(cost.kv_bytes)
+        rows.append((name, f"{cost.visual:,}", f"{kept:.1%}", f"{cost.prompt:,}", f"{work:.1%}", *cache))
+    steps = [f"{name}: {_steps(cost.blocks)}" for name, cost in costs.reduced.items() if cost and cost.differs]
+    share, work = full.visual / full.prompt, 1 - none.multiply_adds / full.multiply_adds
+    return "\n".join(
+        [
+            f"{costs.family}: a prompt with {len(sizes)} image{'s' * (len(sizes) > 1)} and {costs.text:,} other tokens",
+            table(images),
+            "",
+            table(rows),
+            *(["", *steps] if steps else []),
+            f"\nVisual tokens are {share:.1%} of the prompt and {work:.1%} of the language model's work on it.",
+        ]
+    )
+
+
+def _steps(blocks: Sequence[int]) -> str:
+    """Write visual tokens by decoder block: each count, and where it begins."""
+    starts = [block for block, count in enumerate(blocks) if not block or count != blocks[block - 1]]
+    first, *others = [f"{blocks[block]:,} {{}}from block {block} on" for block in starts]
+    return ", ".join([first.format("visual tokens "), *(step.format("") for step in others)])

@@ -1,0 +1,74 @@
+"""Base of the engines of llama.cpp and OpenVINO, which get a prompt as text, and its images apart.
+
+The text is rendered here, by the checkpoint's own chat template, so that prompts are those of the other engines: llama.cpp's
+chat interface puts an image where a text part stands, and leaves out what a template writes around it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from vlmcompress.engines import media_file
+
+
+class Rendered:
+    """A checkpoint's family in the engine's format, and the processor that renders prompts.
+
+    Args:
+        job: see `worker`.
+        format: its name, as `quantize --format` has it.
+        families: registry of the families in that format.
+        files: what the folder must have.
+
+    Raises:
+        ValueError: the folder is no checkpoint of that format.
+    """
+
+    def __init__(self, job: dict, format: str, families: Any, *files: str):
+        from transformers import AutoProcessor
+
+        folder = Path(job["model"])
+        for name in files:
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder} has no {name}; write it by quantize --format {format}")
+        try:
+            family = json.loads((folder / "vlmcompress.json").read_text(encoding="utf-8"))["model"]["family"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{folder} is no checkpoint of ours; write one by quantize --format {format}") from error
+        self.family_name, self.family = family, families.get(family).FAMILY
+        self.processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        self.media = Path(job["media"])
+
+    def encode_image(self, picture: Image.Image) -> Any:
+        """An RGB image in the form that the engine takes."""
+        raise NotImplementedError
+
+    def prompt(self, messages: list[dict]) -> tuple[str, list]:
+        """The text of a conversation, with the family's mark for each image, and the images.
+
+        A token that begins a text is left out where the tokenizer adds it. Images are opened as transformers does: other
+        decoders of JPEG give other pixels.
+        """
+        images: list[Any] = []
+        conversation = []
+        for message in messages:
+            content = message["content"]
+            parts: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+            for at, part in enumerate(parts):
+                if part["type"] == "image_url":
+                    with Image.open(media_file(part["image_url"]["url"], self.media)) as picture:
+                        images.append(self.encode_image(picture.convert("RGB")))
+                    parts[at] = {"type": "image"}
+            conversation.append(message | {"content": parts})
+        text = self.processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        if text.count(self.family.image) != len(images):
+            raise ValueError(f"the chat template does not write '{self.family.image}' once for each image")
+        tokenizer = self.processor.tokenizer
+        begin = tokenizer.bos_token
+        if begin and text.startswith(begin) and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
+            text = text.removeprefix(begin)
+        return text, images

@@ -1,0 +1,186 @@
+"""Memory of keys, values and states, in whole blocks, as vLLM 0.32 shares it out among requests.
+
+All layers take blocks from one pool. A block of a layer is a *page*: `block` tokens of an attention layer, or the one state
+of a recurrent layer, padded to the size of the others' pages. Layers that need the same (`kinds`) are put into groups of equal
+length, and a group has its own table of blocks, so
+
+    bytes of a block = page * layers of the longest group
+    blocks of a request of n tokens = sum over groups of
+        ceil(n / block)                                           full attention
+        ceil(min(window - 1 + in flight, n) / block) + 1          a sliding window
+        1, or 2 where prefixes are cached, + drafted tokens       a recurrent state
+    requests at once = (bytes of the pool // bytes of a block) / blocks of a request
+
+"In flight" are tokens that are scheduled and not yet settled: a sliding layer frees blocks only after them.
+
+Source: vLLM 0.32 `v1/core/kv_cache_utils.py` (`get_kv_cache_groups`, `unify_kv_cache_spec_page_size`,
+`get_max_concurrency_for_kv_cache_config`), `v1/kv_cache_interface.py` (`max_memory_usage_bytes`) and
+`platforms/interface.py` (`_align_hybrid_block_size`). `tests/quantization/plan/test_against_vllm.py` compares with its log.
+
+`Defaults` is what vLLM does unless told otherwise, as far as memory and batches depend on it: `config/cache.py`
+(`gpu_memory_utilization`, `DEFAULT_BLOCK_SIZE`), `engine/arg_utils.py` (`get_batch_defaults` of the OpenAI server),
+`platforms/cpu.py` (blocks of 128, one batch at once), `config/vllm.py` (`max_concurrent_batches`: two on a GPU, where
+scheduling is asynchronous), `config/scheduler.py` (the encoder's cache holds as many embeddings as a batch has tokens, or one
+image where that is more).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from vlmcompress.recipe.targets import Target
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one decoder block caches on one device.
+
+    Attributes:
+        token_bytes: bytes of keys and values for each token; 0 for a recurrent block.
+        window: tokens that a sliding window sees; None: all.
+        state_bytes: bytes of the state of a sequence; 0 for attention.
+        heads: heads of keys on this device. Layers of unlike heads never share a group.
+    """
+
+    token_bytes: int
+    window: int | None = None
+    state_bytes: int = 0
+    heads: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share a table of blocks: their number, the tokens of a block, the window, the states of a sequence."""
+
+    layers: int
+    block: int
+    window: int | None = None
+    states: int = 0
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How the cache of a model is cut: groups of layers, and the bytes of one block of the pool."""
+
+    groups: tuple[Group, ...]
+    block_bytes: int
+
+    def blocks(self, tokens: int, in_flight: int) -> int:
+        """Blocks that a request of so many tokens takes at most."""
+        return sum(_blocks(group, tokens, in_flight) for group in self.groups)
+
+    def request_bytes(self, tokens: int, in_flight: int) -> int:
+        """Bytes of these blocks."""
+        return self.blocks(tokens, in_flight) * self.block_bytes
+
+    def requests(self, space: int, tokens: int, in_flight: int) -> Fraction:
+        """How many requests of so many tokens a pool of `space` bytes holds: what vLLM logs as maximum concurrency."""
+        if not self.groups:
+            return Fraction(0)
+        return Fraction(max(space, 0) // self.block_bytes, self.blocks(tokens, in_flight))
+
+    def capacity(self, space: int, tokens: int, in_flight: int) -> int:
+        """Tokens that vLLM logs as the size of its cache, where requests have up to `tokens` tokens."""
+        return int(float(self.requests(space, tokens, in_flight)) * tokens)
+
+
+def tokens_bytes(layers: Sequence[Layer], tokens: int) -> int:
+    """Bytes that `tokens` tokens fill, without rounding up to blocks: keys and values within each window, and states."""
+    return sum(layer.state_bytes + layer.token_bytes * min(tokens, layer.window or tokens) for layer in layers)
+
+
+def pool(layers: Sequence[Layer], block: int, kernel: int, prefix_caching: bool = True, drafts: int = 0) -> Pool:
+    """Cut the cache of these layers as vLLM does.
+
+    Args:
+        layers: the decoder's blocks on one device.
+        block: tokens of a block that the engine begins with.
+        kernel: tokens that a block has to be a multiple of for the attention kernel.
+        prefix_caching: whether prefixes are cached: a recurrent layer then keeps two states.
+        drafts: tokens that are drafted at once: it keeps a state more for each.
+    """
+    copies = 1 + prefix_caching + drafts
+    states = max((layer.state_bytes for layer in layers), default=0)
+    attention = [layer for layer in layers if layer.token_bytes]
+    if states and attention:
+        unit = max(kernel, block)
+        needed = unit * math.ceil(states / (unit * attention[0].token_bytes))
+        block = max(block, kernel * math.ceil(needed / kernel))
+    pages = {layer: layer.token_bytes * block if layer.token_bytes else layer.state_bytes for layer in layers}
+    largest = max(pages.values(), default=0)
+    if not largest:
+        return Pool((), 0)
+    counts = Counter(_kind(layer, block, pages[layer], largest, copies) for layer in layers)
+    full = all(layer.window is None and layer.token_bytes for layer in layers)
+    if full or len(counts) == 1:  # unlike heads stay in one group, each with a page of its own
+        states = 0 if layers[0].token_bytes else copies
+        return Pool((Group(len(layers), block, layers[0].window, states),), sum(pages[layer] for layer in layers))
+    length = min(counts.values())
+    if max(counts.values()) < length * 1.5:
+        length = max(counts.values())
+    groups = []
+    for (tokens, window, kept, _), count in counts.items():
+        number = math.ceil(count / length)
+        groups += [Group(math.ceil(count / number), tokens, window, kept)] * number
+    return Pool(tuple(groups), largest * max(group.layers for group in groups))
+
+
+def _kind(layer: Layer, block: int, page: int, largest: int, copies: int) -> tuple[int, int | None, int, int]:
+    """What layers of one group have in common: tokens of a block, window, copies of a state, heads.
+
+    A smaller page that divides the largest gets more tokens; else it is padded.
+    """
+    if not layer.token_bytes:
+        return 0, None, copies, layer.heads
+    tokens = block * (largest // page) if largest % page == 0 else block
+    return tokens, layer.window, 0, layer.heads
+
+
+def _blocks(group: Group, tokens: int, in_flight: int) -> int:
+    if group.states:
+        return group.states
+    if group.window is None:
+        return math.ceil(tokens / group.block)
+    return math.ceil(min(group.window - 1 + in_flight, tokens) / group.block) + 1
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """vLLM's defaults on a machine.
+
+    Attributes:
+        block: tokens of a block; `kernel`: what its size is a multiple of.
+        batched: the most tokens of a step (`--max-num-batched-tokens`).
+        sequences: the most sequences of a step (`--max-num-seqs`).
+        batches: steps under way at once.
+    """
+
+    block: int = 16
+    kernel: int = 16
+    batched: int = 2048
+    sequences: int = 256
+    batches: int = 2
+
+    def in_flight(self, length: int) -> int:
+        """Tokens that are scheduled and not yet settled, at most, where sequences have up to `length` tokens."""
+        return self.batches * min(self.batched, self.sequences * length)
+
+
+def defaults(target: Target | None, memory: float | None = None) -> Defaults:
+    """vLLM's defaults on a target. `memory`: bytes of a device; None: the target's."""
+    if target and target.is_cpu:
+        return Defaults(block=128, kernel=32, batched=2048, sequences=128, batches=1)
+    size = memory if memory is not None else (target.memory or 0) * 1e9 if target else 0
+    # 80 GB as sold are 79 to 80 GiB, and vLLM's limits are 70 and 160 GiB: figures as sold fall on the same side.
+    if size >= 160 * GIB:
+        return Defaults(batched=16384, sequences=1024)
+    if size >= 70 * GIB and target and not target.title.startswith("A100"):
+        return Defaults(batched=8192, sequences=1024)
+    return Defaults()

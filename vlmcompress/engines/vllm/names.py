@@ -1,0 +1,50 @@
+"""Ask vLLM for the place of every tensor of a checkpoint before any weight is loaded.
+
+`models.unfound` says the same from tables, without vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.engines.vllm import ENGINE as VLLM
+from vlmcompress.engines.vllm import environment
+from vlmcompress.utils.messages import Finding
+
+TIMEOUT = 1800.0  # seconds in which vLLM must be imported, or a model built
+ENGINE = replace(
+    VLLM,
+    name="vllm-names",
+    module=Path(__file__).with_name("names_worker.py"),
+    environment=lambda: environment(VLLM_LOGGING_LEVEL="ERROR"),
+)
+
+
+def tensor_places(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """What vLLM makes of each folder, as `names_worker` says it, by the names given here; in one process."""
+    lines = [{"id": name, "folder": str(Path(folder).resolve())} for name, folder in folders.items()]
+    first = next(iter(folders.values()))
+    with contextlib.closing(ENGINE.events({}, lines, first, TIMEOUT, TIMEOUT)) as events:
+        return {event["id"]: event for event in events if event["event"] == "answer"}
+
+
+def check(folder: Path) -> Finding:
+    """Whether vLLM takes all tensors of a checkpoint, and lacks none. UserError: vLLM can't be asked."""
+    placed = tensor_places({"": folder})[""]
+    if "error" in placed:
+        return Finding("names", False, f"vLLM can't build the model of {folder}: {placed['error']}")
+    if lost := placed["lost"]:
+        first = min(lost)
+        what = f"vLLM has no place for {len(lost)} tensors, first '{first}' ({lost[first]})"
+        return Finding(
+            "names", False, f"{what}; let `vlmcompress quantize` write the original again, it puts names right"
+        )
+    if missing := placed["missing"]:
+        what = f"vLLM's {placed['class']} gets nothing for {len(missing)} parameters, first '{missing[0]}'"
+        return Finding("names", False, f"{what}; let `vlmcompress quantize` write the original again")
+    text = f"vLLM's {placed['class']} takes all {len(placed['places'])} tensors by their names, and misses none"
+    return Finding("names", True, text)

@@ -1,0 +1,219 @@
+"""One checkpoint's answers to a suite: lm-eval builds prompts and scores, an engine answers, a journal keeps the answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.engines import Answer, Engine, Request, Settings
+from vlmcompress.evaluation.accuracy import journal as journals
+from vlmcompress.evaluation.accuracy.journal import Journal
+from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, Place, metric, quiet
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import Progress
+
+REFUSED = 0.1
+"""The share of a suite's samples that an engine may refuse."""
+
+SEPARATOR = " | "  # between several reference answers, where they are one text
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answered question.
+
+    Attributes:
+        expected: the reference answer, or several joined by `SEPARATOR`.
+        text: the answer, cut at the task's stop strings.
+        score: in 0 to 1; 0 where no answer could be parsed from the text (`parsed` is False), or where it was refused.
+        image: name of the images or videos that the question is about, equal for equal images.
+    """
+
+    id: str
+    family: str
+    question: str
+    expected: str
+    text: str
+    score: float
+    parsed: bool
+    image: str
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class SuiteAnswers:
+    """A checkpoint's answers to a suite, in the suite's order.
+
+    Attributes:
+        sha256: hash of all questions; equal for two checkpoints that got the same ones.
+        metrics: task -> metric -> value, as lm-eval aggregates them.
+        engine: the engine's description of itself.
+        seconds: seconds that the engine took to answer, without its start.
+        resumed: number of answers that came from the journal.
+    """
+
+    samples: tuple[Sample, ...]
+    sha256: str
+    metrics: dict[str, dict[str, float]]
+    engine: dict[str, Any]
+    seconds: float
+    resumed: int
+
+
+def ask_suite(
+    model: str | Path,
+    suite: LoadedSuite,
+    engine: Engine,
+    settings: Settings | None = None,
+    journal: Journal | None = None,
+    progress: Progress | None = None,
+    label: str = "answering",
+) -> SuiteAnswers:
+    """Ask a checkpoint all questions of a suite that the journal has no answer to.
+
+    Args:
+        model: checkpoint folder, or its name on the server.
+        settings: settings of the engine; the length of answers is not among them, as the task decides it.
+        journal: journal that keeps the answers as they come; None: they are not kept.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: the engine fails, an image is missing, a score can't be paired, or the journal can't be written.
+    """
+    from lm_eval.evaluator import evaluate
+
+    from vlmcompress.evaluation.accuracy.lm import EngineLM
+
+    places = {(place.task, place.index): place for place in suite.places}
+    with tempfile.TemporaryDirectory(prefix="vlmcompress-eval-") as media:
+        answer = _JournalledEngine(model, engine, settings or Settings(), journal, progress, label, Path(media))
+        lm = EngineLM(answer, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media))
+        for task in suite.tasks.values():
+            task.set_config("num_fewshot", task.config.num_fewshot or 0)
+            task.set_fewshot_seed(suite.seed)
+        with quiet():
+            evaluation = evaluate(
+                lm=lm,
+                task_dict={"tasks": dict(suite.tasks)},
+                bootstrap_iters=0,
+                apply_chat_template=True,
+                fewshot_as_multiturn=True,
+            )
+    rows: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for task, logged in evaluation["samples"].items():
+        for row in logged:
+            rows.setdefault((task, row["doc_id"]), row)  # the first of several filters counts
+    samples = tuple(
+        _sample(place, rows[key], metric(suite.tasks[place.task]), lm.requests[place.id], lm.answers[place.id])
+        for key, place in places.items()
+    )
+    return SuiteAnswers(
+        samples=samples,
+        sha256=_fingerprint(samples, lm.requests),
+        metrics={task: _numbers(metrics) for task, metrics in evaluation["results"].items()},
+        engine=answer.about,
+        seconds=answer.seconds,
+        resumed=answer.resumed,
+    )
+
+
+class _JournalledEngine:
+    """Answers requests from the journal where it has them, the rest by the engine, whose time it adds up."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        engine: Engine,
+        settings: Settings,
+        journal: Journal | None,
+        progress: Progress | None,
+        label: str,
+        media: Path,
+    ):
+        self._model, self._engine, self._settings, self._journal = model, engine, settings, journal
+        self._progress, self._label, self._media = progress, label, media
+        self._identity = journals.identify(model, engine.name)
+        self.about: dict[str, Any] = {}
+        self.seconds, self.resumed = 0.0, 0
+
+    def __call__(self, requests: Sequence[Request]) -> Mapping[str, Answer]:
+        keys = {request.id: journals.key(self._identity, request, self._settings) for request in requests}
+        answers = {} if self._journal is None else self._journal.answered(keys)
+        rest = [request for request in requests if request.id not in answers]
+        settings = replace(self._settings, refusals=int(REFUSED * len(requests)))
+        self.resumed += len(answers)
+        if rest:
+            run = self._engine.answer(
+                self._model,
+                rest,
+                media=self._media,
+                settings=settings,
+                label=self._label,
+                progress=self._progress,
+                on_answer=lambda answer: self._keep(keys[answer.id], answer),
+            )
+            answers |= run.answers
+            self.about, self.seconds = run.engine, self.seconds + run.seconds
+        if self._journal is not None:  # for a later run that finds all its answers in the journal
+            key = f"engine {self._identity.engine} {self._identity.model}"
+            if self.about:
+                self._journal.write(key, self.about)
+            written = self._journal.read(key)
+            self.about = written if isinstance(written, dict) else {}
+        return answers
+
+    def _keep(self, key: str, answer: Answer) -> None:
+        if self._journal is not None and not answer.refused:  # another run may get further
+            self._journal.add(key, answer)
+
+
+def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, answer: Answer) -> Sample:
+    target = row["target"]
+    targets = list(dict.fromkeys(map(str, target))) if isinstance(target, list) else [str(target)]
+    last = next(turn for turn in reversed(request.messages) if turn["role"] == "user")
+    files = [Path(part[part["type"]]["url"]).stem for part in request.media()]
+    return Sample(
+        id=place.id,
+        family=place.family,
+        question="".join(part["text"] for part in last["content"] if part["type"] == "text").strip(),
+        expected=SEPARATOR.join(targets),
+        text=answer.text.strip(),
+        score=0.0 if answer.refused else _score(place, row, name),
+        parsed=bool(row.get("parsed", True)) or bool(answer.refused),
+        image="+".join(files) or f"text:{place.id}",
+        answer=answer,
+    )
+
+
+def _score(place: Place, row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name)
+    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+        raise UserError(
+            f"task {place.task}: its metric {name} gives {str(value)[:60]} for sample '{place.id}', not a number in "
+            "0 to 1; name a metric of single samples first in metric_list"
+        )
+    return float(value)
+
+
+def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> str:
+    """Hash ids, families, prompts, pixels and expected answers of all samples."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        messages = journals.without_folders(requests[sample.id].messages)
+        digest.update(json.dumps([sample.id, sample.family, messages, sample.expected]).encode())
+    return digest.hexdigest()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """A task's metrics from lm-eval's results (`name,filter` -> value), of its first filter and without standard errors."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        plain, comma, _ = name.partition(",")
+        if comma and not plain.endswith("_stderr") and isinstance(value, int | float):
+            numbers.setdefault(plain, float(value))
+    return numbers

@@ -1,0 +1,202 @@
+"""Scores of answers to plain data (image, question, answer), whose rows say what is right but not how to tell.
+
+    named = checked("auto", [suite])               # `--score`; None for `auto`
+    score = choose(named, suite, baseline)         # None for a suite with a score of its own
+    after = score.applied(after)                   # both sides are scored alike
+
+`exact` compares texts but for case, spaces and a final full stop. A model that answers in sentences gets nothing right by it,
+and where nothing is right nothing can be lost. So `auto` looks at the baseline's first `LOOK` answers and takes the strictest
+of `exact`, `normalized` and `contains` that finds at least `SHARE` of what `contains` finds. The candidate's answers have no
+say in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.evaluation.accuracy import scoring
+from vlmcompress.evaluation.accuracy.ask import SEPARATOR, Sample, SuiteAnswers
+from vlmcompress.evaluation.accuracy.tasks import CUSTOM, LoadedSuite
+from vlmcompress.utils.errors import UserError, did_you_mean
+
+AUTO = "auto"
+LOOK, SHARE = 64, 0.8
+Rule = Callable[[str, str], float | None]
+
+
+def exact(answer: str, expected: str) -> float:
+    """1 for the expected text but for case, spaces and a final full stop, else 0."""
+    return float(scoring.normalise(answer) == scoring.normalise(expected))
+
+
+def normalized(answer: str, expected: str) -> float:
+    """1 for the expected words but for case, punctuation and articles, small numbers as words or digits; else 0."""
+    return float(_words(answer) == _words(expected))
+
+
+def contains(answer: str, expected: str) -> float:
+    """1 if the expected words stand in the answer, in that order and side by side, else 0.
+
+    One letter, which may be an option or an article, must be the first or the last word. Texts of writing systems without
+    spaces are looked for as they are, and so are signs alone.
+    """
+    if not any(character.isalnum() for character in expected):
+        return float(expected.strip() in answer)
+    answered, words = _words(answer), _words(expected)
+    if any(unicodedata.east_asian_width(character) in "WF" for character in expected):
+        return float("".join(words) in "".join(answered))
+    if len(words) == 1 and len(words[0]) == 1 and words[0].isalpha():
+        return float(words[0] in (answered[:1] + answered[-1:]))
+    return float(any(answered[start : start + len(words)] == words for start in range(len(answered) - len(words) + 1)))
+
+
+def anls(answer: str, expected: str) -> float:
+    """Average normalised Levenshtein similarity: 0 to 1 by edit distance, 0 below a half (see `scoring.anls`)."""
+    return scoring.anls(answer, [expected])
+
+
+RULES: dict[str, tuple[Rule, str, str]] = {
+    "exact": (
+        exact,
+        "exact_match",
+        "Exact match after case folding, collapsing spaces and dropping a final full stop.",
+    ),
+    "normalized": (
+        normalized,
+        "normalized_match",
+        "Match of the words, without case, punctuation and articles, small numbers as digits.",
+    ),
+    "contains": (
+        contains,
+        "contains",
+        "Right if the expected words stand in the answer, side by side and in their order.",
+    ),
+    "anls": (anls, "anls", "Average normalised Levenshtein similarity, 0 below a half."),
+}
+"""Name -> rule, name of the metric, and the sentence that reports have on it."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score of plain data.
+
+    Attributes:
+        metric: its name in results; `about`: how it is given, in a sentence.
+        rule: function of an answer and an expected one that gives 0 to 1, or None where it finds no answer in the text; of
+            several expected ones the best counts.
+        choice: how `auto` came to it, in a sentence; "" where it was named.
+    """
+
+    metric: str
+    about: str
+    rule: Rule
+    choice: str = ""
+
+    def applied(self, answers: SuiteAnswers) -> SuiteAnswers:
+        """The answers with this score. UserError: the rule is a user's own function and fails."""
+        return dataclasses.replace(answers, samples=tuple(map(self._scored, answers.samples)))
+
+    def _scored(self, sample: Sample) -> Sample:
+        if sample.answer.refused:
+            return sample
+        try:
+            values = [self.rule(sample.text, expected) for expected in sample.expected.split(SEPARATOR)]
+            value = max((float(value) for value in values if value is not None), default=None)
+            number = 0.0 if value is None else value
+        except Exception as error:  # whatever a user's own function raises
+            raise UserError(f"--score {self.metric} fails on sample '{sample.id}' ({error!r}); mend it") from error
+        if not 0 <= number <= 1:
+            raise UserError(f"--score {self.metric} gives {value:g} for sample '{sample.id}'; give 0 to 1, or None")
+        return dataclasses.replace(sample, score=number, parsed=value is not None)
+
+
+def checked(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
+    """The score that a name stands for, before anything is asked; None for `auto`.
+
+    Args:
+        name: `auto`, one of `RULES`, `regex:PATTERN` (the last match, or its first group, is compared as by `exact`), or
+            `FILE.py:FUNCTION` or `MODULE:FUNCTION`, a function of answer and expected answer.
+        suites: what is to be scored.
+
+    Raises:
+        UserError: there is no such score, no such function, the pattern is wrong, or a suite has a score of its own.
+    """
+    if name == AUTO:
+        return None
+    if scored := [suite.name for suite in suites if CUSTOM not in suite.tasks]:
+        raise UserError(f"--score {name} is for data of your own; suite {scored[0]} has a score, leave it out")
+    if name in RULES:
+        return _named(name)
+    kind, colon, rest = name.partition(":")
+    if kind == "regex" and rest:
+        try:
+            pattern = re.compile(rest)
+        except re.error as error:
+            raise UserError(f"--score {name}: the pattern is wrong ({error}); mend it") from error
+
+        def matched(answer: str, expected: str) -> float | None:
+            matches = list(pattern.finditer(answer))
+            return exact(matches[-1][1 if pattern.groups else 0] or "", expected) if matches else None
+
+        return Score("regex_match", f"Exact match of the last text that the pattern {rest} finds.", matched)
+    if not colon:
+        names = ", ".join([AUTO, *RULES])
+        raise UserError(
+            f"--score {name} is none of {names}, regex:PATTERN and FILE.py:FUNCTION{did_you_mean(name, [AUTO, *RULES])}"
+        )
+    return Score(name, f"By the function {name}.", _function(name))
+
+
+def choose(named: Score | None, suite: LoadedSuite, baseline: SuiteAnswers) -> Score | None:
+    """The score of a suite's answers: the named one, or by a look at the baseline's first ones; None: the suite's own."""
+    if named is not None or CUSTOM not in suite.tasks:
+        return named
+    first = [sample for sample in baseline.samples if not sample.answer.refused][:LOOK]
+    names = ("exact", "normalized", "contains")
+    right = {name: sum(sample.score for sample in map(_named(name)._scored, first)) for name in names}
+    name = next(name for name in names if right[name] >= SHARE * right["contains"])
+    choice = ""
+    if name != "exact":
+        counts = ", ".join(f"{count:.0f} by {other}" for other, count in right.items())
+        choice = f"Scored by `{name}`: of the baseline's first {len(first)} answers {counts} are right; --score takes another."
+    return dataclasses.replace(_named(name), choice=choice)
+
+
+def _named(name: str) -> Score:
+    rule, metric, about = RULES[name]
+    return Score(metric, about, rule)
+
+
+def _words(text: str) -> list[str]:
+    """Words without case and punctuation, numbers as digits, without articles where others are left; of signs alone these."""
+    plain = re.sub(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|[^\w\s.,%'-]", " ", text.casefold())
+    words = [scoring.NUMBERS.get(word, word) for word in (word.strip("'-") for word in plain.split()) if word]
+    return [word for word in words if word not in scoring.ARTICLES] or words or text.split()
+
+
+def _function(name: str) -> Rule:
+    """Load a user's function, from a file or a module that can be imported."""
+    place, _, attribute = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{place} is no module")
+            module: Any = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        function = getattr(module, attribute)
+    except Exception as error:  # whatever a user's own file raises
+        raise UserError(f"--score {name} can't be loaded ({error}); give FILE.py:FUNCTION") from error
+    if not callable(function):
+        raise UserError(f"--score {name} is no function; give one of answer and expected answer")
+    return function

@@ -1,0 +1,343 @@
+"""Suites: lm-eval tasks whose samples have ids, so that two models' answers can be paired.
+
+A suite is a task or group under `eval/tasks` by name, a user's task as YAML, or plain data (image, question, answer) scored
+by exact match. Of its samples, `limit` may be chosen, stratified by family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.evaluation.accuracy import catalogue, local_data
+from vlmcompress.evaluation.accuracy.compare import WITHOUT_FAMILY
+from vlmcompress.models.data import sources
+from vlmcompress.models.data.samples import Sample
+from vlmcompress.models.data.sources import PLAIN, Reading
+from vlmcompress.models.data.video import Video
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.messages import note
+
+CUSTOM = "custom"
+DEFAULT = "world"
+BESIDE = (DEFAULT, "photo")  # suites whose data lie beside a demo model
+YAML = (".yaml", ".yml")
+EXAMPLES = "the folders of eval/tasks have examples"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a sample: row `index` of its task's chosen documents."""
+
+    id: str
+    family: str
+    task: str
+    index: int
+
+
+@dataclass(frozen=True)
+class LoadedSuite:
+    """A suite whose tasks and data are loaded and whose samples are chosen.
+
+    Attributes:
+        name: name of the bundled suite, of the YAML file without its suffix, or of the data file.
+        source: where its data came from, for people.
+        metric: name of the score, or "score" if the tasks have several; `scoring`: how it is given, in a sentence.
+        max_tokens: the most tokens of an answer.
+        available: number of samples before the choice.
+        derived_ids: whether some samples had no id in the data and got a hash of their content.
+        tasks: name -> lm-eval task, which has the chosen documents only.
+        places: the chosen samples, in the order in which they are asked.
+    """
+
+    name: str
+    source: str
+    metric: str
+    scoring: str
+    max_tokens: int
+    available: int
+    seed: int
+    derived_ids: bool
+    tasks: Mapping[str, Any]
+    places: tuple[Place, ...]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def content_hash(self) -> str:
+        """SHA-256 of the chosen samples, in order: task, id, question, pixels and expected answer."""
+        digest = hashlib.sha256()
+        for place in self.places:
+            task = self.tasks[place.task]
+            content = _content_id(task, task.eval_docs[place.index])
+            digest.update(json.dumps([place.task, place.id, content]).encode())
+        return digest.hexdigest()
+
+    def pictures(self, identity: str) -> list[bytes]:
+        """Encode the images of a sample as PNG; of videos there are none."""
+        place = next(place for place in self.places if place.id == identity)
+        task = self.tasks[place.task]
+        shown = task.doc_to_image(task.eval_docs[place.index]) or ()
+        return [local_data.png(image) for image in shown if not isinstance(image, Video)]
+
+
+def load_suite(
+    suite: str | Path | None,
+    data: str | Path | None = None,
+    *,
+    candidate: str | Path,
+    baseline: str | Path,
+    limit: int | None = None,
+    seed: int = 0,
+    reading: Reading = PLAIN,
+) -> LoadedSuite:
+    """Load a suite and choose its samples.
+
+    Args:
+        suite: name of a bundled task or group, a task's YAML file, or a data file or folder. None: exact match on `data`,
+            or the world's test split if there is no data either.
+        data: local copy of a named suite's data; see `local_data`.
+        candidate, baseline: checkpoints; the data bundled with a demo model is found beside them.
+        limit: number of samples to choose, from all families in proportion, always the same ones for a seed.
+        reading: how rows of plain data are read.
+
+    Raises:
+        UserError: no such suite or data, no samples, ids that repeat, images that are missing.
+    """
+    if suite is None and data is not None:
+        suite, data = data, None
+    name = DEFAULT if suite is None else str(suite)
+    plain = name not in catalogue.names() and Path(name).suffix not in YAML
+    if reading != PLAIN and not plain:
+        raise UserError(
+            f"suite {name} says itself how its data are read; --columns and --skip-bad are for --data alone"
+        )
+    if name in catalogue.names() or Path(name).suffix in YAML:
+        bundled = sources.bundled(baseline, "test") or sources.bundled(candidate, "test")
+        source = data or (bundled if name.partition("_")[0] in BESIDE else None)
+        if suite is None and source is None:
+            raise UserError(
+                f"no data is bundled with {baseline}; give data (--data FILE: image, question, answer) or a suite (--suite)"
+            )
+        tasks = _load_tasks(name, {"data": str(source)} if source else {})
+    elif Path(name).exists() or len(Path(name).parts) > 1 or Path(name).suffix:
+        if data is not None:
+            raise UserError(f"suite {name} is data already; leave out the data {data} beside it")
+        return _custom(Path(name), reading, limit, seed)
+    else:
+        raise UserError(f"no suite is called '{name}'{did_you_mean(name, catalogue.names())}")
+    name = Path(name).stem if Path(name).suffix in YAML else Path(name).name
+    if not source:
+        config = next(iter(tasks.values())).config
+        source = (config.dataset_kwargs or {}).get("data_files") or config.dataset_path or ""
+    return _choose(name, str(source), tasks, limit, seed)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the logs and progress bars of lm-eval off the terminal."""
+    import lm_eval.api.task as building
+
+    logger = logging.getLogger("lm_eval")
+    level, bar = logger.level, building.tqdm
+    logger.setLevel(logging.ERROR)
+    building.tqdm = lambda iterable, **_: iterable
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        building.tqdm = bar
+
+
+def _manager(metadata: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("suites need lm-eval; pip install '.[eval]' in the checkout of vlmcompress")
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=[*catalogue.folders(), *folders], include_defaults=False, metadata=dict(metadata))
+
+
+def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the tasks of a bundled suite or of a YAML file."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    file = Path(name)
+    try:
+        with quiet():
+            if file.suffix not in YAML:
+                return _manager(metadata).load([name])["tasks"]
+            group = _group(file)
+            return _manager(metadata, [file.parent] if group else []).load([group or name])["tasks"]
+    except UserError:
+        raise
+    except Exception as error:  # whatever a task file's own functions, or its data, raise
+        raise UserError(f"suite {name} can't be loaded: {_why(error)}") from error
+
+
+def _group(file: Path) -> str | None:
+    """The name of the group that a task file defines, as lm-eval finds groups by name only; None for a task.
+
+    Raises:
+        UserError: there is no such file, or it defines neither a group nor a task with data.
+    """
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    if not file.is_file():
+        raise UserError(f"suite {file} does not exist; give a file that does, or a name (vlmcompress list suites)")
+    keys = load_yaml(file, resolve_func=False)
+    data = "group" in keys or {"dataset_path", "custom_dataset"} & keys.keys()
+    if not keys.get("task") or not data:
+        raise UserError(
+            f"suite {file} is no task file: it has no {'dataset_path' if keys.get('task') else 'task'}; {EXAMPLES}"
+        )
+    return keys.get("group")
+
+
+def _why(error: Exception) -> str:
+    """What was wrong with a task file or its data, in a line."""
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, TypeError | AttributeError):  # Python's message names no key
+        return f"a key has a value of the wrong kind ({text}); {EXAMPLES}"
+    return f"{type(error).__name__}: {text}"
+
+
+def _custom(file: Path, reading: Reading, limit: int | None, seed: int) -> LoadedSuite:
+    """Load plain data, of which each row is one conversation, and choose samples; their images can all be decoded."""
+    from vlmcompress.evaluation.accuracy.lm import Conversations
+
+    path = hub.local(file, "dataset", splits=hub.TEST)
+    loaded = sources.load_samples(path, samples=None, seed=0, check_images=False, answered=True, reading=reading)
+    samples, total = list(loaded), len(loaded) + len(loaded.skipped)
+    bad, looked_at = dict(loaded.skipped), set[str]()
+    while True:  # what is chosen in the place of a bad sample may be bad, too
+        named = all(sample.row_id is not None for sample in samples)  # others go by what they show
+        chosen = [
+            sample
+            for sample in (stratified(samples, limit, seed) if named else samples)
+            if sample.name not in looked_at
+        ]
+        looked_at.update(sample.name for sample in chosen)
+        if not (undecodable := sources.undecodable(chosen)):
+            break
+        bad |= undecodable
+        if not reading.allows(len(bad), total) or len(bad) == total:
+            raise UserError(sources.refusal(path.name, bad, total, reading.skip_bad))
+        for line in sources.skipped_lines(undecodable):
+            note(line)
+        samples = [sample for sample in samples if sample.name not in bad]
+    with quiet():
+        task = Conversations(CUSTOM, samples, [sample.row_id for sample in samples])
+    return _choose(file.name, str(file), {CUSTOM: task}, limit, seed)
+
+
+def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, seed: int) -> LoadedSuite:
+    """Give all samples ids and families, choose from them, and leave each task the chosen documents only."""
+    rows = [(task, *row) for task, loaded in tasks.items() for row in _rows(task, loaded)]
+    ids = _unique([(task, identity) for task, identity, *_ in rows], source)
+    samples = [Sample(identity, (), "", None, family) for identity, (_, _, family, _) in zip(ids, rows, strict=True)]
+    chosen = {sample.id for sample in stratified(samples, limit, seed)}
+    places, kept = [], {}
+    for task, loaded in tasks.items():
+        documents = [(identity, row[2]) for identity, row in zip(ids, rows, strict=True) if row[0] == task]
+        indices = [index for index, (identity, _) in enumerate(documents) if identity in chosen]
+        if indices:
+            # the selected documents are already processed
+            loaded.dataset = {
+                loaded.config.test_split or loaded.config.validation_split: loaded.eval_docs.select(indices)
+            }
+            loaded.config.process_docs = None
+            kept[task] = loaded
+            places += [Place(*documents[document], task, index) for index, document in enumerate(indices)]
+    metrics = {metric(task) for task in kept.values()}
+    first = next(iter(kept.values()))
+    return LoadedSuite(
+        name=name,
+        source=source,
+        metric=metrics.pop() if len(metrics) == 1 else "score",
+        scoring=str((first.config.metadata or {}).get("scoring", "")),
+        max_tokens=max(int((task.config.generation_kwargs or {}).get("max_gen_toks", 256)) for task in kept.values()),
+        available=len(rows),
+        seed=seed,
+        derived_ids=any(derived for *_, derived in rows),
+        tasks=kept,
+        places=tuple(places),
+    )
+
+
+def stratified(samples: Sequence[Sample], limit: int | None, seed: int) -> list[Sample]:
+    """At most `limit` samples: families in proportion (largest remainders), within a family by a hash of seed and id."""
+    if limit is None or limit >= len(samples):
+        return list(samples)
+    if limit < 1:
+        raise UserError(f"--limit {limit}: must be at least 1")
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.family or WITHOUT_FAMILY, []).append(sample)
+    shares = {name: limit * len(group) / len(samples) for name, group in groups.items()}
+    quota = {name: int(share) for name, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda name: (quota[name] - shares[name], name))
+    for name in by_remainder[: limit - sum(quota.values())]:
+        quota[name] += 1
+    kept: set[str] = set()
+    for name, group in groups.items():
+        ranked = sorted(group, key=lambda s: hashlib.sha256(f"{seed} {s.id}".encode()).digest())
+        kept |= {s.id for s in ranked[: quota[name]]}
+    return [s for s in samples if s.id in kept]
+
+
+def _rows(name: str, task: Any) -> Iterator[tuple[str, str, bool]]:
+    """Id, family, and whether the id was derived from the content, of each document of a task."""
+    if task.OUTPUT_TYPE != "generate_until":
+        raise UserError(f"task {name} has output_type {task.OUTPUT_TYPE}; only generate_until works with images")
+    documents = task.eval_docs
+    ids = list(documents["id"]) if "id" in documents.features else [None] * len(documents)
+    families = list(documents["family"]) if "family" in documents.features else [name] * len(documents)
+    repeats: Counter[str] = Counter()
+    for index, (identity, family) in enumerate(zip(ids, families, strict=True)):
+        derived = identity is None or identity == ""
+        if derived:
+            identity = _content_id(task, documents[index])
+            repeats[identity] += 1
+            identity += f"#{repeats[identity]}" if repeats[identity] > 1 else ""
+        yield str(identity), WITHOUT_FAMILY if family is None else str(family), derived
+
+
+def _content_id(task: Any, document: Mapping[str, Any]) -> str:
+    """A hash of question, images, videos and expected answer."""
+    digest = hashlib.sha256(json.dumps([task.doc_to_text(document), str(task.doc_to_target(document))]).encode())
+    for image in task.doc_to_image(document) or ():
+        if isinstance(image, Video):
+            digest.update(image.digest())
+        else:
+            digest.update(repr((image.mode, image.size)).encode() + image.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _unique(ids: Sequence[tuple[str, str]], source: str) -> list[str]:
+    """Ids as the data have them, or behind their task's name if two tasks share one.
+
+    Args:
+        ids: task and id of each sample.
+        source: where the data are from, for the message that a task has an id twice.
+    """
+    if repeated := [pair for pair, count in Counter(ids).items() if count > 1]:
+        task, identity = repeated[0]
+        what = f"{len(repeated)} ids repeat in {source}, e.g. '{identity}'" if source else f"{len(repeated)} ids repeat"
+        raise UserError(f"task {task}: {what}; give every sample its own id")
+    plain = [identity for _, identity in ids]
+    return plain if len(set(plain)) == len(plain) else [f"{task}/{identity}" for task, identity in ids]
+
+
+def metric(task: Any) -> str:
+    """The metric by which samples are compared: the first of the task's metrics."""
+    return next(iter(task.aggregation()))

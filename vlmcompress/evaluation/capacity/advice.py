@@ -1,0 +1,115 @@
+"""The recipe and the flags of `vllm serve` that a plan comes to, each with its reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from dataclasses import dataclass
+
+from vlmcompress.evaluation.capacity.capacity import Capacity, Row
+from vlmcompress.evaluation.capacity.weight_bytes import QUANTIZED
+from vlmcompress.quantization.plan import kv_cache
+from vlmcompress.utils import hub
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag with its value, and why it is given."""
+
+    name: str
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        """Write the flag as in a shell."""
+        return f"{self.name} {shlex.quote(self.value)}"
+
+
+def command(capacity: Capacity, row: Row, model: str, out: str = "OUT") -> str | None:
+    """The call of `vlmcompress quantize` that writes the format; None where there is nothing to write."""
+    request, name = capacity.request, row.weights.name
+    if row.weights.key == QUANTIZED or capacity.model.source is None:
+        return None
+    kv = request.kv_cache in ("fp8", "fp8_e4m3") and row.weights.scheme is not None
+    if row.weights.scheme is None and not request.reduce:
+        return None
+    parts = ["vlmcompress", "quantize", model, "-o", out, "--scheme", "none" if row.weights.scheme is None else name]
+    parts += [part for key, value in row.weights.options.items() for part in ("--set", f"options.{key}={value}")]
+    parts += ["--tp", str(request.tp)] if request.tp > 1 and row.weights.scheme else []
+    parts += ["--target", request.target_name] if request.target_name else []
+    vocabulary = request.vocabulary if row.weights.scheme else {}
+    parts += [part for key, value in vocabulary.items() for part in (f"--{key}", value)]
+    parts += ["--kv-cache", "fp8"] if kv else []
+    parts += ["--reduce", str(request.reduce)] if request.reduce else []
+    return shlex.join(parts)
+
+
+def flags(capacity: Capacity, row: Row) -> list[Flag]:
+    """The flags of `vllm serve` for a format."""
+    request, load = capacity.request, capacity.loads[capacity.served]
+    requests = math.floor(row.served[capacity.served].requests)
+    pictures = request.pictures
+    serve_flags = []
+    if request.tp > 1:
+        serve_flags.append(Flag("--tensor-parallel-size", str(request.tp), "as asked"))
+        if capacity.model.tower_problem(request.tp):
+            serve_flags.append(Flag("--mm-encoder-tp-mode", "data", "the vision tower cannot be split over so many"))
+    context = capacity.model.decoder.context
+    serve_flags.append(
+        Flag(
+            "--max-model-len",
+            str(load.context),
+            f"{load.visual:,} visual + {load.text:,} text + {load.out:,} output tokens"
+            + (
+                f"; the model's {context:,} would have to fit for one request"
+                if context and context > load.context
+                else ""
+            ),
+        )
+    )
+    most = max(1, min(requests, capacity.defaults.sequences))
+    why = "more would not fit and be preempted" if most == requests else "vLLM's own limit; the cache holds more"
+    serve_flags.append(Flag("--max-num-seqs", str(most), why))
+    limit = f'{{"image":{len(pictures.images)},"video":{int(pictures.video is not None)}}}'
+    serve_flags.append(Flag("--limit-mm-per-prompt", limit, "vLLM reserves memory for what a request may bring"))
+    if request.kv_cache != "auto":
+        name = kv_cache.FLAGS.get(request.kv_cache, request.kv_cache)
+        serve_flags.append(Flag("--kv-cache-dtype", name, "as asked"))
+    if request.draft:
+        setting = json.dumps({**request.draft.speculative_config(), "model": str(request.draft.folder)})
+        serve_flags.append(Flag("--speculative-config", setting, "as asked"))
+    elif request.speculative:
+        method, tokens = request.speculative
+        serve_flags.append(
+            Flag("--speculative-config", f'{{"method":"{method}","num_speculative_tokens":{tokens}}}', "as asked")
+        )
+    return serve_flags
+
+
+def reason(capacity: Capacity, row: Row) -> str:
+    """Why this format is recommended."""
+    request, weights = capacity.request, row.weights
+    if weights.key == QUANTIZED:
+        return "the checkpoint as it is"
+    if capacity.model.source is None:
+        return "the model as it is: its family is not one that quantize knows"
+    size = weights.options.get("group_size")
+    regrouped = f"; groups of {size}, as {request.tp} devices tear larger ones" if size else ""
+    base = next((other for other in capacity.rows if other.weights.scheme is None), row)
+    schemes = request.target.schemes if request.target else {}
+    names = (weights.name, *weights.others)
+    why = "the smallest that fits"
+    if request.target and schemes.get(None) in names:
+        why = f"what {request.target.title} serves best"
+    elif request.target and schemes.get("memory") in names:
+        why = f"what {request.target.title} serves best where memory is short"
+    if base is row or not base.fits:
+        return f"{why}{'' if base is row else '; bf16 does not fit'}{regrouped}"
+    gain = row.served[capacity.served].requests / base.served[capacity.served].requests
+    return f"{why}; {gain:.2f} times the requests of bf16{regrouped}"
+
+
+def shown_model(capacity: Capacity) -> str:
+    """The model as people name it."""
+    return hub.shown(capacity.model.path)

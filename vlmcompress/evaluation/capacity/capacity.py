@@ -1,0 +1,328 @@
+"""Plan the serving of a model: what fits, for how many requests at once, and no faster than what.
+
+    memory for vLLM = utilization * memory of a device
+    space of the cache = that - weights - encoder cache - reserve
+    reserve = 1.5 GB (context, graphs, libraries) + activations of the largest step + logits
+
+The reserve is an estimate, which `--reserve` replaces; vLLM measures the real one when it starts. Memory as sold counts in
+units of 10^9 bytes, which is a little less than devices report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vlmcompress.engines.vllm import cache_pool, served_model
+from vlmcompress.engines.vllm.cache_pool import Defaults, Pool
+from vlmcompress.engines.vllm.served_model import Model
+from vlmcompress.evaluation.capacity import weight_bytes
+from vlmcompress.evaluation.capacity.weight_bytes import Speculation, Weights
+from vlmcompress.export.draft_folder import Draft
+from vlmcompress.models import VLM
+from vlmcompress.quantization.plan import kv_cache, roofline
+from vlmcompress.quantization.plan.findings import MEMORY_SHARE
+from vlmcompress.recipe.targets import Target
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import support
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.visual_count import Counted, Pictures, Rule, kept, per_block
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.text import size
+
+FIXED = 1_500_000_000
+"""Bytes of a process that are neither weights nor cache nor activations: an assumption."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: one request's `pictures`, `text` and `out` tokens, and the machine.
+
+    `speculative`: method of speculative decoding, and how many tokens are drafted at once; `draft`: a head in a folder of its
+    own that drafts. `memory`, `reserve`, `space`: bytes of a device, of the reserve and of the cache, in place of what is
+    worked out. `vocabulary`: formats of a recipe's `head` and `embeddings`, of all rows but that in 16 bits.
+    """
+
+    pictures: Pictures
+    text: int
+    out: int
+    target: Target | None = None
+    target_name: str | None = None
+    tp: int = 1
+    kv_cache: str = "auto"
+    reduce: ReducerChoice | None = None
+    speculative: tuple[str, int] | None = None
+    draft: Draft | None = None
+    memory: int | None = None
+    reserve: int | None = None
+    space: int | None = None
+    vocabulary: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Load:
+    """One request: its tokens, the bytes that they fill on a device, and the blocks that vLLM gives it."""
+
+    visual: int
+    text: int
+    out: int
+    filled: int
+    blocks: int
+    bytes: int
+
+    @property
+    def context(self) -> int:
+        """All its tokens."""
+        return self.visual + self.text + self.out
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a format gives for a load: requests at once, and bounds in seconds, None where the machine's rates are not known.
+
+    `prefill`: of one prompt; `step`: of one token for one request; `full_step`: of one token for all requests at once.
+    """
+
+    requests: float
+    prefill: float | None
+    step: float | None
+    full_step: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A format on a device: bytes of its weights, bytes left for the cache, and what it serves, by load."""
+
+    weights: Weights
+    device: int
+    space: int | None
+    served: Mapping[str, Served] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        """Whether at least one request can be served, of each load."""
+        return bool(self.served) and all(load.requests >= 1 for load in self.served.values())
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The plan. `loads`: by name, `all` and, behind a reducer, its label. `notes`: what was assumed or is to be known.
+
+    `head_token_bytes`: what of `token_bytes` is of a head that drafts.
+    """
+
+    request: Request
+    model: Model
+    defaults: Defaults
+    memory: float | None
+    reserve: int
+    encoder: int
+    token_bytes: int
+    state_bytes: int
+    pool: Pool
+    loads: Mapping[str, Load]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    speculation: Speculation | None = None
+    head_token_bytes: int = 0
+
+    @property
+    def served(self) -> str:
+        """Name of the load that is served: behind the reducer where there is one."""
+        return list(self.loads)[-1]
+
+    @property
+    def best(self) -> Row | None:
+        """The format to take: the target's own choice, then its choice for memory, then the smallest that fits."""
+        fitting = [row for row in self.rows if row.fits]
+        schemes = self.request.target.schemes if self.request.target else {}
+        for goal in (None, "memory"):
+            for row in fitting:
+                if schemes.get(goal) in (row.weights.name, *row.weights.others):
+                    return row
+        return min(fitting, key=lambda row: row.device, default=None)
+
+
+def plan_capacity(
+    model: Model, request: Request, rows: bool = True, formats: Sequence[Weights] | None = None
+) -> Capacity:
+    """Work out the plan. UserError for what cannot be asked: too long a context, devices that the heads do not divide by.
+
+    Args:
+        rows: False: loads alone, without formats. `formats`: those to have rows for; None: all that schemes give.
+    """
+    if problem := served_model.tp_refusal(model.decoder, request.tp):
+        raise UserError(problem)
+    notes: list[str] = []
+    if model.spec is None and model.pictures and (request.pictures.images or request.pictures.video):
+        notes.append(f"images are counted by the rule of {model.pictures.family}, whose tower the model has")
+    if request.reduce is None and (carried := reducer_block.read(model.config)):
+        request = replace(request, reduce=carried.reducer)
+        notes.append(f"the checkpoint carries {carried.reducer.label}")
+    counted, left = _count(model, request, notes)
+    memory = request.memory or (request.target.memory * 1e9 if request.target and request.target.memory else None)
+    defaults = cache_pool.defaults(request.target, memory)
+    cache_type = kv_cache.width(request.kv_cache)
+    speculation = weight_bytes.speculation_of(model, *request.speculative) if request.speculative else None
+    if request.draft:
+        speculation = weight_bytes.speculation_by(model, request.draft)
+    drafts = speculation.tokens if speculation else 0
+    with_head = speculation.added(model.decoder) if speculation else model.decoder
+    layers = with_head.layers(request.tp, cache_type.number, cache_type.scale, drafts)
+    head_layers = layers[len(layers) - len(speculation.blocks) :] if speculation else []
+    pool = cache_pool.pool(layers, defaults.block, defaults.kernel, drafts=drafts)
+    visual = {"all": counted.tokens} | ({str(request.reduce): left} if request.reduce and left is not None else {})
+    loads = {}
+    for name, tokens in visual.items():
+        context = tokens + request.text + request.out
+        in_flight, filled = defaults.in_flight(context), cache_pool.tokens_bytes(layers, context)
+        blocks, whole = pool.blocks(context, in_flight), pool.request_bytes(context, in_flight)
+        loads[name] = Load(tokens, request.text, request.out, filled, blocks, whole)
+    if model.decoder.context and context > model.decoder.context:  # of the last load, the one that is served
+        raise UserError(
+            f"a request has {context:,} tokens and the model takes {model.decoder.context:,} (max_position_embeddings); use "
+            "smaller or fewer images, --reduce, fewer --text-tokens or --out-tokens"
+        )
+    encoder = _encoder_bytes(model, defaults, request, counted, left)
+    reserve = request.reserve if request.reserve is not None else _reserve(model, defaults, counted, request.tp)
+    scales = kv_cache.has_scales(model.config)
+    notes += kv_cache.remarks(request.kv_cache, kv_cache.normalizes(model.meta_model), request.target, scales)
+    capacity = Capacity(
+        request=request,
+        model=model,
+        defaults=defaults,
+        memory=memory,
+        reserve=reserve,
+        encoder=encoder,
+        token_bytes=sum(layer.token_bytes for layer in layers),
+        state_bytes=sum(layer.state_bytes for layer in layers),
+        pool=pool,
+        loads=loads,
+        rows=(),
+        notes=tuple(notes),
+        speculation=speculation,
+        head_token_bytes=sum(layer.token_bytes for layer in head_layers),
+    )
+    if not rows:
+        return capacity
+    formats = formats or weight_bytes.formats(model, request.target_name, request.tp, request.vocabulary)
+    return replace(capacity, rows=tuple(_row(capacity, counted, weights) for weights in formats))
+
+
+def _count(model: Model, request: Request, notes: list[str]) -> tuple[Counted, int | None]:
+    """The visual tokens of a request, and those that its reducer leaves; None without one, or where it depends on the image."""
+    if not request.pictures.images and not request.pictures.video:
+        return Counted((), None, 0, (), 0), None
+    rule = Rule(model.path, model.meta_model.config, model.pictures)
+    notes += rule.notes
+    counted = rule.count(request.pictures)
+    chosen = request.reduce
+    if chosen is None:
+        return counted, None
+    if model.spec is None:
+        raise UserError(
+            f"--reduce {chosen}: the family '{model.config.get('model_type')}' is not one that is reduced here"
+        )
+    try:
+        support.check(VLM(model.meta_model, None, model.spec, model.path), chosen, engine="vllm", files=False)
+    except UserError as error:
+        raise UserError(f"--reduce {chosen}: {error}") from error
+    left = kept(counted, chosen, model.spec)
+    if left is None:
+        notes.append(f"how many tokens {chosen} leaves depends on what an image shows; figures are those of all tokens")
+    return counted, left
+
+
+def _encoder_bytes(model: Model, defaults: Defaults, request: Request, counted: Counted, left: int | None) -> int:
+    """Bytes of the encoder's cache; 0 without pictures. `left`: visual tokens behind the reducer, where there is one."""
+    if not request.pictures.images and not request.pictures.video:
+        return 0
+    largest = max(counted.largest, 1)
+    if request.reduce and left is not None and counted.tokens:
+        largest = math.ceil(largest * left / counted.tokens)
+    vision = model.config.get("vision_config") or {}
+    deepstack = 1 + len(vision.get("deepstack_visual_indexes") or [])
+    embeddings = max(defaults.batched, largest)
+    return embeddings * model.decoder.hidden * model.decoder.itemsize * deepstack
+
+
+def _reserve(model: Model, defaults: Defaults, counted: Counted, tp: int) -> int:
+    """The reserve of the module's docstring: activations are 2 bytes times 6 widths and 3 intermediate ones of each token."""
+    decoder = model.decoder
+    experts = tuple(width * max(decoder.active, 1) for width in decoder.intermediates[1:])
+    intermediate = max(decoder.intermediates[:1] + experts, default=0)
+    decoder_activations = 2 * defaults.batched * (6 * decoder.hidden + 3 * intermediate // tp)
+    vision = model.config.get("vision_config") or {}
+    tower_widths = 6 * int(vision.get("hidden_size") or 0) + 3 * int(vision.get("intermediate_size") or 0)
+    tower_activations = 2 * max(counted.patches, default=0) * tower_widths
+    text: Any = model.meta_model.config.get_text_config()
+    logits = 8 * defaults.sequences * int(getattr(text, "vocab_size", 0))
+    return FIXED + max(decoder_activations, tower_activations) + logits
+
+
+def _row(capacity: Capacity, counted: Counted, weights: Weights) -> Row:
+    """What a format leaves and serves."""
+    request, model = capacity.request, capacity.model
+    if weights.stored is None:
+        return Row(weights, 0, None)
+    kv_heads = [block.kv_heads for block in model.decoder.blocks if isinstance(block, served_model.Attention)]
+    head = capacity.speculation.bytes if capacity.speculation else 0
+    loaded = weight_bytes.loaded_bytes(weights, model.stored) - weight_bytes.draft_bytes(model) + head
+    device = weight_bytes.device_bytes(loaded, model.stored, request.tp, min(kv_heads, default=1))
+    space = request.space
+    if space is None and capacity.memory is not None:
+        space = int(MEMORY_SHARE * capacity.memory) - device - capacity.encoder - capacity.reserve
+    if space is None:
+        return Row(weights, device, None)
+    served = {
+        name: _served(capacity, counted, weights, loaded - head, space, load) for name, load in capacity.loads.items()
+    }
+    return Row(weights, device, space, served)
+
+
+def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, space: int, load: Load) -> Served:
+    """What a format gives for a load. `read`: bytes of the weights without a head that drafts; `space`: of the cache."""
+    request, model, target = capacity.request, capacity.model, capacity.request.target
+    fits = space - capacity.pool.block_bytes >= load.bytes  # vLLM keeps one block for itself
+    requests = capacity.pool.requests(space, load.context, capacity.defaults.in_flight(load.context)) if fits else 0
+    if target is None or not fits:
+        return Served(float(requests), None, None, None)
+    # how a checkpoint that is quantized already computes is not looked at
+    rates = {} if weights.key == weight_bytes.QUANTIZED else target.rates
+    kind = roofline.arithmetic_type(weights.scheme)
+    visual = per_block(counted, load.visual, request.reduce, len(model.decoder.blocks))
+    work = roofline.work(model, visual, load.text, counted.patches, counted.tokens)
+    per_step = roofline.read(model, read)
+    per_token = work.linear / max(load.visual + load.text, 1)
+    # what all devices read of one sequence's cache
+    cache = (load.filled - capacity.head_token_bytes * load.context) * request.tp
+    steps = [
+        roofline.decode_seconds(
+            roofline.step_bytes(per_step, model, sequences, cache),
+            sequences * per_token,
+            target.bandwidth,
+            rates.get(kind),
+            request.tp,
+        )
+        for sequences in (1, max(1, min(math.floor(requests), capacity.defaults.sequences)))
+    ]
+    return Served(float(requests), roofline.prefill_seconds(work, rates, kind, request.tp), *steps)
+
+
+def verdict(capacity: Capacity) -> str:
+    """In words, whether the model can be served so, and what would help where it cannot."""
+    if capacity.best:
+        return f"{capacity.best.weights.name} fits"
+    stored = [row for row in capacity.rows if row.weights.stored is not None]
+    if all(row.space is None for row in stored):
+        return "how much memory the machine has is not known; name it with --memory or --kv-cache-memory"
+    smallest, request_bytes = min(stored, key=lambda row: row.device), capacity.loads[capacity.served].bytes
+    cache = request_bytes + capacity.pool.block_bytes
+    device = (smallest.device + capacity.encoder + capacity.reserve + cache) / MEMORY_SHARE
+    return (
+        f"nothing fits: {smallest.weights.name}, the smallest format, takes {size(smallest.device)} of weights, "
+        f"{size(capacity.reserve)} of reserve and {size(request_bytes)} for one request, which needs a device of "
+        f"{size(device)}; use more devices (--tp), a larger target, or shorter requests"
+    )

@@ -1,0 +1,228 @@
+"""Bytes of the weights in each number format: exactly those that `quantize` writes, and what of them one device holds.
+
+A format is a row for all schemes that give it, under the name of the one that the target is served best with. What a scheme
+makes of a model is asked of `plan.plan`, scheme by scheme, so a scheme that is added has a row by itself.
+
+Of several devices each has its part of every matrix of the decoder, the tower, the embedding and the head. What is no matrix
+(norms, biases, the kernel that cuts an image into patches) all of them have, and embeddings of positions; keys and values
+have a copy on several devices where these are more than their heads. Source: vLLM 0.32 `model_executor/layers/linear.py`.
+
+Speculative decoding adds to both: a head of the checkpoint (`mtp`) has weights, and its decoder blocks' keys and values are in
+the cache of each token. Whoever drafts, a recurrent block keeps a state more for each drafted token, and as many inputs more of
+its convolution, to go back to. Sources: vLLM 0.32 `models/qwen3_5_mtp.py`, `v1/kv_cache_interface.py` (`MambaSpec`),
+`layers/mamba/mamba_utils.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from vlmcompress import models
+from vlmcompress.engines.vllm import partition
+from vlmcompress.engines.vllm.served_model import Attention, Decoder, Model
+from vlmcompress.export.draft_folder import Draft
+from vlmcompress.models import Source
+from vlmcompress.numerics import Scheme, label
+from vlmcompress.quantization.plan import devices as planned
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.recipe import resolve, targets
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.registry import SCHEMES
+from vlmcompress.utils.tensor_files import Spec
+
+QUANTIZED = "quantized"
+"""Name of the row of a checkpoint that is quantized already."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights in one number format.
+
+    Attributes:
+        name: scheme that gives it; `others`: schemes that give it, too.
+        label: the number format in words; `key`: its name in `targets`.
+        stored: bytes of all tensors in the files; None where `refused` says why there are none.
+        scheme: the number formats; None: weights are left as they are.
+        options: the scheme's options where they are not its defaults: the size of groups that several devices do not tear.
+    """
+
+    name: str
+    label: str
+    key: str
+    stored: int | None
+    scheme: Scheme | None = None
+    others: tuple[str, ...] = ()
+    refused: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def formats(
+    model: Model, target: str | None, devices: int = 1, vocabulary: Mapping[str, str] | None = None
+) -> list[Weights]:
+    """A row for each number format that a scheme gives and the target runs, bf16 first; refused ones behind them.
+
+    Args:
+        devices: that share the model. Where groups of a scheme would be torn, it gets the largest that are not.
+        vocabulary: formats of the recipe's `head` and `embeddings`; the row in 16 bits stays as it is.
+
+    Raises:
+        UserError: the checkpoint is quantized, and so that it can't be shared out.
+    """
+    if model.quantized:
+        _check_stored(model, devices)
+        return [Weights(model.quantized, "as stored", QUANTIZED, stored_bytes(model.stored))]
+    if model.source is None:
+        return [Weights("bf16", "bf16", "bf16", stored_bytes(model.stored))]
+    source = model.source
+    best = targets.get(target).schemes.values() if target else ()
+    names = sorted(SCHEMES.names(), key=lambda name: (name not in best, name))
+    rows_by_label: dict[str, Weights] = {}
+    for name in names:
+        module = SCHEMES.get(name)
+        options = _fitting(source, module, devices)
+        scheme = module.scheme(module.Options(**options))
+        key = label(scheme)
+        if key in rows_by_label:
+            rows_by_label[key] = replace(rows_by_label[key], others=(*rows_by_label[key].others, name))
+        else:
+            row = Weights(name, key, targets.format_key(scheme), None, scheme, options=options)
+            rows_by_label[key] = _row(source, target, row, devices, vocabulary or {})
+    rows = sorted(
+        rows_by_label.values(), key=lambda row: (row.refused is not None, row.scheme is not None, -(row.stored or 0))
+    )
+    return [replace(row, name="bf16") if row.scheme is None else row for row in rows]
+
+
+def _check_stored(model: Model, devices: int) -> None:
+    """Raise `UserError` where the layers of a quantized checkpoint cannot be shared out, as far as it is read."""
+    if devices == 1 or model.spec is None or not model.headers:
+        return
+    try:
+        layers = partition.stored_layers(model.path)
+    except UserError:
+        return  # another tool's, of a format that is not read
+    if problem := partition.problem(layers, devices):
+        raise UserError(problem)
+
+
+def _fitting(source: Source, module: Any, devices: int) -> dict[str, int]:
+    """The option of a scheme by which devices tear none of its groups; none where they don't, or no size helps."""
+    scheme = module.scheme(module.Options())
+    if scheme is None or devices == 1 or "group_size" not in {field.name for field in fields(module.Options)}:
+        return {}
+    groups = [group for block in source.blocks for group in block]
+    layers = partition.layers_of(
+        source.meta_model, groups, {name: scheme for group in groups for name in group.linears}
+    )
+    size = None if devices in partition.choices(layers, [devices]) else partition.fitting_size(layers, devices)
+    return {"group_size": size} if size and size > 0 else {}
+
+
+def _row(source: Source, target: str | None, row: Weights, devices: int, vocabulary: Mapping[str, str]) -> Weights:
+    """A row with its bytes, or with the reason why there are none."""
+    scheme = row.scheme
+    if target and (reason := targets.get(target).refusal(row.key)):
+        return replace(row, refused=reason)
+    if scheme is None:
+        return replace(row, stored=stored_bytes(source.stored))
+    settings: dict[str, Any] = {"model": str(source.path), "scheme": row.name, "options": dict(row.options)}
+    settings |= vocabulary
+    recipe = resolve(settings | ({"target": target} if target else {}), refuse=False, weights="headers").recipe
+    plan = make_plan(recipe, source=source, refuse=False)
+    carried = [problem for problem in plan.problems if not problem.startswith("the model carries the reducer")]
+    torn = partition.problem(planned.decoder_layers(plan), devices, target) if devices > 1 else None
+    if carried or torn:
+        return replace(row, refused=carried[0] if carried else torn)
+    return replace(row, stored=plan.bytes_after)
+
+
+def stored_bytes(stored: Mapping[str, Spec]) -> int:
+    """Bytes of all tensors."""
+    return sum(spec.nbytes for spec in stored.values())
+
+
+def loaded_bytes(row: Weights, stored: Mapping[str, Spec]) -> int:
+    """Bytes of the weights in an engine, which loads a model in float32 as 16 bits."""
+    wide = sum(spec.nbytes for spec in stored.values() if spec.dtype == "F32") if row.key == "bf16" else 0
+    return (row.stored or 0) - wide // 2
+
+
+def device_bytes(loaded: int, stored: Mapping[str, Spec], tp: int, kv_heads: int) -> int:
+    """Bytes of the weights on one of `tp` devices.
+
+    Args:
+        loaded: bytes on one device alone.
+        kv_heads: heads of keys of a decoder block.
+    """
+    if tp == 1:
+        return loaded
+    total = stored_bytes(stored)
+    whole = sum(spec.nbytes for name, spec in stored.items() if len(spec.shape) not in (2, 3) or "pos" in name)
+    matrices = loaded - min(whole, loaded)
+    copies = max(1, math.ceil(tp / kv_heads))
+    keys = sum(spec.nbytes for name, spec in stored.items() if ".k_proj.weight" in name or ".v_proj.weight" in name)
+    share = keys / max(total - whole, 1)
+    return math.ceil(whole + matrices * (1 - share) / tp + matrices * share * copies / tp)
+
+
+METHODS = {"mtp": 1, "ngram": 4, "suffix": 4}  # and how many tokens they draft at once unless told otherwise
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding: its method, the tokens drafted at once, bytes of a head's weights, and the head's blocks."""
+
+    method: str
+    tokens: int
+    bytes: int = 0
+    blocks: tuple[Attention, ...] = ()
+
+    def __str__(self) -> str:
+        """Write it as `--speculative` has it."""
+        return f"{self.method}:{self.tokens}"
+
+    def added(self, decoder: Decoder) -> Decoder:
+        """The decoder with the head's blocks behind its own, which cache as those do."""
+        return replace(decoder, blocks=(*decoder.blocks, *self.blocks))
+
+
+def parse_speculation(text: str) -> tuple[str, int]:
+    """Read `METHOD` or `METHOD:TOKENS`. Raises `UserError`."""
+    method, _, count = text.partition(":")
+    if method not in METHODS:
+        raise UserError(f"--speculative {text[:40]}: no method '{method[:20]}'{did_you_mean(method, METHODS)}")
+    if count and not (count.isascii() and count.isdigit() and 1 <= int(count[:9]) <= 100):
+        raise UserError(f"--speculative {text[:40]}: tokens drafted at once should be a number from 1 to 100")
+    return method, int(count or METHODS[method])
+
+
+def speculation_of(model: Model, method: str, tokens: int) -> Speculation:
+    """What a method takes of a model. Raises `UserError` for `mtp` where the model has no head."""
+    if method != "mtp":
+        return Speculation(method, tokens)
+    attention: Any = next((block for block in model.decoder.blocks if isinstance(block, Attention)), None)
+    count = models.draft_blocks(model.spec, model.config) if model.spec else 0
+    if not model.spec or not count or attention is None:
+        raise UserError("--speculative mtp: the model has no head that drafts tokens; use ngram or suffix")
+    if lost := models.draft_lost(model.spec, model.config, model.stored):
+        raise UserError(f"--speculative mtp: {lost}")
+    return Speculation(method, tokens, draft_bytes(model), (attention,) * count)
+
+
+def speculation_by(model: Model, draft: Draft) -> Speculation:
+    """What a draft head in a folder of its own takes beside a model. UserError: it doesn't fit the model."""
+    if problem := draft.mismatch(model.config):
+        raise UserError(f"--draft {draft.folder}: {problem}; train one for this model with `vlmcompress draft`")
+    block: Any = draft.block
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    blocks = (Attention(*(block[name] for name in heads)),) if draft.method == "eagle3" else ()
+    return Speculation(draft.method, draft.tokens, draft.bytes, blocks)
+
+
+def draft_bytes(model: Model) -> int:
+    """Bytes of a head's tensors, which are in the model's files and loaded only to draft with them."""
+    names = models.draft_tensors(model.spec, model.stored) if model.spec else []
+    return sum(model.stored[name].nbytes for name in names)

@@ -1,0 +1,389 @@
+"""Examine a finished checkpoint: whether every file is as written, and every reader finds every tensor it needs.
+
+Nothing is trusted that can be computed: files are hashed, headers measured, and the model is built without weights exactly
+as transformers builds it for this config, so that a tensor that would be silently re-initialized shows as missing.
+Damage gives a failing check, not an exception.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from vlmcompress import models
+from vlmcompress.export import launch_files, manifest, readers, tokenizers
+from vlmcompress.export.formats import compressed_tensors
+from vlmcompress.export.layer_targets import misnamed, misread
+from vlmcompress.export.stored import Stored
+from vlmcompress.models import Group, ModelSpec
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import scorer_file, support
+from vlmcompress.utils import identity, tensor_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import Finding, reason
+from vlmcompress.utils.registry import FORMATS
+from vlmcompress.utils.tensor_files import Entry
+from vlmcompress.utils.text import size, smaller
+
+
+def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
+    """Examine the checkpoint in `path`.
+
+    Args:
+        path: folder that `vlmcompress quantize` wrote.
+        source: the original, to compare sizes and identity with.
+
+    Raises:
+        UserError: `path` or `source` is not a folder.
+    """
+    if not Path(path).is_dir():
+        raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
+    if source is not None and not source.is_dir():
+        raise UserError(f"--source {source} is not a folder; give that of the original")
+    subject = _Subject(Path(path), source)
+    if subject.other and source is not None:
+        raise UserError(f"{path} is for {subject.other.TITLE}, and not compared with --source; leave that out")
+    checks: dict[str, Finding] = {}
+    with models.quiet():
+        for name, (needs, examine) in (_OF_OTHERS if subject.other else _EXAMINATIONS).items():
+            failed = [need for need in needs if not checks[need].ok]
+            if failed:
+                checks[name] = Finding(name, False, f"not examined because of: {', '.join(failed)}")
+                continue
+            try:
+                checks[name] = Finding(name, True, examine(subject))
+            except UserError as error:
+                checks[name] = Finding(name, False, str(error))
+            except Exception as error:  # damage may surface anywhere in the libraries that read these files
+                checks[name] = Finding(name, False, f"{type(error).__name__}: {reason(error)}")
+    return list(checks.values())
+
+
+class _Subject:
+    """The checkpoint under examination; its parts are read once and shared by all examinations."""
+
+    def __init__(self, path: Path, source: Path | None):
+        self.path, self.source = path, source
+
+    @functools.cached_property
+    def other(self) -> Any:
+        """The module of a format whose weights are not examined; None: they are."""
+        return next((FORMATS.get(name) for file, name in _OTHERS.items() if (self.path / file).is_file()), None)
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Entry]:
+        """All stored tensors."""
+        return models.stored_tensors(self.path)
+
+    @functools.cached_property
+    def config(self) -> dict:
+        """The content of config.json."""
+        return models.read_config(self.path, weights=False)
+
+    @functools.cached_property
+    def quantization(self) -> dict:
+        """The `quantization_config` block; one without groups where the recipe quantizes nothing."""
+        return self.config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
+
+    @functools.cached_property
+    def stored(self) -> Stored | None:
+        """The checkpoint's layers where it is of another format than compressed-tensors, which transformers itself builds."""
+        if self.quantization.get("quant_method", compressed_tensors.FORMAT) == compressed_tensors.FORMAT:
+            return None
+        return Stored.of(self.path)
+
+    @functools.cached_property
+    def spec(self) -> ModelSpec:
+        """The spec of the model's family."""
+        return models.spec_for(self.config)
+
+    @functools.cached_property
+    def meta_model(self) -> PreTrainedModel:
+        """The unquantized model without weights."""
+        return models.build_meta_model(self.path)
+
+    @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """Map memory names to names on disk, for every tensor of the model that transformers builds for this config."""
+        if self.stored:
+            return self.stored.names
+        model = models.build_meta_model(self.path)
+        models.compressed(model, self.quantization)
+        return models.disk_names(model, self.entries)
+
+    @functools.cached_property
+    def linears(self) -> dict[str, nn.Module]:
+        """The linear layers of the unquantized model by memory name, and its token embedding where that is quantized."""
+        return {
+            name: module
+            for name, module in models.matrices(self.meta_model).items()
+            if isinstance(module, nn.Linear) or self._group(name)
+        }
+
+    @functools.cached_property
+    def fused(self) -> list[Group]:
+        """Linear layers that an engine makes one matrix of."""
+        every = (*models.resolve(self.meta_model, self.spec), *models.vision_linears(self.meta_model, self.spec))
+        return [group for group in every if group.fused]
+
+    @functools.cached_property
+    def groups(self) -> dict[str, str | None]:
+        """Linear layer -> its config group or, in other formats, its scheme; None where it stays as it was."""
+        return {name: self._group(name) for name in self.linears}
+
+    def _group(self, name: str) -> str | None:
+        if self.stored:
+            return str(self.stored.schemes[name]) if name in self.stored else None
+        return compressed_tensors.group_of(self.quantization, name)
+
+
+def _manifest(subject: _Subject) -> str:
+    content = manifest.read(subject.path)
+    return f"schema {content['schema_version']}, written by vlmcompress {content['created_by'].get('vlmcompress')}"
+
+
+def _files(subject: _Subject) -> str:
+    recorded, hashes = manifest.read(subject.path)["files"], manifest.hash_files(subject.path)
+    wrong = {
+        "missing": sorted(recorded.keys() - hashes.keys()),
+        "changed": sorted(name for name in recorded.keys() & hashes.keys() if recorded[name] != hashes[name]),
+        "not in the manifest": sorted(hashes.keys() - recorded.keys()),
+    }
+    if any(wrong.values()):
+        what = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
+        raise UserError(f"{what}; copy the folder again or quantize again")
+    return f"{len(hashes)} files have the recorded hashes"
+
+
+def _weights(subject: _Subject) -> str:
+    models.tensor_headers(subject.path)
+    stored = sum(entry.spec.nbytes for entry in subject.entries.values())
+    return f"{len(subject.entries)} tensors, {size(stored)}, in {len(models.shards(subject.path))} files"
+
+
+def _config(subject: _Subject) -> str:
+    if subject.stored:
+        kinds = len(set(subject.stored.schemes.values()))
+        return f"{subject.spec.family}, {subject.stored.format}, {kinds} scheme(s)"
+    for key, group in subject.quantization["config_groups"].items():
+        kind = compressed_tensors.storage(compressed_tensors.scheme_of(group))
+        if kind != group["format"]:
+            raise UserError(f"config group {key} says format {group['format']}, its numbers are stored as {kind}")
+    return f"{subject.spec.family}, {subject.quantization['format']}, {len(subject.quantization['config_groups'])} group(s)"
+
+
+def _reducer(subject: _Subject) -> str:
+    carried = reducer_block.read(subject.config)
+    if carried is None:
+        return "none, all visual tokens are kept"
+    vlm = models.VLM(subject.meta_model, None, subject.spec, subject.path)
+    support.check(vlm, carried.reducer)
+    scorer_file.known(vlm.model.config, carried.reducer, subject.path)
+    reason = support.engine_refusal(subject.config["architectures"][0], carried.reducer)
+    where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
+    return f"{carried.reducer.label}, {where}"
+
+
+def _tensors(subject: _Subject) -> str:
+    if subject.stored:  # which looks at names and shapes itself
+        return f"{len(subject.entries)} tensors, none missing, none left over"
+    names, state = subject.names, subject.meta_model.state_dict(keep_vars=True)
+    for memory, disk in names.items():
+        quantized = subject.groups.get(memory.rpartition(".")[0]) and not memory.endswith(".bias")
+        if memory in state and not quantized and subject.entries[disk].spec.shape != tuple(state[memory].shape):
+            shapes = f"{list(subject.entries[disk].spec.shape)} on disk, {list(state[memory].shape)} in the model"
+            raise UserError(f"tensor '{disk}' has shape {shapes}")
+    return f"{len(names)} tensors, none missing, none left over"
+
+
+def _layers(subject: _Subject) -> str:
+    quantized = {name: group for name, group in subject.groups.items() if group}
+    for name, group in quantized.items() if not subject.stored else ():
+        scheme = compressed_tensors.scheme_of(subject.quantization["config_groups"][group])
+        rows, columns = subject.linears[name].get_parameter("weight").shape
+        scales = subject.entries[subject.names[f"{name}.weight_scale"]].spec.dtype
+        try:
+            needed = compressed_tensors.specs(scheme, rows, columns, scales)
+        except ValueError as error:
+            raise UserError(f"layer {name}: {error}") from error
+        for local, spec in needed.items():
+            entry = subject.entries[subject.names[f"{name}.{local}"]]
+            if entry.spec != spec:
+                stored, right = (f"{tensor_spec.dtype} {list(tensor_spec.shape)}" for tensor_spec in (entry.spec, spec))
+                raise UserError(f"tensor '{entry.name}' is {stored}, needed is {right}")
+            if local == "weight_shape" and tensor_files.read_tensor(entry).tolist() != [rows, columns]:
+                raise UserError(f"tensor '{entry.name}' does not say {[rows, columns]}")
+    _global_scales(subject)
+    return f"{len(quantized)} of {len(subject.linears)} linear layers quantized, all shapes fit"
+
+
+def _global_scales(subject: _Subject) -> None:
+    """Check that layers which an engine makes one matrix of have one global scale; of several vLLM takes the largest."""
+    for group in subject.fused:
+        for scale in ("weight_global_scale", "input_global_scale"):
+            names = [subject.names[key] for name in group.linears if (key := f"{name}.{scale}") in subject.names]
+            values = {name: float(tensor_files.read_tensor(subject.entries[name])) for name in names}
+            if len(set(values.values())) > 1:
+                text = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
+                raise UserError(f"an engine makes one matrix of these and takes one {scale}: {text}; quantize again")
+
+
+def _fused(subject: _Subject) -> str:
+    for group in subject.fused:
+        if len({subject.groups[name] for name in group.linears}) > 1:
+            schemes = ", ".join(f"{name}: {subject.groups[name] or 'unquantized'}" for name in group.linears)
+            raise UserError(f"an engine runs these as one matrix, but they differ: {schemes}")
+    return f"{len(subject.fused)} fused matrices, one scheme each"
+
+
+def _names(subject: _Subject) -> str:
+    if lost := models.unfound(subject.names, subject.spec, subject.entries):
+        remedy = "let `vlmcompress quantize` write the original again, it puts names right"
+        raise UserError(f"{models.unfound_text(lost)}; {remedy}")
+    return f"{len(subject.names)} tensors have names that vLLM looks for"
+
+
+def _engine(subject: _Subject) -> str:
+    names = {memory.removesuffix("_packed"): disk.removesuffix("_packed") for memory, disk in subject.names.items()}
+    groups = subject.groups | dict.fromkeys(models.routers(subject.meta_model, subject.spec))
+    if subject.stored:
+        wrong = misnamed(subject.stored.reader, subject.stored.block, groups, names, subject.spec)
+    else:
+        wrong = misread(subject.quantization, groups, names, subject.spec)
+    if wrong:
+        name, expected, got = wrong[0]
+        raise UserError(f"{len(wrong)} layers would be misread, first '{name}': {expected}, read as {got}")
+    quantized = sum(group is not None for group in subject.groups.values())
+    return f"memory, disk and vLLM agree by name on which {quantized} of {len(subject.groups)} layers are quantized, and how"
+
+
+def _readers(subject: _Subject) -> str:
+    """Who loads it; a problem where nobody does."""
+    record = manifest.read(subject.path) if (subject.path / manifest.MANIFEST).is_file() else {}
+    return readers.summary(launch_files.facts(subject.config, record, subject.path.name))
+
+
+def _draft(subject: _Subject) -> str:
+    """Look at the head that drafts tokens for speculative decoding: whether it is whole, and left alone by the format."""
+    specs, spec = {name: entry.spec for name, entry in subject.entries.items()}, subject.spec
+    problem = models.draft_fault(spec, subject.config, specs) or models.draft_lost(spec, subject.config, specs)
+    if problem:
+        raise UserError(problem)
+    names = models.draft_tensors(spec, specs)
+    if spec.draft is None or not names:
+        return "no head that drafts tokens"
+    block, reader = subject.quantization, subject.stored.reader if subject.stored else compressed_tensors
+    taken = [name for name in models.draft_modules(spec, specs) if reader.quantizes(block, name)]
+    if taken:
+        why = f"would be read as quantized, first '{taken[0]}', and engines would not start with speculation"
+        raise UserError(f"{len(taken)} layers of the head that drafts tokens {why}; quantize again")
+    literal = compressed_tensors.draft_entries(spec.draft.prefix)[0]
+    if reader is compressed_tensors and block["config_groups"] and literal not in block["ignore"]:
+        raise UserError(f"ignore lacks '{literal}', which SGLang looks for literally; quantize again, or add it")
+    carried = size(sum(specs[name].nbytes for name in names))
+    return f"{spec.draft.prefix}, a head that drafts tokens: {len(names)} tensors, {carried}, in 16 bits"
+
+
+def _types(subject: _Subject) -> str:
+    """Whether the floating tensors of a quantized checkpoint are of one type, as transformers does not cast all of them."""
+    if "quantization_config" not in subject.config:
+        return "of a checkpoint that is not quantized every reader makes one type"
+    memory, packed = {disk: name for name, disk in subject.names.items()}, set[str]()
+    for layer in subject.stored.layers.values() if subject.stored else ():  # other formats have types of their own
+        packed |= {entry.name for entry in layer.entries.values()}
+    plain = {name: entry.spec for name, entry in subject.entries.items() if name not in packed}
+    scales = {name: spec for name, spec in plain.items() if name.endswith("_scale")}
+    weights = [spec for name, spec in plain.items() if name not in scales]
+    kind = models.FloatType.of(subject.config, weights, spec=subject.spec, model=subject.meta_model)
+    other = [name for name, spec in plain.items() if kind.spec(memory.get(name, name), spec) != spec]
+    if wrong := [name for name in other if name not in scales or plain[name].dtype != "F32"]:
+        dtype = str(tensor_files.DTYPES[plain[wrong[0]].dtype]).removeprefix("torch.")
+        raise UserError(
+            f"{len(wrong)} tensors are not in {kind.name}, the model's type, first '{wrong[0]}' in {dtype}: transformers "
+            "computes with tensors of a quantized checkpoint as they are, and fails; convert writes all in one type"
+        )
+    wide = [name for name in other if not name.endswith("_global_scale")]
+    return f"{kind.name}" + (f", but {len(wide)} scales in float32, with which vLLM alone computes" if wide else "")
+
+
+def _values(subject: _Subject) -> str:
+    for entry in subject.entries.values():
+        dtype = tensor_files.DTYPES[entry.spec.dtype]
+        if not dtype.is_floating_point:
+            continue
+        tensor = tensor_files.read_tensor(entry)
+        tensor = tensor.float() if dtype.itemsize == 1 else tensor
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"tensor '{entry.name}' in {entry.file.name} holds NaN or infinity")
+        if entry.name.endswith("_scale") and not (tensor > 0).all():
+            raise UserError(f"scale '{entry.name}' in {entry.file.name} is not positive")
+    return "all numbers finite, all scales positive"
+
+
+def _size(subject: _Subject) -> str:
+    recorded = manifest.read(subject.path)
+    before, after = recorded["size"]["weights_before"], sum(e.spec.nbytes for e in subject.entries.values())
+    if subject.source is not None:
+        original = identity.source_identity(subject.source)
+        if any(recorded["model"].get(key) != original[key] for key in ("config_sha256", "headers_sha256")):
+            raise UserError(f"{subject.source} is not the model that this checkpoint was made from")
+    if after >= before and "quantization_config" in subject.config:
+        raise UserError(f"weights take {after} bytes, no less than the original's {before}")
+    if after == before:
+        return f"{size(after)}, as they were"
+    return f"{size(before)} -> {size(after)} ({smaller(before, after)})"
+
+
+def _processor(subject: _Subject) -> str:
+    processor = models.load_processor(subject.path)
+    if not getattr(processor, "chat_template", None) and not getattr(processor.tokenizer, "chat_template", None):
+        raise UserError(f"{subject.path} has no chat template; copy chat_template.jinja from the original")
+    return type(processor).__name__
+
+
+def _tokenizer(subject: _Subject) -> str:
+    engine = subject.other.TITLE
+    tokens = tokenizers.compare(subject.other, subject.path, {})
+    if tokens.problem:
+        raise UserError(tokens.problem)
+    if not tokens.texts:
+        return f"not compared, as {engine} is not installed"
+    return tokens.warning or f"{engine} reads {tokens.texts} texts as the model does"
+
+
+def _further(subject: _Subject) -> str:
+    return f"not examined, {subject.other.TITLE} alone reads them; ask it: vlmcompress eval --engine {subject.other.ENGINE}"
+
+
+_OTHERS = {"model.gguf": "gguf", "openvino_language_model.xml": "openvino"}
+_EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
+    "manifest": ((), _manifest),
+    "files": (("manifest",), _files),
+    "weights": ((), _weights),
+    "config": ((), _config),
+    "reducer": (("weights", "config"), _reducer),
+    "tensors": (("weights", "config"), _tensors),
+    "layers": (("tensors",), _layers),
+    "types": (("tensors",), _types),
+    "fused": (("weights", "config"), _fused),
+    "names": (("tensors",), _names),
+    "engine": (("tensors",), _engine),
+    "readers": (("weights", "config", "reducer"), _readers),
+    "draft": (("weights", "config"), _draft),
+    "values": (("weights",), _values),
+    "size": (("manifest", "weights"), _size),
+    "processor": ((), _processor),
+}
+_OF_OTHERS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
+    "manifest": ((), _manifest),
+    "files": (("manifest",), _files),
+    "processor": ((), _processor),
+    "tokenizer": (("processor",), _tokenizer),
+    "weights": ((), _further),
+}

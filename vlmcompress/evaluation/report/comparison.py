@@ -1,0 +1,271 @@
+"""Compare several runs, to choose the candidate that trades accuracy for size and speed best.
+
+`merge` makes one run of an evaluation and a benchmark of the same candidate and baseline. The merged runs are compared in
+`report.html` and `report.md`, with a table and charts of accuracy against size and speed, and in `comparison.json` for
+programs; each has its own report in a folder below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from vlmcompress.evaluation.report import files, html, words
+from vlmcompress.evaluation.report.charts import HALF, Point, both, pareto
+from vlmcompress.evaluation.report.findings import Findings
+from vlmcompress.evaluation.report.text import MARKS, escape, table
+from vlmcompress.evaluation.results import Comparison, Results, Verdict, load
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import dump, save
+from vlmcompress.utils.text import points, size, times
+from vlmcompress.utils.text import table as aligned
+
+SCHEMA = 1
+COMPARISON = "comparison.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in `comparison.json`.
+
+    Attributes:
+        smaller, faster: factors over the baseline, more is better; None: unknown.
+        speed_of: the metric that `faster` is of; `speed_shown`: whether it is more than chance, see `words.unclear`.
+        held_to: the gate or margins that the verdict is about; empty without a verdict.
+    """
+
+    name: str
+    folder: str
+    scheme: str
+    baseline: str
+    weight_bytes: int
+    smaller: float | None
+    faster: float | None
+    speed_of: str
+    speed_shown: bool
+    verdict: Verdict | None
+    held_to: str
+    suites: dict[str, Comparison]
+
+
+def merge(runs: Sequence[Results]) -> list[Results]:
+    """Merge runs that are about the same candidate and baseline and don't contradict each other.
+
+    Runs contradict each other, and stay apart, if both have a benchmark, a gate or a suite of the same name. Facts that a
+    report has once (date, machine, settings of the engine) come from the first of two merged runs.
+    """
+    merged: list[Results] = []
+    for b in runs:
+        for index, a in enumerate(merged):
+            shared = {suite.name for suite in a.suites} & {suite.name for suite in b.suites}
+            if a.identity() == b.identity() and not (shared or (a.bench and b.bench) or (a.gate and b.gate)):
+                joined = {"suites": a.suites + b.suites, "samples": a.samples + b.samples}
+                joined |= {
+                    "bench": a.bench or b.bench,
+                    "gate": a.gate or b.gate,
+                    "pictures": {**b.pictures, **a.pictures},
+                }
+                joined["candidate"] = a.candidate if a.candidate.layer_errors else b.candidate
+                merged[index] = a.model_copy(update=joined)
+                break
+        else:
+            merged.append(b)
+    return merged
+
+
+def write(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> dict[str, Path]:
+    """Report on the runs in `folders` (each with a `results.json`) in the folder `out`.
+
+    One run, or several that `merge` makes one, gives the report of `files.write`.
+
+    Args:
+        overwrite: such a report may replace one of other checkpoints.
+
+    Returns:
+        kind ("json", "md", "html" and, for one run, "junit" and "badge") -> file.
+
+    Raises:
+        UserError: a folder has no readable results, or `out` can't be written, is one of several inputs, holds other files,
+            or a report that is not to be overwritten.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    out, inputs = Path(out), {path.parent if path.is_file() else path for path in paths}
+    runs = merge([load(folder) for folder in folders])
+    if len(inputs) > 1 and out.resolve() in inputs:
+        raise UserError(f"{out} holds one of the runs; choose another folder for the report")
+    if len(runs) == 1:
+        files.check(out, runs[0].baseline, runs[0].candidate, overwrite=overwrite)
+        return files.write(runs[0], out)
+    rows = summarise(runs)
+    if overwritten := next((row.folder for row in rows if (out / row.folder).resolve() in inputs), None):
+        raise UserError(f"{out / overwritten} holds one of the runs and would be replaced; choose another folder")
+    files.refuse_foreign(out, COMPARISON)
+    for run, row in zip(runs, rows, strict=True):
+        files.write(run, out / row.folder)
+    plain = [{**asdict(r), "suites": {name: c.model_dump(mode="json") for name, c in r.suites.items()}} for r in rows]
+    return save(
+        out,
+        {
+            "json": (COMPARISON, dump({"schema": SCHEMA, "runs": plain})),
+            "md": ("report.md", markdown(rows)),
+            "html": ("report.html", page(runs, rows)),
+        },
+    )
+
+
+def terminal(folders: Sequence[str | Path]) -> str:
+    """What the candidates of some runs recover, as tables for a terminal; empty without an evaluation."""
+    tables = recovery_tables(summarise(merge([load(folder) for folder in folders])))
+    return "\n\n".join(aligned([["recovery", r.baseline, *r.names], *r.lines]) for r in tables)
+
+
+def summarise(runs: Sequence[Results]) -> list[Row]:
+    """A row for each run, in their order; names that occur twice are numbered."""
+    rows: list[Row] = []
+    for run in runs:
+        name = _unused(run.candidate.name, [row.name for row in rows])
+        folder = re.sub(r"[^\w.-]", "-", name).lstrip(".") or "run"
+        before, after = run.baseline.weight_bytes, run.candidate.weight_bytes
+        findings = Findings(run)
+        speed_of, speed = findings.main_speed or ("", None)
+        margins = [words.margin(share) for share in sorted({suite.overall.margin for suite in run.suites})]
+        limit = (
+            f"a margin of {margins[0]}" if len(margins) == 1 else f"margins of {' and '.join(margins)}" * bool(margins)
+        )
+        rows.append(
+            Row(
+                name=name,
+                folder=_unused(folder, [row.folder for row in rows]),
+                scheme=" + ".join(part for part in (run.candidate.scheme, run.candidate.reducer) if part),
+                baseline=run.baseline.name,
+                weight_bytes=after,
+                smaller=before / after if before and after else None,
+                faster=words.gain(speed, speed.ratio) if speed else None,
+                speed_of=speed_of,
+                speed_shown=speed is not None and not words.unclear(speed),
+                verdict=findings.verdict,
+                held_to=f"gate {run.gate.name}" if run.gate else limit,
+                suites={s.suite.name: s.overall for s in findings.suites},
+            )
+        )
+    return rows
+
+
+def _unused(name: str, used: Sequence[str]) -> str:
+    """The name, numbered if it is taken."""
+    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, len(used) + 3))) if n not in used)
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """Sentences on how many candidates kept their accuracy, for each gate or margin, and which of those is best."""
+    judged = [row for row in rows if row.verdict]
+    kept = [row for row in judged if row.verdict == "pass"]
+    lines = [] if judged else [f"{len(rows)} candidates."]
+    for limit in dict.fromkeys(row.held_to for row in judged):
+        passed, held = ([row for row in group if row.held_to == limit] for group in (kept, judged))
+        lines.append(
+            f"{len(passed)} of {len(held)} {'candidates pass' if len(held) > 1 else 'candidate passes'} {limit}."
+        )
+    eligible = kept if judged else rows
+    if len(eligible) == 1:
+        (only,) = eligible
+        gains = [(only.smaller, "smaller"), (only.faster if only.speed_shown else None, "faster")]
+        text = ", ".join(f"{times(gain)} {what}" for gain, what in gains if gain)
+        return [*lines, f"{only.name}: {text}."] if text else lines
+    for what, most in (("smaller", "Smallest"), ("faster", "Fastest")):
+        measured = [row for row in eligible if getattr(row, what) and (what == "smaller" or row.speed_shown)]
+        if measured:
+            best = max(measured, key=lambda row: getattr(row, what))
+            lines.append(f"{most}{' of those' if judged else ''}: {best.name}, {times(getattr(best, what))} {what}.")
+    return lines
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The comparison's `report.md`."""
+    suites = list(dict.fromkeys(name for row in rows for name in row.suites))
+    head = [
+        "candidate",
+        "verdict",
+        "scheme",
+        "weights",
+        "smaller",
+        "faster",
+        *(f"{s}, points (interval)" for s in suites),
+    ]
+    lines = []
+    for row in rows:
+        gains = [times(row.smaller) if row.smaller else ""]
+        gains += [times(row.faster) + ", can't tell" * (not row.speed_shown) if row.faster else ""]
+        weights = size(row.weight_bytes) if row.weight_bytes else ""
+        changes = [words.change(c) if (c := row.suites.get(suite)) else "" for suite in suites]
+        lines.append([row.name, MARKS[row.verdict] if row.verdict else "", row.scheme, weights, *gains, *changes])
+    parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
+    for baseline, names, recovered in recovery_tables(rows):
+        parts += ["## Recovery", table(["benchmark", baseline, *names], recovered)]
+    if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
+        parts.append(escape(f"Faster: {'; '.join(measured)}."))
+    return "\n\n".join(parts) + "\n"
+
+
+class Recovery(NamedTuple):
+    """A table for the candidates of one baseline: benchmarks, size and speed down, the baseline and all candidates across."""
+
+    baseline: str
+    names: list[str]
+    lines: list[list[str]]
+
+
+def recovery_tables(rows: Sequence[Row]) -> list[Recovery]:
+    """What each candidate recovers of its baseline's scores, with points and intervals; a table for each baseline."""
+    tables = []
+    for baseline in dict.fromkeys(row.baseline for row in rows if row.suites):
+        columns = [row for row in rows if row.baseline == baseline and row.suites]
+        lines = []
+        for suite in dict.fromkeys(name for row in columns for name in row.suites):
+            measured = [row.suites.get(suite) for row in columns]
+            scores = dict.fromkeys(words.percent(c.baseline) for c in measured if c)
+            lines.append([suite, " or ".join(scores), *(_recovered(c) for c in measured)])
+        lines.append(["weights, times smaller", "", *(times(row.smaller) if row.smaller else "" for row in columns)])
+        lines.append(["times faster", "", *(times(row.faster) if row.faster else "" for row in columns)])
+        tables.append(Recovery(baseline, [row.name for row in columns], [line for line in lines if any(line[1:])]))
+    return tables
+
+
+def _recovered(c: Comparison | None) -> str:
+    """A score, the share of the baseline's that it is, and the difference: `96.0%; 99.2% (-0.8, -1.5 to +0.1 points)`."""
+    if c is None:
+        return ""
+    share = f"; {words.recovery(c)}" if c.baseline else ""
+    return f"{words.percent(c.candidate)}{share} ({points(c.difference)}, {points(c.low)} to {points(c.high)} points)"
+
+
+def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
+    """The comparison's `report.html`; charts of accuracy where at least two candidates have a gain."""
+    suites = [(row, s.rows, s.suite.name) for run, row in zip(runs, rows, strict=True) for s in Findings(run).suites]
+    sections = []
+    for name in dict.fromkeys(suite for _, _, suite in suites):
+        measured = [(row, lines) for row, lines, suite in suites if suite == name]
+        families = dict.fromkeys(family.name for _, (_, *by_family) in measured for family in by_family)
+        drawn = []
+        for what, title in (("smaller", "size"), ("faster", "speed")):
+            dots = [
+                Point(row.name, ratio, lines[0].comparison) for row, lines in measured if (ratio := getattr(row, what))
+            ]
+            if len(dots) > 1:
+                margin = max(overall.comparison.margin for _, (overall, *_) in measured)
+                drawn.append((f"Accuracy against {title}", both(partial(pareto, dots, f"times {what}", margin), HALF)))
+        by_name = [{line.name: line for line in by_family} for _, (_, *by_family) in measured]
+        section = {
+            "name": name,
+            **html.differences([overall._replace(name=row.name) for row, (overall, *_) in measured]),
+            "charts": drawn,
+            "families": {family: [lines.get(family) for lines in by_name] for family in families},
+        }
+        sections.append(section)
+    return html.render(
+        "comparison.html.j2", rows=rows, suites=sections, headline=headline(rows), recovery=recovery_tables(rows)
+    )

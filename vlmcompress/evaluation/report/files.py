@@ -1,0 +1,137 @@
+"""The files of a report: everything is made before anything is written, and no file is ever half there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+from vlmcompress.evaluation.report import words
+from vlmcompress.evaluation.report.findings import Findings
+from vlmcompress.evaluation.report.html import page
+from vlmcompress.evaluation.report.text import markdown
+from vlmcompress.evaluation.report.words import printable
+from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, load
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import dump, save
+from vlmcompress.utils.text import points, smaller
+
+JOURNAL = "answers.jsonl"
+"""Answers as they come, kept in the folder of a report by `vlmcompress eval`, so that a killed run can go on."""
+
+_COLOURS = {"pass": "brightgreen", "fail": "red", "inconclusive": "yellow", None: "blue"}
+
+
+def write(results: Results, folder: str | Path) -> dict[str, Path]:
+    """Write a report into `folder`: made if missing, older files replaced, each whole or not at all.
+
+    Returns:
+        kind ("json", "md", "html", "junit", "badge") -> file.
+
+    Raises:
+        UserError: the folder can't be written.
+    """
+    findings = Findings(results)
+    return save(
+        folder,
+        {
+            "json": (FILE, dump(results.to_dict())),
+            "md": ("report.md", markdown(findings)),
+            "html": ("report.html", page(findings)),
+            "junit": ("junit.xml", junit(findings)),
+            "badge": ("badge.json", dump(badge(findings))),
+        },
+    )
+
+
+def check(folder: Path, baseline: Side, candidate: Side, *, overwrite: bool) -> None:
+    """Refuse a folder that a report on `candidate` against `baseline` must not replace. Call it before any work.
+
+    Args:
+        overwrite: a report of other checkpoints may be replaced.
+
+    Raises:
+        UserError: the folder has files and is no report, or has the report of other checkpoints.
+    """
+    refuse_foreign(folder)
+    if overwrite or not (folder / FILE).is_file():
+        return
+    earlier = load(folder)
+    if earlier.identity() != [baseline.identity(), candidate.identity()]:
+        about = f"{earlier.candidate.name} against {earlier.baseline.name}"
+        same_names = (earlier.candidate.name, earlier.baseline.name) == (candidate.name, baseline.name)
+        other = f"{about}, of other weights" if same_names else about
+        raise UserError(f"output {folder} has the report of {other}; choose another folder or pass --overwrite")
+
+
+def refuse_foreign(folder: Path, mark: str = FILE, unfinished: str = JOURNAL) -> None:
+    """Raise `UserError` if `folder` holds files and none called `mark`, by which a report is known as ours to replace.
+
+    Args:
+        unfinished: a file that may be there alone.
+    """
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if names - {unfinished} and mark not in names:
+        raise UserError(f"output {folder} has no {mark}, so it is not ours to overwrite; choose another folder")
+
+
+def junit(findings: Findings) -> str:
+    """The content of `junit.xml`: verdicts as test cases for CI servers, inconclusive ones as skipped.
+
+    With a gate its rules are the cases. Without one they are the suites, judged by their margin.
+    """
+    results = findings.results
+    groups: list[tuple[str, list[tuple[str, Verdict, str]]]] = [
+        (
+            s.suite.name,
+            [(row.name, row.comparison.verdict, words.verdict(row.comparison)) for row in s.rows if row.judged],
+        )
+        for s in findings.suites
+    ]
+    if gate := results.gate:
+        cases = [
+            (rule.name, rule.verdict, f"{rule.value}, limit {rule.limit}" + f": {rule.reason}" * bool(rule.reason))
+            for rule in gate.rules
+        ]
+        groups = [(f"gate {gate.name}", cases)]
+    root = ElementTree.Element(
+        "testsuites", name=printable(f"{results.candidate.name} against {results.baseline.name}")
+    )
+    for name, cases in groups:
+        group = ElementTree.SubElement(root, "testsuite", name=printable(name), timestamp=results.created[:19])
+        for case_name, verdict, message in cases:
+            case = ElementTree.SubElement(group, "testcase", classname=printable(name), name=printable(case_name))
+            if verdict == "fail":
+                ElementTree.SubElement(case, "failure", message=printable(message))
+            elif verdict == "inconclusive":
+                ElementTree.SubElement(case, "skipped", message=printable(message))
+            else:
+                ElementTree.SubElement(case, "system-out").text = printable(message)
+    for element in (*root, root):
+        for count, tag in (("tests", "testcase"), ("failures", "failure"), ("skipped", "skipped")):
+            element.set(count, str(len(element.findall(f".//{tag}"))))
+        element.set("errors", "0")
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def badge(findings: Findings) -> dict[str, object]:
+    """The content of `badge.json`, in the endpoint schema of shields.io: what compression cost and won, in one line.
+
+    E.g. `accuracy -0.2 points, 1.96x smaller`, coloured by the gate's verdict or, without one, the suites'.
+    """
+    results, parts = findings.results, []
+    if results.suites:
+        parts.append(f"{points(min(suite.overall.difference for suite in results.suites))} points")
+    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
+    if before and after:
+        parts.append(smaller(before, after))
+    if findings.main_speed:
+        parts.append(words.pace(findings.main_speed[1]))
+    if findings.verdict in ("fail", "inconclusive"):
+        parts.append(words.VERDICTS[findings.verdict])
+    return {
+        "schemaVersion": 1,
+        "label": "accuracy" if results.suites else "compression",
+        "message": words.typeset(", ".join(parts) or "nothing measured"),
+        "color": _COLOURS[findings.verdict],
+    }

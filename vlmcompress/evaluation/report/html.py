@@ -1,0 +1,143 @@
+"""Findings as `report.html`: the templates beside this file, filled with findings, charts and pictures.
+
+A page needs nothing from outside: style, charts (inline SVG) and pictures (data URIs) are in it, and it has no script.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+from PIL import Image
+
+from vlmcompress.evaluation.report import charts, heatmap, words
+from vlmcompress.evaluation.report.findings import Findings, Row, SuiteFindings
+from vlmcompress.evaluation.results import Bench, Side
+from vlmcompress.export.manifest import error_kind
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import reason
+from vlmcompress.utils.text import figures, percentage, points, size, smaller, times
+
+THUMBNAIL = 360  # pixels
+_FOLDER = Path(__file__).parent
+_EXAMPLES = 24  # samples shown
+_LAYERS = 5  # rows of the open table of errors
+_LATENCIES = {"ttft_ms": "Time to first token", "itl_ms": "Time between tokens", "e2e_ms": "Time to last token"}
+
+
+def page(findings: Findings) -> str:
+    """The content of `report.html`."""
+    results, bench = findings.results, findings.results.bench
+    ratios = [ratio for table in findings.speed for ratio in table.metrics.values()]
+    axis = charts.gain_axis(ratios) if ratios else None
+    overview = [s.rows[0]._replace(name=s.suite.name) for s in findings.suites]
+    # those with pictures first, as readers can judge these
+    shown = sorted(findings.changed, key=lambda sample: (sample.id not in results.pictures, sample.change))[:_EXAMPLES]
+    return render(
+        "report.html.j2",
+        f=findings,
+        r=results,
+        overview=differences(overview) if len(overview) > 1 else None,
+        suites=[(s, differences(s.rows), _panels(s)) for s in findings.suites],
+        lowest=min(findings.suites, key=lambda s: s.overall.difference, default=None),
+        speed=[
+            (table, charts.ruler(axis, "times"), {n: charts.gain(n, r, axis) for n, r in table.metrics.items()})
+            for table in findings.speed
+            if axis
+        ],
+        latency=_latencies(bench) if bench else [],
+        errors=_heat(results.candidate),
+        examples=[(sample, [thumbnail(png) for png in results.pictures.get(sample.id, [])]) for sample in shown],
+    )
+
+
+def differences(rows: Sequence[Row]) -> dict[str, Any]:
+    """Rows of accuracy, each with its chart, and the ruler of the axis that they share."""
+    axis = charts.accuracy_axis(rows)
+    return {"ruler": charts.ruler(axis), "rows": [(row, charts.accuracy(row, axis)) for row in rows]}
+
+
+def _panels(s: SuiteFindings) -> list[tuple[str, Markup]]:
+    """Charts of prompt tokens and of the first token's divergence, with their titles."""
+    tokens = {side: [getattr(x, f"{side}_tokens") for x in s.samples] for side in ("baseline", "candidate")}
+    divergences, panels = [sample.kl for sample in s.samples if sample.kl is not None], []
+    if any(tokens["baseline"]):
+        panels.append(("Prompt tokens, images included", charts.histogram("Prompt tokens", "tokens", tokens)))
+    if drawn := charts.cumulative("First-token divergence", "nats", {"candidate": [divergences]}):
+        panels.append(("Divergence of the first token (KL)", drawn))
+    return panels
+
+
+def _latencies(bench: Bench) -> list[tuple[str, Markup]]:
+    """Charts of latencies as clients saw them, for served runs only."""
+    panels = []
+    for state, (name, what) in product(("cold", "warm"), _LATENCIES.items()):
+        sides: dict[str, list[list[float]]] = {"baseline": [], "candidate": []}
+        for run in bench.runs:
+            if run.mode == "serve" and run.state == state and getattr(run, name):
+                sides[run.side].append(getattr(run, name))
+        if all(sides.values()):
+            panels.append((f"{what}, {state}", charts.cumulative(f"{what}, {state}", "ms", sides)))
+    return panels
+
+
+def _heat(side: Side) -> dict[str, Any]:
+    """Heat maps of the errors of layers, their legend, and the layers from the worst."""
+    errors = side.layer_errors
+    grids = heatmap.grids(errors)
+    scale = heatmap.extremes(grids)
+    names = sorted(errors, key=lambda name: (-max(errors[name].values(), default=0.0), name))
+    return {
+        "grids": [(grid, heatmap.errors(grid, scale)) for grid in grids],
+        "legend": heatmap.legend(scale),
+        "kinds": list(dict.fromkeys(kind for by_kind in errors.values() for kind in by_kind)),
+        "worst": names[:_LAYERS],
+        "rest": names[_LAYERS:],
+    }
+
+
+def thumbnail(png: str) -> tuple[str, bool]:
+    """A PNG in base64 as data URI, small ones as PNG, larger ones shrunk to JPEG; and whether it is small.
+
+    Raises:
+        UserError: it is no PNG.
+    """
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"])
+        image.load()
+    except Exception as error:  # decoders raise anything on damaged data
+        raise UserError(f"results have a picture that is no PNG ({reason(error)}); write the report again") from error
+    with image:
+        if max(image.size) <= THUMBNAIL:
+            return f"data:image/png;base64,{png}", max(image.size) <= THUMBNAIL // 2
+        small = image.convert("RGB")
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}", False
+
+
+def render(template: str, **variables: Any) -> str:
+    """A template with the style sheet in it, filled; text is escaped, charts are markup already."""
+    style = Markup(_FOLDER.joinpath("style.css").read_text(encoding="utf-8"))
+    return words.printable(_environment().get_template(template).render(style=style, words=words, **variables))
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.FileSystemLoader(_FOLDER)
+    look: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, **look)
+    for filter_ in (points, words.percent, words.metric, error_kind, words.typeset, size, figures, percentage, times):
+        environment.filters[filter_.__name__] = filter_
+    environment.filters["dotted"] = lambda name: Markup(".<wbr>").join(escape(part) for part in name.split("."))
+    environment.filters["tick"] = lambda verdict: words.VERDICTS[verdict]
+    environment.globals["smaller"] = smaller
+    return environment

@@ -1,0 +1,275 @@
+"""Numbers, names and sentences of a report, as text without markup; `typeset` gives it true minus signs for a page."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from vlmcompress.evaluation.results import Bench, Comparison, Ratio, Results, Scored, Suite, Verdict
+from vlmcompress.export.manifest import OF_WEIGHTS, errors_text
+from vlmcompress.utils.text import figures, points, times
+
+VERDICTS: dict[Verdict, str] = {"pass": "pass", "fail": "fail", "inconclusive": "can't tell"}
+MODES = {"serve": "served", "offline": "offline"}
+TIMES = (
+    "TTFT: time to first token. ITL: time between tokens. TPOT: mean time per output token. E2E: time to last token."
+)
+MODALITIES = (
+    "Vision tokens stand for images, text tokens for the words of the prompt, answer tokens for those of the answer that "
+    "comes with a calibration sample"
+)
+_METRICS = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2e": "E2E",
+    "request_throughput": "requests/s",
+    "output_throughput": "output tokens/s",
+    "goodput": "requests/s within the SLO",
+}
+_INTERVALS = {
+    "gaffke": "Gaffke's bounds",
+    "tango": "Tango's score interval",
+    "likelihood": "an empirical-likelihood score interval",
+}
+_WORST: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
+_UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which a model may answer with and neither XML nor HTML can hold."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def typeset(text: str) -> str:
+    """The text with true minus and multiplication signs, for a page."""
+    return re.sub(r"(?<=\d)x\b", "\N{MULTIPLICATION SIGN}", re.sub(r"(?<!\w)-(?=\d)", "\N{MINUS SIGN}", text))
+
+
+def percent(share: float) -> str:
+    """A share as a percentage: `0.9633` as `96.3%`."""
+    return f"{100 * share:.1f}%"
+
+
+def recovery(c: Comparison) -> str:
+    """The candidate's score as a share of the baseline's: `99.2%`; empty where the baseline has none."""
+    return percent(c.candidate / c.baseline) if c.baseline else ""
+
+
+def margin(share: float) -> str:
+    """An allowed loss: `1 point`, `0.5 points`."""
+    return "1 point" if (text := f"{100 * share:.4g}") == "1" else f"{text} points"
+
+
+def brief(value: float) -> str:
+    """A number with as few figures as it needs: `0.5`, `1e-5`, `1,000`."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}".replace("e-0", "e-")
+
+
+def interval(c: Comparison) -> str:
+    """A confidence interval: `95% interval -0.9 to +0.3`."""
+    return f"{c.level:.0%} interval {points(c.low)} to {points(c.high)}"
+
+
+def change(c: Comparison) -> str:
+    """A difference in points and its interval: `-0.2 (-0.9 to +0.3)`."""
+    return f"{points(c.difference)} ({points(c.low)} to {points(c.high)})"
+
+
+def pace(r: Ratio) -> str:
+    """A change of speed: `1.40x faster`, `1.25x slower`, or `can't tell (1.10x)` where it may be chance."""
+    middle = gain(r, r.ratio)
+    if not comparable(r):
+        return "not comparable"
+    if unclear(r):
+        return f"can't tell ({times(middle)})"
+    return f"{times(middle)} faster" if middle > 1 else f"{times(1 / middle)} slower"
+
+
+def spread(r: Ratio) -> str:
+    """The extremes of the repeats, in the direction that `pace` names: `1.31x to 1.46x`; empty for one repeat."""
+    if not comparable(r) or r.low == r.high:
+        return ""
+    ends = [gain(r, r.low), gain(r, r.high)]
+    if gain(r, r.ratio) < 1 and not unclear(r):
+        ends = [1 / end for end in ends]
+    return f"{times(min(ends))} to {times(max(ends))}"
+
+
+def comparable(r: Ratio) -> bool:
+    """Whether both sides had a good request to compare; a side without one makes the ratio zero or undefined."""
+    return all(0 < ratio < math.inf for ratio in (r.low, r.ratio, r.high))
+
+
+def unclear(r: Ratio) -> bool:
+    """Whether a change may be chance: its 95% interval reaches 1, or there is none, or the ratio rounds to 1."""
+    if r.interval is None or f"{r.ratio:.2f}" == "1.00":
+        return True
+    low, high = r.interval
+    return not (low > 1 and r.ratio > 1 or high < 1 and r.ratio < 1)
+
+
+def gain(r: Ratio, ratio: float) -> float:
+    """A ratio turned so that more is better."""
+    return ratio if r.higher_is_better else 1 / ratio
+
+
+def metric(name: str) -> str:
+    """A metric's name: `ttft_p50_ms` as `TTFT median, ms`; `TIMES` explains the capitals."""
+    first, _, rest = name.removesuffix("_ms").partition("_")
+    if name in _METRICS or first not in _METRICS:
+        return _METRICS.get(name) or name.replace("_", " ")
+    return f"{_METRICS[first]} {'median' if rest == 'p50' else rest}, ms"
+
+
+def load(bench: Bench) -> str:
+    """A benchmark's load: `closed:8` as `8 clients at once`."""
+    kind, _, number = bench.load.partition(":")
+    clients = "one client" if number == "1" else f"{number} clients at once"
+    return {"closed": clients, "rate": f"{number} requests per second, arriving at random"}.get(kind, bench.load)
+
+
+def verdict(c: Comparison) -> str:
+    """A verdict in a sentence or two: what the interval shows about the margin, and what would decide if nothing."""
+    change, limit = f"{points(c.difference)} points ({interval(c)})", margin(c.margin)
+    lost = f"; {answers}" if (answers := _answers(c)) else ""
+    if c.verdict == "fail":
+        return f"A loss of more than {limit} is shown: {change}{lost}."
+    if c.verdict == "inconclusive":
+        unclear = f"Can't tell if {limit} or more {'was' if limit == '1 point' else 'were'} lost: {change}{lost}."
+        if not c.sensitive:
+            return (
+                f"{unclear} The baseline scores {percent(c.baseline)} of {c.n:,} samples, too little for a loss of {limit} to "
+                "show; look at its answers, and score them by what they say (--score)."
+            )
+        if not c.missing:
+            return f"{unclear} {c.n:,} samples show a drop of {100 * c.detectable:.1f} points four times in five."
+        count = f"{c.n:,} were asked"
+        if c.clusters < c.n:
+            count = (
+                f"{c.n:,} samples about {c.clusters:,} images were asked, and samples of an image may be lost together "
+                f"(design effect {c.design_effect:.1f})"
+            )
+        large = (
+            f" One image has {percent(c.largest / c.n)} of the samples and may lose them all: {(c.needed or 0) / c.n:,.1f} "
+            "times as many images of every size, or fewer samples about each, would rule that out."
+        )
+        return f"{unclear} About {c.missing:,} more {c.unit} would decide it; {count}.{large * c.heavy}"
+    ruled = f"a loss of {limit} or more is ruled out"
+    if c.high < 0:
+        return f"Some accuracy was lost, but {ruled}: {change}{lost}."
+    if c.low > 0:
+        return f"Accuracy rose: {change}{lost}."
+    return f"{ruled.capitalize()}: {change}{lost}."
+
+
+def _answers(c: Comparison) -> str:
+    """Lost and won answers: `4 answers lost, none won`; empty for graded scores."""
+    if c.baseline_only is None or c.candidate_only is None:
+        return ""
+    lost, won = (f"{n:,}" if n else "none" for n in (c.baseline_only, c.candidate_only))
+    if not c.baseline_only:
+        return f"no answer lost, {won} won"
+    return f"{lost} answer{'s' * (c.baseline_only > 1)} lost, {won} won"
+
+
+def worst(verdicts: list[Verdict]) -> Verdict:
+    """The worst of some verdicts: fail, then inconclusive, then pass."""
+    return min(verdicts, key=_WORST.index)
+
+
+def counted(verdicts: list[Verdict]) -> str:
+    """Counts of verdicts: `1 fail, 2 pass`."""
+    return ", ".join(f"{n} {VERDICTS[v]}" for v in _WORST if (n := verdicts.count(v)))
+
+
+def tally(verdict: Verdict, parts: list[Verdict]) -> str:
+    """A verdict with the counts of its parts: `fail (1 fail, 2 pass)`."""
+    return f"{VERDICTS[verdict]} ({counted(parts)})"
+
+
+def glossary(results: Results) -> str:
+    """A line on the words that a report uses before its tables do."""
+    lines = [f"Candidate: {results.candidate.name}. Baseline: {results.baseline.name}, which it is compared with"]
+    if results.suites:
+        lines.append("A point is one answer in a hundred")
+        if any(suite.families for suite in results.suites):
+            lines.append("A family is a group of questions of one kind")
+        level = 100 * results.suites[0].overall.level
+        lines.append(f"The {level:.0f}% interval holds the true difference in {level:.0f} of 100 such comparisons")
+    return ". ".join(lines) + "."
+
+
+def tokens(suite: Suite) -> list[str]:
+    """The tokens of prompts before and after, where they differ, as a list of at most one sentence."""
+    before, after = suite.prompt_tokens
+    if before == after or not before or not after:
+        return []
+    text = f"{figures(before / suite.samples)} tokens a request before, {figures(after / suite.samples)} after"
+    if suite.visual_tokens is not None:
+        old, new = suite.visual_tokens
+        visual = f"{figures(old / suite.samples)} and {figures(new / suite.samples)} of them visual"
+        text += f"; {visual}, {new / max(old, 1):.1%} of which are left"
+    return [f"Prompts: {text}."]
+
+
+def agreement(suite: Suite) -> list[str]:
+    """Sentences on how far the answers and the first tokens' distributions of both sides agree."""
+    lines = [f"Both gave the same answer to {percent(suite.agreement)} of the samples."]
+    if d := suite.divergence:
+        lines.append(
+            f"Both favoured the same first token in {percent(d.same_first)} of {d.n:,} samples; its distribution moved by "
+            f"{figures(d.mean)} nats on average, {figures(d.median)} in the median, {figures(d.p95)} at the 95th "
+            "percentile (Kullback-Leibler)."
+        )
+    return lines
+
+
+def refused(suite: Suite, samples: Sequence[Scored], most: int = 20) -> list[str]:
+    """A sentence on the samples that a side could not answer, each with the reason; of many the first ones."""
+    if not any(suite.refused):
+        return []
+    named = [
+        (s.id, s.baseline_refused or s.candidate_refused) for s in samples if s.baseline_refused or s.candidate_refused
+    ]
+    parts = [f"{identity} ({why})" for identity, why in named[:most]]
+    parts += [f"and {len(named) - most} others"] if len(named) > most else []
+    return [f"Counted as wrong, as they were not answered: {'; '.join(parts)}."]
+
+
+def accuracy_method(suite: Suite) -> str:
+    """How a suite's figures were made, for the foot of a report."""
+    c = suite.overall
+    count = f"{suite.samples:,}" + f" of {suite.available:,}" * (suite.samples < suite.available)
+    effect = f"(design effect {c.design_effect:.2f})"
+    clusters = f", with images as observations, as samples of an image may be lost together {effect}"
+    sentences = [
+        f"{suite.name}: both sides answered the same {count} samples about {c.clusters:,} images (seed {suite.seed}), "
+        f"at most {suite.max_tokens} tokens each; metric {suite.metric}",
+        suite.scoring.rstrip("."),
+        "Samples without an id go by a hash of their content" * suite.derived_ids,
+        f"Intervals of the paired difference are by {_INTERVALS[c.method]}{clusters * (c.clusters < c.n)}; p = {c.p:.3g}",
+        "A family counts as failed only after correction for the number of families (Holm)"
+        * any(family.adjusted_p is not None for family in suite.families.values()),
+        f"A true drop of {100 * c.detectable:.1f} points would be seen four times in five",
+    ]
+    return ". ".join(sentence for sentence in sentences if sentence) + "."
+
+
+def speed_method(bench: Bench) -> str:
+    """How a benchmark's figures were made, for the foot of a report."""
+    order = " ".join(side[0].upper() for side in bench.order)
+    return (
+        f"Speed: {bench.requests:,} requests a burst with {bench.out_tokens} output tokens each, {load(bench)}, "
+        f"{bench.repeats} repeat{'s' * (bench.repeats > 1)}, sides interleaved ({order}), load from {bench.tool}. Cold: "
+        "caches off, every image new. Warm: caches on, images repeated. Ratios are medians of the paired repeats, followed "
+        "by their extremes. Faster or slower is said where the 95% interval of the ratio (Student's t on the logarithms of "
+        "the repeats') leaves out 1; else the repeats can't tell, nor can a single one."
+    )
+
+
+def layers(errors: Mapping[str, Mapping[str, float]]) -> str:
+    """What the errors of layers are; "" where there are none."""
+    text = errors_text(errors)
+    return text if not text or OF_WEIGHTS[1:] in text else f"{text} {MODALITIES}."

@@ -1,0 +1,143 @@
+"""Questions where there are none: short prompts about a folder's images, answered by the original itself.
+
+Such answers say nothing about what is right. They say how often a compressed model answers as the original does, which is what
+a search can hold to a floor when there is nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmcompress.evaluation.accuracy import noninferiority
+from vlmcompress.evaluation.accuracy.compare import LEVEL
+from vlmcompress.evaluation.search.candidate import Candidate
+from vlmcompress.evaluation.search.trial import Setup, evaluate_candidate
+from vlmcompress.models.data.samples import SUFFIXES
+from vlmcompress.utils import json_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import dump, save
+from vlmcompress.utils.identity import model_hash
+from vlmcompress.utils.progress import Progress
+
+PROMPTS = (
+    "What is the main thing in this image? Answer in a few words.",
+    "Which colour stands out in this image? Answer with one word.",
+    "How many objects can be seen? Answer with a number.",
+    "What text can be read in this image? Write it down, or say none.",
+    "Is this a photo, a drawing, a chart or a document? Answer with one word.",
+    "Where is the main thing: left, right, top, bottom or middle? Answer with one word.",
+)
+EACH = 2
+"""Prompts that an image is asked."""
+CALIBRATION, SEARCH, CONFIRM = "calibration.jsonl", "questions.jsonl", "confirmation.jsonl"
+SOURCES = "sources.json"
+"""File that says what the questions are made of: hashes of the model and the images, and the prompts."""
+FEWEST = 64
+"""Images without which there is nothing to search with."""
+_SEARCH, _OTHERS = 15, 28  # fewest images to search on, 30 questions, and fewest to search and calibrate with
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The images of a folder, apart: to calibrate with, to search on, and to confirm on."""
+
+    calibration: list[Path]
+    search: list[Path]
+    confirm: list[Path]
+
+
+def split(folder: str | Path, most: int, margin: float) -> Parts:
+    """Split a folder's images by their content, so that copies stay together: half to confirm on, or as many as a loss of at
+    most `margin` cannot be confirmed without, and the others to calibrate and to search with.
+
+    Raises:
+        UserError: there is no such folder, or it has too few images.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"--images {root} is no folder; name one with images of what the model is to see")
+    by_content: dict[str, Path] = {}
+    for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
+        by_content.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
+    images = [by_content[name] for name in sorted(by_content)][:most]
+    confirm = noninferiority.min_images_to_pass(margin, LEVEL)
+    if len(images) < (least := max(FEWEST, confirm + _OTHERS)):
+        raise UserError(
+            f"--images {root} has {len(images)} different images; give at least {least:,}, better hundreds: an agreement "
+            f"of {1 - margin:g} cannot be confirmed on less than {confirm:,}"
+        )
+    others = len(images) - max(confirm, len(images) - len(images) // 4 * 2)
+    calibration = min(others // 2, others - _SEARCH)
+    return Parts(images[:calibration], images[calibration:others], images[others:])
+
+
+def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progress: Progress) -> dict[str, Path]:
+    """Write the three files of questions into `out`, those to search and confirm with the original's answers.
+
+    Files that are there already stay, so that a search can go on, if they were made of the same model, images and prompts.
+
+    Args:
+        setup: the original and the engine that answers; its questions are not looked at.
+
+    Returns:
+        Name of a file -> its path.
+
+    Raises:
+        UserError: the original cannot be asked or says nothing at all, or files there were made of something else.
+    """
+    _check_sources(parts, prompts, out, setup)
+    files = {}
+    for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
+        rows = _rows(images, prompts, first=name == CALIBRATION)
+        files[name] = out / name
+        if not files[name].is_file():
+            if name != CALIBRATION:
+                rows = _answered(rows, out, setup, progress)
+            save(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
+    return files
+
+
+def _check_sources(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup) -> None:
+    """Note what the questions in `out` are made of. UserError: those that are there were made of something else."""
+    images = [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in (*parts.calibration, *parts.search, *parts.confirm)
+    ]
+    places = [str(path.resolve()) for path in (*parts.calibration, *parts.search, *parts.confirm)]
+    sources = {"model": model_hash(setup.model), "images": [images, places], "prompts": list(prompts)}
+    if (out / SOURCES).is_file():
+        before = json_files.read(out / SOURCES)
+        if changed := [key for key in sources if before.get(key) != sources[key]]:
+            raise UserError(f"{out} has questions of another {' and '.join(changed)}; choose another output")
+    save(out, {"sources": (SOURCES, dump(sources))})
+
+
+def _rows(images: Sequence[Path], prompts: Sequence[str], *, first: bool) -> list[dict[str, str]]:
+    """Questions about images, prompts in turn; of the first prompt alone or of `EACH`."""
+    return [
+        {
+            "id": f"{number}-{turn}",
+            "image": str(path.resolve()),
+            "question": prompts[(EACH * number + turn) % len(prompts)],
+        }
+        for number, path in enumerate(images)
+        for turn in range(1 if first else min(EACH, len(prompts)))
+    ]
+
+
+def _answered(rows: list[dict[str, str]], out: Path, setup: Setup, progress: Progress) -> list[dict[str, str]]:
+    """Give questions the original's answers; those that it says nothing to are left out."""
+    questions = save(out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))})
+    plain = dataclasses.replace(setup, suite=None, data=str(questions["asked"]))
+    answers = {
+        sample.id: sample.text for sample in evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
+    }
+    questions["asked"].unlink()
+    answered = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
+    if not answered:
+        raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
+    return answered

@@ -1,0 +1,281 @@
+"""A search from a request to a folder: checks, successive halving, and the winner's checkpoint in its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmcompress.evaluation.accuracy import noninferiority, tasks
+from vlmcompress.evaluation.accuracy.compare import LEVEL
+from vlmcompress.evaluation.accuracy.free_answers import choose
+from vlmcompress.evaluation.accuracy.paired import MeanDifference
+from vlmcompress.evaluation.search import outcome, space
+from vlmcompress.evaluation.search.candidate import Candidate
+from vlmcompress.evaluation.search.live_trials import SHARE, LiveTrials, SearchResult, original, search
+from vlmcompress.evaluation.search.speed import STAND_IN, Goal, Load, Measured, Modelled
+from vlmcompress.evaluation.search.successive_halving import Rules
+from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint, questions_of
+from vlmcompress.evaluation.search.trial_log import QUESTIONS, WORK, open_trial_log
+from vlmcompress.export.write import rename
+from vlmcompress.models.data import Reading, bundled, data_hash, load_mixed
+from vlmcompress.quantization.calibration.statistics_folder import NAME as STATISTICS
+from vlmcompress.recipe import resolve, targets
+from vlmcompress.utils import hub, workers
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import link_or_copy, new_folder, save
+from vlmcompress.utils.identity import content_hash, model_hash
+from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.text import duration
+
+WINNER, RECIPE = "winner", "recipe.yaml"
+__all__ = ["QUESTIONS", "WORK", "Request", "Searched", "find", "setup_of"]
+_LEAST = 30
+"""Questions without which nothing can be said."""
+_CHANCE = 0.1
+"""Share of questions without image, such as sums, that may be in both data by chance."""
+_TEXT = "text:"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a search is asked for.
+
+    Attributes:
+        base: recipe keys that all candidates have: `model`, `calibrate`, `seed`, and `target`, None for this machine.
+        out: folder of the search.
+        data, suite, limit: the questions, as `vlmcompress eval` takes them.
+        confirm: other questions for the winner; None: it is not confirmed.
+        margin: the allowed loss, as a share.
+        speed: `measured`, `modelled`, or empty for what can be done.
+        budget: seconds; None: no limit.
+        space: file of the space; None: the usual one, `small` or not, with trained models if `recover`.
+    """
+
+    base: Mapping[str, Any]
+    out: Path
+    data: str | None
+    suite: str | None = None
+    confirm: str | None = None
+    limit: int | None = None
+    margin: float = 0.01
+    goal: Goal = "throughput"
+    speed: str = ""
+    load: Load = field(default_factory=Load)
+    budget: float | None = None
+    engine: str = "vllm"
+    ray: str | None = None
+    space: str | None = None
+    recover: bool = False
+    small: bool = False
+
+    @property
+    def seed(self) -> int:
+        """Seed of everything random."""
+        return int(self.base.get("seed", 0))
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A search's end: what it found, the same as data, the winner's folder (None without one), and the questions' setup."""
+
+    result: SearchResult
+    data: dict[str, Any]
+    winner: Path | None
+    setup: Setup
+
+
+def find(request: Request, progress: Progress) -> Searched:
+    """Run a search, or go on with one that was interrupted.
+
+    Raises:
+        UserError: bad input, or the original cannot be asked. The folder keeps what was found until then.
+    """
+    setup = setup_of(request)
+    base = setup.base
+    gains = _gains(request, setup)
+    suite = questions_of(setup, request.limit)
+    count = len(suite)
+    confirming, images = _confirming(request, setup, count)
+    usual = {"recover": request.recover, "small": request.small}
+    where = space.read(request.space, base) if request.space else space.usual(base, **usual)
+    with open_trial_log(request.out, _about(setup, suite), request.budget) as log:
+        with closing(workers.of(request.ray)) as crew:
+            before = original(setup, count, crew, log, progress)
+            if score := choose(None, suite, before.suite):
+                before = replace(before, suite=score.applied(before.suite))
+            if log.left <= 0:
+                raise UserError(
+                    f"--max-time is spent: asking the original took {duration(log.spent)}; give a longer one, which goes on "
+                    "from here, or fewer questions (--limit)"
+                )
+            reserve = 2.4 * confirming * (log.note("seconds") or 0.0)  # the original, the winner, and some more
+            reserve = max(reserve, SHARE * (request.budget or 0.0))
+            live = LiveTrials(setup, crew, log, gains, before, score, progress, reserve)
+            result = search(where, live, Rules(request.margin, count, images))
+        rate = gains.rate(result.winner.candidate) if result.winner else None
+        data = outcome.plain(result, _described(request, base, gains), where.left_out, rate)
+        winner = _placed(request, setup, result, progress)
+        log.finish()
+    return Searched(result, data, winner, setup)
+
+
+def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
+    """What trials depend on: the contents of the model, the questions and the calibration data, wherever they lie."""
+    suite = setup.suite
+    return {
+        "model": model_hash(setup.model),
+        "data": questions.content_hash(),
+        "suite": content_hash([Path(suite)]) if suite and Path(suite).is_file() else suite,
+        "calibration": _calibration(setup),
+        "seed": setup.seed,
+        "engine": setup.engine,
+        "questions": len(questions),
+    }
+
+
+def _calibration(setup: Setup) -> dict[str, Any]:
+    """The settings of the calibration, with hashes in the places of paths."""
+    settings = resolve({**setup.base, "scheme": "none"}).recipe.calibrate
+    images = settings.data or bundled(setup.model, "calibration")
+    described = settings.model_dump(exclude={"data", "text", "stats"})
+    if images:
+        text = hub.local(settings.text, "dataset") if settings.text else None
+        options: dict[str, Any] = {"samples": settings.samples, "seed": setup.seed, "reading": Reading.of(settings)}
+        samples, texts = load_mixed(hub.local(images, "dataset"), text, **options)
+        described["samples_sha256"] = data_hash([*samples, *texts])
+    if settings.stats:
+        described["stats_sha256"] = content_hash([Path(settings.stats) / STATISTICS])
+    return described
+
+
+def setup_of(request: Request) -> Setup:
+    """What the trials share. Paths are absolute, as workers elsewhere have other working directories."""
+    base = {**request.base, "model": str(Path(hub.local(request.base["model"])).absolute()), "target": _target(request)}
+    calibrate = {key: _absolute(value) for key, value in base.get("calibrate", {}).items()}
+    base = {key: value for key, value in (base | {"calibrate": calibrate}).items() if value is not None}
+    work = request.out.absolute() / WORK
+    return Setup(base, _absolute(request.suite), _absolute(request.data), request.seed, request.engine, work)
+
+
+def _absolute(value: Any) -> Any:
+    """The absolute path of a file or folder that is there; anything else as it is."""
+    return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
+
+
+def _described(request: Request, base: Mapping[str, Any], gains: Measured | Modelled) -> dict[str, Any]:
+    return {
+        "model": hub.facts(base["model"])["source"],
+        "target": base.get("target"),
+        "max_drop": request.margin,
+        "optimize": request.goal,
+        "gains": gains.source,
+        "seed": request.seed,
+        "engine": request.engine,
+    }
+
+
+def _target(request: Request) -> str | None:
+    """The target; where none is named, the CPU on a machine without a GPU."""
+    named = request.base.get("target")
+    if named is not None:
+        targets.get(named)
+        return str(named)
+    return None if torch.cuda.is_available() else "cpu"
+
+
+def _here(name: str | None) -> bool:
+    """Whether a target is this machine."""
+    if name is None:
+        return True
+    target = targets.get(name)
+    if not torch.cuda.is_available():
+        return target.is_cpu
+    return target.capability == torch.cuda.get_device_capability()
+
+
+def _gains(request: Request, setup: Setup) -> Measured | Modelled:
+    """What says the gains: shapes for memory and for other machines, else this machine."""
+    target, modelled = setup.base.get("target"), Modelled(setup, request.goal, request.load)
+    figures = modelled.figures(Candidate())
+    is_modelled = figures is not None and figures.of(request.goal) is not None
+    if request.goal == "memory" or request.speed == "modelled" or (not request.speed and not _here(target)):
+        if not is_modelled:
+            unknown = f"how fast {target} is, is not known" if target else "no --target names this GPU"
+            raise UserError(f"--speed modelled: {unknown}; use --speed measured there")
+        return modelled
+    return Measured(modelled if is_modelled else Modelled(setup, request.goal, request.load, STAND_IN), request.data)
+
+
+def _confirming(request: Request, setup: Setup, count: int) -> tuple[int, float | None]:
+    """Number of questions of the confirmation, and their effective number of images; 0 and None without a confirmation.
+
+    Raises:
+        UserError: too few of them to confirm anything, or some that the search asks, too.
+    """
+    if count < _LEAST:
+        raise UserError(f"{request.data or 'the data'} has {count} questions; a search needs at least {_LEAST}")
+    if request.confirm is None:
+        return 0, None
+    model, file = setup.model, Path(request.confirm)
+    suite = tasks.load_suite(request.suite, file, candidate=model, baseline=model, reading=setup.reading)
+    subjects = _subjects(suite)
+    unchanged = MeanDifference([0.0] * len(subjects), subjects)
+    if noninferiority.verdict(unchanged, request.margin, LEVEL) != "pass":
+        images = len(set(subjects))
+        least = math.ceil(images * (noninferiority.needed(unchanged, request.margin, LEVEL) or 0) / len(subjects))
+        what = "questions" if images == len(subjects) else "images"
+        raise UserError(
+            f"{request.confirm} has {len(subjects):,} questions about {images:,} images, and a floor of "
+            f"{100 * request.margin:g} points cannot be confirmed with less than {least:,} {what}, even if no answer "
+            "changes; give more, or a larger --max-drop"
+        )
+    both = {name for subject in _subjects(questions_of(setup, None)) for name in subject}
+    both &= {name for subject in subjects for name in subject}
+    texts = sum(name.startswith(_TEXT) for name in both)
+    if len(both) > texts or texts > len(subjects) * _CHANCE:
+        what = f"{len(both) - texts} images" if len(both) > texts else f"{texts} questions"
+        raise UserError(
+            f"{request.confirm} has {what} that {request.data} has, too; confirm on images that the search never sees"
+        )
+    return len(subjects), unchanged.images
+
+
+def _subjects(suite: tasks.LoadedSuite) -> list[tuple[str, ...]]:
+    """What each question of a suite is about: hashes of its images as they are when decoded, or of its text if it has none."""
+    subjects = []
+    for task in suite.tasks.values():
+        for document in task.eval_docs:
+            shown = tuple(hashlib.sha256(image.tobytes()).hexdigest() for image in task.doc_to_image(document) or ())
+            text = hashlib.sha256(str(task.doc_to_text(document)).encode()).hexdigest()
+            subjects.append(shown or (f"{_TEXT}{text}",))
+    return subjects
+
+
+def _placed(request: Request, setup: Setup, result: SearchResult, progress: Progress) -> Path | None:
+    """Put the winner's checkpoint and recipe into the search's folder."""
+    if result.winner is None:
+        return None
+    candidate = result.winner.candidate
+    out = request.out / WINNER
+    checkpoint = ensure_checkpoint(setup, candidate, progress)
+    with new_folder(out) as folder:
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True, copy_function=link_or_copy)
+        rename(folder, WINNER)
+    keys = {key: value for key, value in setup.base.items() if key not in ("model", "calibrate")} | candidate.keys
+    head = f"# {candidate.name}: found by vlmcompress search\n"
+    if candidate.recover:
+        head += (
+            "# The model was trained behind the reducer first: vlmcompress recover MODEL --reduce ... -o RECOVERED\n"
+        )
+    text = head + "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
+    save(request.out, {"recipe": (RECIPE, text)})
+    return out

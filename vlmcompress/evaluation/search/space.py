@@ -1,0 +1,179 @@
+"""The space of a search: what may be done to a model on a target, as factors of which a candidate takes one choice each.
+
+`usual` is the space where none is given. A file of one's own says it in recipe keys:
+
+    weights:
+      - scheme: int8
+      - {name: w4, scheme: gptq-plus, options: {group_size: 64}}
+      - {scheme: fp8, kv_cache: fp8}
+    images:
+      - reduce: coverage:0.5
+      - reduce: [resize:0.5, coverage:0.5]
+      - {reduce: coverage:0.25, recover: true}
+
+Each entry is a choice, and has to work alone, too, as all are tried alone first; leaving the model as it is always is one
+more. `recover` trains the model behind the entry's reducer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.evaluation.search.candidate import Candidate, Choice, Factor
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.recipe import resolve, targets
+from vlmcompress.utils import yaml_files
+from vlmcompress.utils.errors import UserError
+
+MOST = 64
+"""Choices of all factors together; each is a checkpoint that is made and asked."""
+_OWN = ("model", "out", "target", "calibrate", "seed", "engine", "trust_remote_code", "format")  # the search's to say
+_GROUPS = (128, 64, 32)
+_SCHEMES = ("fp8", "int8", "w8a16", "nvfp4")
+_GROUPED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("awq", {}),
+    ("gptq-plus", {}),
+    ("gptq-plus balanced", {"balance": "ratio"}),
+    ("gptq-plus 3 bits", {"bits": 3}),
+)
+_MIXED = {"scheme": "gptq", "options": {"group_size": 128}, "bits": {"budget": 3.5, "among": [2, 3, 4, 8]}}
+_IMAGES = (
+    "coverage:0.75",
+    "coverage:0.5,merge=nearest",
+    "coverage:1/3,merge=nearest",
+    "coverage:0.25,merge=nearest",
+    "coverage:1/9,merge=nearest",
+    "divprune:0.5",
+    "pool",
+    "resize:0.75",
+    "resize:0.5",
+    "resize:0.25",
+)
+_TWO_STAGES = ("resize:0.5", "coverage:0.5")
+_RECOVERED = ("coverage:0.25,merge=nearest", "coverage:1/9,merge=nearest")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Factors, and what was left out of them: name of a choice -> why."""
+
+    factors: tuple[Factor, ...]
+    left_out: Mapping[str, str]
+
+
+def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False) -> Space:
+    """The space of all that the model and the target run.
+
+    Args:
+        base: recipe keys that all candidates have: `model`, `calibrate`, `target`, ...
+        recover: training the model behind reducers that keep few tokens is in it, too.
+        small: a handful of choices alone.
+    """
+    names = _SCHEMES[:2] if small else _SCHEMES
+    weights: list[list[Choice]] = [[Choice(name, {"scheme": name})] for name in names]
+    for name, options in _GROUPED[1:2] if small else _GROUPED:
+        scheme = name.partition(" ")[0]
+        weights.append([_grouped(name, scheme, options, group) for group in _GROUPS])
+    images = [Choice(name, {"reduce": name}) for name in (_IMAGES[1:5] if small else _IMAGES)]
+    if not small:
+        images.append(Choice(" + ".join(_TWO_STAGES), {"reduce": list(_TWO_STAGES)}))
+    if recover:
+        images += [Choice(f"{name}, recovered", {"reduce": name}, recover=True) for name in _RECOVERED]
+    factors = {"weights": weights, "images": [[choice] for choice in images]}
+    if not small and base.get("target") and not targets.get(base["target"]).is_cpu:
+        weights.append([Choice("gptq mixed 3.5 bits", _MIXED)])
+        factors["tower"] = [[Choice(f"{name} tower", {"vision": name}) for name in ("fp8", "int8")]]
+        # A cache has scales in the files of quantized layers, so it is no factor of its own, which would be tried alone.
+        cached = [Choice(f"{name}, fp8 cache", {"scheme": name, "kv_cache": "fp8"}) for name in ("fp8", "int8")]
+        weights.append(cached)
+    return _checked(base, factors)
+
+
+def _grouped(name: str, scheme: str, options: Mapping[str, Any], group: int) -> Choice:
+    shown = name if group == _GROUPS[0] else f"{name} g{group}"
+    return Choice(shown, {"scheme": scheme, "options": {**options, "group_size": group}})
+
+
+def read(file: str | Path, base: Mapping[str, Any]) -> Space:
+    """Read a space from a file; `base` as in `usual`.
+
+    Raises:
+        UserError: it is no such file, a key is the search's own, two factors give the same key, or nothing is left.
+    """
+    content = yaml_files.read(Path(file), "space")
+    factors: dict[str, list[list[Choice]]] = {}
+    owner: dict[str, str] = {}
+    for factor, entries in content.items():
+        if not isinstance(entries, list) or not all(isinstance(item, dict) and item for item in entries):
+            raise UserError(f"space {file}: {factor} should be a list of mappings of recipe keys")
+        factors[factor] = [[_choice(item, f"space {file}: {factor}")] for item in entries]
+        for key in {key for entry in factors[factor] for key in entry[0].keys}:
+            if owner.setdefault(key, factor) != factor:
+                raise UserError(f"space {file}: {owner[key]} and {factor} both give {key}; put it into one of them")
+    return _checked(base, factors)
+
+
+def _choice(entry: Mapping[str, Any], where: str) -> Choice:
+    keys = {key: value for key, value in entry.items() if key not in ("name", "recover")}
+    for key in keys:
+        if key in _OWN:
+            raise UserError(f"{where}: {key} is the same for all candidates; give it to the search instead")
+    recover = entry.get("recover", False)
+    if not isinstance(recover, bool):
+        raise UserError(f"{where}: recover is {recover!r}, it should be true or false")
+    if recover and "reduce" not in keys:
+        raise UserError(f"{where}: recover trains the model behind a reducer; give reduce, too")
+    name = entry.get("name") or ", ".join([*_words(keys), *(["recovered"] if recover else [])])
+    return Choice(str(name), keys, recover)
+
+
+def _words(keys: Mapping[str, Any]) -> Iterable[str]:
+    """Name a choice by its keys."""
+    for key, value in keys.items():
+        if key == "reduce" and isinstance(value, list):
+            yield " + ".join(map(str, value))
+        elif key in ("scheme", "reduce"):
+            yield str(value)
+        elif isinstance(value, Mapping):
+            yield " ".join(f"{name} {setting}" for name, setting in value.items())
+        else:
+            yield f"{key} {value}"
+
+
+def _checked(base: Mapping[str, Any], factors: Mapping[str, Sequence[Sequence[Choice]]]) -> Space:
+    """Keep of each entry the first form that the model and the target take."""
+    left_out: dict[str, str] = {}
+    usable, names = [], set[str]()
+    for factor, entries in factors.items():
+        choices = []
+        for forms in entries:
+            reasons = [problem(base, Candidate((form,))) for form in forms]
+            if all(reasons):
+                left_out[forms[0].name] = reasons[0] or ""
+                continue
+            choice = forms[reasons.index(None)]
+            if choice.name in names:
+                raise UserError(f"{factor}: two choices are called '{choice.name}'; give them names")
+            names.add(choice.name)
+            reducer = resolve({**base, **Candidate((choice,)).keys}).recipe.reduce
+            choices.append(replace(choice, file_hash=reducer.file_hash() if reducer else ""))
+        if choices:
+            usable.append(Factor(factor, tuple(choices)))
+    if not usable:
+        reason = next(iter(left_out.values()), "it is empty")
+        raise UserError(f"nothing is left to search: {reason}")
+    if len(names) > MOST:
+        raise UserError(f"the space has {len(names)} choices, and each of them is tried; give at most {MOST}")
+    return Space(tuple(usable), left_out)
+
+
+def problem(base: Mapping[str, Any], candidate: Candidate) -> str | None:
+    """The reason why the model, the target or the engine does not take a candidate; None where they do."""
+    try:
+        make_plan(resolve({**base, **candidate.keys}).recipe)
+    except UserError as error:
+        return str(error)
+    return None

@@ -1,0 +1,190 @@
+"""What a candidate wins over the original: requests a second, time to the first token, or memory.
+
+`Modelled` says it from shapes alone, by the plan of `vlmcompress plan`: bytes of the weights and of the cache, which are exact,
+and bounds of times, which rest on a target's rates. `Measured` serves finalists in vLLM on this machine, in turn with the
+original. Gains are ratios, above 1 where the candidate is better.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vlmcompress.engines.vllm.served_model import Model, open_model
+from vlmcompress.evaluation.capacity import weight_bytes
+from vlmcompress.evaluation.capacity.capacity import Capacity, Request, plan_capacity
+from vlmcompress.evaluation.capacity.weight_bytes import Weights
+from vlmcompress.evaluation.results import Ratio
+from vlmcompress.evaluation.search.candidate import Candidate
+from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint
+from vlmcompress.evaluation.speed import runs
+from vlmcompress.numerics import label
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.recipe import Recipe, resolve, targets
+from vlmcompress.reduction.visual_count import Pictures
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import Progress
+
+Goal = Literal["throughput", "ttft", "memory", "cost"]
+GOALS: dict[str, str] = {
+    "throughput": "requests a second",
+    "ttft": "time to the first token",
+    "memory": "bytes of weights and cache",
+    "cost": "price of a request",
+}
+METRICS = {"throughput": "request_throughput", "cost": "request_throughput", "ttft": "ttft_p50_ms"}
+STAND_IN = "h100"
+"""The target whose rates order candidates before they are measured on a machine whose rates are not known."""
+USERS = 8
+"""Requests at once whose cache counts as memory, and clients of the load that is measured."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A typical request: size of its image, tokens of its text and of its answer; `requests` make a measured burst."""
+
+    image: tuple[int, int] = (448, 448)
+    text: int = 64
+    out: int = 32
+    requests: int = 64
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is modelled of a candidate: bytes, and seconds where the target's rates are known."""
+
+    weights: int
+    cache: int
+    ttft: float | None
+    request: float | None
+
+    def of(self, goal: str) -> float | None:
+        """The figure that a goal is about; less is better."""
+        return {"memory": float(self.weights + self.cache), "ttft": self.ttft}.get(goal, self.request)
+
+
+@dataclass
+class Modelled:
+    """Gains from shapes, for a target that need not be at hand.
+
+    `rates`: the target whose rates are taken; None: the recipe's.
+    """
+
+    setup: Setup
+    goal: Goal
+    load: Load
+    rates: str | None = None
+    source = "modelled"
+    _known: dict[str, Figures | None] = field(default_factory=dict)
+    _model: Model | None = None
+
+    def gain(self, candidate: Candidate) -> float | None:
+        """The gain; None where the target's rates are not known, or the count of tokens depends on the image."""
+        before, after = self.figures(Candidate()), self.figures(candidate)
+        if before is None or after is None:
+            return None
+        first, second = before.of(self.goal), after.of(self.goal)
+        return first / second if first and second else None
+
+    def rate(self, candidate: Candidate) -> tuple[float, float] | None:
+        """Requests a second of the original and of a candidate; None where they are not known."""
+        before, after = self.figures(Candidate()), self.figures(candidate)
+        if before is None or after is None or not before.request or not after.request:
+            return None
+        return 1 / before.request, 1 / after.request
+
+    def figures(self, candidate: Candidate) -> Figures | None:
+        """What is modelled of a candidate; None where nothing can be said."""
+        if candidate.name not in self._known:
+            self._known[candidate.name] = self._figures(candidate)
+        return self._known[candidate.name]
+
+    def _figures(self, candidate: Candidate) -> Figures | None:
+        self._model = self._model or open_model(self.setup.model)
+        recipe = resolve({**self.setup.base, **candidate.keys}, refuse=bool(candidate.choices)).recipe
+        plan = make_plan(recipe, refuse=False)
+        scheme = recipe.number_formats
+        row = Weights(recipe.scheme, label(scheme), targets.format_key(scheme), plan.bytes_after, scheme)
+        try:
+            capacity = plan_capacity(self._model, self._request(recipe), formats=[row])
+        except UserError:
+            return None
+        if recipe.reduce and len(capacity.loads) == 1:  # how many tokens are left depends on what an image shows
+            return None
+        served, load = capacity.rows[0].served.get(capacity.served), capacity.loads[capacity.served]
+        loaded = weight_bytes.loaded_bytes(row, self._model.stored)
+        times = _seconds(capacity, self.load.out) if served and served.requests >= 1 else (None, None)
+        return Figures(loaded, USERS * load.filled, *times)
+
+    def _request(self, recipe: Recipe) -> Request:
+        share = math.sqrt(recipe.resize.keep) if recipe.resize and recipe.resize.keep else 1.0
+        width, height = (max(28, round(side * share)) for side in self.load.image)
+        name = self.rates or recipe.target
+        return Request(
+            pictures=Pictures(((width, height),)),
+            text=self.load.text,
+            out=self.load.out,
+            target=targets.get(name) if name else None,
+            target_name=name,
+            kv_cache=recipe.kv_cache or "auto",
+            reduce=recipe.reduce,
+        )
+
+
+def _seconds(capacity: Capacity, out: int) -> tuple[float | None, float | None]:
+    """Time to the first token, and seconds that one of many requests takes: its prefill, and its share of common steps."""
+    served = capacity.rows[0].served[capacity.served]
+    if served.prefill is None or served.full_step is None:
+        return served.prefill, None
+    many = max(1, min(math.floor(served.requests), capacity.defaults.sequences))
+    return served.prefill, served.prefill + out * served.full_step / many
+
+
+@dataclass
+class Measured:
+    """Gains that are measured in vLLM on this machine, against the original, in the order ABBA; modelled ones until then."""
+
+    modelled: Modelled
+    data: str | None
+    repeats: int = 2
+    source = "measured"
+    ratios: dict[str, Ratio] = field(default_factory=dict)
+
+    @property
+    def goal(self) -> Goal:
+        """The objective."""
+        return self.modelled.goal
+
+    def gain(self, candidate: Candidate) -> float | None:
+        """The modelled gain. What answering took says less: mostly how a run began, with few questions."""
+        return self.modelled.gain(candidate)
+
+    def rate(self, candidate: Candidate) -> tuple[float, float] | None:
+        """Requests a second of the original and of a candidate; None where they were not measured."""
+        ratio = self.ratios.get(candidate.name)
+        return (ratio.baseline, ratio.candidate) if ratio and ratio.unit == "requests/s" else None
+
+    def measure(self, candidate: Candidate, progress: Progress) -> Ratio:
+        """Serve a candidate and the original in turn. Raises UserError where a server fails."""
+        setup, load = self.modelled.setup, self.modelled.load
+        bench: Any = runs.run(
+            ensure_checkpoint(setup, candidate, progress),
+            setup.model,
+            load=f"closed:{USERS}",
+            requests=load.requests,
+            data=self.data,
+            out_tokens=load.out,
+            repeats=self.repeats,
+            warm=False,
+            offline=False,
+            seed=setup.seed,
+            progress=progress,
+        ).bench
+        ratio: Ratio = bench.summary["serve"]["cold"][METRICS[self.goal]]
+        return ratio
+
+    def take(self, candidate: Candidate, ratio: Ratio) -> float:
+        """Keep what was measured, and return the gain."""
+        self.ratios[candidate.name] = ratio
+        return ratio.ratio if ratio.higher_is_better else 1 / ratio.ratio

@@ -1,0 +1,250 @@
+"""Successive halving: which candidates are asked how many questions, and which of them wins.
+
+1. **Single changes.** Each scheme, each reducer and so on is asked a few dozen questions alone. What two changes do together is
+   predicted from that: differences add up, gains multiply. So a grid of 8 schemes and 12 reducers costs 20 trials.
+2. **Rungs.** The candidates that are worth most (`posterior.worth`) are asked a ninth, a third, and all of the questions, and
+   after each rung a third of them goes on: successive halving (Jamieson and Talwalkar, AISTATS 2016) with `ETA` 3. One place
+   in four is for those that are worth most if posteriors are too optimistic (`CAUTIOUS`), lest all places go to long shots. A
+   candidate
+   whose loss is refuted at any of these looks is out (`posterior.refuted`). Rungs are synchronous, so that the course of a
+   search does not depend on how many workers do the trials.
+3. **Finalists** get their speed measured, and the one that is worth most wins.
+
+What makes checkpoints and asks questions is behind `Trials`, so that the same code runs on recorded answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vlmcompress.evaluation.search.candidate import Candidate, Factor, combined, singles
+from vlmcompress.evaluation.search.posterior import Evidence, Posterior, assurance, posteriors, refuted, worth
+
+ETA = 3
+FIRST = 48
+"""Questions that single changes are asked."""
+JOINT = 12
+"""Candidates of the first rung."""
+FINALISTS = 3
+CAUTIOUS = 4
+"""One in so many places of a rung goes by what a candidate is worth if it loses a standard deviation more than expected."""
+LIKELY = 0.45
+"""The chance of being confirmed below which a candidate only wins where none has more. A little below a half: with the fewest
+images that can confirm anything, one that lost nothing is given 0.49, as the chance is by a normal approximation."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of successive halving.
+
+    Attributes:
+        margin: the allowed loss of accuracy, as a share.
+        questions: how many there are to ask.
+        confirming: the effective number of images that the winner will be confirmed on; None: it will not be.
+    """
+
+    margin: float
+    questions: int
+    confirming: float | None = None
+    first: int = FIRST
+    joint: int = JOINT
+    finalists: int = FINALISTS
+
+    @property
+    def rungs(self) -> list[int]:
+        """Questions of the rungs behind the single changes."""
+        rungs = [max(self.questions // ETA**power, min(2 * self.first, self.questions)) for power in (2, 1, 0)]
+        return sorted(set(rungs))
+
+    @property
+    def looks(self) -> int:
+        """How often a candidate may be judged."""
+        return 1 + len(self.rungs)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial found: a candidate's answers, or why there are none (`failed`); the gain where `Trials.gain` knows none."""
+
+    evidence: Evidence | None
+    gain: float = 1.0
+    failed: str = ""
+
+
+class Trials(Protocol):
+    """What makes checkpoints of candidates and asks them."""
+
+    def ask(self, candidates: Sequence[Candidate], questions: int) -> Mapping[str, Trial]:
+        """Ask each candidate so many questions, those that it was asked before included; by name. Candidates that there is
+        no time for are left out."""
+        ...
+
+    def gain(self, candidate: Candidate) -> float | None:
+        """Say a candidate's gain without a trial; None where that cannot be known."""
+        ...
+
+    def measured(self, candidates: Sequence[Candidate]) -> Mapping[str, float | str]:
+        """Measure the gains of finalists, or say why one could not be served; those that there is no time for are left out."""
+        ...
+
+
+@dataclass
+class Standing:
+    """A candidate's place in successive halving.
+
+    Attributes:
+        gain, posterior, chance: as they are known last; `measured`: whether the gain was measured as finalists' are.
+        least: the chance if the loss is a standard deviation larger than expected.
+        trial: its last trial; None where it was not tried.
+        out: why it lost; empty for the winner and while it is in.
+    """
+
+    candidate: Candidate
+    gain: float
+    posterior: Posterior | None = None
+    chance: float = 0.0
+    least: float = 0.0
+    trial: Trial | None = None
+    measured: bool = False
+    out: str = ""
+
+    @property
+    def worth(self) -> float:
+        """See `posterior.worth`."""
+        return worth(self.gain, self.chance)
+
+    @property
+    def questions(self) -> int:
+        """How many questions it was asked."""
+        return len(self.trial.evidence.differences) if self.trial and self.trial.evidence else 0
+
+
+@dataclass
+class SuccessiveHalving:
+    """Successive halving, run by `run`; `standings` by name."""
+
+    factors: Sequence[Factor]
+    trials: Trials
+    rules: Rules
+    standings: dict[str, Standing] = field(default_factory=dict)
+    questions_asked: int = 0
+
+    def run(self) -> Standing | None:
+        """Run to the end. Returns the winner; None where no candidate is better than the original within the floor."""
+        first = [Standing(candidate, self.trials.gain(candidate) or 1.0) for candidate in singles(self.factors)]
+        self._enter(first)
+        self._ask(first, self.rules.first)
+        going = self._joined()
+        for number, questions in enumerate(self.rules.rungs):
+            self._ask(going, questions)
+            last = number == len(self.rules.rungs) - 1
+            keep = self.rules.finalists if last else max(math.ceil(len(going) / ETA), self.rules.finalists)
+            going = self._best(going, keep, "behind others after {} questions")
+        for name, gain in self.trials.measured([candidate.candidate for candidate in going]).items():
+            if isinstance(gain, str):
+                self.standings[name].out = f"failed: {gain}"
+            else:
+                self.standings[name].gain, self.standings[name].measured = gain, True
+        return self._winner([candidate for candidate in going if not candidate.out])
+
+    def _enter(self, new: Sequence[Standing]) -> None:
+        self.standings |= {standing.candidate.name: standing for standing in new}
+
+    def _ask(self, going: Sequence[Standing], questions: int) -> None:
+        """Ask candidates, update the posteriors, and put those out that failed or are refuted."""
+        before = {standing.candidate.name: standing.questions for standing in going}
+        for name, trial in self.trials.ask([standing.candidate for standing in going], questions).items():
+            standing = self.standings[name]
+            standing.trial = trial
+            if trial.failed:
+                standing.out = f"failed: {trial.failed}"
+                continue
+            standing.gain = gain if (gain := self.trials.gain(standing.candidate)) is not None else trial.gain
+            self.questions_asked += standing.questions - before[name]
+            assert trial.evidence is not None
+            if refuted(trial.evidence, self.rules.margin, self.rules.looks):
+                standing.out = f"loses more than is allowed, by {standing.questions:,} questions"
+        for standing in going:
+            if standing.trial is None:
+                standing.out = "no time left to try it"
+        self._update_posteriors()
+
+    def _update_posteriors(self) -> None:
+        tried = {name: standing for name, standing in self.standings.items() if standing.questions}
+        evidence = {
+            name: standing.trial.evidence
+            for name, standing in tried.items()
+            if standing.trial and standing.trial.evidence
+        }
+        for name, posterior in posteriors(evidence, self.rules.margin).items():
+            self._judge(self.standings[name], posterior, [evidence[name]])
+
+    def _judge(self, standing: Standing, posterior: Posterior, evidence: Sequence[Evidence]) -> None:
+        """Set the posterior of a candidate, and its chances by its own answers or those of its parts."""
+        worse = Posterior(posterior.mean - math.sqrt(posterior.variance), 0.0)
+        standing.posterior = posterior
+        standing.chance, standing.least = (min(self.chance(some, of) for of in evidence) for some in (posterior, worse))
+
+    def chance(self, posterior: Posterior, evidence: Evidence | None = None, margin: float | None = None) -> float:
+        """The chance that a candidate of such a posterior is confirmed. `margin`: another than the rules have."""
+        margin = self.rules.margin if margin is None else margin
+        loss = min(max(margin, -posterior.mean), 1.0)
+        spread = loss * (1 - loss)  # of images that change one way only
+        if evidence is not None:
+            spread = max(spread, evidence.mean.variance(-margin))
+        return assurance(posterior, margin, self.rules.confirming, spread)
+
+    def _joined(self) -> list[Standing]:
+        """The candidates of the first rung: single changes and what is predicted for all combinations of them."""
+        alone = {name: standing for name, standing in self.standings.items() if not standing.out and standing.posterior}
+        usable = [
+            Factor(factor.name, tuple(choice for choice in factor.choices if choice.name in alone))
+            for factor in self.factors
+        ]
+        predicted = []
+        for candidate in combined(usable):
+            parts = [alone[choice.name] for choice in candidate.choices]
+            posterior = sum((standing.posterior for standing in parts if standing.posterior), Posterior(0.0, 0.0))
+            gain = self.trials.gain(candidate) or math.prod(standing.gain for standing in parts)
+            predicted.append(Standing(candidate, gain))
+            self._judge(
+                predicted[-1],
+                posterior,
+                [standing.trial.evidence for standing in parts if standing.trial and standing.trial.evidence],
+            )
+        self._enter(predicted)
+        return self._best([*alone.values(), *predicted], self.rules.joint, "predicted to be behind others")
+
+    def _best(self, going: Sequence[Standing], keep: int, why: str) -> list[Standing]:
+        """Keep the candidates that are worth most, and note `why` the others are out; its `{}` is the number of questions that
+        a candidate was asked."""
+        for standing in going:
+            if not standing.out and standing.gain <= 1:
+                standing.out = "gains nothing"
+        ranked = sorted((standing for standing in going if not standing.out), key=_rank)
+        safe = sorted(ranked, key=lambda standing: -worth(standing.gain, standing.least))
+        kept: set[str] = set()
+        while len(kept) < min(keep, len(ranked)):
+            order = ranked if (len(kept) + 1) % CAUTIOUS else safe
+            kept.add(next(standing.candidate.name for standing in order if standing.candidate.name not in kept))
+        for standing in ranked:
+            if standing.candidate.name not in kept:
+                standing.out = why.format(f"{standing.questions:,}")
+        return [standing for standing in ranked if not standing.out]
+
+    def _winner(self, going: Sequence[Standing]) -> Standing | None:
+        ranked = sorted((standing for standing in going if standing.gain > 1 and standing.questions), key=_rank)
+        likely = [standing for standing in ranked if standing.chance >= LIKELY]
+        winner = next(iter(likely or ranked), None)
+        for standing in going:
+            if standing is not winner:
+                standing.out = "gains nothing" if standing.gain <= 1 else "behind the winner in the end"
+        return winner
+
+
+def _rank(standing: Standing) -> tuple[float, float, str]:
+    """Sort by worth, then by gain; by name where both are equal, so that the order never depends on chance."""
+    return -standing.worth, -standing.gain, standing.candidate.name

@@ -1,0 +1,164 @@
+"""A trial: make a candidate's checkpoint, and ask it and the original questions.
+
+Whatever a trial makes lies in a folder of work, under names that say what it is: statistics (one folder for each reducer, which
+all schemes behind it share), models trained behind a reducer, checkpoints, and answers as they come. So nothing is made twice,
+not even after a kill, and two processes can share the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import engines
+from vlmcompress.engines import Settings
+from vlmcompress.evaluation import sides
+from vlmcompress.evaluation.accuracy import tasks
+from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS
+from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
+from vlmcompress.evaluation.accuracy.journal import open_journal
+from vlmcompress.evaluation.search.candidate import Candidate, digest
+from vlmcompress.models.data import Reading
+from vlmcompress.numerics.statistics.inputs import NEEDS
+from vlmcompress.quantization.calibrate import calibrate
+from vlmcompress.quantization.calibration.solve import QuantMethod
+from vlmcompress.quantization.run import quantize
+from vlmcompress.recipe import Recipe, resolve
+from vlmcompress.training.recover import TrainingOptions as Recovery
+from vlmcompress.training.recover import recover
+from vlmcompress.utils import folders, locks
+from vlmcompress.utils.progress import Progress, silent
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all trials of a search share.
+
+    Attributes:
+        base: recipe keys that all candidates have.
+        suite, data: the questions, as `vlmcompress eval` takes them; `seed` decides which of them come first.
+        engine: name of what answers them, an engine of the machine that a trial is done on.
+        work: folder of work.
+        recovery: how models are trained behind reducers.
+    """
+
+    base: Mapping[str, Any]
+    suite: str | None
+    data: str | None
+    seed: int
+    engine: str
+    work: Path
+    recovery: Recovery = Recovery()
+
+    @property
+    def model(self) -> Path:
+        """Folder of the original."""
+        return Path(self.base["model"])
+
+    @property
+    def reading(self) -> Reading:
+        """How rows are read, those of the calibration and the questions alike."""
+        settings = self.base.get("calibrate", {})
+        return Reading(settings.get("columns", {}), settings.get("skip_bad", 0))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A checkpoint's answers, and the bytes of its weights."""
+
+    suite: SuiteAnswers
+    weight_bytes: int
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds a question; None where all answers were there already."""
+        new = len(self.suite.samples) - self.suite.resumed
+        return self.suite.seconds / new if new else None
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of a prompt, as the language model gets it."""
+        return sum(sample.answer.prompt_tokens for sample in self.suite.samples) / len(self.suite.samples)
+
+
+def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progress: Progress = silent) -> Answers:
+    """Make a candidate's checkpoint, unless it is there, and ask it the first `questions` questions.
+
+    Answers that its journal has are not asked for again.
+
+    Raises:
+        UserError: it cannot be made, or the engine fails.
+    """
+    setup.work.mkdir(parents=True, exist_ok=True)
+    folder = ensure_checkpoint(setup, candidate, progress)
+    suite = questions_of(setup, questions)
+    with open_journal(setup.work / f"answers-{candidate.folder}.jsonl") as journal:
+        settings = Settings(logprobs=FIRST_TOKENS, seed=setup.seed)
+        answers = ask_suite(folder, suite, engines.get(setup.engine), settings, journal, progress, candidate.name)
+    return Answers(answers, sides.side(folder, {}).weight_bytes)
+
+
+def questions_of(setup: Setup, count: int | None) -> tasks.LoadedSuite:
+    """Load the first `count` questions of a search, in an order that its seed decides; None: all."""
+    model, data = setup.model, Path(setup.data) if setup.data else None
+    options: dict[str, Any] = {"limit": count, "seed": setup.seed, "reading": setup.reading}
+    return tasks.load_suite(setup.suite, data, candidate=model, baseline=model, **options)
+
+
+def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = silent) -> Path:
+    """Return the folder of a candidate's checkpoint, and make it where there is none."""
+    if not candidate.choices:
+        return setup.model
+    out = setup.work / f"checkpoint-{candidate.folder}"
+    with _one_process_at_a_time(out):
+        if not out.exists():
+            quantize(_recipe(setup, candidate, out, progress), resume=True, progress=progress)
+    return out
+
+
+def _recipe(setup: Setup, candidate: Candidate, out: Path, progress: Progress) -> Recipe:
+    keys = {**setup.base, **candidate.keys, "out": str(out)}
+    if candidate.recover:
+        keys["model"] = str(_recovered(setup, candidate, progress))
+    recipe = resolve(keys).recipe
+    needs = QuantMethod(recipe.method, recipe.options).needs.statistics
+    if needs and needs <= NEEDS and not recipe.rotate and not recipe.vision_attention:
+        stats = _statistics(setup, keys, progress)
+        recipe = resolve({**keys, "calibrate": {**keys.get("calibrate", {}), "stats": str(stats)}}).recipe
+    return recipe
+
+
+def _statistics_key(keys: Mapping[str, Any]) -> str:
+    """Name what stands before the language model, by which statistics differ."""
+    return digest([str(keys["model"]), keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")])
+
+
+def _statistics(setup: Setup, keys: Mapping[str, Any], progress: Progress) -> Path:
+    """Collect what all schemes behind one reducer read, once."""
+    out = setup.work / f"statistics-{_statistics_key(keys)}"
+    plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
+    with _one_process_at_a_time(out):
+        if not out.exists():
+            calibrate(resolve({**plain, "scheme": "none", "out": str(out)}).recipe, resume=True, progress=progress)
+    return out
+
+
+def _recovered(setup: Setup, candidate: Candidate, progress: Progress) -> Path:
+    """Train the original behind a candidate's reducer, once for all schemes."""
+    reducer_keys = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
+    out = setup.work / f"recovered-{digest(reducer_keys)}"
+    with _one_process_at_a_time(out):
+        if not out.exists():
+            recipe = resolve({**setup.base, **reducer_keys, "scheme": "none", "out": str(out)}).recipe
+            recover(recipe, setup.recovery, resume=True, progress=progress)
+    return out
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time(out: Path) -> Iterator[None]:
+    """Let one process at a time make a folder; the others wait for it."""
+    with locks.held(folders.beside(out, "turn"), wait=True):
+        yield

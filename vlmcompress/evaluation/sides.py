@@ -1,0 +1,168 @@
+"""Describe a checkpoint, as one side of a comparison, and this machine for a `results.json`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from vlmcompress import __version__, models
+from vlmcompress.evaluation.results import Calibration, Made, Side
+from vlmcompress.export import card, manifest, readers
+from vlmcompress.models import read_json, shards
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.resize import Resize
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
+from vlmcompress.utils.registry import FORMATS
+
+
+def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
+    """Describe a checkpoint from its folder; of a model on a server only its name is known."""
+    path = Path(model)
+    if not path.is_dir():
+        return Side(name=str(model), path=str(model), engine=dict(engine))
+    try:
+        record = manifest.read(path)
+    except UserError:  # none that can be read: an error here would cost hours of measurement
+        record = {}
+    made = _made(path, record) if record else None
+    reducer, attached = _reducer(path), engine.get("reduce") or ""
+    return Side(
+        name=hub.facts(path)["source"] + (f" with {attached}" if attached != reducer and attached else ""),
+        path=hub.shown(path),
+        weight_bytes=_weight_bytes(path, record),
+        scheme=made.scheme if made else "",
+        reducer=attached or reducer,
+        made=made,
+        layer_errors=record.get("errors", {}),
+        engine=dict(engine),
+    )
+
+
+def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
+    """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers; where it has none, what its
+    manifest says, or 0."""
+    if own_engine(path):
+        return record["size"]["weights_after"] if record else 0
+    try:
+        count = 0
+        for file in shards(path):
+            with file.open("rb") as stream:
+                count += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
+    except (UserError, OSError):  # only pickles, or a file is missing: what runs it has to say that
+        return 0
+    return max(count, 0)
+
+
+def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
+    """Read from a manifest how its checkpoint was made, and from `config.json` its number formats.
+
+    None where these are not what this version writes.
+    """
+    recipe, data = record["recipe"], record["calibration"]
+    try:
+        quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
+        formats = [
+            f"weights {card.number_format(group['weights'])}, activations {card.number_format(group['input_activations'])}"
+            for group in (quantization.get("config_groups") or {}).values()
+        ] or [card.other_format(quantization)] * bool(quantization)
+        return Made(
+            source=record["model"]["source"],
+            family=record["model"]["family"],
+            scheme=recipe.get("scheme") or "",
+            options=recipe.get("options") or {},
+            formats=list(dict.fromkeys(formats)),
+            bits=record["allocation"]["bits"] if "allocation" in record else None,
+            vision=recipe.get("vision") or "",
+            kv_cache=recipe.get("kv_cache") or "",
+            skip=recipe.get("skip") or [],
+            resize=str(Resize(**recipe["resize"])) if recipe.get("resize") else "",
+            reducer=_reducer(path),
+            calibration=_calibration(data) if data else None,
+            seed=record["seed"],
+            warnings=record["warnings"],
+            versions=record["created_by"],
+        )
+    except (KeyError, TypeError, AttributeError, ValidationError):
+        return None
+
+
+def _calibration(data: Mapping[str, Any]) -> Calibration:
+    text = data.get("text") or {}
+    return Calibration(
+        source=data["source"],
+        samples=data["samples"],
+        images=data.get("images"),
+        tokens=data.get("tokens") or {},
+        text=text.get("samples", 0),
+        text_source=text.get("source", ""),
+        seed=data.get("seed"),
+        prefix=data.get("prefix"),
+    )
+
+
+def _reducer(path: Path) -> str:
+    """The reducer in a checkpoint's config.json, as the command line writes it; "" for none.
+
+    Raises:
+        UserError: its block is not right.
+    """
+    file = path / "config.json"
+    try:
+        block = reducer_block.read(read_json(file, "config")) if file.is_file() else None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return str(block.reducer) if block else ""
+
+
+def own_engine(path: Path) -> str:
+    """The engine that alone loads a checkpoint, by the format in its config.json; empty where there is no such."""
+    quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
+    method = str(quantization.get("quant_method"))
+    return FORMATS.constant(method, "ENGINE") or "" if method in FORMATS else ""
+
+
+def folder(model: str | Path, *engines: str) -> Path:
+    """Return the folder of a checkpoint, after checking that one is there.
+
+    Args:
+        engines: the engines of which one is to load it, by their names in `eval`; empty: any.
+
+    Raises:
+        UserError: there is no checkpoint, its config.json is not right, or the engine does not load it.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such checkpoint folder")
+    models.refuse_adapter(path)
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: not a checkpoint, it has no config.json")
+    _reducer(path)
+    _note_asides(path)
+    if engines:
+        readers.refuse(path, engines)
+    return path
+
+
+@functools.cache
+def _note_asides(path: Path) -> None:
+    """Note once what lies in a checkpoint's folder as weights and is not part of it."""
+    for line in models.asides(path):
+        note(f"{path}: {line}")
+
+
+def origin() -> dict[str, Any]:
+    """Date, version and machine, the first fields of a `Results`."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
+    }

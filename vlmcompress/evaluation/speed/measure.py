@@ -1,0 +1,184 @@
+"""Compute figures from single requests, ratios of the two sides from repeats, and the memory of each side.
+
+A figure of a side is its median over the repeats. A comparison is the median of the ratios candidate / baseline, one of
+each repeat, because the two runs of a repeat were neighbours in time; the smallest and the largest show the spread.
+
+Whether a side is faster is judged by the 95% interval of the mean of the ratios' logarithms, Student's t of the repeats:
+mean +- t s / sqrt(n). Three repeats that happen to fall on one side do so by chance in 1 case of 4, so that extremes alone
+would show too much; such an interval leaves out 1 by chance in 1 of 20, half of them on each side. One repeat has none.
+
+Tokens per second of prompt and output together are left out on purpose: a model that needs fewer visual tokens for the
+same image does the same work with fewer of them and would look slower. Requests per second are what it wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median, stdev
+from typing import Literal
+
+import numpy as np
+from scipy.special import stdtrit
+
+from vlmcompress.evaluation.results import LoadRun, Memory, Ratio, State
+from vlmcompress.evaluation.speed.client import Outcome
+from vlmcompress.evaluation.speed.counters import Counters
+from vlmcompress.utils.errors import UserError, did_you_mean
+
+TIMES = ("ttft", "tpot", "itl", "e2e")
+_LIMITED = ("ttft", "tpot", "e2e")
+PERCENTILES = (50, 90, 99)
+
+
+def parse_slo(text: str | None) -> dict[str, float]:
+    """Read limits like `ttft=200,tpot=50`, also of `e2e`, in milliseconds, as `{"ttft": 200.0, "tpot": 50.0}`.
+
+    Raises:
+        UserError: an unknown name or a limit that is not above zero.
+    """
+    limits = {}
+    for item in (text or "").split(","):
+        name, _, value = item.strip().partition("=")
+        if not name and not value:
+            continue
+        if name not in _LIMITED:
+            raise UserError(
+                f"--slo {item.strip()}: no time '{name}'{did_you_mean(name, _LIMITED)}; e.g. ttft=200,tpot=50"
+            )
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = 0.0
+        if not 0 < limits[name] < float("inf"):
+            raise UserError(f"--slo {item.strip()}: '{value}' should be milliseconds above 0; e.g. ttft=200,tpot=50")
+    return limits
+
+
+def serve_run(
+    outcomes: Sequence[Outcome],
+    duration: float,
+    *,
+    side: Literal["baseline", "candidate"],
+    state: State,
+    repeat: int,
+    slo: Mapping[str, float],
+    counters: Counters,
+) -> LoadRun:
+    """Make the record of one burst against a server. Times are those of requests that were answered.
+
+    Args:
+        duration: seconds from the first request to the last answer.
+        slo: limits in milliseconds; goodput is requests per second that keep them all (TPOT of one token: 0).
+        counters: what the server counted meanwhile.
+    """
+    good = [outcome for outcome in outcomes if not outcome.error]
+
+    def keeps(outcome: Outcome) -> bool:
+        times = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2e": outcome.e2e}
+        return all(1000 * times[name] <= limit for name, limit in slo.items())
+
+    visual = sum(outcome.visual_tokens for outcome in good)
+    return LoadRun(
+        side=side,
+        mode="serve",
+        state=state,
+        repeat=repeat,
+        duration=duration,
+        completed=len(good),
+        failed=len(outcomes) - len(good),
+        text_tokens=sum(outcome.prompt_tokens for outcome in good) - visual,
+        visual_tokens=visual,
+        output_tokens=sum(outcome.output_tokens for outcome in good),
+        cached_tokens=sum(outcome.cached_tokens for outcome in good),
+        media_hits=int(counters.media_hits),
+        drafts=int(counters.drafts),
+        drafted=int(counters.drafted),
+        accepted=int(counters.accepted),
+        accepted_at=[int(count) for count in counters.accepted_at],
+        decode_seconds=counters.decode_seconds,
+        goodput=sum(map(keeps, good)) / duration if slo else None,
+        ttft_ms=_milliseconds(outcome.ttft for outcome in good),
+        tpot_ms=_milliseconds(outcome.tpot for outcome in good if outcome.tpot is not None),
+        itl_ms=_milliseconds(gap for outcome in good for gap in outcome.itl),
+        e2e_ms=_milliseconds(outcome.e2e for outcome in good),
+    )
+
+
+def figures(run: LoadRun) -> dict[str, float]:
+    """Compute a run's figures by name: `request_throughput`, `output_throughput`, `goodput` (per second), `ttft_p50_ms`, ..."""
+    by_name = {
+        "request_throughput": run.completed / run.duration,
+        "output_throughput": run.output_tokens / run.duration,
+    }
+    if run.goodput is not None:
+        by_name["goodput"] = run.goodput
+    for name in TIMES:
+        values = getattr(run, f"{name}_ms")
+        if values:
+            by_name |= {f"{name}_p{p}_ms": float(np.percentile(values, p)) for p in PERCENTILES}
+    return by_name
+
+
+def summarise(runs: Sequence[LoadRun]) -> dict[str, dict[str, dict[str, Ratio]]]:
+    """Compare the sides over the repeats that both have: `summary[mode][state][figure]`."""
+    summary: dict[str, dict[str, dict[str, Ratio]]] = {}
+    for mode, state in dict.fromkeys((run.mode, run.state) for run in runs):
+        sides = {
+            side: {r.repeat: figures(r) for r in runs if (r.mode, r.state, r.side) == (mode, state, side)}
+            for side in ("baseline", "candidate")
+        }
+        repeats = sorted(sides["baseline"].keys() & sides["candidate"].keys())
+        pairs = [(sides["baseline"][repeat], sides["candidate"][repeat]) for repeat in repeats]
+        ratios = {name: ratio(name, pairs) for name in (pairs[0][0] if pairs else {})}
+        summary.setdefault(mode, {})[state] = {name: compared for name, compared in ratios.items() if compared}
+    return summary
+
+
+def ratio(name: str, pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Ratio | None:
+    """Compare one figure, from (baseline, candidate) of each repeat; None if a baseline lacks it or has 0."""
+    if not all(before.get(name) and name in after for before, after in pairs):
+        return None
+    ratios = [after[name] / before[name] for before, after in pairs]
+    return Ratio(
+        baseline=median(before[name] for before, _ in pairs),
+        candidate=median(after[name] for _, after in pairs),
+        ratio=median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        higher_is_better=not name.endswith("_ms"),
+        interval=interval(ratios),
+        unit="ms" if name.endswith("_ms") else "tokens/s" if name == "output_throughput" else "requests/s",
+    )
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% interval of the ratio, from those of the repeats; None for one repeat, or where one is 0 or has no end."""
+    if len(ratios) < 2 or not all(0 < ratio < math.inf for ratio in ratios):
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    reach = stdtrit(len(logs) - 1, 0.975) * stdev(logs) / math.sqrt(len(logs))
+    return math.exp(fmean(logs) - reach), math.exp(fmean(logs) + reach)
+
+
+def _milliseconds(seconds: Iterable[float]) -> list[float]:
+    return [round(1000 * value, 3) for value in seconds]
+
+
+def memory(weight_bytes: int, per_token: int, request_tokens: float, cache: Mapping[str, str]) -> Memory:
+    """Compute a side's memory.
+
+    Args:
+        per_token: bytes of the KV cache for one token.
+        request_tokens: tokens of a mean request, prompt and output.
+        cache: vLLM's `cache_config_info` as text: `block_size` and `kv_cache_size_tokens`.
+    """
+    block, capacity = int(cache["block_size"]), int(cache["kv_cache_size_tokens"])
+    held = math.ceil(request_tokens / block) * block
+    return Memory(
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=per_token,
+        kv_bytes_per_request=held * per_token,
+        kv_cache_bytes=capacity * per_token,
+        max_concurrency=round(capacity / held, 2),
+    )

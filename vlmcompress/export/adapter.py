@@ -1,0 +1,346 @@
+"""Merge a LoRA adapter that PEFT wrote into its base, tensor by tensor, so that a large base is never held in memory.
+
+`W' = W + s B A` with `s = alpha / r` (LoRA, arXiv 2106.09685), or `alpha / sqrt(r)` (rsLoRA, arXiv 2312.03732); with DoRA
+(arXiv 2402.09353) the rows of W' are then given the lengths of its magnitude vector. An adapter of an embedding is `(B A)^T`.
+Parameters that were trained whole (`modules_to_save`, biases, an embedding with rows for more tokens) take the place of the
+base's. All this is refused by name: other methods of PEFT, convolutions, what changes the base's own weights (PiSSA, OLoRA,
+CorDA), and a head that shares its weight.
+
+Names of layers are those of the transformers in which the adapter was trained, and are translated as names on disk are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.export import changed
+from vlmcompress.export.changed import Change
+from vlmcompress.export.write import OutputTensor
+from vlmcompress.models import Source
+from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.adapter import inputs_folder, read_config, replaced
+from vlmcompress.utils import tensor_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.identity import unchanged
+from vlmcompress.utils.model_folder import ADAPTER_CONFIG as CONFIG
+from vlmcompress.utils.model_folder import ADAPTER_WEIGHTS as WEIGHTS
+from vlmcompress.utils.model_folder import adapter_files
+from vlmcompress.utils.tensor_files import Entry
+
+RECORD = ".adapter.json"
+_TRAINED, _OF_BASE_MODULE = re.compile(r"\.modules_to_save(\.default)?\."), ".original_module."
+_PREFIX, _WRAPPED = "base_model.model.", ".base_layer."  # the latter of parameters of a layer that has an adapter
+_PARTS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+# What an adapter may have that changes more than W + s B A says. Setting -> the values under which it does not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    **dict.fromkeys(("arrow_config", "kasa_config", "lora_ga_config", "monteclora_config", "velora_config"), (None,)),
+}
+_NESTED = r"\)[*+{]"
+_OF_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+@dataclass(frozen=True)
+class Low:
+    """What an adapter has of one layer: `a [r, in]`, `b [out, r]`, of DoRA `magnitude [out]`; its scale; whether it is an
+    embedding's, whose weight is the transpose."""
+
+    a: Entry
+    b: Entry
+    scale: float
+    magnitude: Entry | None = None
+    embedding: bool = False
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight `[out, in]` with the adapter in it, in its own type."""
+        a, b = (tensor_files.read_tensor(entry).to(weight) for entry in (self.a, self.b))
+        change = self.scale * (b @ a)
+        merged = weight + (change.T if self.embedding else change)
+        if self.magnitude is None:
+            return merged
+        lengths = tensor_files.read_tensor(self.magnitude).to(weight).flatten()
+        return merged * (lengths / merged.norm(dim=1))[:, None]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What an adapter makes of its base.
+
+    Attributes:
+        changes: parameter (memory name) -> what becomes of it.
+        rows: rows of embedding and output head, where the adapter was trained with another vocabulary; None: the base's.
+    """
+
+    changes: Mapping[str, Change]
+    rows: int | None = None
+
+
+def problem(folder: Path, source: Source) -> str | None:
+    """Why an adapter can't be merged into a model, from the headers of both; None where it can."""
+    try:
+        _merge(folder, source)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """Lines about what a recipe's adapter brings besides weights."""
+    kinds = replaced(recipe.model, recipe.adapter)
+    return [f"the adapter's own {' and '.join(kinds)} took the place of the base's"] if kinds else []
+
+
+def write(
+    source: Source,
+    folder: Path,
+    out: Path,
+    *,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write `source` with the adapter in `folder` merged into the folder `out`, unless it is there.
+
+    Args:
+        device: where matrices are multiplied.
+        progress: called with bytes written and bytes in all.
+
+    Raises:
+        UserError: the adapter is damaged, not of this model, or of a kind that is not merged.
+    """
+    read = sorted({entry.file for entry in source.entries.values()}) + adapter_files(folder)
+    mark = json.dumps([source.config, unchanged(read)], sort_keys=True)
+    if changed.has(out, RECORD, mark):
+        return
+    merge, disk = _merge(folder, source), {name: memory for memory, name in source.names.items()}
+    _check_finite(folder)
+    tensors, vocabulary = [], _vocabulary(source)
+    for entry in source.entries.values():
+        memory, spec = disk.get(entry.name, ""), entry.spec
+        if merge.rows and memory in vocabulary:
+            spec = replace(spec, shape=(merge.rows, *spec.shape[1:]))
+        change = merge.changes.get(memory)
+        origin = entry if change is None else changed.lazily(entry, change, torch.device(device))
+        tensors.append(OutputTensor(entry.name, spec, origin))
+    config = models.with_vocabulary(source.config, merge.rows) if merge.rows else source.config
+    files = inputs_folder(source.path, folder)
+    changed.write(source.path, out, tensors, config, (RECORD, mark), files=files, progress=progress)
+
+
+def _merge(folder: Path, source: Source) -> Merge:
+    """What an adapter makes of its base, from headers; the values of a head are read that shares the embedding's."""
+    config = read_config(folder)
+    _check_kind(folder, config)
+    entries = _entries(folder)
+    layers: dict[str, dict[str, Entry]] = {}
+    whole: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        part = next((part for part in _PARTS if name.endswith(f".{part}")), None)
+        if part is not None:
+            layers.setdefault(name.removesuffix(f".{part}"), {})[part] = entry
+        elif "lora_" in name or "trainable_tokens" in name:
+            raise UserError(f"{folder / WEIGHTS}: '{name}' is of a kind that is not merged; merge it with PEFT")
+        else:
+            whole[name] = entry
+    memory = models.memory_names(source.meta_model, [*(f"{name}.weight" for name in layers), *whole])
+    made: dict[str, Change] = {}
+    tied, vocabulary, sizes = models.tied_names(source.meta_model), _vocabulary(source), dict[str, int]()
+    for name, entry in whole.items():
+        parameter = memory[name]
+        if parameter in tied and parameter not in source.names and _same(entry, whole, memory, tied[parameter]):
+            continue  # PEFT saves a shared matrix twice
+        shape = _stored_shape(folder, name, parameter, source)
+        if parameter in vocabulary and len(entry.spec.shape) == 2 and entry.spec.shape[1:] == shape[1:]:
+            sizes[parameter] = entry.spec.shape[0]
+        elif entry.spec.shape != shape:
+            raise UserError(f"{folder / WEIGHTS}: '{name}' is {list(entry.spec.shape)}, the base's is {list(shape)}")
+        made[parameter] = _value(entry)
+    rows = _rows(folder, source, sizes)
+    for name, parts in layers.items():
+        parameter = memory[f"{name}.weight"]
+        shape = _stored_shape(folder, name, parameter, source)
+        shape = (rows, *shape[1:]) if rows and parameter in vocabulary else shape
+        low = _low(folder, config, name, parts, source, parameter, shape)
+        made[parameter] = _both(made[parameter], low.merged) if parameter in made else low.merged
+    if not made:
+        raise UserError(f"{folder / WEIGHTS} has no adapter of any layer; give the folder that PEFT wrote")
+    return Merge(made, rows)
+
+
+def _vocabulary(source: Source) -> list[str]:
+    """Memory names of the weights with a row for each token that the base stores: the embedding's, and the output head's."""
+    names = (f"{models.embedding_name(source.meta_model)}.weight", f"{source.spec.lm_head}.weight")
+    return [name for name in names if name in source.names]
+
+
+def _same(entry: Entry, whole: Mapping[str, Entry], memory: Mapping[str, str], parameter: str) -> bool:
+    """Whether a tensor of the adapter is that which it has of another parameter as well."""
+    other = next((whole[name] for name in whole if memory[name] == parameter), None)
+    return other is not None and torch.equal(tensor_files.read_tensor(entry), tensor_files.read_tensor(other))
+
+
+def _rows(folder: Path, source: Source, sizes: Mapping[str, int]) -> int | None:
+    """The rows of embedding and output head by an adapter that has them whole (`sizes`); None: as many as in the base.
+
+    Raises:
+        UserError: it has another number of one of them alone, or its tokenizer has tokens beyond.
+    """
+    stored = {name: source.stored[source.names[name]].shape[0] for name in _vocabulary(source)}
+    now = stored | dict(sizes)
+    if len(set(now.values())) > 1 and now != stored:
+        rows_of_each = ", ".join(f"'{name}' {count}" for name, count in now.items())
+        raise UserError(
+            f"{folder / WEIGHTS}: with the adapter embedding and output head have different rows ({rows_of_each}); merge it "
+            "with PEFT into the model that it was trained on, which has as many of both"
+        )
+    rows = next(iter(now.values()))
+    if "tokenizer" in replaced(source.path, folder) and (
+        beyond := models.unembedded(inputs_folder(source.path, folder), rows)
+    ):
+        raise UserError(
+            f"{folder}: {beyond}; save the adapter with the embedding that it was trained with (modules_to_save, or "
+            "save_embedding_layers=True), or remove its tokenizer files to go on with the base's"
+        )
+    return rows if now != stored else None
+
+
+def _value(entry: Entry) -> Change:
+    return lambda weight: tensor_files.read_tensor(entry).to(weight)
+
+
+def _both(first: Change, then: Change) -> Change:
+    return lambda weight: then(first(weight))
+
+
+def _low(
+    folder: Path,
+    config: Mapping[str, Any],
+    name: str,
+    parts: Mapping[str, Entry],
+    source: Source,
+    parameter: str,
+    shape: tuple[int, ...],
+) -> Low:
+    """The adapter of one layer. `name`: of the layer in the adapter; `parts`: by the ends of their names; `shape`: of the
+    weight that it is added to."""
+    file, entries = folder / WEIGHTS, {_PARTS[part]: entry for part, entry in parts.items()}
+    if not {"a", "b"} <= entries.keys():
+        raise UserError(f"{file}: '{name}' lacks {'lora_A' if 'b' in entries else 'lora_B'}; copy the file again")
+    module = source.meta_model.get_submodule(parameter.rpartition(".")[0])
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise UserError(f"{file}: '{name}' is a {type(module).__name__}, which is not merged; merge it with PEFT")
+    a, b, magnitude = entries["a"], entries["b"], entries.get("magnitude")
+    embedding, sides = isinstance(module, nn.Embedding), (b.spec.shape[:1], a.spec.shape[1:])
+    rank, expected = a.spec.shape[0], sides[::-1] if embedding else sides
+    if len(a.spec.shape) != 2 or not rank or b.spec.shape[1:] != (rank,) or expected[0] + expected[1] != shape:
+        shapes = f"{list(a.spec.shape)} and {list(b.spec.shape)}"
+        raise UserError(f"{file}: '{name}' has A and B of {shapes}, and the base's weight is {list(shape)}")
+    if bool(config.get("use_dora")) != (magnitude is not None) or (magnitude and magnitude.spec.shape != shape[:1]):
+        raise UserError(f"{file}: '{name}' and use_dora of the config do not belong together; copy both again")
+    if magnitude and embedding:
+        raise UserError(f"{file}: DoRA of an embedding, '{name}', is not merged; merge it with PEFT")
+    alpha = _setting(folder, config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise UserError(f"{folder / CONFIG}: lora_alpha of '{name}' is {alpha!r}, and should be a number")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Low(a, b, scale, magnitude, embedding)
+
+
+def _setting(folder: Path, pattern: Any, name: str, default: Any) -> Any:
+    """The value that a pattern of PEFT (end of a name, or a regular expression for it -> value) has for a layer."""
+    for key, value in (pattern or {}).items() if isinstance(pattern, Mapping) else ():
+        try:
+            if re.search(_NESTED, key):  # which may take forever
+                raise re.error("a group that is repeated")
+            if re.match(rf"(.*\.)?({key})$", name):
+                return value
+        except re.error as error:
+            raise UserError(
+                f"{folder / CONFIG}: alpha_pattern '{key[:60]}' is not read ({error}); name layers"
+            ) from error
+    return default
+
+
+def _stored_shape(folder: Path, name: str, parameter: str, source: Source) -> tuple[int, ...]:
+    """The shape of the base's tensor that a tensor or layer of the adapter belongs to."""
+    if parameter in source.names:
+        return source.stored[source.names[parameter]].shape
+    if parameter in models.tied_names(source.meta_model):
+        why = "shares the embedding's weights in the base, so that a change of one would be a change of both"
+        raise UserError(f"{folder / WEIGHTS}: '{name}' {why}; merge it with PEFT")
+    raise UserError(
+        f"{folder / WEIGHTS}: '{name}' has no place in {type(source.meta_model).__name__} (looked for '{parameter}'); "
+        "name the base that the adapter was trained on: MODEL --adapter FOLDER"
+    )
+
+
+def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for an adapter that is more than low-rank changes of weights."""
+    for key, plain in _PLAIN.items():
+        value = config.get(key, plain[0])
+        if value not in plain and value:
+            raise UserError(f"{folder / CONFIG}: {key} {value!r} is not merged here; merge the adapter with PEFT")
+    start = str(config.get("init_lora_weights", "")).lower()
+    if start.startswith(_OF_BASE):
+        raise UserError(
+            f"{folder / CONFIG}: init_lora_weights '{start}' changes the base's weights as well, which an adapter does not "
+            "hold; convert it with PEFT (path_initial_model_for_weight_conversion), or merge it there"
+        )
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """The adapter's tensors by their names without PEFT's prefix."""
+    if not (folder / WEIGHTS).is_file():
+        pickled = (
+            "only pickled weights, which can run code when read" if (folder / "adapter_model.bin").is_file() else "none"
+        )
+        raise UserError(f"{folder} has {pickled} in the place of {WEIGHTS}; save it with safe_serialization=True")
+    names = [
+        (entry.name.removeprefix(_PREFIX).replace(_WRAPPED, "."), entry)
+        for entry in tensor_files.read_entries(folder / WEIGHTS)
+        if _OF_BASE_MODULE not in entry.name
+    ]
+    # PEFT saves an embedding that was trained whole as well under the name that it has while it is trained
+    there = {name for name, _ in names}
+    names = [
+        (plain, entry) for name, entry in names if (plain := _TRAINED.sub(".", name)) == name or plain not in there
+    ]
+    entries = dict(names)
+    if len(entries) < len(names):
+        raise UserError(f"{folder / WEIGHTS} has two tensors of one name; save the adapter again")
+    for name, entry in entries.items():
+        if entry.spec.dtype not in tensor_files.FLOATS:
+            raise UserError(f"{folder / WEIGHTS}: '{name}' is {entry.spec.dtype}; adapters are floats of 16 or 32 bits")
+    return entries
+
+
+def _check_finite(folder: Path) -> None:
+    for name, entry in _entries(folder).items():
+        if not tensor_files.read_tensor(entry).isfinite().all():
+            raise UserError(
+                f"{folder / WEIGHTS}: '{name}' holds NaN or infinity; train it again, or take an earlier one"
+            )

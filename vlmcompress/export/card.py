@@ -1,0 +1,393 @@
+"""Render a checkpoint's model card (README.md) from its manifest: what it is, what it cost, how to run it.
+
+Its YAML header has the keys and values of the Hub's model cards (https://huggingface.co/docs/hub/model-cards): `base_model` is
+a Hub id or left out, never a folder of somebody's machine; `license: other` goes with `license_name` and `license_link`, so
+all three are carried over from the original's card, and its languages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vlmcompress.export import launch, launch_files, manifest, readers
+from vlmcompress.export.formats import compressed_tensors
+from vlmcompress.export.manifest import MANIFEST
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.utils import json_files, yaml_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.text import size, smaller
+
+CARD = "README.md"
+SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
+ASKS = """ It reads the question: all words of the prompt or, where a server runs with `--trust-request-mm-kwargs`, what a \
+request has under `"mm_processor_kwargs": {"query": "..."}`."""
+MAKER = "vlmcompress"
+_FROM_ORIGINAL = ("license", "license_name", "license_link", "language")
+_LONGEST = 1000  # characters of a value from the original's card
+
+
+def render(
+    record: Mapping[str, Any],
+    tree: Path,
+    name: str,
+    *,
+    repository: str | None = None,
+    base_model: str | None = None,
+    measured: str | None = None,
+) -> str:
+    """Render the text of README.md.
+
+    Args:
+        record: the manifest.
+        tree: the checkpoint's folder, for its config.json and the original's model card.
+        name: name of the folder that the checkpoint will be in.
+        repository: `org/name` on the Hub that the card is for; commands then begin with its download.
+        base_model: the original's Hub id, where the manifest knows a folder only.
+        measured: Markdown about what was measured, with headings of the third level.
+    """
+    config = json_files.read(tree / "config.json")
+    quantization = config.get("quantization_config")
+    source = _plain(base_model or record["model"]["source"])
+    front = front_matter(tree / SOURCE_CARD)
+    licence = front.get("license_name") or front.get("license")
+    owner = repository.partition("/")[0] if repository else None
+    facts = launch_files.facts(config, record, name)
+    about = metadata(record["model"]["source"], config, front, facts, base_model=base_model, quantized_by=owner)
+    sections = [
+        header(about),
+        f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record)}",
+        "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
+    ]
+    if resize := record["recipe"].get("resize"):
+        sections.append("## Image size\n\n" + _resize(resize, record.get("visual_tokens")))
+    if reducer := reducer_block.read(config):
+        asks = ASKS if reducer.reducer.asks and record["recipe"].get("engine", "vllm") == "vllm" else ""
+        text = _reducer(reducer.reducer.label, record.get("visual_tokens"), _recovered(record))
+        sections.append("## Visual tokens\n\n" + text + asks)
+    if recovery := record.get("recovery"):
+        sections.append("## Recovered\n\n" + _recovery(recovery))
+    if measured:
+        sections.append("## Measured\n\n" + measured.strip())
+    sections.append("## Use\n\n" + _usage(name, facts, repository))
+    if engines := _engines(launch.commands(facts)):
+        sections.append("## Engines\n\n" + engines)
+    if record.get("errors"):
+        sections.append("## Error of the layers\n\n" + _errors(record["errors"]))
+    sections.append("## How it was made\n\n" + _provenance(record))
+    text = _licence(source, licence if isinstance(licence, str) else None, (tree / SOURCE_CARD).is_file())
+    sections.append("## Licence\n\n" + text)
+    return "\n\n".join(sections) + "\n"
+
+
+def _plain(name: str) -> str:
+    """Write a folder's name as one line that Markdown and HTML leave as it is."""
+    line = "".join(char if char.isprintable() else " " for char in name)
+    return re.sub(r"([\\`*\[\]<>|&]|^[#>+-])", r"\\\1", line).strip() or "(no name)"
+
+
+def _sizes(record: Mapping[str, Any]) -> str:
+    before, after = record["size"]["weights_before"], record["size"]["weights_after"]
+    if before == after:
+        return f"Weights: {size(after)}, {'trained' if _recovered(record) else 'as they were'}."
+    return f"Weights: {size(before)} before, {size(after)} after ({smaller(before, after)})."
+
+
+def _schemes(quantization: Mapping[str, Any]) -> str:
+    if "config_groups" not in quantization:
+        return f"Linear layers: {other_format(quantization)}. {_kept(quantization)}"
+    rows = ["| layers | weights | activations | stored as |", "|---|---|---|---|"]
+    for group in quantization["config_groups"].values():
+        targets = ", ".join(f"`{target}`" for target in group["targets"]).replace("|", "\\|")
+        formats = f"{number_format(group['weights'])} | {number_format(group['input_activations'])}"
+        rows.append(f"| {targets} | {formats} | {group.get('format', quantization.get('quant_method'))} |")
+    text = "\n".join(rows) + f"\n\n{_kept(quantization)}"
+    if quantization.get("kv_cache_scheme"):
+        text += " The KV cache is FP8 with calibrated scales."
+    return text
+
+
+def _kept(quantization: Mapping[str, Any]) -> str:
+    """What stays in 16 bits, by a block's own list of it: compressed-tensors' and ModelOpt's, AWQ's, GPTQ's."""
+    dynamic = [pattern[2:] for pattern in quantization.get("dynamic") or () if pattern.startswith("-:")]
+    entries = [*(quantization.get("ignore") or quantization.get("modules_to_not_convert") or ()), *dynamic]
+    plain = ["norms"] if readers.read({"quantization_config": quantization}, "").embeddings else ["embeddings", "norms"]
+    return f"Left as they were: {', '.join([*plain, *(f'`{entry}`' for entry in entries)])}."
+
+
+def other_format(quantization: Mapping[str, Any]) -> str:
+    """Name the numbers of a format without config groups (AWQ, GPTQ, ModelOpt): `INT4 group 128, stored as awq`."""
+    method = _plain(str(quantization.get("quant_method", "")))
+    if "bits" not in quantization:
+        return f"{_plain(str(quantization.get('quant_algo', 'as config.json says')))}, stored as {method}"
+    size = quantization.get("group_size", -1)
+    groups = f"group {size}" if isinstance(size, int) and size > 0 else "per channel"
+    return f"INT{quantization['bits']} {groups}, stored as {method}"
+
+
+def number_format(args: Mapping[str, Any] | None) -> str:
+    """Name the `weights` or `input_activations` of a config group: `INT4 group 128, asymmetric`; `16 bit` for None."""
+    if args is None:
+        return "16 bit"
+    kind = ("FP" if args["type"] == "float" else "INT") + str(args["num_bits"])
+    group = f"group {args.get('group_size')}"
+    scales = {"group": group, "tensor_group": group, "channel": "per channel", "tensor": "per tensor"}
+    scales["block"] = "block {}x{}".format(*args.get("block_structure") or ("?", "?"))
+    return (
+        f"{kind} {scales.get(args['strategy'], 'per token')}"
+        + ("" if args["symmetric"] else ", asymmetric")
+        + (", dynamic" if args["dynamic"] else "")
+    )
+
+
+def _resize(resize: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> str:
+    """The section about images that are made smaller."""
+    text = f"The processor makes large images smaller: to at most {resize['tokens']:,} visual tokens, in every engine."
+    if resize.get("keep"):
+        text += f" So the calibration images have at most {resize['keep']:.1%} of the tokens that they had."
+    return text + " No weight depends on it, and the original's processor undoes it."
+
+
+def _recovered(record: Mapping[str, Any]) -> bool:
+    """Whether weights were trained behind the reducer."""
+    return bool((record.get("recovery") or {}).get("changed"))
+
+
+def _recovery(recovery: Mapping[str, Any]) -> str:
+    """The section about training behind the reducer."""
+    kl, samples = recovery["held_out_kl"], recovery["samples"]
+    training = f"{recovery['steps']} steps on {samples['trained_on']} samples"
+    if not recovery["changed"]:
+        return f"{training} lowered nothing on {samples['held_out']} held-out samples; the weights are as they were before."
+    parts = ", ".join(f"{name} ({count:,})" for name, count in recovery["parameters"].items())
+    return (
+        f"Trained behind the reducer to answer as the original does: {training}, of which step "
+        f"{recovery['best_step']} is kept. "
+        f"Its divergence from the original on {samples['held_out']} held-out samples fell from {kl['before']:.4f} to "
+        f"{kl['after']:.4f} nats an answer token. Trained numbers: {parts}."
+    )
+
+
+def _reducer(reducer: str, tokens: Mapping[str, Any] | None, recovered: bool) -> str:
+    """The section about the reducer: what it removes, and in which engines."""
+    text = f"This checkpoint carries the reducer `{reducer}`: fewer visual tokens reach the language model."
+    if tokens and tokens["after"] is None:
+        text += f" Of the {tokens['before']:,} of an image of {tokens['image']}, as many as its content asks for."
+    elif tokens:
+        text += f" Of an image of {tokens['image']}, {tokens['after']:,} of {tokens['before']:,}."
+    text += " Tokens that are kept have their original positions, and "
+    text += "the weights are trained for it." if recovered else "no weight depends on it."
+    return f"{text} The block `{reducer_block.KEY}` of config.json says what is reduced."
+
+
+def _usage(name: str, facts: readers.Facts, repository: str | None) -> str:
+    """The section about the engines that run the checkpoint: what to install, the command or code, why others don't load it."""
+    name = name if name.isprintable() and "`" not in name else "FOLDER"
+    folder = shlex.quote(f"./{name}")
+    first = "From the folder that holds this one:"
+    if repository:
+        first = (
+            f"```sh\nhf download {shlex.quote(repository)} --local-dir {shlex.quote(name)}\n```\n\nThen, from there:"
+        )
+    if facts.method == "openvino":
+        return (
+            f"{first}\n\n```sh\npip install openvino-genai pillow\n"
+            f'python {folder}/serve/ask_openvino.py "What is shown?" photo.jpg\n```'
+        )
+    if facts.method == "gguf":
+        return (
+            f"{first}\n\n```sh\nllama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf --jinja\n```\n\n"
+            "llama.cpp reads no limits of an image's tokens from files: see `--image-min-tokens`, `--image-max-tokens`."
+        )
+    parts = [first, _vllm(folder, facts), _transformers(name, facts)]
+    return (
+        "\n\n".join(parts)
+        + f"\n\n`vlmcompress doctor {folder}` checks that every file and tensor is as it was written."
+    )
+
+
+def _vllm(folder: str, facts: readers.Facts) -> str:
+    """How vLLM serves the checkpoint, or why it does not."""
+    if reason := readers.verdict("vllm", facts).reason:
+        return f"vLLM does not load it: {reason}."
+    flags = " --trust-remote-code" * facts.code + " --kv-cache-dtype fp8" * facts.kv_fp8
+    command = f"```sh\nvllm serve {folder} --served-model-name {facts.name}{flags}\n```"
+    if not facts.reducer:
+        return command
+    return f"pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint.\n\n{command}"
+
+
+def _transformers(name: str, facts: readers.Facts) -> str:
+    """How transformers loads the checkpoint, or why it does not."""
+    verdict, place = readers.verdict("transformers", facts), json.dumps(f"./{name}", ensure_ascii=False)
+    if verdict.reason:
+        return f"transformers does not load it: {verdict.reason}."
+    imports = ["from transformers import AutoModelForImageTextToText, AutoProcessor"]
+    model = [f'model = AutoModelForImageTextToText.from_pretrained({place}, dtype="auto", device_map="auto")']
+    needs = list(verdict.needs)
+    if verdict.loader:
+        imports = ["from transformers import AutoProcessor", "from vlmcompress.models import open_model"]
+        why = "a quantized token embedding" if facts.embeddings else "experts one by one"
+        model = [f'model, _ = open_model({place}, dtype="auto")  # transformers alone cannot load {why}']
+    model.append(f"processor = AutoProcessor.from_pretrained({place})")
+    if facts.reducer:
+        imports.append("from vlmcompress.reduction.hooks import attach_carried")
+        model.append(f"attach_carried(model, processor, {place})  # transformers alone would keep all visual tokens")
+    needs += ["vlmcompress"] if verdict.loader or facts.reducer else []
+    install = f"```sh\npip install {' '.join(map(shlex.quote, needs))}\n```\n\n" if needs else ""
+    notes = "".join(f"\n\n{note[0].upper()}{note[1:]}." for note in verdict.notes)
+    code = "\n".join([*imports, "", *model])
+    return f"{install}```python\n{code}\n```{notes}"
+
+
+def _engines(commands: Sequence[tuple[str, str, str]]) -> str:
+    """The section about launch files: a row for each engine that loads the checkpoint."""
+    if not commands:
+        return ""
+    rows = [
+        "| engine | from this folder | checked |",
+        "|---|---|---|",
+        *(f"| {title} | `{command}` | {checked} |" for title, command, checked in commands),
+    ]
+    where = f"`{launch_files.FOLDER}/README.md`"
+    return "\n".join(rows) + f"\n\nWhich engines cannot load it and why: {where}."
+
+
+def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:
+    lines = [manifest.errors_text(errors), ""]
+    lines += ["| of | mean | worst | layer |", "|---|---|---|---|"]
+    for modality in sorted({modality for by_modality in errors.values() for modality in by_modality}):
+        layers = {name: by_modality[modality] for name, by_modality in errors.items() if modality in by_modality}
+        worst = max(layers, key=lambda name: layers[name])
+        mean = sum(layers.values()) / len(layers)
+        lines.append(f"| {manifest.error_kind(modality)} | {mean:.2e} | {layers[worst]:.2e} | `{worst}` |")
+    return "\n".join(lines)
+
+
+def _provenance(record: Mapping[str, Any]) -> str:
+    recipe, calibration = record["recipe"], record["calibration"]
+    made = ", ".join(f"{package} {version}" for package, version in record["created_by"].items())
+    changed = record.get("converted")
+    if changed and recipe.get("scheme") == "converted":
+        origin = f"Another tool's {_plain(changed['from'])} checkpoint, brought into the format {_plain(changed['to'])}"
+        return f"{origin} without rounding anything again. {made}.\n\nThe hash of every file: `{MANIFEST}`."
+    text = f"Scheme `{recipe.get('scheme')}`, seed {record['seed']}. {made}."
+    if changed:
+        text += f" Written as {_plain(changed['from'])} first, then as {_plain(changed['to'])}, with the same weights."
+    if calibration is None:
+        text += "\n\nNo calibration data: each weight was rounded on its own."
+    else:
+        facts = "\n".join(f"| {key} | {_value(value)} |" for key, value in calibration.items())
+        text += f"\n\nCalibration data:\n\n| | |\n|---|---|\n{facts}"
+    return text + f"\n\nThe whole recipe and the hash of every file: `{MANIFEST}`."
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else _plain(str(value))
+
+
+def _licence(source: str, licence: str | None, has_card: bool) -> str:
+    text = f"The weights are derived from {source} and stay under its licence"
+    text += f" ({_plain(licence)})." if licence else "; see the original model."
+    return text + (f" The original's model card is `{SOURCE_CARD}`." if has_card else "")
+
+
+def header(metadata: Mapping[str, Any]) -> str:
+    """The metadata between the lines that mark a card's header."""
+    text = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True, width=10_000)
+    return f"---\n{text}---"
+
+
+def metadata(
+    source: str,
+    config: Mapping[str, Any],
+    original: Mapping[str, Any],
+    facts: readers.Facts,
+    *,
+    base_model: str | None = None,
+    quantized_by: str | None = None,
+) -> dict[str, Any]:
+    """The metadata of a checkpoint.
+
+    Args:
+        source: the original's name in the manifest: a Hub id, or the name of a folder.
+        config: the checkpoint's config.json.
+        original: the metadata of the original's card.
+        facts: what decides who loads the checkpoint.
+        base_model: the original's Hub id; None: `source`, if that is one.
+        quantized_by: who made it; None: this program.
+    """
+    quantization = config.get("quantization_config")
+    origin = source.partition(":")[0]
+    base = base_model or (origin if is_owned(origin) else None)
+    entries: dict[str, Any] = {"base_model": base} if base else {}
+    if base and quantization:
+        entries["base_model_relation"] = "quantized"
+    if quantization:
+        entries["quantized_by"] = quantized_by or MAKER
+    loaded = readers.verdict("transformers", facts)
+    if loaded.reason is None and not loaded.loader:  # the Hub then offers the code to load it
+        entries["library_name"] = "transformers"
+    entries["pipeline_tag"] = "image-text-to-text"
+    entries |= {key: original[key] for key in _FROM_ORIGINAL if _usable(original.get(key))}
+    return entries | {"tags": _tags(config, served=readers.verdict("vllm", facts).reason is None)}
+
+
+def id_problem(name: str) -> str | None:
+    """The reason why a name is no id of a repository, in huggingface_hub's words; None where it is one."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        return str(error).splitlines()[0].partition(": ")[0].rstrip(".")[:150]
+    return None
+
+
+def is_owned(name: str) -> bool:
+    """Whether a name is an id with its owner, `org/name`."""
+    return id_problem(name) is None and name.count("/") == 1
+
+
+def front_matter(card: Path) -> dict[str, Any]:
+    """The metadata of a model card; empty where it has none that can be read."""
+    if not card.is_file():
+        return {}
+    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
+    marks = [number for number, line in enumerate(lines) if line.strip() == "---"]
+    if len(marks) < 2 or marks[0] != 0:
+        return {}
+    try:
+        front = yaml_files.parse("\n".join(lines[1 : marks[1]]), str(card))
+    except UserError:
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def _tags(config: Mapping[str, Any], *, served: bool) -> list[str]:
+    """Tags to search by: what made it, vLLM if that serves it, its format, its numbers, whether visual tokens are reduced."""
+    quantization = config.get("quantization_config") or {}
+    tags = [MAKER, *(["vllm"] if served else [])]
+    if method := quantization.get("quant_method", "compressed-tensors" if quantization else None):
+        tags.append(str(method))
+    groups = [group for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]
+    formats = [compressed_tensors.scheme_of(group).weights for group in groups]
+    tags += [f"{fmt.bits}-bit" if fmt.kind == "int" else fmt.name for fmt in formats]
+    tags += [f"{quantization['bits']}-bit"] if "bits" in quantization else []
+    tags += ["visual-token-reduction"] if "vlmcompress" in config else []
+    return list(dict.fromkeys(tags))
+
+
+def _usable(value: Any) -> bool:
+    """Whether a value of another card is a text, or a list of texts, of sane length."""
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and all(isinstance(text, str) and 0 < len(text) <= _LONGEST for text in values)

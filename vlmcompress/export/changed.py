@@ -1,0 +1,71 @@
+"""Write a 16-bit checkpoint with some tensors changed, which a run begins with: rotated, or with an adapter merged.
+
+Tensors are read, changed and written one by one; the other files that belong to the model are copied.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.export.write import OutputTensor, write_json, write_weights
+from vlmcompress.utils import folders, tensor_files
+from vlmcompress.utils.model_folder import companions
+from vlmcompress.utils.registry import FORMATS
+from vlmcompress.utils.tensor_files import Entry
+from vlmcompress.utils.text import parse_bytes
+
+Change = Callable[[Tensor], Tensor]
+
+
+def has(out: Path, record: str, mark: str) -> bool:
+    """Whether `out` has been written with the text `mark` in its file `record`."""
+    return (out / record).is_file() and (out / record).read_text(encoding="utf-8") == mark
+
+
+def write(
+    source: Path,
+    out: Path,
+    tensors: Sequence[OutputTensor],
+    config: Mapping[str, Any],
+    record: tuple[str, str],
+    *,
+    files: Path | None = None,
+    shard_size: str = "5GB",
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the folder `out`, which appears whole or not at all, in the place of an earlier one.
+
+    Args:
+        source: folder that the tensors are of.
+        config: content of config.json.
+        record: name and text of a file that says what `out` was made of.
+        files: folder whose other files are copied; None: the source.
+        progress: called with bytes written and bytes in all.
+    """
+    name, mark = record
+    folders.check(source, out, overwrite=True, mark=name)
+    with folders.new_folder(out) as tree:
+        write_weights(tree, list(tensors), parse_bytes(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
+        write_json(tree / "config.json", dict(config))
+        files = files or source
+        for place in companions(files):
+            (tree / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(files / place, tree / place)
+        (tree / name).write_text(mark, encoding="utf-8")
+
+
+def lazily(entry: Entry, change: Change, device: torch.device) -> Callable[[], Tensor]:
+    """A function that reads a tensor and changes it, in float64 where it is stored in 32 bits and else in float32."""
+
+    def make() -> Tensor:
+        stored = tensor_files.read_tensor(entry)
+        wide = torch.float64 if stored.dtype == torch.float32 and device.type != "mps" else torch.float32
+        return change(stored.to(device, wide)).to("cpu", stored.dtype).contiguous()
+
+    return make

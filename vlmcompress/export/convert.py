@@ -1,0 +1,174 @@
+"""Write a quantized checkpoint in another format without quantizing again.
+
+`convert` packs the same codes and scales otherwise. What the new format can express is equal bit for bit when it is unpacked;
+what it cannot express is refused by name before a byte is written. Only scales of an FP8 KV cache are left out with a warning:
+engines then keep keys and values in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import models
+from vlmcompress.export import manifest, tokenizers
+from vlmcompress.export.formats import Format, Writer, files_problems, problems
+from vlmcompress.export.layer_targets import layers_of
+from vlmcompress.export.manifest import MANIFEST
+from vlmcompress.export.stored import Stored
+from vlmcompress.export.write import Content, OutputTensor, cast_entry, write_folder
+from vlmcompress.models.layer_names import Layers
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.utils import folders
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.registry import FORMATS
+
+
+def convert(
+    source: Path,
+    out: Path,
+    format: str,
+    *,
+    shard_size: str = "5GB",
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Write the quantized checkpoint in `source` as `out`, in another format, and return the manifest of `out`.
+
+    Args:
+        source: a checkpoint of ours, or another tool's in a format that is read.
+        out: folder to write; it appears whole or not at all.
+        format: name of a module in `vlmcompress.export.formats`.
+        shard_size: largest weight file.
+        overwrite: replace an existing `out` that we wrote, once the new one is whole.
+        progress: called with bytes written and bytes in all.
+
+    Raises:
+        UserError: `source` is no such checkpoint or damaged, the format cannot hold what it has, or `out` cannot be written.
+    """
+    if format not in FORMATS.names():
+        raise UserError(f"unknown format '{format}'{did_you_mean(format, FORMATS.names())}")
+    writer = FORMATS.get(format)
+    folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
+    with models.quiet():
+        stored = Stored.of(source)
+    if stored.format == format and (source / MANIFEST).is_file():
+        raise UserError(f"{source} is {format} already; choose another format")
+    models.check_files(source)
+    written = models.written_names(stored.names, stored.spec)
+    specs = {entry.name: entry.spec for entry in stored.entries}
+    if fault := models.draft_fault(stored.spec, stored.config, specs):
+        raise UserError(fault)
+    carried = reducer_block.read(stored.config)
+    reducer = carried.reducer.plain() if carried else None
+    model_config = stored.meta_model.config.to_dict()
+    for reason in files_problems(writer, source, stored.spec.family, model_config, reducer):
+        raise UserError(reason)
+    if problem := tokenizers.compare(writer, source, model_config).problem:
+        raise UserError(problem)
+    layers, tensors = _layers(stored, written, writer), written_tensors(stored, writer)
+    config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
+    config.pop("quantization_config", None)
+    config = stored.float_type.config(config)
+    before, record = _record(stored, format)
+    record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
+    if format == "compressed-tensors" and stored.scale_dtype is None:
+        record["warnings"].append(
+            "scales are numbers that the model's own type does not hold: transformers does not compute with both types, vLLM "
+            "may round them; format bf16 runs everywhere"
+        )
+    if stored.kv_scales and writer.KV_SCALES is None:
+        record["recipe"] = record["recipe"] | {"kv_cache": None}
+        record["kv_cache"] = {}  # its errors
+        record["warnings"].append(
+            f"the scales of the FP8 KV cache were left out, as {format} has no place for them: engines keep keys and values in "
+            "16 bits"
+        )
+    content = Content(
+        tensors=tensors,
+        quantized=stored,
+        exporter=writer,
+        layers=layers,
+        config=config,
+        manifest=record,
+        before=before,
+        extra_files={},
+        memory=_memory(written),
+        family=stored.spec.family,
+    )
+    with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
+        return write_folder(source, out, content, shard_size=shard_size, progress=progress)
+
+
+def _memory(written: Mapping[str, str]) -> dict[str, str]:
+    """Name in the output -> memory name of the parameter."""
+    return {name: parameter for parameter, name in written.items()}
+
+
+def _layers(stored: Stored, written: Mapping[str, str], format: Format) -> Layers:
+    """Which layers are quantized. `written`: memory name of a parameter -> its name in the output, which is in `format`."""
+    names = [entry.name for entry in stored.entries]
+    kv_cache = bool(stored.kv_scales) and format.KV_SCALES is not None
+    return layers_of(stored.schemes, stored.meta_model, written, stored.spec, stored=names, kv_cache=kv_cache)
+
+
+def check(stored: Stored, layers: Layers, writer: Writer) -> None:
+    """Raise `UserError` for the first thing that a format cannot hold of a checkpoint."""
+    for problem in problems(writer, layers):
+        raise UserError(problem)
+    for layer in stored.layers.values():
+        try:
+            writer.specs(layer.scheme, *layer.shape, "BF16")
+        except ValueError as error:
+            raise UserError(f"{layer.prefix.removesuffix('.')}: {error}") from error
+
+
+def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
+    """What a format has in the place of each of a checkpoint's tensors. Raises `UserError` for what it cannot hold."""
+    written = models.written_names(stored.names, stored.spec)
+    check(stored, _layers(stored, written, writer), writer)
+    renamed = {disk: written[memory] for memory, disk in stored.names.items()}
+    owner = {entry.name: name for name, layer in stored.layers.items() for entry in layer.entries.values()}
+    unwanted, kv = set(models.left_out(stored.names, [entry.name for entry in stored.entries])), dict[str, str]()
+    for prefix, pair in stored.kv_scales.items():
+        if writer.KV_SCALES is None:
+            unwanted |= {entry.name for entry in pair}
+        else:
+            kv |= {entry.name: prefix + local for entry, local in zip(pair, writer.KV_SCALES, strict=True)}
+    memory = {disk: name for name, disk in stored.names.items()}
+    tensors, done = list[OutputTensor](), set[str]()
+    for entry in stored.entries:
+        module = owner.get(entry.name)
+        if module is None:
+            if entry.name not in unwanted:
+                name, spec = kv.get(entry.name) or renamed.get(entry.name, entry.name), entry.spec
+                if entry.name not in kv:
+                    spec = stored.float_type.spec(memory.get(entry.name, entry.name), spec)
+                tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
+        elif module not in done:
+            done.add(module)
+            layer = stored.layers[module]
+            prefix = renamed[f"{layer.prefix}weight"].removesuffix("weight")
+            for local, spec in writer.specs(layer.scheme, *layer.shape, stored.scale_type(module)).items():
+                tensors.append(OutputTensor(prefix + local, spec, (module, local)))
+    return tensors
+
+
+def _record(stored: Stored, format: str) -> tuple[int, dict[str, Any]]:
+    """Bytes of the original's tensors, and the manifest of the new checkpoint but for sizes and hashes.
+
+    The original of another tool's checkpoint is not known: it is taken to be 16 bits wide.
+    """
+    packed = {entry.name for layer in stored.layers.values() for entry in layer.entries.values()}
+    total = sum(entry.spec.nbytes for entry in stored.entries if entry.name not in packed)
+    total += sum(2 * rows * columns for rows, columns in (layer.shape for layer in stored.layers.values()))
+    converted = {"from": stored.format, "to": format, "folder": stored.path.resolve().name}
+    if (stored.path / MANIFEST).is_file():
+        record = manifest.read(stored.path)
+        manifest.verify(stored.path, record)
+        recipe = record["recipe"] | {"format": format}
+        return record["size"]["weights_before"], record | {"recipe": recipe, "converted": converted}
+    recipe = {"model": str(stored.path), "scheme": "converted", "format": format, "seed": None}
+    record = manifest.build(stored.path, family=stored.spec.family, recipe=recipe, calibration=None, errors={})
+    return total, record | {"converted": converted}

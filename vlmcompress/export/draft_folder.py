@@ -1,0 +1,259 @@
+"""The folder of a draft head: the config that vLLM 0.32 reads, facts about the training, and whether it fits a target.
+
+EAGLE-3's config is in the form of the `speculators` library (vLLM reads it in `transformers_utils/configs/speculators`): the
+draft's block as a Llama config, the target's taps, and how many tokens to guess. Medusa's is that of
+`transformers_utils/configs/medusa`. `vlmcompress-draft.json` beside it says which checkpoint the draft was trained for, by the
+hash of its files: another one accepts fewer guesses, one of other sizes none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from vlmcompress import __version__, models
+from vlmcompress.export import draft_images, draft_tensors, manifest
+from vlmcompress.export.draft_images import DraftImages
+from vlmcompress.utils import folders, schema, tensor_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.schema import Count, Number, Size
+
+FACTS = "vlmcompress-draft.json"
+CARD = "README.md"
+WEIGHTS = "model.safetensors"
+TARGETS = (
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
+"""Architectures of ours whose classes in vLLM 0.32 give their hidden states to a draft (`SupportsEagle3`). Qwen3.5, with
+recurrent states, and mixtures of experts were not tried."""
+IN_PIECES = ("Mistral3ForConditionalGeneration",)
+"""Those whose visual tokens do not stand in one run, so that a draft gets them as vLLM gives them."""
+PREFIX = "Vlmcompress"  # of an architecture that carries a reducer
+
+
+def check_target(config: Mapping[str, Any], images: DraftImages | None = None) -> None:
+    """Raise UserError for a target that vLLM can't speculate on with a draft head, or not with one that gets `images`."""
+    architecture = (config.get("architectures") or ["?"])[0].removeprefix(PREFIX)
+    if architecture not in TARGETS:
+        raise UserError(
+            f"vLLM 0.32's {architecture} gives no hidden states to a draft head, or was not tried; those that do: "
+            f"{', '.join(TARGETS)}; speculate with ngram or suffix instead"
+        )
+    if images and not images.plain and architecture in IN_PIECES:
+        raise UserError(
+            f"--images: {architecture} has marks among an image's tokens; leave out --images and --image-vector"
+        )
+
+
+_REMEDY = "train the draft again"
+_Target = TypedDict("_Target", {"content_sha256": str, "name": NotRequired[str]})
+_Samples = TypedDict("_Samples", {"trained_on": Count, "held_out": Count})
+_Acceptance = TypedDict("_Acceptance", {"by_position": list[Number], "length": Number})
+_Proposal = TypedDict("_Proposal", {"speculative_tokens": Size})
+_Proposals = TypedDict("_Proposals", {"proposal_methods": Annotated[list[_Proposal], Field(min_length=1)]})
+
+
+class _Facts(TypedDict):
+    """The JSON object of `vlmcompress-draft.json`, as far as it is read."""
+
+    method: Literal["eagle3", "medusa"]
+    target: _Target
+    parameters: Count
+    samples: _Samples
+    acceptance: _Acceptance
+
+
+class _Block(TypedDict):
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+
+
+class _Eagle3(TypedDict):
+    """config.json of an EAGLE-3 draft."""
+
+    draft_vocab_size: Size
+    target_hidden_size: Size
+    eagle_aux_hidden_state_layer_ids: Annotated[list[Count], Field(min_length=1)]
+    transformer_layer_config: _Block
+    speculators_config: _Proposals
+
+
+class _Medusa(TypedDict):
+    """config.json of a Medusa draft."""
+
+    vocab_size: Size
+    truncated_vocab_size: Size
+    hidden_size: Size
+    num_heads: Size
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft's folder, its config, and the facts about its training."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+    @staticmethod
+    def of(folder: Path) -> Draft:
+        """Read a folder. UserError: it is no draft of ours, or damaged."""
+        if not (folder / FACTS).is_file():
+            raise UserError(
+                f"{folder} is no draft of vlmcompress (no {FACTS}); name the folder that `vlmcompress draft` wrote"
+            )
+        facts = schema.read(_Facts, folder / FACTS, _REMEDY)
+        settings = schema.read(_Eagle3 if facts["method"] == "eagle3" else _Medusa, folder / "config.json", _REMEDY)
+        draft = Draft(folder, settings, facts)
+        draft_images.read(draft.block)
+        if draft_tensors.HEAD not in draft.stored():
+            raise UserError(f"{folder / WEIGHTS} lacks {draft_tensors.HEAD}; {_REMEDY}")
+        return draft
+
+    @property
+    def method(self) -> str:
+        """The method: `eagle3` or `medusa`."""
+        return self.facts["method"]
+
+    @property
+    def block(self) -> Mapping[str, Any]:
+        """The config of the decoder block; of Medusa, which has none, the whole."""
+        return self.settings.get("transformer_layer_config", self.settings)
+
+    @property
+    def target(self) -> Mapping[str, Any]:
+        """What identifies the checkpoint that it was trained for."""
+        return self.facts["target"]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it guesses in a row."""
+        if self.method == "medusa":
+            return self.settings["num_heads"]
+        return self.settings["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+
+    @property
+    def images(self) -> DraftImages:
+        """What it gets of images."""
+        return draft_images.read(self.block)
+
+    def stored(self) -> dict[str, tensor_files.Entry]:
+        """Its tensors, from the header of their file. UserError: there is none, or it is damaged."""
+        return {entry.name: entry for entry in tensor_files.read_entries(self.folder / WEIGHTS)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the tensors that its config stands for, by their names on disk."""
+        block, settings = self.block, self.settings
+        hidden, words = block["hidden_size"], settings.get("draft_vocab_size", settings.get("truncated_vocab_size"))
+        fewer = words < block["vocab_size"]
+        if self.method == "medusa":
+            tables = {"token_map": (words,)} if fewer else {}
+            return tables | draft_tensors.medusa(hidden=hidden, vocabulary=words, heads=self.tokens)
+        queries, keys = (block[name] * block["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+        tables = {"d2t": (words,), "t2d": (block["vocab_size"],)} if fewer else {}
+        return tables | draft_tensors.eagle3(
+            hidden=hidden,
+            joined=len(settings["eagle_aux_hidden_state_layer_ids"]) * settings["target_hidden_size"],
+            intermediate=block["intermediate_size"],
+            queries=queries,
+            keys=keys,
+            vocabulary=words,
+            vector=self.images.vector,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors that an engine loads."""
+        return sum(entry.spec.nbytes for name, entry in self.stored().items() if name != "t2d")
+
+    def mismatch(self, target: Mapping[str, Any]) -> str | None:
+        """Why it can't go with a target of this config, in words; None where it can."""
+        text = target.get("text_config") or target
+        width = self.settings.get("target_hidden_size", self.block["hidden_size"])
+        for name, here in (("hidden_size", width), ("vocab_size", self.block["vocab_size"])):
+            there = text.get(name)
+            if there is not None and there != here:
+                return f"it was trained for a {name} of {here}, the target's is {there}"
+        last, blocks = max(self.settings.get("eagle_aux_hidden_state_layer_ids", [0])), text.get("num_hidden_layers")
+        if blocks is not None and last > blocks:
+            return f"it reads hidden states before block {last}, and the target has {blocks} blocks"
+        return None
+
+    def is_for(self, target: Path) -> bool:
+        """Whether it was trained for just that checkpoint."""
+        return self.target.get("content_sha256") == manifest.model_hash(target)
+
+    def speculative_config(self) -> dict[str, Any]:
+        """What vLLM's `--speculative-config` is for it."""
+        method = (
+            {"method": "eagle3"} if self.method == "eagle3" else {}
+        )  # told "medusa", vLLM 0.32 looks for a text model
+        return {**method, "model": str(self.folder.resolve()), "num_speculative_tokens": self.tokens}
+
+
+def write(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Write config, facts, a card and further files (`texts`, by their places) beside the weights of a draft."""
+    content = {"vlmcompress": __version__, **facts}
+    files = {"config.json": folders.dump(settings), FACTS: folders.dump(content), CARD: card(facts), **texts}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def card(facts: Mapping[str, Any], repository: str | None = None, base: str | None = None) -> str:
+    """The text of the draft's card. `repository`: where it will be; `base`: the Hub id of its target."""
+    acceptance, samples = facts["acceptance"], facts["samples"]
+    shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
+    lines = [
+        "---",
+        *([f"base_model: {base}", "base_model_relation: adapter"] if base else []),
+        "library_name: vllm",
+        f"tags: [vlmcompress, {facts['method']}, speculative-decoding]",
+        "---",
+        f"# A draft head for {base or facts['target'].get('name', 'a checkpoint')}",
+        "",
+        f"{facts['method']}, {facts['parameters']:,} parameters, guesses {len(acceptance['by_position'])} tokens in a row. "
+        f"Trained on {samples['trained_on']} of the target's own answers.",
+        f"On {samples['held_out']} held-out answers {acceptance['length']:.2f} tokens a step are accepted, the target's own "
+        f"included; of the guesses, by position: {shares}.",
+        "",
+        f"It is for the checkpoint whose files have the hash `{facts['target']['content_sha256']}`, no other.",
+        "",
+        "```bash",
+        f"vlmcompress serve TARGET --draft {repository or '.'}",
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def speculative_config(folder: Path, target: Path) -> dict[str, Any]:
+    """What vLLM's `--speculative-config` is for a draft of ours and its target.
+
+    Raises:
+        UserError: the folder is no draft of ours, or one of another target.
+    """
+    draft, config = Draft.of(folder), models.read_config(target)
+    check_target(config, draft.images)
+    if problem := draft.mismatch(config):
+        raise UserError(f"{folder}: {problem}; train one for {target} with `vlmcompress draft`")
+    setting = draft.speculative_config()
+    if not draft.is_for(target):
+        raise UserError(
+            f"{folder} was trained for another checkpoint, {draft.target.get('name', 'with other files')}; align it, "
+            f"`vlmcompress draft {target} --from {folder}`, or serve it all the same with --speculative-config "
+            f"'{json.dumps(setting)}'"
+        )
+    return setting

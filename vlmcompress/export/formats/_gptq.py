@@ -1,0 +1,196 @@
+"""What the two versions of GPTQ's format have in common; `offset` is what is taken from stored zero points: 1 in v1, 0 in v2.
+
+Stored per linear layer (`out` x `in`, b bits, g = number of scales per row), everything transposed:
+
+| tensor | type and shape | content |
+|---|---|---|
+| `qweight` | i32 [in*b/32, out] | codes plus 2^(b-1), packed along `in` in turn |
+| `qzeros` | i32 [g, out*b/32] | zero points plus 2^(b-1), less the offset, packed along `out` |
+| `scales` | f16 [g, out] | |
+| `g_idx` | i32 [in] | the group of each input, here always in turn |
+
+`w = (q - z) * s`. Layers with another scheme than most, and parts that stay in 16 bits, stand in `dynamic`: patterns that
+engines match from the start of a layer's name. Sources: AutoGPTQ `qlinear_cuda.py`, GPTQModel's `dynamic`, vLLM 0.32
+`quantization/auto_gptq.py` and `utils/gptq_utils.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.export.packing import pack_words, to_float16, unpack_words
+from vlmcompress.models.layer_names import Layers, Names
+from vlmcompress.models.quantization_keys import INTEGERS, MADE, refuse_unknown
+from vlmcompress.numerics import Format, QTensor, Scheme
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_files import Spec
+
+# vLLM's names of matrices that it makes of several.
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+def problems(layers: Layers) -> list[str]:
+    """Reasons why the format cannot hold these layers in one checkpoint; empty if it can."""
+    if not layers.kv_cache:
+        return []
+    return ["GPTQ files hold no scales of an FP8 KV cache; leave out kv_cache or write compressed-tensors"]
+
+
+def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+    """Local names, types and shapes of a layer's tensors; scales are float16, whatever `dtype` is.
+
+    Raises:
+        ValueError: sides do not fill whole words, or groups.
+    """
+    bits = scheme.weights.bits
+    for side, what in ((rows, "outputs"), (columns, "inputs")):
+        if side * bits % 32:
+            raise ValueError(
+                f"{side} {what} do not fill whole 32-bit words with {bits} bits, which GPTQ files consist of"
+            )
+    groups = scheme.weights.n_groups(columns)
+    return {
+        "qweight": Spec("I32", (columns * bits // 32, rows)),
+        "qzeros": Spec("I32", (groups, rows * bits // 32)),
+        "scales": Spec("F16", (groups, rows)),
+        "g_idx": Spec("I32", (columns,)),
+    }
+
+
+def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None, *, offset: int) -> dict[str, Tensor]:
+    """Make the tensors that are stored for one linear layer. Raises `UserError` for a scale that is no 16-bit float."""
+    bits, columns = scheme.weights.bits, qt.q.shape[1]
+    centre = 2 ** (bits - 1)
+    zero = torch.zeros(qt.scale.shape, dtype=torch.int8) if qt.zero_point is None else qt.zero_point
+    return {
+        "qweight": pack_words(qt.q.to(torch.int32) + centre, bits).T.contiguous(),
+        "qzeros": pack_words(zero.T.to(torch.int32) + centre - offset, bits),
+        "scales": to_float16(qt.scale, "GPTQ").T.contiguous(),
+        "g_idx": _group_index(columns, scheme.weights),
+    }
+
+
+def quantizes(config: Mapping, name: str) -> bool:
+    """Whether an engine reads the linear layer called `name` as quantized: no pattern of exceptions matches its beginning."""
+    excluded = (pattern[2:] for pattern in config.get("dynamic") or () if pattern.startswith("-:"))
+    return not any(re.match(pattern, name) for pattern in excluded)
+
+
+def read(
+    stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int], *, offset: int
+) -> tuple[QTensor, Tensor | None]:
+    """The codes, scales and zero points of a layer from its tensors: the inverse of `tensors`.
+
+    Raises:
+        UserError: inputs are in another order than their groups (`desc_act`), which no engine runs any more, or a zero point
+            lies beyond the codes.
+    """
+    fmt = scheme.weights
+    centre = 2 ** (fmt.bits - 1)
+    q = (unpack_words(stored["qweight"].T.contiguous(), fmt.bits) - centre).to(torch.int8)
+    if "g_idx" in stored and not torch.equal(stored["g_idx"].to(torch.int32), _group_index(q.shape[1], fmt)):
+        raise UserError("the inputs of its groups are not in turn (desc_act), which no engine runs any more")
+    zero = unpack_words(stored["qzeros"], fmt.bits) + offset - centre
+    if zero.max() > fmt.qmax:
+        raise UserError("a zero point lies beyond the codes, which other formats do not hold; quantize the original")
+    if fmt.symmetric and zero.any():
+        raise UserError(
+            "the config calls the weights symmetric, and their zero points are not in the middle; mend the config"
+        )
+    zero = zero.T.to(torch.int8).contiguous()
+    return QTensor(q, stored["scales"].T.contiguous(), None if fmt.symmetric else zero, fmt), None
+
+
+def configs(layers: Layers, *, version: str) -> dict[str, dict]:
+    """The `quantization_config` block of config.json, and the same where GPTQModel looks for it.
+
+    Args:
+        version: what `checkpoint_format` says.
+    """
+    if not layers.schemes:
+        return {}
+    first, *others = layers.schemes
+    dynamic: dict[str, dict] = {}
+    for scheme in others:
+        names = [layer for layer, of_layer in layers.quantized.items() if of_layer == scheme]
+        dynamic[f"+:{_pattern(names)}"] = _numbers(scheme)
+    for kept in layers.kept:  # of a head that drafts tokens the pattern that published checkpoints have
+        dynamic[f"-:.*{kept.names[0]}.*" if kept.draft else f"-:{_pattern([kept.names], kept.whole)}"] = {}
+    block = {
+        "quant_method": "gptq",
+        "checkpoint_format": version,
+        **_numbers(first),
+        "desc_act": False,
+        "lm_head": False,
+        "dynamic": dynamic,
+    }
+    return {"config.json": block, "quantize_config.json": block}
+
+
+def check(config: Mapping) -> None:
+    """Raise `UserError` for what the config's block says, or says of a layer, that is not read."""
+    only: dict[str, Any] = {**INTEGERS, "is_marlin_format": (False,)}
+    only |= dict.fromkeys(("format", "checkpoint_format"), ("gptq", "gptq_v2"))
+    numbers = {"bits", "group_size", "sym", "desc_act"}
+    refuse_unknown(config, numbers | {"dynamic"}, MADE | {"lm_head"}, only)
+    for pattern, override in (config.get("dynamic") or {}).items():
+        if not str(pattern).startswith("-:"):
+            refuse_unknown(override, numbers, MADE, INTEGERS, f"dynamic.{pattern}.")
+
+
+def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
+    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM.
+
+    Raises:
+        UserError: the config's numbers are not GPTQ's.
+    """
+    if "qweight" not in stored:
+        return None
+    numbers: dict[str, Any] = dict(config)
+    for pattern, override in (config.get("dynamic") or {}).items():
+        try:
+            if not pattern.startswith("-:") and any(re.match(pattern.removeprefix("+:"), name) for name in names):
+                numbers |= override
+                break
+        except re.error as error:
+            raise UserError(f"dynamic has {pattern!r}, which is no regular expression ({error})") from error
+    if numbers.get("desc_act") and "g_idx" not in stored:
+        raise UserError("the config says desc_act, and there is no g_idx of the order of the inputs; download it again")
+    bits, group, symmetric = (numbers.get(key) for key in ("bits", "group_size", "sym"))
+    if bits not in (2, 4, 8) or type(group) is not int or not isinstance(symmetric, bool):
+        raise UserError(
+            f"GPTQ files of 2, 4 or 8 bits are read, the config says bits {bits!r}, group_size {group!r}, sym {symmetric!r}"
+        )
+    return Scheme(Format("int", bits, group, symmetric))
+
+
+def _numbers(scheme: Scheme) -> dict[str, Any]:
+    fmt = scheme.weights
+    return {"bits": fmt.bits, "group_size": fmt.group, "sym": fmt.symmetric}
+
+
+def _pattern(modules: Iterable[Names], whole: bool = False) -> str:
+    """One pattern for modules by all their names, fused ones included; `whole`: with everything below them."""
+    forms = dict.fromkeys(form for names in modules for name in names for form in (name, _fused(name)))
+    return f"(?:{'|'.join(map(re.escape, forms))})" + (r"(?:\..*)?$" if whole else "$")
+
+
+def _fused(name: str) -> str:
+    parent, _, last = name.rpartition(".")
+    return f"{parent}.{_FUSED.get(last, last)}"
+
+
+def _group_index(columns: int, fmt: Format) -> Tensor:
+    """The group of each input."""
+    return (torch.arange(columns) // (fmt.group if fmt.group > 0 else columns)).to(torch.int32)

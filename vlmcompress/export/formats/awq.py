@@ -1,0 +1,153 @@
+"""AutoAWQ's GEMM format: 4-bit weights, with zero points or without.
+
+Stored per linear layer (`out` x `in`, g = number of scales per row), everything transposed:
+
+| tensor | type and shape | content |
+|---|---|---|
+| `qweight` | i32 [in, out/8] | codes from 0 to 15, eight neighbours along `out` in a word |
+| `qzeros` | i32 [g, out/8] | zero points from 0 to 15, packed alike; 8 where the weights are symmetric |
+| `scales` | f16 [g, out] | |
+
+Bits 4i to 4i + 3 of word c hold column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i], and `w = (q - z) * s`. One number of bits and one
+group size for the whole checkpoint. AutoAWQ itself ended in 2025; engines read its files on.
+Sources: AutoAWQ `awq/modules/linear/gemm.py`, vLLM 0.32 `quantization/auto_awq.py`, SGLang, LMDeploy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vlmcompress.export.packing import pack_words, to_float16, unpack_words
+from vlmcompress.models.layer_names import Layers, Names
+from vlmcompress.models.quantization_keys import INTEGERS, MADE, refuse_unknown
+from vlmcompress.numerics import Format, QTensor, Scheme
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_files import Spec
+
+FORMAT = "awq"
+KV_SCALES = None
+GROUPS = (-1, 32, 64, 128)
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_CENTRE = 8  # what is added to signed codes and zero points
+
+
+def storage(scheme: Scheme) -> str:
+    """The name of the storage format of a scheme. Raises UserError where the format cannot hold it."""
+    weights = scheme.weights
+    if scheme.activations is not None or weights.kind != "int" or weights.bits != 4:
+        raise UserError(
+            "AutoAWQ files hold 4-bit integer weights with 16-bit activations only; write compressed-tensors"
+        )
+    if weights.group not in GROUPS:
+        raise UserError(f"AutoAWQ files have groups of 32, 64 or 128, or -1 (one scale per row), not {weights.group}")
+    return "gemm"
+
+
+def problems(layers: Layers) -> list[str]:
+    """Reasons why the format cannot hold these layers in one checkpoint; empty if it can."""
+    reasons = []
+    if len(layers.schemes) > 1:
+        several = "AutoAWQ files have one scheme for all quantized layers, this checkpoint has several"
+        reasons.append(f"{several}; write compressed-tensors")
+    if layers.kv_cache:
+        reasons.append(
+            "AutoAWQ files hold no scales of an FP8 KV cache; leave out kv_cache or write compressed-tensors"
+        )
+    return reasons
+
+
+def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+    """Local names, types and shapes of the tensors stored for a layer; scales are float16, whatever `dtype` is.
+
+    Raises:
+        ValueError: the group size does not divide, or the outputs do not fill whole words.
+    """
+    storage(scheme)
+    if rows % 8:
+        raise ValueError(f"{rows} outputs do not fill whole words of 8, which AutoAWQ files consist of")
+    groups = scheme.weights.n_groups(columns)
+    return {
+        "qweight": Spec("I32", (columns, rows // 8)),
+        "qzeros": Spec("I32", (groups, rows // 8)),
+        "scales": Spec("F16", (groups, rows)),
+    }
+
+
+def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+    """The tensors stored for one linear layer. Raises UserError for a scale that is no 16-bit float."""
+    zero = torch.zeros(qt.scale.shape, dtype=torch.int8) if qt.zero_point is None else qt.zero_point
+    return {
+        "qweight": pack_words(qt.q.T.to(torch.int32) + _CENTRE, 4, _ORDER),
+        "qzeros": pack_words(zero.T.to(torch.int32) + _CENTRE, 4, _ORDER),
+        "scales": to_float16(qt.scale, "AutoAWQ").T.contiguous(),
+    }
+
+
+def configs(layers: Layers) -> dict[str, dict]:
+    """The `quantization_config` block of config.json.
+
+    `modules_to_not_convert` has every name of every part that stays in 16 bits: vLLM, SGLang and transformers look for an
+    entry within a layer's name, LMDeploy's PyTorch engine for the layer's name within an entry.
+    """
+    if not layers.schemes:
+        return {}
+    weights = layers.schemes[0].weights
+    block = {
+        "quant_method": FORMAT,
+        "version": "gemm",
+        "bits": 4,
+        "group_size": weights.group,
+        "zero_point": True,
+        "sym": weights.symmetric,
+        "modules_to_not_convert": list(dict.fromkeys(name for kept in layers.kept for name in kept.names)),
+    }
+    return {"config.json": block}
+
+
+def check(config: Mapping) -> None:
+    """Raise `UserError` for what the config's block says that is not read; `dynamic` may name layers that are not quantized."""
+    read = {"version", "format", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "sym"}
+    only = {**INTEGERS, "desc_act": (False,), "checkpoint_format": ("gemm",)}
+    dynamic = config.get("dynamic") or {}
+    excepted = {"dynamic"} if all(str(pattern).startswith("-:") for pattern in dynamic) else set()
+    refuse_unknown(config, read | excepted, MADE | {"modules_to_not_convert", "lm_head"}, only)
+
+
+def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
+    """The scheme of a linear layer `[out, in]` of a checkpoint with this `quantization_config`; None: it is not quantized.
+
+    Raises:
+        UserError: the config is not one of AutoAWQ's, or not for these tensors.
+    """
+    if "qweight" not in stored:
+        return None
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    bits = config.get("bits", config.get("w_bit"))
+    group = config.get("group_size", config.get("q_group_size"))
+    if version != "gemm" or bits != 4 or type(group) is not int:
+        raise UserError(
+            f"of AutoAWQ's formats only 'gemm' with 4 bits is read, this is {version!r}, {bits!r} bits, group {group!r}"
+        )
+    symmetric = bool(config.get("sym", False)) or config.get("zero_point") is False
+    return Scheme(Format("int", 4, group, symmetric))
+
+
+def quantizes(config: Mapping, name: str) -> bool:
+    """Whether an engine reads the linear layer called `name` as quantized: no entry occurs in its name."""
+    return not any(entry in name for entry in config.get("modules_to_not_convert") or ())
+
+
+def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, None]:
+    """The codes, scales and zero points of a layer from its tensors: the inverse of `tensors`.
+
+    Raises:
+        UserError: symmetric weights have other zero points than 8.
+    """
+    zero = (unpack_words(stored["qzeros"], 4, _ORDER) - _CENTRE).T.to(torch.int8).contiguous()
+    if scheme.weights.symmetric and zero.any():
+        raise UserError("the config calls the weights symmetric, and their zero points are not all 8; mend the config")
+    q = (unpack_words(stored["qweight"], 4, _ORDER) - _CENTRE).T.to(torch.int8).contiguous()
+    return QTensor(q, stored["scales"].T.contiguous(), None if scheme.weights.symmetric else zero, scheme.weights), None

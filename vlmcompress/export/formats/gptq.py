@@ -1,0 +1,35 @@
+"""AutoGPTQ's format (v1): symmetric weights of 4 or 8 bits.
+
+Tensors and config are described in `_gptq`. Zero points are stored less one, so that 0 cannot be told from 16: readers
+disagree about what that means, and only symmetric weights are written, whose zero point is always 8 or 128.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from vlmcompress.export.formats import _gptq
+from vlmcompress.export.formats._gptq import check, problems, quantizes, scheme_in, specs
+from vlmcompress.numerics import Scheme
+from vlmcompress.utils.errors import UserError
+
+__all__ = ["check", "problems", "scheme_in", "specs", "quantizes"]
+
+FORMAT = "gptq"
+KV_SCALES = None
+
+tensors = partial(_gptq.tensors, offset=1)
+read = partial(_gptq.read, offset=1)
+configs = partial(_gptq.configs, version="gptq")
+
+
+def storage(scheme: Scheme) -> str:
+    """The name of the storage format of a scheme. Raises UserError where the format cannot hold it."""
+    weights = scheme.weights
+    if scheme.activations is not None or weights.kind != "int" or weights.bits not in (4, 8) or weights.group == 0:
+        raise UserError(
+            "GPTQ files hold integer weights of 4 or 8 bits with 16-bit activations; write compressed-tensors"
+        )
+    if not weights.symmetric:
+        raise UserError("GPTQ files of version 1 hold symmetric weights only; write gptq-v2, awq or compressed-tensors")
+    return "gptq"

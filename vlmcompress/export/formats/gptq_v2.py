@@ -1,0 +1,32 @@
+"""GPTQModel's format (v2): GPTQ's with zero points as they are, symmetric or not, of 2, 4 or 8 bits.
+
+Tensors and config are described in `_gptq`. Who reads what of it is in `vlmcompress.export.readers`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from vlmcompress.export.formats import _gptq
+from vlmcompress.export.formats._gptq import check, problems, quantizes, scheme_in, specs
+from vlmcompress.numerics import Scheme
+from vlmcompress.utils.errors import UserError
+
+__all__ = ["check", "problems", "scheme_in", "specs", "quantizes"]
+
+FORMAT = "gptq-v2"
+KV_SCALES = None
+
+tensors = partial(_gptq.tensors, offset=0)
+read = partial(_gptq.read, offset=0)
+configs = partial(_gptq.configs, version="gptq_v2")
+
+
+def storage(scheme: Scheme) -> str:
+    """The name of the storage format of a scheme. Raises UserError where the format cannot hold it."""
+    weights = scheme.weights
+    if scheme.activations is not None or weights.kind != "int" or weights.bits not in (2, 4, 8) or weights.group == 0:
+        raise UserError(
+            "GPTQ files hold integer weights of 2, 4 or 8 bits with 16-bit activations; write compressed-tensors"
+        )
+    return "gptq_v2"

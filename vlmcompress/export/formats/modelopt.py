@@ -1,0 +1,194 @@
+"""NVIDIA ModelOpt's format: FP8, NVFP4, or several schemes layer by layer.
+
+Stored per linear layer (`out` x `in`):
+
+| algorithm | scheme | tensors |
+|---|---|---|
+| FP8 | one scale per matrix, fixed activation scales | `weight` e4m3 [out, in], `weight_scale` f32 [], `input_scale` f32 [] |
+| FP8_PER_CHANNEL_PER_TOKEN | a scale per row, activations scaled by token | `weight` e4m3 [out, in], `weight_scale` f32 [out] |
+| NVFP4, W4A16_NVFP4 | NVFP4 weights; activations in NVFP4, in 16 bits | `weight` u8 [out, in/2], `weight_scale` e4m3 [out, in/16], `weight_scale_2` f32 [], for NVFP4 activations `input_scale` f32 [] |
+
+The last two of NVFP4 are the reciprocals of compressed-tensors' global scales, which engines take before they compute: what
+they compute with is the same bit for bit, whichever format it comes from.
+
+Several algorithms in one checkpoint are MIXED_PRECISION, with each layer's by its exact name in `quantized_layers`. The
+config stands in config.json (vLLM, SGLang) and, in other words, in hf_quant_config.json (TensorRT-LLM).
+Sources: vLLM 0.32 `quantization/modelopt.py`, TensorRT-LLM `_torch/model_config.py`, ModelOpt `torch/export`.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.models.layer_names import Layers, Names
+from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_files import Spec
+
+FORMAT = "modelopt"
+KV_SCALES = ("k_proj.k_scale", "v_proj.v_scale")
+_ALGORITHMS = {
+    "FP8": Scheme(Format("float", 8, 0), ActFormat("float", 8, dynamic=False)),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True)),
+    "NVFP4": Scheme(NVFP4, ActFormat("float", 4, dynamic=True)),
+    "W4A16_NVFP4": Scheme(NVFP4),
+}
+_NAMES = {scheme: name for name, scheme in _ALGORITHMS.items()}
+# Readers know the format by this name and the release of its layout; who wrote the checkpoint is in its manifest.
+_PRODUCER = {"name": "modelopt", "version": "0.46.0"}
+_LEFT_BY_VLLM = ("vision_tower", "vision_model")  # vLLM leaves what has these in its name, whatever the config says
+
+
+def storage(scheme: Scheme) -> str:
+    """The name of ModelOpt's algorithm for a scheme. Raises UserError where it has none."""
+    if scheme not in _NAMES:
+        raise UserError(
+            "ModelOpt files hold FP8 with a scale per row (scheme fp8) or fixed scales per matrix (scheme fp8-static), and "
+            "NVFP4; write compressed-tensors"
+        )
+    return _NAMES[scheme]
+
+
+def problems(layers: Layers) -> list[str]:
+    """Reasons why the format cannot hold these layers in one checkpoint; empty if it can."""
+    names = [name for names in layers.quantized for name in names if any(part in name for part in _LEFT_BY_VLLM)]
+    if not names:
+        return []
+    return [
+        f"vLLM leaves {names[0]} of a ModelOpt checkpoint unquantized; use --vision bf16 or write compressed-tensors"
+    ]
+
+
+def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+    """Local names, types and shapes of the tensors stored for a layer; scales are float32, whatever `dtype` is."""
+    if scheme.weights.nvfp4:
+        groups = scheme.weights.n_groups(columns)
+        layer = {
+            "weight": Spec("U8", (rows, columns // 2)),
+            "weight_scale": Spec("F8_E4M3", (rows, groups)),
+            "weight_scale_2": Spec("F32", ()),
+        }
+        return layer | ({"input_scale": Spec("F32", ())} if scheme.activations else {})
+    weight = Spec("F8_E4M3", (rows, columns))
+    if storage(scheme) == "FP8":
+        return {"weight": weight, "weight_scale": Spec("F32", ()), "input_scale": Spec("F32", ())}
+    return {"weight": weight, "weight_scale": Spec("F32", (rows,))}
+
+
+def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+    """The tensors stored for one linear layer."""
+    if qt.global_scale is not None:
+        layer = {
+            "weight": pack_fp4(qt.q),
+            "weight_scale": qt.scale,
+            "weight_scale_2": (1 / qt.global_scale).reshape(()),
+        }
+        return layer | ({} if input_scale is None else {"input_scale": (1 / input_scale.float()).reshape(())})
+    weight, scale = qt.q.contiguous(), qt.scale.float()
+    if storage(scheme) != "FP8":
+        return {"weight": weight, "weight_scale": scale.reshape(-1)}
+    if input_scale is None:
+        raise ValueError("static activations need an input scale")
+    return {"weight": weight, "weight_scale": scale.reshape(()), "input_scale": input_scale.float().reshape(())}
+
+
+def configs(layers: Layers) -> dict[str, dict]:
+    """The `quantization_config` block of config.json, and hf_quant_config.json, which TensorRT-LLM reads."""
+    if not layers.schemes:
+        return {}
+    # A layer by its name, a part of the model with all below it by a wildcard.
+    ignored = list(dict.fromkeys(f"{name}*" if kept.whole else name for kept in layers.kept for name in kept.names))
+    kv_scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}} if layers.kv_cache else {}
+    algorithm = _algorithm(layers)
+    quantization = {
+        **algorithm,
+        "kv_cache_quant_algo": "FP8" if layers.kv_cache else None,
+        "exclude_modules": ignored,
+    }
+    return {
+        "config.json": {"quant_method": FORMAT, "producer": _PRODUCER, **algorithm, "ignore": ignored, **kv_scheme},
+        "hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization},
+    }
+
+
+def _algorithm(layers: Layers) -> dict[str, Any]:
+    def of(scheme: Scheme) -> dict[str, Any]:
+        return {"quant_algo": storage(scheme)} | ({"group_size": NVFP4.group} if scheme.weights.nvfp4 else {})
+
+    if len(layers.schemes) == 1:
+        return of(layers.schemes[0])
+    quantized = {name: of(scheme) for names, scheme in layers.quantized.items() for name in names}
+    return {"quant_algo": "MIXED_PRECISION", "quantized_layers": quantized}
+
+
+def check(config: Mapping) -> None:
+    """Raise `UserError` for what the config's block says, or says of a layer, that is not read.
+
+    `config_groups` say in other words what `quant_algo` says (ModelOpt's `convert_hf_quant_config_format`).
+    """
+    kv = [{"num_bits": 8, "type": "float", "dynamic": False}, "FP8"]
+    layer: dict[str, Any] = {"group_size": (0, 16), "has_zero_point": (False,), "pre_quant_scale": (False,)}
+    only = {**layer, "kv_cache_scheme": kv, "kv_cache_quant_algo": kv}
+    read = {"quant_algo", "quantized_layers", "ignore", "exclude_modules"}
+    refuse_unknown(config, read | {"quantization"}, {"quant_method", "producer", "config_groups", "version"}, only)
+    quantization = config.get("quantization") or {}
+    refuse_unknown(quantization, read, (), only, "quantization.")
+    for name, of_layer in ((quantization or config).get("quantized_layers") or {}).items():
+        refuse_unknown(of_layer, {"quant_algo"}, (), layer, f"quantized_layers.{name}.")
+
+
+def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
+    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM.
+
+    Raises:
+        UserError: the algorithm is none of those that are read.
+    """
+    if "weight_scale" not in stored:
+        return None
+    quantization = config.get("quantization") or config
+    algorithm = str(quantization.get("quant_algo")).upper()
+    if algorithm == "MIXED_PRECISION":
+        by_layer = quantization.get("quantized_layers") or {}
+        algorithm = next((str(by_layer[name].get("quant_algo")).upper() for name in names if name in by_layer), "none")
+    if algorithm not in _ALGORITHMS:
+        raise UserError(f"of ModelOpt's algorithms {', '.join(_ALGORITHMS)} are read, this is {algorithm}")
+    return _ALGORITHMS[algorithm]
+
+
+def quantizes(config: Mapping, name: str) -> bool:
+    """Whether an engine reads the linear layer called `name` as quantized: vLLM's rules for `ignore`, and for several
+    algorithms those for `quantized_layers`."""
+    entries = config.get("ignore") or ()
+    if any(part in name for part in _LEFT_BY_VLLM) or any(fnmatch.fnmatch(name, entry) for entry in entries):
+        return False
+    if any(entry.removesuffix("*") in name for entry in entries):
+        return False
+    return "quantized_layers" not in config or name in config["quantized_layers"]
+
+
+def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
+    """The codes and scales of a layer, and the scale of its inputs where that is fixed: the inverse of `tensors`."""
+    if scheme.weights.nvfp4:
+        input_scale = stored.get("input_scale")
+        codes, divisor = unpack_fp4(stored["weight"]), _reciprocal(stored["weight_scale_2"].reshape(1))
+        weight = QTensor(codes, stored["weight_scale"], None, scheme.weights, divisor)
+        return weight, None if input_scale is None else _reciprocal(input_scale.reshape(1))
+    per_row = scheme.weights.group < 0
+    scale = stored["weight_scale"].reshape(-1, 1) if per_row else stored["weight_scale"].reshape(1)
+    return QTensor(stored["weight"], scale, None, scheme.weights), None if per_row else stored["input_scale"].reshape(1)
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    """A float32 number `[1]` whose reciprocal is x: of the neighbours of `1 / x` the first for which that holds exactly."""
+    near = 1 / x.float()
+    up, down = torch.full_like(near, torch.inf), torch.zeros_like(near)
+    for candidate in (near, torch.nextafter(near, up), torch.nextafter(near, down)):
+        if torch.equal(1 / candidate, x.float()):
+            return candidate
+    return near

@@ -1,0 +1,135 @@
+"""Blocks of weights as ggml stores them: `Q4_0`, `Q4_1`, `Q8_0` and `NVFP4`.
+
+| type | bytes of a block | weight |
+|---|---|---|
+| Q4_0, 32 weights | scale d (float16), 16 bytes | d * (q - 8), q from 0 to 15 |
+| Q4_1, 32 weights | scale d, minimum m (float16), 16 bytes | d * q + m |
+| Q8_0, 32 weights | scale d (float16), 32 bytes | d * q, q from -128 to 127 |
+| NVFP4, 64 weights | 4 scales d (float8), 4 times 8 bytes | d * q, q a 4-bit float, times a number of the matrix |
+
+Of 4-bit codes, byte i has that of weight i in its lower half and that of weight i + 16 in its upper one (in NVFP4 i + 8, by 16
+weights). Our symmetric codes are q - 8 and q themselves, so Q4_0 and Q8_0 hold them bit for bit; larger groups repeat their
+scale. Of Q4_1 codes and scales are the same, too; the minimum, scale times zero point, has up to 15 bits and is rounded to the
+11 of a float16: at most 15 / 2048 = 0.7% of a step. NVFP4's number of the matrix is the reciprocal of our global scale, in a
+tensor of its own.
+Source: llama.cpp, `ggml/src/ggml-common.h` and `ggml-quants.c`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlmcompress.export.packing import to_float16
+from vlmcompress.numerics import Format, QTensor, pack_fp4
+from vlmcompress.utils.errors import UserError
+
+BLOCK, FP4_BLOCK = 32, 64
+BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "NVFP4": 36}
+"""Bytes of a block."""
+
+
+def block_size(kind: str) -> int:
+    """Weights of a block of a ggml type."""
+    return FP4_BLOCK if kind == "NVFP4" else BLOCK
+
+
+MOST = 0.01  # of a step, that a minimum may be off: more only where scales are nearly too small for a float16
+
+
+def block_type(fmt: Format) -> str:
+    """The ggml type that holds weights of a format. Raises UserError where none does."""
+    if fmt.nvfp4:
+        return "NVFP4"
+    if fmt.kind != "int" or fmt.bits not in (4, 8) or (fmt.bits == 8 and not fmt.symmetric):
+        raise UserError(
+            "GGUF holds integer weights of 4 bits, symmetric ones of 8, and NVFP4; use rtn, awq, gptq, gptq-plus, qronos, "
+            "w8a16, or nvfp4 with options.mixed=false and options.activations=16"
+        )
+    if fmt.group > 0 and fmt.group % BLOCK:
+        raise UserError(f"GGUF has a scale for each {BLOCK} weights; use a group size that {BLOCK} divides, or -1")
+    return "Q8_0" if fmt.bits == 8 else "Q4_0" if fmt.symmetric else "Q4_1"
+
+
+def row_bytes(fmt: Format, columns: int) -> int:
+    """Bytes of a row of `columns` weights. Raises ValueError where it does not consist of whole blocks."""
+    kind = block_type(fmt)
+    fmt.n_groups(columns)
+    if columns % block_size(kind):
+        raise ValueError(
+            f"{columns} inputs are no whole blocks of {block_size(kind)}, which GGUF needs; leave the layer out by --skip"
+        )
+    return columns // block_size(kind) * BYTES[kind]
+
+
+def pack(qt: QTensor) -> Tensor:
+    """The bytes of a matrix, uint8 `[out, row_bytes]`.
+
+    Raises:
+        UserError: a scale is no float16, or a minimum far from one.
+    """
+    kind, (rows, columns) = block_type(qt.format), qt.q.shape
+    if kind == "NVFP4":
+        return _pack_fp4(qt)
+    blocks = columns // BLOCK
+    scale = _per_block(to_float16(qt.scale, "GGUF"), rows, blocks)
+    head = [scale]
+    if kind == "Q8_0":
+        body = qt.q.view(torch.uint8).view(rows, blocks, BLOCK)
+    else:
+        codes = (qt.q.to(torch.int16) + 8).to(torch.uint8).view(rows, blocks, 2, BLOCK // 2)
+        body = codes[:, :, 0] | (codes[:, :, 1] << 4)
+    if kind == "Q4_1":
+        assert qt.zero_point is not None
+        head.append(_per_block(_minimum(qt.scale, qt.zero_point), rows, blocks))
+    parts = [part.contiguous().view(torch.uint8).view(rows, blocks, 2) for part in head]
+    return torch.cat([*parts, body], -1).view(rows, -1)
+
+
+def _pack_fp4(qt: QTensor) -> Tensor:
+    codes = pack_fp4(qt.q)  # two neighbours in a byte
+    codes = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1, 2, 8)
+    halves = (codes[:, :, 0] | codes[:, :, 1] << 4).view(len(codes), -1, FP4_BLOCK // 2)
+    scales = qt.scale.view(torch.uint8).view(len(codes), -1, 4)
+    return torch.cat([scales, halves], -1).view(len(codes), -1)
+
+
+def matrix_scale(qt: QTensor) -> Tensor | None:
+    """The number, float32 `[1]`, by which ggml multiplies the product with a matrix; None where its type has none."""
+    return None if qt.global_scale is None else 1 / qt.global_scale.float().view(1)
+
+
+def in_order(packed: Tensor, columns: Sequence[int] | None, kind: str) -> Tensor:
+    """Bytes `[rows, row_bytes]` with their weights in another order of columns, which has to move whole blocks.
+
+    Raises:
+        UserError: it tears blocks.
+    """
+    if columns is None:
+        return packed
+    size = block_size(kind)
+    order = torch.tensor(columns).view(-1, size)
+    if not torch.equal(order, order[:, :1] // size * size + torch.arange(size)):
+        raise UserError(f"llama.cpp's order of its columns tears blocks of {size}; leave the layer out by --skip")
+    return packed.view(len(packed), -1, BYTES[kind])[:, order[:, 0] // size].reshape(packed.shape)
+
+
+def _per_block(values: Tensor, rows: int, blocks: int) -> Tensor:
+    """Repeat values of groups `[rows, groups]`, or of the whole matrix `[1]`, for each block: `[rows, blocks]`."""
+    values = values.view(-1, values.shape[-1]).expand(rows, -1)
+    return values.repeat_interleave(blocks // values.shape[1], 1)
+
+
+def _minimum(scale: Tensor, zero_point: Tensor) -> Tensor:
+    """The weight of the lowest code, float16."""
+    exact = -scale.double() * (zero_point.double() + 8)
+    rounded = exact.to(torch.float16)
+    error = ((rounded.double() - exact).abs() / scale.double()).max().item()
+    if not error < MOST:
+        raise UserError(
+            f"a minimum (scale times zero point) rounded to GGUF's 16-bit float is {error:.2g} of a step off, more than "
+            f"{MOST}; use symmetric weights"
+        )
+    return rounded

@@ -1,0 +1,113 @@
+"""Blocks of a Gated DeltaNet as llama.cpp's `qwen35` and `qwen35moe` have them.
+
+Value heads stand by key head in transformers (`k0v0 k0v1 k1v0 k1v1`), and in turns in ggml (`k0v0 k1v0 k0v1 k1v1`), which
+repeats keys as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vlmcompress.export.gguf.families._parts import HEAD_NORMS, decoder, head_size, text_keys
+from vlmcompress.export.gguf.families._qwen import sections
+from vlmcompress.export.gguf.spec import Facts, Model, Order, Rule, at
+
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"} | HEAD_NORMS
+
+
+def value_heads(channels: Callable[[dict], int], before: Callable[[dict], int] = lambda text: 0) -> Order:
+    """The order of rows that belong to value heads.
+
+    Args:
+        channels: rows of a value head, by the text configuration.
+        before: rows in front of these that stay.
+    """
+
+    def order(facts: Facts) -> list[int]:
+        text: Any = facts.config["text_config"]
+        size, fixed, keys = channels(text), before(text), text["linear_num_key_heads"]
+        each = text["linear_num_value_heads"] // keys
+        heads = [key * each + turn for turn in range(each) for key in range(keys)]
+        return [*range(fixed), *(fixed + head * size + channel for head in heads for channel in range(size))]
+
+    return order
+
+
+def queries_and_keys(text: dict) -> int:
+    """Rows of queries and keys."""
+    return 2 * text["linear_num_key_heads"] * text["linear_key_head_dim"]
+
+
+def width(text: dict) -> int:
+    """Channels of a value head."""
+    return text["linear_value_head_dim"]
+
+
+VALUES, MIXED, HEADS = value_heads(width), value_heads(width, queries_and_keys), value_heads(lambda text: 1)
+
+
+def decay(weight: Any, facts: Facts) -> Any:
+    """The rate of decay of the state, which ggml takes as it is."""
+    return -weight.float().exp()
+
+
+def taps(weight: Any, facts: Facts) -> Any:
+    """The weights of a convolution channel by channel, `[channels, taps]`."""
+    return weight[:, 0]
+
+
+def recurrent(facts: Facts) -> list[bool]:
+    """For each block whether it is a Gated DeltaNet."""
+    return [kind == "linear_attention" for kind in facts.config["text_config"]["layer_types"]]
+
+
+def rotated(facts: Facts) -> int:
+    """Channels of a head that are rotated."""
+    rope = facts.config["text_config"]["rope_parameters"]
+    return int(head_size(facts) * rope.get("partial_rotary_factor", 0.25))
+
+
+def inner(facts: Facts) -> int:
+    """Channels of all value heads."""
+    text = facts.config["text_config"]
+    return text["linear_num_value_heads"] * text["linear_value_head_dim"]
+
+
+def check(facts: Facts) -> list[str]:
+    """What llama.cpp has no form of."""
+    text = facts.config["text_config"]
+    if text["linear_key_head_dim"] == text["linear_value_head_dim"]:
+        return []
+    return ["llama.cpp's Gated DeltaNet has heads of one width for keys and values; this model has two"]
+
+
+def language(mlp: tuple[Rule, ...] = (), **keys: Any) -> Model:
+    """The decoder; `mlp`: rules of its blocks' MLPs where they are mixtures, `keys`: further metadata."""
+    block, target = "model.language_model.layers.{}.linear_attn", "blk.{}"
+    return Model(
+        text_keys(
+            rope__dimension_sections=sections,
+            rope__dimension_count=rotated,
+            ssm__conv_kernel=at("text_config.linear_conv_kernel_dim"),
+            ssm__state_size=at("text_config.linear_key_head_dim"),
+            ssm__group_count=at("text_config.linear_num_key_heads"),
+            ssm__time_step_rank=at("text_config.linear_num_value_heads"),
+            ssm__inner_size=inner,
+            attention__recurrent_layers=recurrent,
+            **keys,
+        ),
+        (
+            *decoder(norms=NORMS, norm_offset=1.0),
+            *mlp,
+            Rule(f"{block}.in_proj_qkv.weight", f"{target}.attn_qkv.weight", rows=MIXED),
+            Rule(f"{block}.in_proj_z.weight", f"{target}.attn_gate.weight", rows=VALUES),
+            Rule(f"{block}.in_proj_b.weight", f"{target}.ssm_beta.weight", rows=HEADS),
+            Rule(f"{block}.in_proj_a.weight", f"{target}.ssm_alpha.weight", rows=HEADS),
+            Rule(f"{block}.dt_bias", f"{target}.ssm_dt.bias", rows=HEADS),
+            Rule(f"{block}.A_log", f"{target}.ssm_a", rows=HEADS, change=decay),
+            Rule(f"{block}.conv1d.weight", f"{target}.ssm_conv1d.weight", rows=MIXED, change=taps),
+            Rule(f"{block}.norm.weight", f"{target}.ssm_norm.weight"),
+            Rule(f"{block}.out_proj.weight", f"{target}.ssm_out.weight", columns=VALUES),
+        ),
+    )

@@ -1,0 +1,168 @@
+"""Parts that several families share: decoders of the Llama shape, CLIP towers, settings of images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlmcompress.export.gguf.spec import Facts, Order, Rule, Value, always, at
+
+LANGUAGE = "model.language_model"
+
+
+def head_size(facts: Facts) -> int:
+    """Channels of one attention head of the decoder."""
+    text = facts.config["text_config"]
+    return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+
+
+def text_keys(**below: Value) -> dict[str, Value]:
+    """The metadata of a decoder of the Llama shape; `below`: further ones of the architecture, with `__` for a dot."""
+    keys = {
+        "vocab_size": at("text_config.vocab_size"),
+        "context_length": at("text_config.max_position_embeddings"),
+        "embedding_length": at("text_config.hidden_size"),
+        "block_count": at("text_config.num_hidden_layers"),
+        "feed_forward_length": at("text_config.intermediate_size"),
+        "attention.head_count": at("text_config.num_attention_heads"),
+        "attention.head_count_kv": at("text_config.num_key_value_heads"),
+        "attention.key_length": head_size,
+        "attention.value_length": head_size,
+        "attention.layer_norm_rms_epsilon": at("text_config.rms_norm_eps", float),
+        "rope.freq_base": at("text_config.rope_parameters.rope_theta", float),
+    }
+    further = {name.replace("__", "."): value for name, value in below.items()}
+    return {f"{{arch}}.{name}": value for name, value in (keys | further).items()}
+
+
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+
+
+def rotated_heads(heads: str, width: Value = head_size) -> Order:
+    """The order of rows in which ggml rotates neighbouring channels of a head, not those half a head apart.
+
+    Args:
+        heads: path of their number in the configuration.
+        width: gives the channels of a head.
+    """
+
+    def order(facts: Facts) -> list[int]:
+        size = width(facts)
+        pairs = [channel for pair in range(size // 2) for channel in (pair, pair + size // 2)]
+        return [head * size + channel for head in range(at(heads)(facts)) for channel in pairs]
+
+    return order
+
+
+def decoder(
+    *,
+    rotated: bool = False,
+    biases: bool = False,
+    norms: Mapping[str, str] = NORMS,
+    norm_offset: float = 0.0,
+    root: str = LANGUAGE,
+) -> tuple[Rule, ...]:
+    """The tensors of a decoder of the Llama shape.
+
+    Args:
+        rotated: ggml rotates neighbouring channels of queries and keys, not halves of a head.
+        biases: q, k and v have some.
+        norms: norms of a block, memory name -> name in GGUF.
+        norm_offset: norms compute `x * (offset + weight)`.
+        root: its memory name.
+    """
+    q, k = (rotated_heads(f"text_config.num_{kind}_heads") if rotated else None for kind in ("attention", "key_value"))
+    block, target = f"{root}.layers.{{}}.", "blk.{}."
+    linears = (
+        ("self_attn.q_proj", "attn_q", q),
+        ("self_attn.k_proj", "attn_k", k),
+        ("self_attn.v_proj", "attn_v", None),
+        ("self_attn.o_proj", "attn_output", None),
+        ("mlp.gate_proj", "ffn_gate", None),
+        ("mlp.up_proj", "ffn_up", None),
+        ("mlp.down_proj", "ffn_down", None),
+    )
+    rules = [Rule(f"{block}{old}.weight", f"{target}{new}.weight", rows=rows) for old, new, rows in linears]
+    if biases:
+        rules += [Rule(f"{block}{old}.bias", f"{target}{new}.bias", rows=rows) for old, new, rows in linears[:3]]
+    rules += [Rule(f"{block}{old}.weight", f"{target}{new}.weight", add=norm_offset) for old, new in norms.items()]
+    return (
+        Rule(f"{root}.embed_tokens.weight", "token_embd.weight"),
+        *rules,
+        Rule(f"{root}.norm.weight", "output_norm.weight", add=norm_offset),
+        Rule("lm_head.weight", "output.weight"),
+    )
+
+
+def both(source: str, target: str, **options: Any) -> tuple[Rule, Rule]:
+    """The rules of a module's weight and bias."""
+    return tuple(Rule(f"{source}.{kind}", f"{target}.{kind}", **options) for kind in ("weight", "bias"))  # type: ignore[return-value]
+
+
+def blocks(prefix: str, names: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Rules of the modules of a tower's blocks, weights and biases; `prefix`: of a block in memory, with `{}`."""
+    return tuple(rule for old, new in names.items() for rule in both(f"{prefix}.{old}", f"v.blk.{{}}.{new}"))
+
+
+def vision_keys(kind: str, **below: Value) -> dict[str, Value]:
+    """The metadata of a tower.
+
+    Args:
+        kind: llama.cpp's name of the projector.
+        below: further ones of `clip.vision`, with `__` for a dot.
+    """
+    keys = {
+        "clip.has_vision_encoder": always(True),
+        "clip.projector_type": always(kind),
+        "clip.vision.image_mean": lambda facts: [float(value) for value in facts.image["image_mean"]],
+        "clip.vision.image_std": lambda facts: [float(value) for value in facts.image["image_std"]],
+        "clip.vision.patch_size": at("vision_config.patch_size"),
+        "clip.vision.projection_dim": at("text_config.hidden_size"),
+    }
+    return keys | {f"clip.vision.{name.replace('__', '.')}": value for name, value in below.items()}
+
+
+def activation(path: str = "vision_config.hidden_act") -> dict[str, Value]:
+    """The metadata that say which activation the tower's blocks have; none is quick GELU."""
+    read = at(path)
+    return {
+        "clip.use_gelu": lambda facts: True if str(read(facts)).startswith("gelu") else None,
+        "clip.use_silu": lambda facts: True if read(facts) == "silu" else None,
+    }
+
+
+def first_last(positions: Any, facts: Facts) -> Any:
+    """Positions `[1 + patches, width]` with the CLS token's behind those of the patches, where llama.cpp has the token."""
+    return positions.roll(-1, 0)
+
+
+CLIP_BLOCK = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_out",
+    "layer_norm1": "ln1",
+    "layer_norm2": "ln2",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
+CLIP_KEYS = {
+    "image_size": at("vision_config.image_size"),
+    "embedding_length": at("vision_config.hidden_size"),
+    "feed_forward_length": at("vision_config.intermediate_size"),
+    "block_count": at("vision_config.num_hidden_layers"),
+    "attention__head_count": at("vision_config.num_attention_heads"),
+    "attention__layer_norm_epsilon": at("vision_config.layer_norm_eps", float),
+}
+
+
+def square_pixels(which: str) -> Value:
+    """The least or most pixels of an image, by the processor's `shortest_edge` or `longest_edge`, which are areas there."""
+    return lambda facts: (facts.image.get("size") or {}).get(which)
+
+
+def rope_problems(facts: Facts) -> list[str]:
+    """What of the decoder's rotary positions is not written."""
+    kind = (facts.config["text_config"].get("rope_parameters") or {}).get("rope_type", "default")
+    return [] if kind in ("default", "mrope") else [f"rotary positions of the kind '{kind}' are not written to GGUF"]

@@ -1,0 +1,55 @@
+"""Qwen2.5-VL: llama.cpp's `qwen2vl` with its `qwen2.5vl_merger`."""
+
+from __future__ import annotations
+
+from vlmcompress.export.gguf.families._parts import both, rope_problems, vision_keys
+from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, PIXELS, TOWER, tower
+from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, always, at
+
+WINDOW = 112  # pixels; llama.cpp has no key for it
+
+
+def pattern(facts: Facts) -> int:
+    """Each so many blocks one attends to the whole image."""
+    return facts.config["vision_config"]["fullatt_block_indexes"][0] + 1
+
+
+def check(facts: Facts) -> list[str]:
+    """What llama.cpp has no form of."""
+    vision, problems = facts.config["vision_config"], rope_problems(facts)
+    whole, every = vision["fullatt_block_indexes"], pattern(facts)
+    if whole != list(range(every - 1, vision["depth"], every)):
+        problems.append(f"llama.cpp has blocks of full attention at equal distances, the tower has them at {whole}")
+    if vision["window_size"] != WINDOW:
+        problems.append(f"llama.cpp's windows are {WINDOW} pixels wide, the tower's {vision['window_size']}")
+    return problems
+
+
+BLOCK = (
+    Rule(f"{TOWER}.blocks.{{}}.norm1.weight", "v.blk.{}.ln1.weight"),
+    Rule(f"{TOWER}.blocks.{{}}.norm2.weight", "v.blk.{}.ln2.weight"),
+    *both(f"{TOWER}.blocks.{{}}.mlp.gate_proj", "v.blk.{}.ffn_gate"),
+    *both(f"{TOWER}.blocks.{{}}.mlp.up_proj", "v.blk.{}.ffn_up"),
+    *both(f"{TOWER}.blocks.{{}}.mlp.down_proj", "v.blk.{}.ffn_down"),
+    Rule(f"{TOWER}.merger.ln_q.weight", "v.post_ln.weight"),
+)
+KEYS = vision_keys(
+    "qwen2.5vl_merger",
+    image_size=always(560),  # of no meaning: images keep their sizes
+    embedding_length=at("vision_config.hidden_size"),
+    feed_forward_length=at("vision_config.intermediate_size"),
+    block_count=at("vision_config.depth"),
+    attention__head_count=at("vision_config.num_heads"),
+    attention__layer_norm_epsilon=always(1e-6),
+    n_wa_pattern=pattern,
+    window_size=at("vision_config.window_size"),
+    **PIXELS,
+)
+
+FAMILY = Family(
+    arch=always("qwen2vl"),
+    language=LANGUAGE,
+    vision=Model(KEYS | {"clip.use_silu": always(True)}, tower(BLOCK)),
+    image=IMAGE,
+    check=check,
+)

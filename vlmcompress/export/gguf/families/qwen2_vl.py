@@ -1,0 +1,39 @@
+"""Qwen2-VL: llama.cpp's `qwen2vl` with its `qwen2vl_merger`."""
+
+from __future__ import annotations
+
+from vlmcompress.export.gguf.families._parts import activation, both, rope_problems, vision_keys
+from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, PIXELS, TOWER, tower
+from vlmcompress.export.gguf.spec import Facts, Family, Model, always, at
+
+
+def hidden(facts: Facts) -> int:
+    """Channels between the two layers of a tower block's MLP."""
+    return int(facts.config["vision_config"]["embed_dim"] * facts.config["vision_config"]["mlp_ratio"])
+
+
+BLOCK = (
+    *both(f"{TOWER}.blocks.{{}}.norm1", "v.blk.{}.ln1"),
+    *both(f"{TOWER}.blocks.{{}}.norm2", "v.blk.{}.ln2"),
+    *both(f"{TOWER}.blocks.{{}}.mlp.fc1", "v.blk.{}.ffn_up"),
+    *both(f"{TOWER}.blocks.{{}}.mlp.fc2", "v.blk.{}.ffn_down"),
+    *both(f"{TOWER}.merger.ln_q", "v.post_ln"),
+)
+KEYS = vision_keys(
+    "qwen2vl_merger",
+    image_size=always(560),  # of no meaning: images keep their sizes
+    embedding_length=at("vision_config.embed_dim"),
+    feed_forward_length=hidden,
+    block_count=at("vision_config.depth"),
+    attention__head_count=at("vision_config.num_heads"),
+    attention__layer_norm_epsilon=always(1e-6),
+    **PIXELS,
+)
+
+FAMILY = Family(
+    arch=always("qwen2vl"),
+    language=LANGUAGE,
+    vision=Model(KEYS | activation(), tower(BLOCK)),
+    image=IMAGE,
+    check=rope_problems,
+)

@@ -1,0 +1,24 @@
+"""Qwen3.5, 3.6 and 3.8, dense: llama.cpp's `qwen35` with Qwen3-VL's projector, without deepstack."""
+
+from __future__ import annotations
+
+from vlmcompress.export.gguf.families import _delta_net
+from vlmcompress.export.gguf.families._parts import rope_problems
+from vlmcompress.export.gguf.families._qwen import IMAGE
+from vlmcompress.export.gguf.families.qwen3_vl import VISION
+from vlmcompress.export.gguf.spec import Facts, Family, always
+
+
+def check(facts: Facts) -> list[str]:
+    """What llama.cpp has no form of."""
+    return rope_problems(facts) + _delta_net.check(facts)
+
+
+FAMILY = Family(
+    arch=always("qwen35"),
+    language=_delta_net.language(),
+    vision=VISION,
+    unused=("mtp.",),
+    image=IMAGE,
+    check=check,
+)

@@ -1,0 +1,89 @@
+"""Qwen3-VL: llama.cpp's `qwen3vl` with its `qwen3vl_merger`."""
+
+from __future__ import annotations
+
+import math
+
+from vlmcompress.export.gguf.families._parts import (
+    HEAD_NORMS,
+    NORMS,
+    activation,
+    blocks,
+    both,
+    decoder,
+    rope_problems,
+    text_keys,
+    vision_keys,
+)
+from vlmcompress.export.gguf.families._qwen import IMAGE, PIXELS, TOWER, frame, sections
+from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, always, at
+
+BLOCK = {
+    "norm1": "ln1",
+    "norm2": "ln2",
+    "attn.qkv": "attn_qkv",
+    "attn.proj": "attn_out",
+    "mlp.linear_fc1": "ffn_up",
+    "mlp.linear_fc2": "ffn_down",
+}
+MERGER = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
+
+
+def image_size(facts: Facts) -> int:
+    """Pixels of a side of the square that the tower's positions were learnt for."""
+    vision = facts.config["vision_config"]
+    return math.isqrt(vision["num_position_embeddings"]) * vision["patch_size"]
+
+
+def deep(facts: Facts) -> list[int]:
+    """The tower's blocks whose outputs go into the decoder's first ones."""
+    return list(facts.config["vision_config"].get("deepstack_visual_indexes") or ())
+
+
+def is_deep(facts: Facts) -> list[bool]:
+    """For each block of the tower whether it is one of those."""
+    return [number in deep(facts) for number in range(facts.config["vision_config"]["depth"])]
+
+
+TOWER_KEYS = vision_keys(
+    "qwen3vl_merger",
+    image_size=image_size,
+    embedding_length=at("vision_config.hidden_size"),
+    feed_forward_length=at("vision_config.intermediate_size"),
+    block_count=at("vision_config.depth"),
+    attention__head_count=at("vision_config.num_heads"),
+    attention__layer_norm_epsilon=always(1e-6),
+    is_deepstack_layers=is_deep,
+    **PIXELS,
+)
+TOWER_RULES = (
+    Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", change=frame(0)),
+    Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight.1", change=frame(1)),
+    Rule(f"{TOWER}.patch_embed.proj.bias", "v.patch_embd.bias"),
+    Rule(f"{TOWER}.pos_embed.weight", "v.position_embd.weight"),
+    *blocks(f"{TOWER}.blocks.{{}}", BLOCK),
+    *both(f"{TOWER}.merger.norm", "v.post_ln"),
+    *both(f"{TOWER}.merger.linear_fc1", "mm.0"),
+    *both(f"{TOWER}.merger.linear_fc2", "mm.2"),
+    *(
+        rule
+        for old, new in MERGER.items()
+        for rule in both(
+            f"{TOWER}.deepstack_merger_list.{{}}.{old}",
+            f"v.deepstack.{{}}.{new}",
+            number=lambda facts, number: deep(facts)[number],
+        )
+    ),
+)
+VISION = Model(TOWER_KEYS | activation(), TOWER_RULES)
+
+FAMILY = Family(
+    arch=always("qwen3vl"),
+    language=Model(
+        text_keys(rope__dimension_sections=sections, n_deepstack_layers=lambda facts: len(deep(facts))),
+        decoder(norms=NORMS | HEAD_NORMS),
+    ),
+    vision=VISION,
+    image=IMAGE,
+    check=rope_problems,
+)

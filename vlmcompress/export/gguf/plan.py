@@ -1,0 +1,157 @@
+"""What a GGUF file's tensors are made of: a family's rules applied to a checkpoint's parameters."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from vlmcompress.export.formats import Parts
+from vlmcompress.export.gguf import Facts, Family, Model, Rule
+from vlmcompress.export.gguf.blocks import BYTES, block_size, block_type, in_order, matrix_scale, pack
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_files import DTYPES
+
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of a number that is not quantized."""
+ALWAYS_F32 = ("position_embd", "shortconv.conv", "ssm_conv1d", "ffn_gate_inp")
+"""Parts of the names of tensors that ggml computes with in float32 alone."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A tensor to write.
+
+    Attributes:
+        name: in the GGUF file.
+        sources: the parameters that it is made of.
+        kind: its ggml type.
+        shape: as in memory.
+        make: gives its bytes `[rows, bytes]`, or its numbers.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        count = math.prod(self.shape)
+        return count * FLOATS[self.kind] if self.kind in FLOATS else count // block_size(self.kind) * BYTES[self.kind]
+
+
+def planned(model: Model, parts: Parts, facts: Facts, side: str) -> list[Plan]:
+    """The tensors of a file, in the order of the rules; `side`: "language" or "vision"."""
+    plans = []
+    for rule in model.rules:
+        pattern = re.compile(re.escape(rule.source).replace(r"\{\}", r"(\d+)"))
+        experts: dict[str, dict[int, str]] = {}  # target -> number of the expert -> parameter
+        for name in parts.names:
+            if matched := pattern.fullmatch(name):
+                numbers = [int(text) for text in matched.groups()]
+                expert = numbers.pop() if rule.stacked else 0
+                target = rule.target.format(*(rule.number(facts, n) if rule.number else n for n in numbers))
+                experts.setdefault(target, {})[expert] = name
+        for target, names in experts.items():
+            sources = [names[number] for number in sorted(names)]
+            each = [_plan(rule, source, target, parts, facts, side) for source in sources]
+            plans.append(_stacked(each) if rule.stacked else each[0])
+            if each[0].kind == "NVFP4":
+                plans.append(_matrix_scales(sources, target, parts))
+    return plans
+
+
+def check_complete(family: Family, parts: Parts, plans: list[Plan]) -> None:
+    """Raise UserError for a parameter that has no place in the files."""
+    taken = {source for plan in plans for source in plan.sources}
+    for name in parts.names:
+        if name not in taken and not name.startswith(family.unused or ("\0",)):
+            raise UserError(
+                f"llama.cpp has no place for the tensor {name} in this family; it cannot be written to GGUF"
+            )
+
+
+def _stacked(plans: list[Plan]) -> Plan:
+    """The tensor of all experts, one behind the other."""
+    first = plans[0]
+    for plan in plans:
+        if (plan.kind, plan.shape) != (first.kind, first.shape):
+            raise UserError(
+                f"{plan.sources[0]} is {plan.kind}, {first.sources[0]} {first.kind}: GGUF has one type for all experts of a "
+                "block; give them the same width"
+            )
+    return Plan(
+        first.name,
+        tuple(source for plan in plans for source in plan.sources),
+        first.kind,
+        (len(plans), *first.shape),
+        lambda: torch.cat([plan.make() for plan in plans]),
+    )
+
+
+def _matrix_scales(sources: list[str], target: str, parts: Parts) -> Plan:
+    """The numbers of matrices in NVFP4, one for each of `sources`."""
+    weights = [parts.quantized[source.removesuffix(".weight")] for source in sources]
+
+    def make() -> Tensor:
+        return torch.cat([cast(Tensor, matrix_scale(weight[0])) for weight in weights])
+
+    return Plan(target.removesuffix("weight") + "scale", (), "F32", (len(sources),), make)
+
+
+def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side: str) -> Plan:
+    """The tensor of one parameter."""
+    part, of = rule.part
+    rows, columns = (list(order(facts)) if order else None for order in (rule.rows, rule.columns))
+
+    def chosen(matrix: Tensor) -> Tensor:
+        matrix = matrix.chunk(of)[part]
+        return matrix if rows is None else matrix[rows]
+
+    module = source.removesuffix(".weight")
+    if module in parts.quantized and source.endswith(".weight"):
+        qt = parts.quantized[module][0]
+        kind = block_type(qt.format)
+        size = (qt.q.shape[0] // of, qt.q.shape[1])
+        return Plan(
+            target, (source,), kind, size, lambda: in_order(chosen(pack(parts.quantized[module][0])), columns, kind)
+        )
+
+    def changed(value: Tensor) -> Tensor:
+        value = value if columns is None else value[:, columns]
+        return rule.change(value, facts) if rule.change else value
+
+    spec = parts.specs[source]
+    shape = tuple(changed(torch.empty((spec.shape[0] // of, *spec.shape[1:]), device="meta")).shape)
+    kind = _float_type(target, shape, spec.dtype, side)
+
+    def make() -> Tensor:
+        value = changed(chosen(parts.read(source)))
+        return _as_type(value.float() + rule.add if rule.add else value, kind, source)
+
+    return Plan(target, (source,), kind, shape, make)
+
+
+def _float_type(target: str, shape: Sequence[int], stored: str, side: str) -> str:
+    """The ggml type of a tensor that is not quantized."""
+    if len(shape) < 2 or stored == "F32" or any(part in target for part in ALWAYS_F32):
+        return "F32"
+    return "F16" if side == "vision" else stored
+
+
+def _as_type(value: Tensor, kind: str, source: str) -> Tensor:
+    dtype = DTYPES[kind]
+    rounded = value.to(dtype).contiguous()
+    if dtype == torch.float16 and not rounded.isfinite().all():
+        raise UserError(
+            f"{source} has values that no 16-bit float of GGUF's F16 holds; convert the source to float32 first"
+        )
+    return rounded

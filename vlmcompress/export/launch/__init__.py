@@ -1,0 +1,96 @@
+"""Launch files: how to start a checkpoint in each engine and form of deployment. One file per engine, its name is the entry's.
+
+Everything here is a pure map from `Facts` (what config.json and the manifest say) to text; `export.launch_files` writes it
+into the checkpoint's folder `serve/`. An entry is a module with
+
+    ENGINE: str                       the engine that is started, as `export.readers` calls it, which knows what it loads
+    GPUS: bool                        whether the files are for NVIDIA GPUs alone
+    TITLE: str                        the engine's name for people, with the version that the files are for
+    CHECKED: str                      how the files were checked
+    files(facts) -> {path: text}      paths below `serve/`, relative to it
+    command(facts) -> str             the line that uses them, from the checkpoint's folder
+    further(facts) -> str | None      optional: why there are none although the engine loads it, as the end of a sentence
+
+No flag is guessed: each entry says in its docstring where its flags were read. All files together are some 20 kB.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlmcompress.export.launch import _grafana
+from vlmcompress.export.readers import Facts, verdict
+from vlmcompress.utils.registry import LAUNCHERS as REGISTRY
+
+__all__ = ["REGISTRY", "commands", "files", "refusal"]
+
+_NOTES = """HOST, PORT and MODEL may be set for the scripts; further flags go to the engine and win over those in the file:
+`PORT=9000 sh {script} {length} 8192`. The scripts listen on this machine only unless HOST says otherwise; put
+an API key and a proxy before whatever others can reach."""
+_LENGTHS = {"vllm.sh": "--max-model-len", "llamacpp.sh": "--ctx-size"}  # the flag of a context's length
+_DASHBOARD = """`grafana.json` is a dashboard of vLLM's Prometheus metrics (`/metrics` of the server): import it in Grafana and
+choose the data source."""
+
+
+def refusal(name: str, facts: Facts) -> str | None:
+    """The reason why an entry has no files for a checkpoint, as the end of a sentence about it; None: it has some."""
+    launcher = REGISTRY.get(name)
+    if launcher.GPUS and facts.machine and facts.machine.capability is None:
+        return f"its files are for NVIDIA GPUs, and the target is {facts.machine.title}"
+    reason = verdict(launcher.ENGINE, facts).reason
+    return reason or (launcher.further(facts) if hasattr(launcher, "further") else None)
+
+
+def files(facts: Facts) -> dict[str, str]:
+    """All launch files of a checkpoint: path below `serve/` -> text. Always has `README.md`, which says what is there and why
+    the rest is not; `grafana.json` where vLLM serves it."""
+    texts: dict[str, str] = {}
+    for launcher in _loading(facts).values():
+        texts |= launcher.files(facts)
+    if refusal("vllm", facts) is None:
+        texts["grafana.json"] = _grafana.dashboard(facts)
+    return texts | {"README.md": _readme(facts, list(texts))}
+
+
+def commands(facts: Facts) -> list[tuple[str, str, str]]:
+    """Title, command and how it was checked, of each entry that has files for the checkpoint; vLLM's first."""
+    launchers = _loading(facts)
+    names = sorted(launchers, key=lambda name: (name != "vllm", name))
+    return [(launchers[name].TITLE, launchers[name].command(facts), launchers[name].CHECKED) for name in names]
+
+
+def _loading(facts: Facts) -> dict[str, Any]:
+    """The entries that have files for a checkpoint, by name."""
+    return {name: REGISTRY.get(name) for name in REGISTRY if refusal(name, facts) is None}
+
+
+def _readme(facts: Facts, paths: list[str]) -> str:
+    """The page `serve/README.md`: which launch files there are, how each was checked, which engines have none and why."""
+    rows, missing = [], []
+    for name in REGISTRY:
+        launcher = REGISTRY.get(name)
+        reason = refusal(name, facts)
+        if reason is None:
+            of_launcher = ", ".join(f"`{path}`" for path in launcher.files(facts))
+            rows.append(f"| {launcher.TITLE} | {of_launcher} | `{launcher.command(facts)}` | {launcher.CHECKED} |")
+        else:
+            missing.append(f"- {launcher.TITLE}: {reason}.")
+    sections = [f"# How to serve {facts.name}"]
+    if rows:
+        head = "| | files | from the folder above | checked |\n|---|---|---|---|\n"
+        sections.append(head + "\n".join(rows))
+    if script := next((name for name in _LENGTHS if name in paths), None):
+        sections.append(_NOTES.format(script=f"serve/{script}", length=_LENGTHS[script]))
+    if facts.machine and any(launcher.ENGINE == "vllm" or launcher.GPUS for launcher in _loading(facts).values()):
+        count = f"{facts.gpus} of them" if facts.gpus > 1 else "one of them"
+        sections.append(f"Flags are for {facts.machine.title}, {count}.")
+    if facts.reducer and refusal("vllm", facts) is None:
+        sections.append(
+            f"The checkpoint carries the reducer `{facts.reducer.label}`: vLLM needs vlmcompress's plugin beside it "
+            "(`pip install vlmcompress` in its environment). `vlmcompress serve` starts the same server."
+        )
+    if "grafana.json" in paths:
+        sections.append(_DASHBOARD)
+    if missing:
+        sections += ["No files for these:", "\n".join(missing)]
+    return "\n\n".join(sections) + "\n"

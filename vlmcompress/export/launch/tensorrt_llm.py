@@ -1,0 +1,46 @@
+"""TensorRT-LLM's OpenAI-compatible server with its PyTorch backend: a shell script and its YAML options.
+
+Options, architectures and formats were read in TensorRT-LLM's repository (`cli/serve.py`,
+`models/quant_config_utils.py`, `docs/source/models/supported-models.md`, `features/guided-decoding.md`, snapshots of
+2026) on 2026-11-22. Of compressed-tensors it reads FP8 by channel with activations by token, FP8 in blocks of 128,
+and NVFP4, and several groups only where these are aimed at names. It looks at the bits and not at the type of 8-bit
+weights, so that INT8 would be read as FP8: that is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vlmcompress.export.launch._template import documents, server_script
+from vlmcompress.export.readers import Facts
+
+ENGINE, GPUS = "tensorrt-llm", True
+TITLE = "TensorRT-LLM"
+CHECKED = "options checked against TensorRT-LLM's source by hand on 2026-11-22, not run"
+
+NO_REUSE = {"Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
+"""Architectures that its table of features says No or N/A to KV cache reuse of, and not Yes to chunked prefill."""
+
+
+def files(facts: Facts) -> Mapping[str, str]:
+    """`tensorrt-llm.sh` and the options that it hands over, `tensorrt-llm.yaml`."""
+    reuse = facts.architecture not in NO_REUSE
+    options = {
+        "kv_cache_config": {"enable_block_reuse": reuse, "free_gpu_memory_fraction": 0.9},
+        "enable_chunked_prefill": reuse,
+        "guided_decoding_backend": "xgrammar",
+    }
+    address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
+    settings = '--config "$(dirname -- "$0")/tensorrt-llm.yaml"'
+    start = 'trtllm-serve "$MODEL" --backend pytorch'
+    names = {"length": "--max_seq_len", "gpus": "--tp_size", "code": "--trust_remote_code"}
+    text = "# Options of trtllm-serve --config; the type of the KV cache is read from config.json.\n"
+    return {
+        "tensorrt-llm.sh": server_script(facts, TITLE, start, [], settings, address, **names),
+        "tensorrt-llm.yaml": text + documents(options),
+    }
+
+
+def command(facts: Facts) -> str:
+    """The line that starts it, from the checkpoint's folder."""
+    return "sh serve/tensorrt-llm.sh"

@@ -1,0 +1,138 @@
+"""vLLM's OpenAI-compatible server, as a shell script, and others that add speculative decoding: by n-grams, and by the head
+that a checkpoint carries.
+
+Flags are those of vLLM 0.32 (`engine/arg_utils.py`, `entrypoints/launchers/cli_args.py`). The number of tokens in a step is
+vLLM's own default for a machine of that memory (`EngineArgs.get_batch_defaults`), written out because it is the flag that
+trades the time to the first token against the time between tokens. INT8 on Blackwell needs the CUTLASS kernel, which does not
+start there, disabled by name (vllm issue 54311). FP8 keys and values on Ampere are FlashInfer's only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from vlmcompress.export.launch._template import execute, script
+from vlmcompress.export.readers import Facts
+
+ENGINE, GPUS = "vllm", False
+TITLE = "vLLM 0.32"
+CHECKED = "executed by our tests on vLLM's CPU build"
+
+IMAGES = 4
+# Where VLLM_PLUGINS names the plugins to load, the reducer's has to be among them.
+PLUGIN = 'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi'
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+
+
+def settings(facts: Facts) -> dict[str, Any]:
+    """Values of vLLM's `EngineArgs` for the checkpoint: what the flags say, and Triton's model.json."""
+    values: dict[str, Any] = {
+        "served_model_name": facts.name,
+        "dtype": "auto",
+        "max_model_len": "auto",  # the model's own, or what fits into memory if that is less
+        "limit_mm_per_prompt": {"image": IMAGES, "video": 0},
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "structured_outputs_config": {"backend": "auto"},
+    }
+    if tokens := _step(facts):
+        values["max_num_batched_tokens"] = tokens
+    if facts.kv_fp8:
+        values["kv_cache_dtype"] = "fp8"
+        if facts.machine and facts.machine.capability and facts.machine.capability < (8, 9):
+            values["attention_backend"] = "FLASHINFER"
+    if facts.gpus > 1:
+        values["tensor_parallel_size"] = facts.gpus
+    if facts.code:
+        values["trust_remote_code"] = True
+    return values
+
+
+def flags(facts: Facts) -> list[str]:
+    """Flags of `vllm serve` for the checkpoint, without its path, host and port."""
+    flags = []
+    for key, value in settings(facts).items():
+        text = [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
+        flags += [f"--{key.replace('_', '-')}", *text]
+    if facts.reducer and facts.reducer.asks:
+        flags.append("--trust-request-mm-kwargs")
+    return flags
+
+
+def environment(facts: Facts) -> dict[str, str]:
+    """Environment variables that the checkpoint needs on its machine."""
+    capability = facts.machine.capability if facts.machine else None
+    int8 = any(group.kind == "int" and group.activations == 8 for group in facts.groups.values())
+    if capability and capability >= (10, 0) and int8:
+        return {"VLLM_DISABLED_KERNELS": "CutlassInt8ScaledMMLinearKernel"}
+    return {}
+
+
+def files(facts: Facts) -> Mapping[str, str]:
+    """`vllm.sh`, `vllm-speculative.sh` that adds speculative decoding by n-grams, and one for a head that drafts."""
+    lines = []
+    if facts.reducer:
+        lines += [
+            f"# The checkpoint carries the reducer {facts.reducer.label}: vLLM needs vlmcompress's plugin beside it, and",
+            "# refuses the checkpoint by its architecture otherwise. `vlmcompress serve` starts the same server.",
+            PLUGIN,
+        ]
+    lines += [f"export {key}={value}" for key, value in environment(facts).items()]
+    lines.append("# Videos are off: raise their number in --limit-mm-per-prompt where the model takes any.")
+    address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
+    title = f"{facts.name} in {TITLE}" + (f", for {facts.machine.title}" if facts.machine else "")
+    lines.append(execute('vllm serve "$MODEL"', flags(facts), address))
+    speculative = [
+        "# Proposes what followed the same words before: pays where answers repeat the prompt (documents, code), costs a",
+        "# little elsewhere. Answers of temperature 0 stay the same but for rounding. Measure before you keep it.",
+        execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(NGRAM)]),
+    ]
+    scripts = {
+        "vllm.sh": script(title, *lines),
+        "vllm-speculative.sh": script(f"{title}, with speculative decoding by n-grams", *speculative),
+    }
+    if facts.draft:
+        setting = {"method": facts.draft, "num_speculative_tokens": 1}
+        text = [
+            "# The checkpoint's own head drafts a token in each step. Needs a GPU. Measure more tokens, and no drafting.",
+            execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(setting)]),
+        ]
+        scripts[f"vllm-{facts.draft}.sh"] = script(f"{title}, drafting by the checkpoint's {facts.draft} head", *text)
+    return scripts
+
+
+def drafted(facts: Facts, method: str, tokens: int) -> dict[str, str]:
+    """`vllm.sh` of a draft head, which starts the checkpoint that it is for; its place is below the draft's `serve/`.
+
+    Args:
+        method: `eagle3`, or `medusa`, whose name vLLM 0.32 has to find out by itself.
+        tokens: that are guessed in a row.
+    """
+    named = {"method": "eagle3"} if method == "eagle3" else {}
+    setting = json.dumps({**named, "model": "$DRAFT", "num_speculative_tokens": tokens}).replace('"', '\\"')
+    address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
+    lines = [
+        'DRAFT="$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)"',
+        f'[ "$MODEL" != "$DRAFT" ] || {{ echo "set MODEL to the folder of {facts.name}" >&2; exit 2; }}',
+        *([PLUGIN] if facts.reducer else []),
+        *(f"export {key}={value}" for key, value in environment(facts).items()),
+        execute('vllm serve "$MODEL"', flags(facts), address, f'--speculative-config "{setting}"'),
+    ]
+    return {"vllm.sh": script(f"{facts.name} in {TITLE}, with the draft head beside this folder", *lines)}
+
+
+def command(facts: Facts) -> str:
+    """The line that starts it, from the checkpoint's folder."""
+    return "sh serve/vllm.sh"
+
+
+def _step(facts: Facts) -> int | None:
+    """The most tokens in a step: vLLM's default for a GPU of this memory; None where vLLM is to decide."""
+    machine = facts.machine
+    if machine is None or machine.capability is None or not machine.memory:
+        return None
+    if machine.memory >= 172:  # vLLM says 160 GiB, and 70 below
+        return 16384
+    return 8192 if machine.memory >= 76 and machine.capability != (8, 0) else 2048

@@ -1,0 +1,98 @@
+"""vLLM with its stages apart: encoding images, prefill and decoding in servers of their own, in one shell script.
+
+Encoder outputs pass through a folder that both sides see (`ECExampleConnector`, vLLM's reference), keys and values through NIXL
+(`NixlConnector`), as in vLLM's `examples/disaggregated/disaggregated_encoder`. A server that only encodes keeps no KV cache,
+and its token budget means nothing, so it is as good as unlimited. Requests go to the encoder first (`max_tokens` 1), then to
+the prefill server, then to the decoder; vLLM's example has a proxy that does that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from vlmcompress.export.launch import vllm
+from vlmcompress.export.launch._template import execute, script
+from vlmcompress.export.readers import Facts
+
+ENGINE, GPUS = "vllm", False
+TITLE = "vLLM 0.32, encode, prefill and decode apart"
+CHECKED = "encode and prefill-decode executed by our tests on vLLM's CPU build, the others read by vLLM's own parser"
+
+_ROLES = """# Roles: encode | prefill-decode (two servers), or encode | prefill | decode (three). STORE is a folder
+# that the encoder and the next stage share; keep it in memory. A request goes to the encoder with max_tokens 1, then,
+# unchanged, to the next stage; from prefill to decode, with the parameters that the prefill server answers. vLLM has
+# a proxy for it:
+# examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py
+ROLE="${1:?role: encode, prefill-decode, prefill or decode}"
+shift"""
+
+
+def further(facts: Facts) -> str | None:
+    """A reducer that reads the question cannot work where the encoder is asked without the words."""
+    asks = facts.reducer and facts.reducer.asks
+    return "the reducer reads the question, which an encoder of its own is not given" if asks else None
+
+
+def files(facts: Facts) -> Mapping[str, str]:
+    """`vllm-split.sh`, which takes the role as its first argument."""
+    lines = [_ROLES, f'STORE="${{STORE:-/dev/shm/{facts.resource}-encoded}}"', 'mkdir -p "$STORE"']
+    if facts.reducer:
+        lines.append(f"{vllm.PLUGIN}  # the reducer's plugin")
+    lines += [f"export {key}={value}" for key, value in vllm.environment(facts).items()]
+    lines.append('case "$ROLE" in')
+    for role, (port, role_flags, raw) in _roles().items():
+        flags = _encoding(vllm.flags(facts)) if role == "encode" else vllm.flags(facts)
+        address = f'--host "${{HOST:-127.0.0.1}}" --port "${{PORT:-{port}}}"'
+        channel = {"prefill": 5559, "decode": 6000}.get(role)  # two NIXL servers of one machine must not share a port
+        lines += [f"{role})"]
+        lines += (
+            [f'export VLLM_NIXL_SIDE_CHANNEL_PORT="${{VLLM_NIXL_SIDE_CHANNEL_PORT:-{channel}}}"'] if channel else []
+        )
+        lines += [execute('vllm serve "$MODEL"', [*flags, *role_flags], *raw, address), ";;"]
+    lines += ['*) echo "no role $ROLE: encode, prefill-decode, prefill or decode" >&2; exit 2 ;;', "esac"]
+    return {"vllm-split.sh": script(f"{facts.name} in {TITLE}", *lines)}
+
+
+def command(facts: Facts) -> str:
+    """The lines that start two servers, from the checkpoint's folder."""
+    return "sh serve/vllm-split.sh encode & sh serve/vllm-split.sh prefill-decode"
+
+
+def _roles() -> dict[str, tuple[int, list[str], list[str]]]:
+    """Role -> port, flags, and flags that the shell expands."""
+    common = ["--enable-request-id-headers"]
+    encoder_only = [
+        "--no-enable-prefix-caching",
+        "--mm-encoder-only",
+        "--enforce-eager",
+        "--max-num-batched-tokens",
+        "114688",
+    ]
+    return {
+        "encode": (8001, [*common, *encoder_only], [_stored("ec_producer")]),
+        "prefill-decode": (8002, common, [_stored("ec_consumer")]),
+        "prefill": (8002, [*common, *_keys("kv_producer")], [_stored("ec_consumer")]),
+        "decode": (8003, [*common, *_keys("kv_consumer")], []),
+    }
+
+
+def _encoding(flags: list[str]) -> list[str]:
+    """The flags that an encoder shares: those about the KV cache and about steps of the language model are left out."""
+    left_out = {"--enable-prefix-caching", "--kv-cache-dtype", "--attention-backend", "--max-num-batched-tokens"}
+    kept: list[str] = []
+    skipping = False
+    for flag in flags:
+        skipping = flag in left_out if flag.startswith("--") else skipping
+        kept += [] if skipping else [flag]
+    return kept
+
+
+def _stored(role: str) -> str:
+    """`--ec-transfer-config` with the folder, which the shell puts in."""
+    head = f'{{"ec_connector": "ECExampleConnector", "ec_role": "{role}", "ec_connector_extra_config": '
+    return f"""--ec-transfer-config '{head}{{"shared_storage_path": "'"$STORE"'"}}}}'"""
+
+
+def _keys(role: str) -> list[str]:
+    return ["--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector", "kv_role": role})]

@@ -1,0 +1,81 @@
+"""Facts about a checkpoint from its config.json and manifest, and the launch files that `launch` makes of them, in `serve/`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import models
+from vlmcompress.export import launch, readers
+from vlmcompress.export.manifest import MANIFEST
+from vlmcompress.recipe import targets
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.utils import json_files
+from vlmcompress.utils.errors import UserError
+
+FOLDER = "serve"
+
+
+def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> readers.Facts:
+    """Gather what decides who loads a checkpoint, and what launch files need to know.
+
+    Args:
+        config: content of config.json.
+        record: the manifest; what it lacks is not known.
+        name: name of the checkpoint's folder.
+
+    Raises:
+        UserError: the reducer's block is not right.
+    """
+    recipe, sizes = record.get("recipe") or {}, record.get("size") or {}
+    carried, reducer = reducer_block.read(config), None
+    if carried:
+        choice = carried.reducer
+        reducer = readers.Reducer(" ".join(choice.label.split()), choice.asks, recipe.get("engine", "vllm") == "vllm")
+    machine, target_name = None, recipe.get("target")
+    if isinstance(target_name, str) and target_name in targets.REGISTRY:
+        target = targets.get(target_name)
+        machine = readers.Machine(target.title, target.memory, target.capability)
+    weights = sizes.get("weights_after")
+    weights = weights if isinstance(weights, int) else 0
+    splits = record.get("devices")
+    splits = tuple(count for count in splits if isinstance(count, int)) if isinstance(splits, list) else None
+    return readers.read(
+        config,
+        name,
+        weights=weights,
+        machine=machine,
+        reducer=reducer,
+        experts=models.mixture(config) is not None,
+        draft=_draft(config),
+        splits=splits,
+    )
+
+
+def _draft(config: Mapping[str, Any]) -> str:
+    """Method of speculative decoding by the head that the checkpoint has by its config; empty: it has none."""
+    try:
+        spec = models.spec_for(dict(config))
+    except UserError:
+        return ""
+    return spec.draft.prefix if spec.draft and models.draft_blocks(spec, config) else ""
+
+
+def write(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:
+    """Write `serve/` anew and return its files. The manifest's hashes are the caller's to renew.
+
+    Args:
+        folder: the checkpoint, with its config.json.
+        record: its manifest; hashes are not read.
+        name: the name that the checkpoint will be served by: that of its folder, once it stands where it belongs.
+    """
+    texts = launch.files(facts(json_files.read(folder / "config.json"), record, name))
+    if (folder / MANIFEST).is_file():  # else the folder is being written, and what is there came from the source
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    for place, text in texts.items():
+        path = folder / FOLDER / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return [folder / FOLDER / place for place in texts]

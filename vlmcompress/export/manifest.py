@@ -1,0 +1,222 @@
+"""The manifest `vlmcompress.json`: how a checkpoint was made, and the hash of each of its files.
+
+No dates, no paths of the machine: the same inputs give the same file, but for `timing`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+
+from vlmcompress.reduction.resize import Resize
+from vlmcompress.utils import identity, schema
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.identity import sha256, source_identity, versions
+from vlmcompress.utils.schema import Amount, Count, Number, Place
+
+MANIFEST = "vlmcompress.json"
+SCHEMA_VERSION = 1
+OF_OUTPUTS = "squared error of a layer's output relative to the output, over the tokens of a modality"
+OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
+
+
+def error_kind(name: str) -> str:
+    """The name of a kind of layer error: a modality, or `weight`, the only kind of a scheme without calibration data."""
+    return "weights" if name == "weight" else name
+
+
+def errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
+    """What the errors of layers are, as a sentence; "" where there are none."""
+    if not errors:
+        return ""
+    if all(set(error) <= {"weight"} for error in errors.values()):
+        return f"{OF_WEIGHTS[:1].upper()}{OF_WEIGHTS[1:]}, as no calibration data were seen."
+    return f"{OF_OUTPUTS[:1].upper()}{OF_OUTPUTS[1:]}."
+
+
+Kind = Literal["text", "vision", "answer", "weight"]
+"""A modality whose outputs an error is of, or the weights themselves."""
+_ByKind = dict[Kind, Amount]
+Original = TypedDict("Original", {"family": str, "source": str, "config_sha256": str, "headers_sha256": str})
+_Text = TypedDict("_Text", {"source": str, "samples": Count})
+_Cache = TypedDict("_Cache", {"maximum": _ByKind, "clipped": dict[Kind, Amount | None], "error": _ByKind})
+_Size = TypedDict("_Size", {"weights_before": Count, "weights_after": Count})
+_Samples = TypedDict("_Samples", {"trained_on": Count, "held_out": Count})
+_Divergence = TypedDict("_Divergence", {"before": Number, "after": Number})
+_Tokens = TypedDict("_Tokens", {"image": str, "before": Count, "after": Count | None})
+_Bits = TypedDict("_Bits", {"bits": Number})
+_Formats = TypedDict("_Formats", {"from": str, "to": str})
+File = TypedDict("File", {"sha256": str, "size": Count})
+
+
+class _Recipe(TypedDict, total=False):
+    scheme: str
+    format: str
+    options: dict[str, Any]
+    vision: str | None
+    kv_cache: str | None
+    skip: list[str]
+    resize: Resize | None
+    engine: str
+    target: str | None
+
+
+class Data(TypedDict):
+    """Calibration data: name, hash and counts. `prefix`: blocks were observed behind "float" or "quantized" ones."""
+
+    source: str
+    samples: Count
+    sha256: NotRequired[str]
+    tokens: NotRequired[dict[str, Count]]
+    images: NotRequired[Count]
+    text: NotRequired[_Text | None]
+    seed: NotRequired[int]
+    prefix: NotRequired[str | None]
+
+
+class _Recovery(TypedDict):
+    parameters: dict[str, Count]
+    samples: _Samples
+    held_out_kl: _Divergence
+    steps: Count
+    best_step: Count
+    changed: bool
+
+
+class Manifest(TypedDict):
+    """The JSON object of the file. Types name what is read back of it; there is more."""
+
+    schema_version: int
+    created_by: dict[str, str]  # versions of vlmcompress and of the packages that shape the result
+    model: Original  # its name (on the Hub: id and commit), hashes of its config and of its safetensors headers
+    recipe: _Recipe  # as resolved
+    seed: int | None
+    calibration: Data | None
+    errors: dict[str, _ByKind]  # linear layer -> `|X dW^T|^2 / |X W^T|^2`, and what rounding X adds
+    maxima: NotRequired[dict[str, _ByKind]]  # first layer of a group -> share of input channels whose maximum is there
+    kv_cache: NotRequired[dict[str, dict[Literal["k", "v"], _Cache]]]  # attention module -> see `statistics.kv_range`
+    warnings: list[str]  # what happened otherwise than asked for
+    visual_tokens: NotRequired[_Tokens]
+    recovery: NotRequired[_Recovery]  # settings, what was trained, held-out divergence, steps
+    allocation: NotRequired[_Bits]  # `bits` of the recipe: bits per weight, widths, errors
+    converted: NotRequired[_Formats]
+    devices: NotRequired[list[int]]  # how many of 1, 2, 4 and 8 vLLM can share the model out among
+    size: _Size  # bytes of weights
+    tensors: NotRequired[Count]
+    timing: NotRequired[dict[str, Number]]  # phase of the run -> seconds, up to the writing of this file
+    files: dict[Place, File]  # every file but this one
+
+
+def build(
+    source: Path,
+    *,
+    family: str,
+    recipe: Mapping[str, Any],
+    calibration: Mapping[str, Any] | None,
+    errors: Mapping[str, Mapping[str, float]],
+    maxima: Mapping[str, Mapping[str, float]] | None = None,
+    kv_cache: Mapping[str, Any] | None = None,
+    warnings: Sequence[str] = (),
+    allocation: Mapping[str, Any] | None = None,
+    visual_tokens: Mapping[str, Any] | None = None,
+    recovery: Mapping[str, Any] | None = None,
+    devices: Sequence[int] | None = None,
+) -> dict:
+    """Build the manifest without sizes and hashes, which `export.write` adds.
+
+    Args:
+        source: folder of the original checkpoint.
+        family: name of its `ModelSpec`.
+        recipe: the resolved recipe as plain data, with its `seed`.
+        calibration: None for a data-free scheme. This and the others are fields of `Manifest`, by memory names of
+            layers; an `allocation`, `visual_tokens`, `recovery` or `devices` that is None is left out.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "created_by": versions(),
+        "model": {"family": family, **source_identity(source)},
+        "recipe": _portable(recipe),
+        "seed": recipe.get("seed"),
+        "calibration": _portable(calibration),
+        "errors": {name: dict(by_modality) for name, by_modality in errors.items()},
+        "maxima": dict(maxima or {}),
+        "kv_cache": dict(kv_cache or {}),
+        "warnings": list(warnings),
+        **({"allocation": dict(allocation)} if allocation else {}),
+        **({"visual_tokens": dict(visual_tokens)} if visual_tokens else {}),
+        **({"recovery": dict(recovery)} if recovery else {}),
+        **({"devices": list(devices)} if devices is not None else {}),
+    }
+
+
+def hash_files(folder: Path) -> dict[str, dict]:
+    """Hash the files below `folder`, the manifest aside: name -> sha256 and size, sorted by name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files if path != folder / MANIFEST}
+
+
+def hash_file(path: Path) -> dict[str, str | int]:
+    """What the manifest records of a file: its sha256 and size."""
+    return {"sha256": sha256(path), "size": path.stat().st_size}
+
+
+def read(folder: Path) -> dict:
+    """Read the manifest of a checkpoint that vlmcompress wrote.
+
+    Raises:
+        UserError: there is none, it is not readable, or a later version of vlmcompress wrote it.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{folder} has no {MANIFEST}; give a folder written by `vlmcompress quantize`")
+    return schema.read(Manifest, path, "quantize again", version=SCHEMA_VERSION)
+
+
+def model_hash(folder: Path) -> str:
+    """`identity.model_hash` of a folder; of what we wrote the manifest's hashes are taken, but of files written to since."""
+    path, files = folder / MANIFEST, identity.model_files(folder)
+    if not path.is_file():
+        return identity.content_hash(files)
+    recorded, written, hashes = read(folder)["files"], path.stat().st_ctime_ns, {}
+    for file in files:
+        record, stat = recorded.get(file.name), file.stat()
+        if record and record["size"] == stat.st_size and max(stat.st_mtime_ns, stat.st_ctime_ns) <= written:
+            hashes[file.name] = record["sha256"]
+    return identity.content_hash(files, hashes)
+
+
+def verify(folder: Path, content: Mapping[str, Any]) -> None:
+    """Compare the hashes of a checkpoint's weights and config with its manifest; all of these files are read.
+
+    Raises:
+        UserError: one of them is missing, not recorded, or not what was written.
+    """
+    recorded = content["files"]
+    # What decides what a checkpoint computes: its weights and its config.
+    names = {path.name for path in folder.glob("*.safetensors")} | {path.name for path in folder.glob("config.json")}
+    names |= {name for name in recorded if name.endswith(".safetensors") or name == "config.json"}
+    for name in sorted(names):
+        record, path = recorded.get(name), folder / name
+        if Path(name).name != name or record is None or not path.is_file():
+            what = "is missing" if name in recorded else f"is not recorded in {MANIFEST}"
+            raise UserError(f"{path} {what}, so the errors recorded there may be of other weights; quantize again")
+        if path.stat().st_size != record["size"] or sha256(path) != record["sha256"]:
+            raise UserError(
+                f"{path} is not what was written, its hash is not the one in {MANIFEST}, so the errors recorded there may be "
+                "of other weights; copy the checkpoint or quantize again"
+            )
+
+
+def _portable(value: Any) -> Any:
+    """Remove paths of this machine from JSON data: an absolute path becomes its last part."""
+    if isinstance(value, Mapping):
+        return {str(key): _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.startswith(("/", "~", "./", "../"))):
+        return Path(os.fspath(value)).name
+    return value

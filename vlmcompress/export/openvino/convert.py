@@ -1,0 +1,197 @@
+"""Trace transformers' modules into OpenVINO's graphs, without a matrix of floats in memory.
+
+The model is built without weights. Linear layers and tables of embeddings are left out of the trace: each is one operation,
+which becomes a constant in the type that it is stored in (`_weights`). Other parameters are small. One graph at a time is in
+memory. `openvino.convert_model` would do the same, but sends usage statistics, so its frontend is called directly.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import torch
+from accelerate import init_empty_weights
+from openvino import opset13 as ops
+from openvino._offline_transformations import apply_make_stateful_transformation
+from openvino.frontend import FrontEndManager
+from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
+from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Family, Graph, Port, Source
+from vlmcompress.export.openvino.weights import constant
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import reason
+
+LEAVES = (nn.Linear, nn.Embedding)
+_COUNTED = re.compile(r"[A-Z]\w*_\d+(\.\d+)?")  # what OpenVINO calls nodes and tensors that have no name
+
+
+def write_graphs(tree: Path, family: Family, source: Source) -> None:
+    """Write the graphs and the tokenizer of a checkpoint into its folder `tree`, which has its config and tokenizer."""
+    config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    names = {module: name for name, module in model.named_modules()}
+    decoder = family.decoder(model, family.axes)
+    for name, graph in family.graphs(model).items():
+        _save(_trace(graph, names, source), tree / f"openvino_{name}.xml")
+    words = Graph(model.get_input_embeddings(), (Port("input", (BATCH, NEW), (0, 1), torch.int64),), ("inputs_embeds",))
+    _save(_trace(words, names, source), tree / "openvino_text_embeddings_model.xml")
+    states = [f"present.{name}" for name in decoder.states]
+    language = _trace(Graph(decoder, decoder.ports, ("logits", *states)), names, source)
+    _make_stateful(language, decoder)
+    _save(language, tree / "openvino_language_model.xml")
+    _write_tokenizer(tree)
+
+
+def _trace(graph: Graph, names: Mapping[nn.Module, str], source: Source) -> openvino.Model:
+    """The OpenVINO model of a graph, with named inputs and outputs. `names`: memory name of each of the model's modules."""
+    leaves = {part: f"vlmcompress::{names[part]}" for part in graph.module.modules() if isinstance(part, LEAVES)}
+    for part in graph.module.modules():
+        if part not in leaves:
+            _fill(part, names.get(part, ""), source)
+    frontend, refused = FrontEndManager().load_by_framework("pytorch"), list[UserError]()
+    for part, operation in leaves.items():
+        frontend.add_extension(ConversionExtension(operation, _leaf(names[part], part, source, refused)))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        decoder = TorchScriptPythonDecoder(
+            graph.module,
+            example_input=tuple(torch.zeros(port.shape, dtype=port.dtype) for port in graph.inputs),
+            module_extensions={part: ModuleExtension(part, name, _zeros, _alone) for part, name in leaves.items()},
+            trace_kwargs={"check_trace": False},
+        )
+        try:
+            model = frontend.convert(frontend.load(decoder))
+        except Exception:  # OpenVINO's, which says nothing of the one that ended its callback
+            if refused:
+                raise refused[0] from None
+            raise
+    for port, made in zip(graph.inputs, model.inputs, strict=True):
+        made.get_node().set_partial_shape(openvino.PartialShape(port.dims))
+        _name(made, port.name)
+    for name, made in zip(graph.outputs, model.outputs, strict=True):
+        made.get_tensor().set_names({name})
+    model.validate_nodes_and_infer_types()
+    return model
+
+
+def _fill(part: nn.Module, prefix: str, source: Source) -> None:
+    """Give a module's own parameters, and the buffers that are stored, their values, as float32."""
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        if parameter.is_meta:
+            value = source.read(f"{prefix}.{name}").float()
+            setattr(part, name, nn.Parameter(value, requires_grad=False))
+    for name, buffer in part.named_buffers(recurse=False):
+        if name not in part._non_persistent_buffers_set:
+            buffer.copy_(source.read(f"{prefix}.{name}"))
+
+
+def _zeros(part: Any, inputs: Tensor) -> Tensor:
+    """What a leaf gives while it is traced."""
+    if isinstance(part, nn.Embedding):
+        return torch.zeros(*inputs.shape, part.embedding_dim)
+    return torch.zeros(*inputs.shape[:-1], part.out_features)
+
+
+def _alone(part: nn.Module, operation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """A leaf as one operation of the trace."""
+    return operation(inputs)
+
+
+def _leaf(name: str, part: nn.Module, source: Source, refused: list[UserError]) -> Callable[[Any], list]:
+    """What makes OpenVINO's nodes of a linear layer, or of a table of embeddings with the factor that some have.
+
+    `refused` gets the reason why a weight cannot be written.
+    """
+
+    def make(node: Any) -> list:
+        try:
+            inputs, weight = node.get_input(0), constant(f"{name}.weight", source)
+        except UserError as error:
+            refused.append(error)
+            raise
+        if isinstance(part, nn.Embedding):
+            rows = ops.gather(weight, inputs, np.int64(0))
+            factor = getattr(part, "embed_scale", None)
+            return (rows if factor is None else ops.multiply(rows, np.float32(float(factor)))).outputs()
+        product = ops.matmul(inputs, weight, False, True)
+        return (product if part.bias is None else ops.add(product, constant(f"{name}.bias", source))).outputs()
+
+    return make
+
+
+def _make_stateful(model: openvino.Model, decoder: Decoder) -> None:
+    """Keep keys and values within the model, in the order of sequences that its new input `beam_idx` says."""
+    beams = ops.parameter([-1], np.int32)
+    _name(beams.output(0), "beam_idx")
+    model.add_parameters([beams])
+    pairs = {f"past_key_values.{name}": f"present.{name}" for name in decoder.states}
+    for name in pairs:
+        past = model.input(name)
+        users = past.get_target_inputs()
+        reordered = ops.gather(past, beams, np.int64(0))
+        for user in users:
+            user.replace_source_output(reordered.output(0))
+    model.validate_nodes_and_infer_types()
+    apply_make_stateful_transformation(model, pairs)
+    embeds = ops.shape_of(model.input("inputs_embeds"), output_type="i64")
+    batch = ops.gather(embeds, np.array([0]), np.int64(0))
+    for node in model.get_ops():
+        if node.get_type_name() == "ReadValue":  # an empty state for as many sequences as there are
+            _, heads, _, size = node.get_output_partial_shape(0)
+            shape = ops.concat([batch, np.array([heads.get_length(), 0, size.get_length()])], 0)
+            node.set_arguments([ops.broadcast(np.float32(0), shape)])
+    model.validate_nodes_and_infer_types()
+
+
+def _name(port: Any, name: str) -> None:
+    port.get_tensor().set_names({name})
+    port.get_node().set_friendly_name(name)
+
+
+def _save(model: openvino.Model, path: Path) -> None:
+    """Write a model under names without the counters of the process, so that equal models are equal files."""
+    model.set_friendly_name(path.stem)
+    for number, node in enumerate(model.get_ordered_ops()):
+        if _COUNTED.fullmatch(node.get_friendly_name()):
+            node.set_friendly_name(f"{node.get_type_name()}.{number}")
+        for port in node.outputs():
+            names = {name for name in port.get_names() if not _COUNTED.fullmatch(name)}
+            if names != port.get_names():
+                port.get_tensor().set_names(names)
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+def _write_tokenizer(tree: Path) -> None:
+    for name, model in zip(("tokenizer", "detokenizer"), _tokenizers(tree), strict=True):
+        _save(model, tree / f"openvino_{name}.xml")
+
+
+def _tokenizers(folder: Path) -> tuple[openvino.Model, openvino.Model]:
+    """The graphs of a folder's tokenizer, to tokens and back."""
+    from openvino_tokenizers import convert_tokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        return convert_tokenizer(tokenizer, with_detokenizer=True)
+    except Exception as error:  # of many kinds, for what it lacks
+        raise UserError(f"OpenVINO has no such tokenizer ({reason(error)}); write another format") from error
+
+
+def token_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
+    """OpenVINO's tokens of each text, by the graph in a folder, or by one that is made of its tokenizer."""
+    import openvino_tokenizers  # noqa: F401  # makes OpenVINO know its operations
+
+    path = folder / "openvino_tokenizer.xml"
+    graph = openvino.Core().read_model(path) if path.is_file() else _tokenizers(folder)[0]
+    compiled = openvino.Core().compile_model(graph, "CPU")
+    return [compiled([text])["input_ids"][0].tolist() for text in texts]

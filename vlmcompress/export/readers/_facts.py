@@ -1,0 +1,252 @@
+"""What decides who loads a checkpoint, and what a launch file needs to know of it, read from its config.json; nothing runs.
+
+Names that a stranger may have chosen (folders, architectures) are cut down to characters that mean nothing to a shell, to YAML
+or to Markdown, so that no launch file has to quote them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+_PREFIX = "Vlmcompress"  # before the architecture of a checkpoint with a reducer, see `reduction.block`
+_KEPT = re.compile(r"-:(?!.*(?:vision|visual|mtp)).*layers")  # GPTQ's pattern of layers that are not quantized
+_COUNTS = (1, 2, 4, 8)
+_FILL = 0.6  # share of the memory that weights may take before another GPU is asked for; the rest is KV cache
+_SHARE = 0.92  # of device memory that vLLM 0.32 takes by default
+
+
+@dataclass(frozen=True)
+class Group:
+    """How some layers are quantized.
+
+    Attributes:
+        kind: `int` or `float`; bits: of a weight; strategy: `group`, `channel`, `tensor`, `tensor_group` or `block`.
+        size: weights that share a scale, for strategies that have one.
+        symmetric: whether there are no zero points.
+        activations: bits of quantized activations, None for 16-bit ones; dynamic: whether their scale is found at run time.
+        packing: `format` of the group, such as `pack-quantized`; `checkpoint_format` of GPTQ.
+        whole: whether it is aimed at the class `Linear` and not at names.
+    """
+
+    kind: str
+    bits: int
+    strategy: str
+    size: int | None = None
+    symmetric: bool = True
+    activations: int | None = None
+    dynamic: bool = True
+    packing: str = ""
+    whole: bool = True
+
+
+_ALGORITHMS = {
+    "FP8": Group("float", 8, "tensor", activations=8, dynamic=False),
+    "FP8_PER_CHANNEL_PER_TOKEN": Group("float", 8, "channel", activations=8),
+    "NVFP4": Group("float", 4, "tensor_group", 16, activations=4),
+    "W4A16_NVFP4": Group("float", 4, "tensor_group", 16),
+}
+"""ModelOpt's algorithms."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a launch file needs to know of the target: see `targets.Target`."""
+
+    title: str
+    memory: float | None
+    capability: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """The reducer that a checkpoint carries: its label, whether it reads the question, whether vLLM serves it."""
+
+    label: str
+    asks: bool
+    served: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a checkpoint.
+
+    Attributes:
+        name: name on the server: the folder's, in characters that need no quoting.
+        architecture: of the original, without the prefix that a reducer brings.
+        method: `quant_method` of config.json; None where nothing is quantized.
+        groups: how layers are quantized: config groups of a compressed-tensors checkpoint by name, those that the numbers of
+            AWQ and GPTQ or the algorithms of ModelOpt stand for.
+        embeddings: whether the token embedding is quantized.
+        experts: whether the decoder is a mixture of experts.
+        kept_layers: whether GPTQ's patterns leave layers of decoder blocks in 16 bits.
+        kv_fp8: whether there are scales for an FP8 KV cache.
+        max_len: tokens of context; heads: attention heads of the decoder; None where config.json has none.
+        weights: bytes.
+        code: whether the checkpoint brings Python code of its own.
+        draft: method of speculative decoding by a head that the checkpoint carries; empty: it carries none.
+        splits: numbers of GPUs that its layers can be shared out among; None: as far as the heads say.
+    """
+
+    name: str
+    architecture: str = ""
+    method: str | None = None
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    embeddings: bool = False
+    experts: bool = False
+    kept_layers: bool = False
+    kv_fp8: bool = False
+    max_len: int | None = None
+    heads: int | None = None
+    weights: int = 0
+    code: bool = False
+    draft: str = ""
+    machine: Machine | None = None
+    reducer: Reducer | None = None
+    splits: tuple[int, ...] | None = None
+
+    @property
+    def gpus(self) -> int:
+        """The fewest GPUs (a power of two up to 8 that divides the heads and tears no group of weights) whose memory holds the
+        weights with room for a KV cache; 1 where the machine is not known."""
+        if self.machine is None or not self.machine.memory or self.machine.capability is None:
+            return 1
+        counts = [count for count in _COUNTS if not (self.heads or 1) % count and count in (self.splits or _COUNTS)]
+        room = _FILL * _SHARE * self.machine.memory * 1e9
+        return next((count for count in counts if self.weights <= count * room), counts[-1])
+
+    @property
+    def format(self) -> str:
+        """The format's name among `vlmcompress.export.formats`; the method's, where it is none of these."""
+        second = any(group.packing == "gptq_v2" for group in self.groups.values())
+        return "bf16" if self.method is None else "gptq-v2" if self.method == "gptq" and second else self.method
+
+    @property
+    def zero_points(self) -> bool:
+        """Whether some weights are asymmetric."""
+        return any(not group.symmetric for group in self.groups.values())
+
+    @property
+    def several(self) -> bool:
+        """Whether the checkpoint has several schemes."""
+        return len({replace(group, whole=True) for group in self.groups.values()}) > 1
+
+    @property
+    def resource(self) -> str:
+        """The name as Kubernetes and Compose want it: RFC 1123, lower case, at most 40 characters."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())[:40].strip("-") or "model"
+
+
+def read(
+    config: Mapping[str, Any],
+    name: str,
+    *,
+    weights: int = 0,
+    machine: Machine | None = None,
+    reducer: Reducer | None = None,
+    experts: bool = False,
+    draft: str = "",
+    splits: tuple[int, ...] | None = None,
+) -> Facts:
+    """Gather the facts.
+
+    Args:
+        config: content of config.json; what is not as it should be counts as absent.
+        name: the checkpoint's name, of any characters.
+        weights: bytes of all tensors.
+        experts: whether the decoder is a mixture of experts.
+        draft: method of speculative decoding by a head that the checkpoint carries.
+        splits: numbers of GPUs that its layers can be shared out among, where that is known.
+    """
+    text = _mapping(config.get("text_config")) or config
+    quantization = _mapping(config.get("quantization_config"))
+    names = [name for name in config.get("architectures") or [] if isinstance(name, str)]
+    return Facts(
+        name=plain(name) or "model",
+        architecture=plain(names[0]).removeprefix(_PREFIX) if names else "",
+        method=plain(str(quantization["quant_method"])) if "quant_method" in quantization else None,
+        groups=_groups(quantization),
+        embeddings=any("embed" in target.lower() for target in _targets(quantization)),
+        experts=experts,
+        kept_layers=any(_KEPT.match(str(key)) for key in _mapping(quantization.get("dynamic"))),
+        kv_fp8=bool(quantization.get("kv_cache_scheme")) or quantization.get("kv_cache_quant_algo") == "FP8",
+        max_len=_count(text.get("max_position_embeddings")),
+        heads=_count(text.get("num_attention_heads")),
+        weights=weights,
+        code=bool(config.get("auto_map")),
+        draft=draft,
+        machine=machine,
+        reducer=reducer,
+        splits=splits,
+    )
+
+
+def plain(name: str) -> str:
+    """A name in ASCII letters, digits, `_`, `-` and `.`, not beginning or ending with the latter two."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:96]
+
+
+def _groups(quantization: Mapping[str, Any]) -> dict[str, Group]:
+    if _count(quantization.get("bits")):  # AWQ and GPTQ, the latter with numbers of their own for layers that match
+        overrides = {key: _mapping(value) for key, value in _mapping(quantization.get("dynamic")).items()}
+        others = {
+            str(key): _numbers({**quantization, **value})
+            for key, value in overrides.items()
+            if not key.startswith("-:")
+        }
+        return {"": _numbers(quantization), **others}
+    if "quant_algo" in quantization:  # ModelOpt, with algorithms of their own for layers where there are several
+        layers = [_mapping(layer) for layer in _mapping(quantization.get("quantized_layers")).values()] or [
+            quantization
+        ]
+        names = {plain(str(layer.get("quant_algo"))).upper() for layer in layers}
+        return {name: _ALGORITHMS[name] for name in sorted(names) if name in _ALGORITHMS}
+    return {
+        plain(str(key)): _group(_mapping(group), str(quantization.get("format", "")))
+        for key, group in _mapping(quantization.get("config_groups")).items()
+    }
+
+
+def _targets(quantization: Mapping[str, Any]) -> list[str]:
+    """All targets of config groups."""
+    groups = map(_mapping, _mapping(quantization.get("config_groups")).values())
+    lists = (group.get("targets") for group in groups)
+    return [str(target) for targets in lists if isinstance(targets, list) for target in targets]
+
+
+def _numbers(quantization: Mapping[str, Any]) -> Group:
+    """The group that the numbers of AWQ and GPTQ describe."""
+    size = _count(quantization.get("group_size"))
+    return Group(
+        kind="int",
+        bits=_count(quantization.get("bits")) or 0,
+        strategy="group" if size else "channel",
+        size=size,
+        symmetric=bool(quantization.get("sym", not quantization.get("zero_point", False))),
+        packing=str(quantization.get("checkpoint_format") or ""),
+    )
+
+
+def _group(group: Mapping[str, Any], packing: str) -> Group:
+    weights, inputs = _mapping(group.get("weights")), _mapping(group.get("input_activations"))
+    return Group(
+        kind=str(weights.get("type", "int")),
+        bits=_count(weights.get("num_bits")) or 0,
+        strategy=str(weights.get("strategy", "")),
+        size=_count(weights.get("group_size")),
+        symmetric=bool(weights.get("symmetric", True)),
+        activations=_count(inputs.get("num_bits")),
+        dynamic=bool(inputs.get("dynamic", True)),
+        packing=str(group.get("format") or packing),
+        whole=group.get("targets") == ["Linear"],
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

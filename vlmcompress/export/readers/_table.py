@@ -1,0 +1,306 @@
+"""Who loads what: for each engine and each format what it reads, with which packages, and how that is known.
+
+`run` names the test or script that loaded such files here, `read` the engine's own file that says so, and nothing was run.
+Formats are those of `vlmcompress.export.formats` by name; what a cell says of single schemes are `Numbers`.
+
+transformers and GPTQModel were run by `scripts/measure/other_readers.py` (versions in eval/readers.json): transformers 5.13 and
+5.14 load no checkpoint of compressed-tensors with packed weights, 5.23 and 5.24 give zero points a wrong shape
+(`mismatched sizes`), and every version initializes an embedding by a `weight` that a packed one has not
+(`PreTrainedModel._init_weights`). GPTQModel looks for transformers' names of tensors in memory, which the files of some
+families have; of others it loads AWQ without weights, and without a word. SGLang 0.5.23: `srt/layers/quantization`
+(`gptq/schemes/gptq_linear.py`: the kernel for what Marlin lacks is gone; `modelopt_quant.py`), `srt/models`. LMDeploy 0.18.0:
+`turbomind/converter.py` looks at `config_groups.group_0` alone, `turbomind/weight_format.py`, `turbomind/supported_models.py`;
+where TurboMind does not know the architecture, it falls back to its PyTorch engine without asking, so those are refused.
+TensorRT-LLM (snapshots of 2026): `models/quant_config_utils.py`, `docs/source/models/supported-models.md`; it looks at the bits
+and not at the type of 8-bit weights, so that INT8 would be read as FP8: that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vlmcompress.export.readers._facts import Group
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Config groups that an engine reads. An empty tuple or None allows everything, `activations=(None,)` 16 bits only."""
+
+    kind: str
+    bits: tuple[int, ...] = ()
+    strategies: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    activations: tuple[int | None, ...] = ()
+    symmetric: bool | None = None
+    dynamic: bool | None = None
+    packings: tuple[str, ...] = ()
+
+    def holds(self, group: Group) -> bool:
+        """Whether a config group is one of these."""
+        return (
+            group.kind == self.kind
+            and (not self.bits or group.bits in self.bits)
+            and (not self.strategies or group.strategy in self.strategies)
+            and (not self.sizes or group.size in self.sizes)
+            and (not self.activations or group.activations in self.activations)
+            and (self.symmetric is None or group.symmetric == self.symmetric)
+            and (self.dynamic is None or group.activations is None or group.dynamic == self.dynamic)
+            and (not self.packings or group.packing in self.packings)
+        )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What an engine reads of a format.
+
+    Attributes:
+        text: the same in words, after "reads".
+        evidence: `run: TEST OR SCRIPT` or `read: SOURCE`.
+        takes: config groups that are read; empty: all.
+        several: whether a checkpoint may have several schemes.
+        whole: False: several config groups are read only where none is aimed at the class `Linear`.
+        first: the name that a sole config group must have; empty: any.
+        vocabulary: whether the token embedding may be quantized.
+        experts: architectures whose mixture of experts is read; None: all.
+        kept_layers: whether layers of decoder blocks may be left in 16 bits.
+        needs: packages beside the engine, as pip has them.
+        instead: trait of a checkpoint (a property of `Facts`) -> packages that it needs in the place of `needs`.
+        notes: trait -> what to mind.
+        loader: traits with which only `vlmcompress.models.open_model` loads it.
+        lacking: architecture -> why it is not read, where others are.
+    """
+
+    text: str
+    evidence: str
+    takes: tuple[Numbers, ...] = ()
+    several: bool = True
+    whole: bool = True
+    first: str = ""
+    vocabulary: bool = True
+    experts: frozenset[str] | None = None
+    kept_layers: bool = True
+    needs: tuple[str, ...] = ()
+    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    loader: tuple[str, ...] = ()
+    lacking: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine and the formats that it reads, by their names.
+
+    Attributes:
+        title: its name; version: the one that the facts are of.
+        formats: format -> what is read of it, or why nothing is.
+        other: what is said of a format that is not among them, `{}` is its name.
+        architectures: those that it has; None: all of ours. `absent`: what is said of another, `{}` is its name.
+        reducers: `served` by our plugin, `attached` by our code, `none`, or its `own`.
+    """
+
+    title: str
+    version: str
+    formats: Mapping[str, Cell | str]
+    other: str = "it is not known to read the format {}"
+    architectures: frozenset[str] | None = None
+    absent: str = "it has no class of its own for {}"
+    reducers: str = "none"
+
+
+_EVERY = "every scheme"
+_16_BITS = "16 bits"
+_MEASURED = "run: scripts/measure/format_table.py"
+_LOADED = "run: scripts/measure/other_readers.py"
+_TENSORS = ("compressed-tensors", "accelerate")
+_NO_ZERO_POINTS = "4 and 8 bits without zero points"
+_SYMMETRIC = Numbers("int", (4, 8), symmetric=True)
+_PACKED_4 = Numbers("int", (4,), activations=(None,))
+_NVFP4 = ("tensor_group",)
+
+_VLLM = {
+    "bf16": Cell(_16_BITS, _MEASURED),
+    "compressed-tensors": Cell(_EVERY, _MEASURED),
+    "awq": Cell("4 bits", _MEASURED, (_PACKED_4,), vocabulary=False),
+    "gptq": Cell(_NO_ZERO_POINTS, _MEASURED, (_SYMMETRIC,), vocabulary=False),
+    "gptq-v2": Cell(_NO_ZERO_POINTS, _MEASURED, (_SYMMETRIC,), vocabulary=False),
+    "modelopt": Cell(_EVERY, _MEASURED),
+    "fp8": Cell(_EVERY, "read: quantization/fp8.py"),
+}
+_ONE_WIDTH = "one scheme for all layers of the decoder blocks"  # optimum does not read `dynamic`
+_OPTIMUM = "optimum finds no decoder blocks in it"
+_TRANSFORMERS: dict[str, Cell | str] = {
+    "bf16": Cell(_16_BITS, _LOADED, loader=("experts",)),
+    "compressed-tensors": Cell(
+        f"{_EVERY}; a quantized token embedding and experts by `vlmcompress.models.open_model`",
+        _LOADED,
+        needs=("transformers>=5.15", *_TENSORS),
+        instead={"zero_points": ("transformers>=5.15,<5.23", *_TENSORS)},
+        notes={
+            "zero_points": "transformers 5.23 and 5.24 load no zero points, but with "
+            "`quantization_config=CompressedTensorsConfig(dequantize=True)`, where one scheme is for all layers"
+        },
+        loader=("embeddings", "experts"),
+    ),
+    "awq": Cell(
+        "4 bits",
+        _LOADED,
+        (_PACKED_4,),
+        vocabulary=False,
+        experts=frozenset(),
+        needs=("transformers>=5.15", "gptqmodel", "accelerate"),
+    ),
+    **dict.fromkeys(
+        ("gptq", "gptq-v2"),
+        Cell(
+            _ONE_WIDTH,
+            _LOADED,
+            several=False,
+            vocabulary=False,
+            experts=frozenset(),
+            kept_layers=False,
+            needs=("transformers>=5.15", "gptqmodel", "optimum", "accelerate"),
+            lacking={
+                "Idefics3ForConditionalGeneration": _OPTIMUM,
+                "SmolVLMForConditionalGeneration": _OPTIMUM,
+            },
+        ),
+    ),
+    "modelopt": "it does not know ModelOpt's files, of which it loads codes without their scales",
+}
+_EXPERTS = frozenset({"Glm4vMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"})
+_GPTQMODEL = {
+    "awq": Cell("4 bits", _LOADED, (_PACKED_4,), vocabulary=False, experts=_EXPERTS),
+    **dict.fromkeys(("gptq", "gptq-v2"), Cell(_EVERY, _LOADED, vocabulary=False, experts=_EXPERTS)),
+}
+_READ_SGLANG = "read: srt/layers/quantization"
+_SGLANG = {
+    "bf16": Cell(_16_BITS, "read: srt/models"),
+    "compressed-tensors": Cell(
+        "4 and 8 bits, INT8, FP8 and NVFP4, with the token embedding in 16 bits",
+        _READ_SGLANG,
+        (
+            Numbers("int", (4, 8), activations=(None,)),
+            Numbers("int", (8,), ("channel", "tensor"), activations=(8,)),
+            Numbers("float", (8,), ("channel", "tensor", "block"), activations=(8,)),
+            Numbers("float", (4,), _NVFP4),
+        ),
+        vocabulary=False,
+    ),
+    "awq": Cell("4 bits", _READ_SGLANG, (_PACKED_4,), vocabulary=False),
+    **dict.fromkeys(("gptq", "gptq-v2"), Cell(_NO_ZERO_POINTS, _READ_SGLANG, (_SYMMETRIC,), vocabulary=False)),
+    "modelopt": Cell(
+        "FP8 with fixed scales, and NVFP4",
+        _READ_SGLANG,
+        (Numbers("float", (8,), ("tensor",), activations=(8,), dynamic=False), Numbers("float", (4,), _NVFP4)),
+    ),
+}
+_READ_LMDEPLOY = "read: turbomind"
+_LMDEPLOY = {
+    "bf16": Cell(_16_BITS, _READ_LMDEPLOY),
+    "compressed-tensors": Cell(
+        "4 bits in groups of 32 or 128, one scheme for all layers",
+        _READ_LMDEPLOY,
+        (Numbers("int", (4,), ("group",), (32, 128), (None,), packings=("pack-quantized",)),),
+        several=False,
+        first="group_0",
+        vocabulary=False,
+    ),
+    "awq": Cell("4 bits in groups of 128", _READ_LMDEPLOY, (Numbers("int", (4,), sizes=(128,)),), vocabulary=False),
+    "gptq": Cell(
+        "4 bits in groups of 128 without zero points",
+        _READ_LMDEPLOY,
+        (Numbers("int", (4,), sizes=(128,), symmetric=True),),
+        several=False,
+        vocabulary=False,
+    ),
+}
+_READ_TENSORRT = "read: models/quant_config_utils.py"
+_TENSORRT = {
+    "bf16": Cell(_16_BITS, _READ_TENSORRT),
+    "compressed-tensors": Cell(
+        "FP8 by row with dynamic activations, FP8 in blocks, and NVFP4",
+        _READ_TENSORRT,
+        (
+            Numbers("float", (8,), ("channel",), activations=(8,), dynamic=True),
+            Numbers("float", (8,), ("block",), activations=(8,)),
+            Numbers("float", (4,), _NVFP4, (16,), (4,)),
+        ),
+        whole=False,
+        vocabulary=False,
+    ),
+    "modelopt": Cell(_EVERY, _READ_TENSORRT),
+}
+_QWEN_VL = {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
+_QWEN3_VL = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
+_QWEN3_5 = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
+
+ENGINES: Mapping[str, Engine] = {
+    "vllm": Engine("vLLM", "0.32", _VLLM, reducers="served"),
+    "transformers": Engine(
+        "transformers",
+        "5.15 to 5.24",
+        _TRANSFORMERS,
+        other="it does not load the format {}",
+        reducers="attached",
+    ),
+    "gptqmodel": Engine(
+        "GPTQModel",
+        "7.7",
+        _GPTQMODEL,
+        other="it reads AWQ and GPTQ, not {}",
+        architectures=frozenset(
+            {
+                *("Gemma4ForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
+                *("Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration", *_EXPERTS),
+            }
+        ),
+        absent="it finds no weights of {} under the names that its files have",
+    ),
+    "sglang": Engine(
+        "SGLang",
+        "0.5.23",
+        _SGLANG,
+        architectures=frozenset(
+            {
+                *("LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
+                *(*_QWEN_VL, *_QWEN3_VL, *_QWEN3_5, "InternVLChatModel"),
+            }
+        ),
+    ),
+    "lmdeploy": Engine(
+        "LMDeploy",
+        "0.18.0",
+        _LMDEPLOY,
+        other="its TurboMind engine does not read the format {}",
+        architectures=frozenset(
+            {*_QWEN_VL, *_QWEN3_5, "InternVLForConditionalGeneration", "InternVLChatModel"},
+        ),
+        absent="its TurboMind engine does not know {}",
+    ),
+    "tensorrt-llm": Engine(
+        "TensorRT-LLM",
+        "of 2026",
+        _TENSORRT,
+        other="it is not known to read the format {} without building an engine",
+        architectures=frozenset(
+            {"LlavaNextForConditionalGeneration", "Gemma3ForConditionalGeneration", *_QWEN_VL, *_QWEN3_VL, *_QWEN3_5}
+        ),
+        absent="its PyTorch backend has no {} with images",
+    ),
+    "llamacpp": Engine(
+        "llama.cpp",
+        "of xllamacpp 2026.10",
+        {"gguf": Cell("all that is written", "run: tests/engines/test_llamacpp.py")},
+        other="it reads GGUF, not {}",
+        reducers="own",
+    ),
+    "openvino": Engine(
+        "OpenVINO GenAI",
+        "2026.4",
+        {"openvino": Cell("all that is written", "run: tests/engines/test_openvino.py")},
+        other="it reads graphs of its own, not {}",
+        reducers="own",
+    ),
+}
+"""The engines by name, in the order in which they are named to people."""

@@ -1,0 +1,283 @@
+"""A quantized checkpoint, ours or another tool's, read layer by layer: codes and scales as they are stored.
+
+The format is told by config.json's `quantization_config`, or by the file that some tools keep it in. Before any tensor is
+read, every one of a quantized layer has to be there in the shape that its scheme asks for, and every other one has to have its
+place in the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from vlmcompress import models
+from vlmcompress.export import auto_round
+from vlmcompress.export.formats import Reader
+from vlmcompress.export.write import Quantized
+from vlmcompress.models import FloatType, ModelSpec
+from vlmcompress.numerics import Scheme
+from vlmcompress.utils import tensor_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.registry import FORMATS
+from vlmcompress.utils.tensor_files import Entry, Spec
+
+_OPTIONAL = "g_idx"  # some writers leave it out where it says nothing
+_SCALES = ("scales", "weight_scale")
+_KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A quantized linear layer on disk.
+
+    Attributes:
+        prefix: its name on disk, with a dot at the end.
+        shape: `[out, in]` of its weight.
+        scheme: its number formats.
+        entries: local name -> where the tensor's bytes are.
+    """
+
+    prefix: str
+    shape: tuple[int, int]
+    scheme: Scheme
+    entries: Mapping[str, Entry]
+
+
+@dataclass(frozen=True)
+class Stored(Mapping[str, Quantized]):
+    """A quantized checkpoint: linear layer (memory name) -> weight, scheme, scale of static activations; read when asked.
+
+    Attributes:
+        path: its folder.
+        config: the content of config.json.
+        block: the format's config block.
+        format: the format's name; `reader` its module in `vlmcompress.export.formats`.
+        spec: the model's family; `meta_model` the unquantized model, shapes only.
+        layers: linear layer (memory name) -> how it is stored, for quantized ones.
+        names: memory name of a parameter -> its name on disk; that of a quantized weight is the one it would have.
+        kv_scales: attention module's name on disk, with a dot at the end -> scales of keys and of values.
+        entries: all tensors, in order.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    block: dict[str, Any]
+    format: str
+    reader: Reader
+    spec: ModelSpec
+    meta_model: PreTrainedModel
+    layers: dict[str, StoredLayer]
+    names: dict[str, str]
+    kv_scales: dict[str, tuple[Entry, Entry]]
+    entries: list[Entry]
+
+    @staticmethod
+    def of(path: Path) -> Stored:
+        """Open the quantized checkpoint in a folder.
+
+        Raises:
+            UserError: it is not quantized, of a format or family that is not read, damaged, or inconsistent.
+        """
+        config = models.read_config(path)
+        block = _block(path, config)
+        name, reader = _format(path, block)
+        try:
+            reader.check(block)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"quantization_config is none of {name} ({error}); restore it from the source") from error
+        spec = models.spec_for(config)
+        meta_model = models.build_meta_model(path)
+        entries = list(models.stored_tensors(path).values())
+        kv_scales = _kv_scales(entries, reader)
+        if not kv_scales and (
+            key := next((key for key in _KV_KEYS if (block.get("quantization") or block).get(key)), "")
+        ):
+            raise UserError(
+                f"quantization_config has {key}, and the checkpoint has no scales of keys and values; take it out of the "
+                "config where the weights alone are wanted"
+            )
+        cached = {entry.name for pair in kv_scales.values() for entry in pair}
+        layers = _layers(meta_model, spec, [e for e in entries if e.name not in cached], block, reader)
+        inside = {entry.name for layer in layers.values() for entry in layer.entries.values()}
+        plain = [entry.name for entry in entries if entry.name not in inside | cached]
+        names = models.disk_names(meta_model, [*plain, *(f"{layer.prefix}weight" for layer in layers.values())])
+        stored = Stored(path, config, block, name, reader, spec, meta_model, layers, names, kv_scales, entries)
+        _check_plain(stored)
+        return stored
+
+    @cached_property
+    def schemes(self) -> dict[str, Scheme]:
+        """Quantized linear layer (memory name) -> its scheme."""
+        return {name: layer.scheme for name, layer in self.layers.items()}
+
+    @cached_property
+    def float_type(self) -> FloatType:
+        """The type of the model's floating tensors, but for those of quantized layers."""
+        packed = {entry.name for layer in self.layers.values() for entry in layer.entries.values()}
+        plain = [entry.spec for entry in self.entries if entry.name not in packed]
+        return FloatType.of(self.config, plain, spec=self.spec, model=self.meta_model)
+
+    @cached_property
+    def scale_dtype(self) -> torch.dtype | None:
+        """The model's type where all scales are such numbers, whatever type they are stored in; else None: that type.
+
+        Engines load scales in the model's type, and transformers computes in the type it finds.
+        """
+        dtype = self.float_type.dtype
+        for layer in self.layers.values():
+            for scale in (layer.entries[local] for local in layer.entries if _is_scale(local, layer)):
+                value = tensor_files.read_tensor(scale)
+                if not torch.equal(value.to(dtype).float(), value.float()):
+                    return None
+        return dtype
+
+    def scale_type(self, name: str) -> str:
+        """safetensors' name of the type that a layer's scales have once they are read; known from headers."""
+        entries = self.layers[name].entries
+        stored = next(entries[local].spec.dtype for local in _SCALES if local in entries)
+        if self.scale_dtype is None or stored not in tensor_files.FLOATS:
+            return stored
+        return Spec.of(torch.empty(0, dtype=self.scale_dtype)).dtype
+
+    def __getitem__(self, name: str) -> Quantized:
+        layer = self.layers[name]
+        tensors = {local: tensor_files.read_tensor(entry) for local, entry in layer.entries.items()}
+        try:
+            weight, input_scale = self.reader.read(tensors, layer.scheme, layer.shape)
+        except UserError as error:
+            raise UserError(f"{layer.prefix}*: {error}") from error
+        if not weight.scale.float().isfinite().all():
+            raise UserError(f"{layer.prefix}* has a scale that is NaN or infinite; download the checkpoint again")
+        if self.scale_dtype and weight.scale.dtype.itemsize > 1:
+            weight = replace(weight, scale=weight.scale.to(self.scale_dtype))
+        return weight, layer.scheme, input_scale
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def _block(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The format's config block, of config.json or of the first file that has one."""
+    block = models.quantization_block(path, config)
+    if not block:
+        raise UserError(f"{path} is not quantized; give a quantized checkpoint, or quantize this one")
+    if not isinstance(block, dict):
+        raise UserError(f"quantization_config of {path / 'config.json'} is no JSON object; restore it from the source")
+    return auto_round.translated(block) if models.quantization_method(block) == auto_round.METHOD else block
+
+
+def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
+    """Name and module of the format that a config block is of."""
+    method = models.quantization_method(block)
+    versions = {block[key] for key in ("checkpoint_format", "format") if block.get(key)} if method == "gptq" else set()
+    if len(versions) > 1:
+        raise UserError(f"{path}: checkpoint_format and format differ in quantization_config; mend it")
+    if "gptq_v2" in versions:
+        method = "gptq-v2"
+    for name in FORMATS.names():
+        module = FORMATS.get(name)
+        if method == module.FORMAT and isinstance(module, Reader):
+            return name, module
+    read = ", ".join([auto_round.METHOD, *FORMATS.names()])
+    raise UserError(f"{path} has quantization of kind '{method}', which is not read; read are {read}")
+
+
+def _kv_scales(entries: list[Entry], reader: Reader) -> dict[str, tuple[Entry, Entry]]:
+    """Find the scales of an FP8 KV cache."""
+    if reader.KV_SCALES is None:
+        return {}
+    keys, values = reader.KV_SCALES
+    by_name = {entry.name: entry for entry in entries}
+    scales = {}
+    for name in by_name:
+        prefix = name.removesuffix(f".{keys}")
+        if prefix != name and f"{prefix}.{values}" in by_name:
+            scales[f"{prefix}."] = by_name[name], by_name[f"{prefix}.{values}"]
+    return scales
+
+
+def _layers(
+    meta_model: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: Reader
+) -> dict[str, StoredLayer]:
+    """Find the quantized linear layers, and check that their tensors are there in the right shapes."""
+    matrices, other_names = models.matrices(meta_model), getattr(reader, "OTHER_NAMES", {})
+    by_layer: dict[str, dict[str, Entry]] = {}
+    memory = models.memory_names(meta_model, [entry.name for entry in entries])
+    for entry in entries:
+        module, _, local = memory[entry.name].rpartition(".")
+        if module in matrices:
+            local, tensors = other_names.get(local, local), by_layer.setdefault(module, {})
+            if local in tensors:
+                raise UserError(
+                    f"tensors '{tensors[local].name}' and '{entry.name}' are the same by two names; remove one"
+                )
+            tensors[local] = entry
+    layers = {}
+    for module, tensors in by_layer.items():
+        prefixes = {entry.name.rpartition(".")[0] for entry in tensors.values()}
+        if len(prefixes) > 1:
+            raise UserError(f"the tensors of {module} stand under {' and '.join(sorted(prefixes))}; download again")
+        (prefix,) = prefixes
+        rows, columns = matrices[module].get_parameter("weight").shape
+        shape, names = (rows, columns), (module, prefix, spec.engine_name(module))
+        try:
+            scheme = reader.scheme_in(block, names, {local: entry.spec for local, entry in tensors.items()}, shape)
+            if scheme is not None:
+                _check_layer(prefix, tensors, reader.specs(scheme, *shape, "F16"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"layer {prefix}: config and tensors do not belong together ({error})") from error
+        if scheme is not None:
+            stored = {local: entry for local, entry in tensors.items() if local != "bias"}
+            layers[module] = StoredLayer(f"{prefix}.", shape, scheme, stored)
+    if not layers:
+        raise UserError(
+            "no linear layer is quantized as the config says; config.json and weights do not belong together"
+        )
+    return layers
+
+
+def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str, Spec]) -> None:
+    """Compare a quantized layer's tensors with those that its scheme requires; any float type does for scales."""
+    for local, spec in needed.items():
+        if local not in tensors:
+            if local == _OPTIONAL:
+                continue
+            raise UserError(f"checkpoint lacks tensor '{prefix}.{local}' of a quantized layer; download it again")
+        actual = tensors[local].spec
+        floats = actual.dtype in tensor_files.FLOATS and spec.dtype in tensor_files.FLOATS
+        sides = [[side for side in shape if side != 1] for shape in (actual.shape, spec.shape)]
+        if not (floats or actual.dtype == spec.dtype) or sides[0] != sides[1]:
+            raise UserError(
+                f"tensor '{tensors[local].name}' is {actual.dtype} {list(actual.shape)}, its scheme needs {spec.dtype} "
+                f"{list(spec.shape)}; download the checkpoint again"
+            )
+    if extra := sorted(tensors.keys() - needed.keys() - {"bias"}):
+        raise UserError(
+            f"tensor '{tensors[extra[0]].name}' has no place in a layer of this scheme; it cannot be converted"
+        )
+
+
+def _check_plain(stored: Stored) -> None:
+    """Compare the shapes of unquantized tensors with the model's."""
+    state, specs = stored.meta_model.state_dict(keep_vars=True), {entry.name: entry.spec for entry in stored.entries}
+    packed = {f"{name}.weight" for name in stored.layers}
+    for memory, disk in stored.names.items():
+        if memory not in packed and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
+            shapes = f"{list(specs[disk].shape)} on disk, {list(state[memory].shape)} in the model"
+            raise UserError(f"tensor '{disk}' has shape {shapes}; config.json and weights do not belong together")
+
+
+def _is_scale(local: str, layer: StoredLayer) -> bool:
+    return (
+        layer.entries[local].spec.dtype in tensor_files.FLOATS and "global" not in local and local != "weight_scale_2"
+    )

@@ -1,0 +1,125 @@
+"""Whether an engine with a tokenizer of its own reads texts as the model's tokenizer does.
+
+GGUF and OpenVINO hold the tokenizer in their engine's form, made of `tokenizer.json`. One that cuts texts otherwise makes other
+prompts than the model knows. Both tokenizers get a conversation by the chat template, special tokens, words from all of the
+vocabulary, and texts with digits, spaces, punctuation and other scripts. llama.cpp splits text by patterns of its own, which
+differ from published ones in a few scripts: a small share of differences is a warning, all else a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.models import load_processor, quiet
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import shortened
+
+WORDS, SPECIALS = 400, 150  # at most
+MOST = 0.05  # of words and texts, that may differ
+QUESTION, ANSWER, FURTHER = (
+    "How many people are on the platform at 10:45?",
+    "Three.",
+    "Is it (more or less) empty, then?",
+)
+TEXTS = (
+    "0 12 345 6789 1,234.56 10:45 3/4 50% x2",
+    "a  b   c",
+    " leading and trailing ",
+    "two\n\nlines\r\n\tand a tab \n",
+    "USER: what's this? ASSISTANT: It's a \"sign\" (yes/no); e.g. #1 - <b>50</b>...",
+    "I'm sure they'll, WE'RE not; HelloWorld, snake_case, a-b_c.d/e@f",
+    "def f(x): return [x**2 for x in range(10)] # ok",
+    "Zürich, naïve café, Straße; e\u0301 é € — “quoted”…",
+    "Ελλάδα, Привет, שלום, مرحبا, नमस्ते, สวัสดี",
+    "你好，世界。日本語のテキスト、한국어 텍스트",
+    "😀👍🏽 ∑∫≈ ½ ① \u200b\u00a0end",
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What an engine's tokenizer and the model's make of the same texts.
+
+    Attributes:
+        texts: how many were compared; 0 where the engine is not installed.
+        problem: why prompts would be others, in a line; None: they are not.
+        warning: what else differs; None: nothing.
+    """
+
+    texts: int = 0
+    problem: str | None = None
+    warning: str | None = None
+
+
+def compare(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Comparison:
+    """Compare the tokenizer of a format's engine with that of the model in a folder, or that was written into it.
+
+    Args:
+        exporter: a module of `vlmcompress.export.formats`; one whose engines read tokenizer.json has nothing to compare.
+        config: transformers' configuration with all defaults.
+    """
+    if not hasattr(exporter, "token_ids"):
+        return Comparison()
+    try:
+        with quiet():
+            processor = load_processor(folder)
+    except Exception:  # of many kinds; whatever loads the processor to use it says so
+        return Comparison()
+    prompts, others = samples(processor)
+    texts = [*prompts, *others]
+    try:
+        tokens = exporter.token_ids(folder, config, texts)
+    except UserError as error:
+        return Comparison(len(texts), str(error))
+    if tokens is None:
+        return Comparison()
+    differences = []
+    for text, theirs in zip(texts, tokens, strict=True):
+        ours = list(processor.tokenizer(text)["input_ids"])
+        if ours != theirs:
+            differences.append((text, _difference(text, ours, theirs)))
+    if not differences:
+        return Comparison(len(texts))
+    line = f"{exporter.TITLE} cuts {len(differences)} of {len(texts)} texts into other tokens: {differences[0][1]}"
+    if differences[0][0] in prompts or len(differences) > MOST * len(texts):
+        return Comparison(len(texts), f"{line}. The model would read other prompts: write compressed-tensors")
+    return Comparison(len(texts), warning=line)
+
+
+def samples(processor: Any) -> tuple[list[str], list[str]]:
+    """Texts to compare tokenizers by: prompts and special tokens, which every request has; words and other texts."""
+    tokenizer = processor.tokenizer
+    added = tokenizer.get_added_vocab()
+    words = sorted(set(tokenizer.get_vocab().values()) - set(added.values()))
+    decoded = [tokenizer.decode([index]) for index in words[:: len(words) // WORDS + 1]]
+    decoded = [word for word in decoded if word.strip() and not set(word) & {"\ufffd", "\0"}]  # what no text has
+    joined = [" ".join(decoded[start : start + 8]) for start in range(0, len(decoded), 8)]
+    return [*list(added)[:: len(added) // SPECIALS + 1], *_conversations(processor)], [*decoded, *joined, *TEXTS]
+
+
+def _conversations(processor: Any) -> list[str]:
+    """A prompt of one and of two questions as the chat template writes it; none where it takes no such."""
+    question, answer, further = ([{"type": "text", "text": text}] for text in (QUESTION, ANSWER, FURTHER))
+    first = [{"role": "user", "content": [{"type": "image"}, *question]}]
+    second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": further}]
+    prompts = []
+    for conversation in (first, second):
+        try:
+            prompts.append(processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+        except Exception:  # whatever a template raises; what calibrates or asks says so
+            continue
+    return prompts
+
+
+def _difference(text: str, ours: Sequence[int], theirs: Sequence[int]) -> str:
+    """Say where two lists of tokens differ first."""
+    at = next(
+        (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
+    )
+    parts = list(theirs[at : at + 4]), list(ours[at : at + 4])
+    return (
+        f"of {shortened(repr(text), 120)} it makes {parts[0]} from token {at + 1} on, the model's tokenizer {parts[1]}"
+    )

@@ -1,0 +1,422 @@
+"""Write the compressed checkpoint: the source folder with some tensors replaced.
+
+Nothing goes through transformers' saving: tensors that do not change are copied as bytes, under the names they had, so
+what an engine could read before it can read now; names that vLLM does not find are put right (`models.written_names`).
+The other files that belong to a model (tokenizer, processor, chat template, ...) are copied too. One layer is in memory
+at a time. Equal inputs give byte-identical files.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from vlmcompress.export import card, launch_files, manifest, tokenizers
+from vlmcompress.export.formats import Format, Parts, Writer
+from vlmcompress.export.manifest import MANIFEST
+from vlmcompress.models import (
+    Source,
+    left_out,
+    load_processor,
+    quiet,
+    read_config,
+    refuse_quantized,
+    stored_bytes,
+    untied,
+    without_lost_draft,
+)
+from vlmcompress.models.layer_names import Layers
+from vlmcompress.numerics import QTensor, Scheme
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.methods import TokenCounter
+from vlmcompress.utils import folders, tensor_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.model_folder import INDEX, companions
+from vlmcompress.utils.progress import phase, phase_seconds
+from vlmcompress.utils.tensor_files import Entry, Spec
+from vlmcompress.utils.text import parse_bytes
+
+Quantized = tuple[QTensor, Scheme, Tensor | None]
+"""A linear layer's weight, its scheme, the scale of static activations."""
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One tensor to write and where its bytes come from: a stored entry, a tensor, a function that makes one, or a part of a
+    quantized layer, as (module, local name)."""
+
+    name: str
+    spec: Spec
+    origin: Entry | Tensor | Callable[[], Tensor] | tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint consists of, besides the files that are copied.
+
+    Attributes:
+        tensors: in the order in which they are written.
+        quantized: linear layer -> weight, scheme, input scale. Each is read once, when its turn comes.
+        exporter: the format that is written; layers: what its config files say.
+        config: what config.json holds besides the format's block.
+        manifest: the manifest without sizes and hashes.
+        before: bytes of the original's tensors.
+        extra_files: name of a further file, or of one that differs from the source's -> bytes, or what is written as JSON.
+        memory: name of a tensor in the output -> memory name of the parameter.
+        family: name of the model's family.
+    """
+
+    tensors: list[OutputTensor]
+    quantized: Mapping[str, Quantized]
+    exporter: Writer
+    layers: Layers
+    config: dict
+    manifest: dict
+    before: int
+    extra_files: Mapping[str, Mapping | bytes]
+    memory: Mapping[str, str]
+    family: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A compressed checkpoint: the model that it is made from, and what it has in place of that model's tensors and settings.
+
+    Attributes:
+        source: the 16-bit model whose tensors are written where nothing else is said.
+        exporter: the format that is written, a module of `vlmcompress.export.formats`; layers: what its config files say.
+        manifest: what `manifest.build` returned; files and sizes are added when it is written.
+        quantized: linear layer (memory name) -> weight, scheme, input scale. Each key is read twice (layout, then data), so a
+            lazy mapping works.
+        changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
+        kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
+        reducer: the reducer of visual tokens that the checkpoint carries; None: none.
+        counter: computes how many tokens an image keeps, for a reducer that needs the number.
+        extra_files: as of `Content`.
+        settings: entries of config.json that differ from the source's.
+        original: folder of the checkpoint that the source was made from; None: the source's.
+        files: folder whose other files are copied; None: that of the original.
+    """
+
+    source: Source
+    exporter: Writer
+    layers: Layers
+    manifest: dict
+    quantized: Mapping[str, Quantized]
+    changed: Mapping[str, Tensor] = field(default_factory=dict)
+    kv_scales: Mapping[str, Tensor] = field(default_factory=dict)
+    reducer: ReducerChoice | None = None
+    counter: TokenCounter | None = None
+    extra_files: Mapping[str, Mapping | bytes] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    original: Path | None = None
+    files: Path | None = None
+
+
+def write(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    shard_size: str | int = "5GB",
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Write the folder `out`, which appears whole or not at all, and return its manifest.
+
+    Args:
+        shard_size: largest weight file, such as `5GB`.
+        overwrite: replace an existing `out` that we wrote, once the new one is whole.
+        progress: called with bytes written and bytes in all.
+    """
+    source, quantized = checkpoint.source, checkpoint.quantized
+    folders.check(source.path, out, overwrite=overwrite, mark=MANIFEST)
+    config = read_config(source.path, weights=False)
+    refuse_quantized(source.path, config)
+    tensors = plan_tensors(checkpoint)
+    names = [entry.name for entry in source.entries.values()]
+    config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **checkpoint.settings}
+    config = untied(config) if source.spec.lm_head in quantized else config  # such a head shares no weight
+    config = source.float_type.config(config)
+    if checkpoint.reducer:
+        config = reducer_block.write(config, checkpoint.reducer, checkpoint.counter)
+    original = checkpoint.original or source.path
+    content = Content(
+        tensors=tensors,
+        quantized=quantized,
+        exporter=checkpoint.exporter,
+        layers=checkpoint.layers,
+        config=config,
+        manifest=checkpoint.manifest,
+        before=stored_bytes(original),
+        extra_files=checkpoint.extra_files,
+        memory={source.written[parameter]: parameter for parameter in source.names},
+        family=source.spec.family,
+    )
+    return write_folder(original, out, content, files=checkpoint.files, shard_size=shard_size, progress=progress)
+
+
+def write_folder(
+    source: Path,
+    out: Path,
+    content: Content,
+    *,
+    files: Path | None = None,
+    shard_size: str | int,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Write `out`, which `folders.check` has allowed, with copies of the other files of `files` (None: `source`); return its
+    manifest."""
+    limit, warnings = parse_bytes(shard_size, "shard_size"), list[str]()
+    copied = [(file, place) for file, place in _other_files(files or source) if str(place) not in content.extra_files]
+    needed = sum(tensor.spec.nbytes for tensor in content.tensors)
+    folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))
+    with folders.new_folder(out) as tree:
+        configs = content.exporter.configs(content.layers)
+        block = configs.pop("config.json", None)
+        write_json(tree / "config.json", content.config | ({"quantization_config": block} if block else {}))
+        for name, file_content in {**configs, **content.extra_files}.items():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(file_content, bytes):
+                (tree / name).write_bytes(file_content)
+            else:
+                write_json(tree / name, dict(file_content))
+        for file, place in copied:
+            (tree / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, tree / place)
+        with phase("writing"):
+            if hasattr(content.exporter, "write_files"):
+                parts = _parts(tree, content, source.name)
+                after = content.exporter.write_files(tree, content.family, parts, progress)
+                tokens = tokenizers.compare(content.exporter, tree, parts.config)
+                if tokens.problem:
+                    raise UserError(tokens.problem)
+                warnings += [tokens.warning] if tokens.warning else []
+            else:
+                after = write_weights(tree, content.tensors, limit, content.quantized, content.exporter, progress)
+        size = {"weights_before": content.before, "weights_after": after}
+        record = content.manifest | {"size": size, "tensors": len(content.tensors), "timing": phase_seconds()}
+        record["warnings"] = [*record.get("warnings", ()), *warnings]
+        launch_files.write(tree, record, out.name)
+        (tree / card.CARD).write_text(card.render(record, tree, out.name), encoding="utf-8")
+        record["files"] = manifest.hash_files(tree)
+        write_json(tree / MANIFEST, record)
+    return record
+
+
+def _parts(tree: Path, content: Content, title: str) -> Parts:
+    """The content for a format with files of its own; `tree` holds the config and the processor that are written."""
+    with quiet():
+        config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False).to_dict()
+        processor = load_processor(tree, False)
+    plain = {content.memory.get(t.name, t.name): t for t in content.tensors if not isinstance(t.origin, tuple)}
+
+    def read(name: str) -> Tensor:
+        origin = plain[name].origin
+        if isinstance(origin, Entry):
+            return tensor_files.read_tensor(origin)
+        return origin() if callable(origin) else cast(Tensor, origin)
+
+    specs = {name: tensor.spec for name, tensor in plain.items()}
+    return Parts(specs, read, content.quantized, config, processor.image_processor.to_dict(), title)
+
+
+def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
+    """List the files to copy, with their place in the output; the source's model card is kept under another name."""
+    for place in companions(source):
+        yield source / place, Path(card.SOURCE_CARD) if str(place) == card.CARD else place
+
+
+def plan_tensors(checkpoint: Checkpoint) -> list[OutputTensor]:
+    """List what is written in place of each of the source's tensors."""
+    source, quantized, exporter = checkpoint.source, checkpoint.quantized, checkpoint.exporter
+    names, written, entries = source.names, source.written, list(source.entries.values())
+    layers = {names[f"{module}.weight"]: module for module in quantized}
+    values = {names[parameter]: value for parameter, value in checkpoint.changed.items()}
+    if overlap := layers.keys() & values.keys():
+        raise ValueError(f"both quantized and changed: {sorted(overlap)}")
+    tensors, renamed = list[OutputTensor](), {disk: written[memory] for memory, disk in names.items()}
+    memory = {disk: name for name, disk in names.items()}
+    unwanted, specs = left_out(names, [entry.name for entry in entries]), dict[str, Spec]()
+    for entry in entries:
+        name = renamed.get(entry.name, entry.name)
+        if name in unwanted:
+            continue
+        spec = source.float_type.spec(memory.get(entry.name, entry.name), entry.spec)
+        specs[entry.name] = spec
+        if entry.name in layers:
+            module = layers.pop(entry.name)
+            weight, scheme, _ = quantized[module]
+            if tuple(weight.q.shape) != spec.shape:
+                raise ValueError(f"{entry.name} is {spec.shape}, its quantized form {tuple(weight.q.shape)}")
+            prefix = name.removesuffix("weight")
+            rows, columns = weight.q.shape
+            for local, local_spec in exporter.specs(scheme, rows, columns, Spec.of(weight.scale).dtype).items():
+                tensors.append(OutputTensor(prefix + local, local_spec, (module, local)))
+        elif entry.name in values:
+            value = values.pop(entry.name)
+            if tuple(value.shape) != spec.shape:
+                raise ValueError(f"{entry.name} is {spec.shape}, its new value {tuple(value.shape)}")
+            tensors.append(OutputTensor(name, spec, value.to(tensor_files.DTYPES[spec.dtype])))
+        else:
+            tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
+    if layers or values:
+        raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
+    for module, scales in checkpoint.kv_scales.items():
+        # An attention module has no tensor of its own: its name is that of a layer below it, and so is the type, in which
+        # transformers computes attention.
+        below, sibling = next((name, disk) for name, disk in names.items() if name.startswith(f"{module}."))
+        prefix = written[below].removesuffix(below.removeprefix(f"{module}."))
+        stored = scales.to(tensor_files.DTYPES[specs[sibling].dtype])
+        for local, scale in zip(exporter.KV_SCALES or (), stored.reshape(2, 1), strict=True):
+            tensors.append(OutputTensor(prefix + local, Spec.of(scale), scale))
+    return tensors
+
+
+def cast_entry(entry: Entry, spec: Spec) -> Entry | Callable[[], Tensor]:
+    """A stored tensor in the type of `spec`: the entry itself, or a function that reads it. The latter raises `UserError` for
+    numbers that are too large for the type."""
+    if entry.spec.dtype == spec.dtype:
+        return entry
+
+    def make() -> Tensor:
+        stored = tensor_files.read_tensor(entry)
+        value = stored.to(tensor_files.DTYPES[spec.dtype])
+        if not torch.equal(value.isfinite(), stored.isfinite()):
+            raise UserError(
+                f"tensor '{entry.name}' has numbers too large for {value.dtype}; use --dtype bfloat16 or float32"
+            )
+        return value
+
+    return make
+
+
+def output_specs(
+    stored: Mapping[str, Spec],
+    schemes: Mapping[str, Scheme],
+    names: Mapping[str, str],
+    exporter: Format,
+    kv_layers: int,
+) -> dict[str, Spec]:
+    """List the type and shape of every tensor that will be written, under a name of its own: the exact size of the output.
+
+    Args:
+        stored: tensor name on disk -> type and shape, of the source.
+        schemes: quantized linear layer (memory name) -> its scheme.
+        names: memory name of a parameter -> its name on disk.
+        exporter: the format that is written.
+        kv_layers: number of attention modules that get scales of keys and values.
+    """
+    unwanted = left_out(names, stored)
+    specs = {name: spec for name, spec in stored.items() if name not in unwanted}
+    for name, scheme in schemes.items():
+        weight = specs.pop(names[f"{name}.weight"])
+        try:
+            rows, columns = weight.shape
+            layer = exporter.specs(scheme, rows, columns, weight.dtype)
+        except (UserError, ValueError):
+            continue  # a shape that the scheme cannot have; the plan reports it
+        specs |= {f"{name}:{local}": spec for local, spec in layer.items()}
+    dtype = next((stored[names[f"{name}.weight"]].dtype for name in schemes), "BF16")
+    return specs | {f"kv_cache:{i}": Spec(dtype, (2,)) for i in range(kv_layers)}
+
+
+def write_weights(
+    tree: Path,
+    tensors: list[OutputTensor],
+    limit: int,
+    quantized: Mapping[str, Quantized],
+    exporter: Writer,
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    """Write the weight files into the folder `tree`, with their index where there are several; return bytes of tensors.
+
+    Args:
+        limit: most bytes of a file.
+        quantized: linear layer -> what its tensors are made of; one layer is in memory at a time.
+        progress: called with bytes written and bytes in all.
+
+    Raises:
+        UserError: a value does not fit into the format.
+    """
+    by_name, total = {tensor.name: tensor for tensor in tensors}, sum(tensor.spec.nbytes for tensor in tensors)
+    if len(by_name) < len(tensors):
+        raise ValueError("two tensors of the output have the same name")
+    files = tensor_files.split(((tensor.name, tensor.spec) for tensor in tensors), limit)
+    file_names = tensor_files.shard_names(len(files))
+
+    @functools.lru_cache(maxsize=1)
+    def layer_tensors(module: str) -> dict[str, Tensor]:
+        try:
+            return exporter.tensors(*quantized[module])
+        except UserError as error:
+            raise UserError(f"{module}: {error}") from error
+
+    done = 0
+    for file_name, specs in zip(file_names, files, strict=True):
+        header, positions = tensor_files.layout(specs)
+        with (tree / file_name).open("wb") as file:
+            tensor_files.write_at(file.fileno(), header, 0)
+            for name, spec in specs.items():
+                _write_tensor(by_name[name], file.fileno(), positions[name], layer_tensors)
+                done += spec.nbytes
+                if progress:
+                    progress(done, total)
+    if len(files) > 1:
+        weight_map = {name: file_name for file_name, specs in zip(file_names, files, strict=True) for name in specs}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(tree / INDEX, index)
+    return total
+
+
+def _write_tensor(
+    tensor: OutputTensor, file: int, position: int, layer_tensors: Callable[[str], dict[str, Tensor]]
+) -> None:
+    origin = tensor.origin
+    if isinstance(origin, Entry):
+        tensor_files.copy_at(origin, file, position)
+        return
+    made = origin() if callable(origin) else origin
+    value = layer_tensors(made[0])[made[1]] if isinstance(made, tuple) else made
+    if Spec.of(value) != tensor.spec:
+        raise ValueError(f"{tensor.name}: planned as {tensor.spec}, made as {Spec.of(value)}")
+    tensor_files.write_at(file, tensor_files.to_bytes(value), position)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file as Hugging Face's libraries do: indented by two, not escaped."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def rename(folder: Path, name: str) -> None:
+    """Write launch files, card and manifest of the checkpoint in `folder` anew, for a folder called `name`.
+
+    Files are replaced and not changed in place, so that others to which they are linked stay as they are.
+
+    Raises:
+        UserError: the folder has no manifest that can be read.
+    """
+    record = manifest.read(folder)
+    record["recipe"] = record["recipe"] | {"out": name}
+    hashes = {
+        path: described
+        for path, described in record["files"].items()
+        if path != card.CARD and not path.startswith(f"{launch_files.FOLDER}/")  # these say the folder's name
+    }
+    launch_paths = launch_files.write(folder, record, name)
+    text = card.render(record, folder, name)
+    for path in (folder / card.CARD, folder / MANIFEST):
+        path.unlink(missing_ok=True)
+    (folder / card.CARD).write_text(text, encoding="utf-8")
+    for path in (*launch_paths, folder / card.CARD):
+        hashes[path.relative_to(folder).as_posix()] = manifest.hash_file(path)
+    write_json(folder / MANIFEST, record | {"files": dict(sorted(hashes.items()))})

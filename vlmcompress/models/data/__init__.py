@@ -1,0 +1,17 @@
+"""Samples: images and conversations, read from where they are and turned into model inputs with the modality of each token."""
+
+# ruff: noqa: F401  # what is imported here is what the package offers
+
+from vlmcompress.models.data.encode import encode, encode_prompt, encode_usable, render
+from vlmcompress.models.data.provenance import data_hash, provenance
+from vlmcompress.models.data.samples import Sample
+from vlmcompress.models.data.sources import (
+    Preview,
+    Reading,
+    Samples,
+    bundled,
+    load_mixed,
+    load_samples,
+    preview,
+    refuse_missing,
+)

@@ -1,0 +1,389 @@
+"""Turn samples into model inputs and tell the modality of each token.
+
+`encode` applies the model's chat template and processor to one sample at a time and adds `modality [1, tokens]` (uint8):
+
+    0  ignored: padding
+    1  text of the prompt: words, template, and the marks around and between the parts of an image
+    2  vision: placeholders that the model replaces with visual features
+    3  answer: where the model writes what the assistant's turns say: the token before each token of the turn, and before
+       the one that ends it
+
+So an answer begins with the prompt's last token, from whose output its first token is read, and the token that ends it is
+text: nothing is read from it, and no engine ever runs it. With answers of a word or two this decides everything that depends on
+gradients: in a demo model's upper blocks nine tenths of the squared gradient is at the prompt's last token.
+
+A token is vision when its id is one that the model's config names for images (`ModelSpec.image_token`) or for videos, for that
+is where the model puts features. Answers are found without knowing the template: the conversation is encoded once more with
+another text in the assistant's turn, and the turn's tokens are those in which the two differ. (Leaving the turn out would be
+no good: there are templates that write other things around a question once it is answered, and processors that cut an image
+into other tiles once a later turn brings another.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vlmcompress.models.data import video
+from vlmcompress.models.data.samples import Sample
+from vlmcompress.models.data.sources import PLAIN, Reading, refusal
+from vlmcompress.utils.errors import BadSample, UserError
+from vlmcompress.utils.messages import foreign_errors, reason
+from vlmcompress.utils.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from vlmcompress.models import VLM
+
+Turn = dict[str, Any]  # {"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}, ...]}
+Shown = dict[str, list[Any]]  # "image": images, "video": frames with their metadata, in the order of the conversation
+Inputs = dict[str, Tensor]
+IGNORED, TEXT, VISION, ANSWER = range(4)
+PIXELS = frozenset({"pixel_values", "pixel_values_videos"})  # inputs with what a sample shows
+MOST = 2 << 30
+"""Bytes of encoded samples that are kept; others are encoded on each access."""
+SKIPPED = 0.1
+"""The share of samples that a model may refuse in a calibration, whatever `Reading.skip_bad` says."""
+
+
+def encode(
+    samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None, progress: Progress = silent
+) -> list[Inputs]:
+    """Encode each sample with its answer as a batch of one: model inputs and the mask `modality [1, tokens]`.
+
+    Args:
+        max_length: refuse samples of more tokens; None: of more than the model's context. Nothing is truncated, as no
+            model reads half an image.
+        progress: called with (label, done, total).
+    """
+    batches, features = [], Features(vlm)
+    for sample in samples:
+        batches.append(_encode_one(sample, features, max_length))
+        progress("encoding samples", len(batches), len(samples))
+    return batches
+
+
+@dataclass(frozen=True)
+class Usable:
+    """Inputs of the samples that a model takes, the numbers of these, and what was skipped: name -> why."""
+
+    batches: list[Inputs]
+    numbers: list[int]
+    skipped: dict[str, str]
+
+
+def encode_usable(
+    samples: Sequence[Sample],
+    vlm: VLM,
+    source: str,
+    *,
+    max_length: int | None = None,
+    reading: Reading = PLAIN,
+    progress: Progress = silent,
+) -> Usable:
+    """Encode samples as `encode` does, without those that the model, its processor or its context does not take.
+
+    Args:
+        source: what messages call the place that the samples are from.
+
+    Raises:
+        UserError: more than `SKIPPED` of them, and more than may be skipped, are not taken; or something is wrong with all.
+    """
+    features = Features(vlm)
+    usable = Usable([], [], {})
+    for number, sample in enumerate(samples):
+        try:
+            usable.batches.append(_encode_one(sample, features, max_length))
+            usable.numbers.append(number)
+        except BadSample as error:
+            usable.skipped[sample.name] = str(error)
+        progress("encoding samples", number + 1, len(samples))
+    bad = len(usable.skipped)
+    many = bad > SKIPPED * len(samples) and not reading.allows(bad, len(samples))
+    if bad and (many or not usable.batches):
+        raise UserError(refusal(source, usable.skipped, len(samples), reading.skip_bad))
+    return usable
+
+
+def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
+    """Encode a sample without its answer: model inputs ready for `model.generate`."""
+    inputs = _process(sample, sample.prompt(), _shown(sample, vlm.processor), vlm, generation=True)
+    _check_vision(sample, inputs, Features(vlm))
+    return inputs
+
+
+def check_placeholders(vlm: VLM) -> None:
+    """Raise `UserError` where a setting of the processor makes it write other placeholders than the model has features."""
+    noise = torch.randint(0, 256, (200, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = Image.fromarray(noise.numpy())
+    with contextlib.suppress(BadSample):  # which says nothing about other images
+        encode_prompt(Sample("a test image", (image,), "What is shown?", origin="a test image"), vlm)
+
+
+class Features:
+    """A model's numbers of visual features, and what it raises for images that it cannot take; each shape is asked for once."""
+
+    def __init__(self, vlm: VLM):
+        self.vlm = vlm
+        self._results: dict[Any, int | str] = {}
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> int | str:
+        """The number of features that inputs bring; a text: why the model cannot take them."""
+        from vlmcompress import models  # which brings transformers along
+
+        key = models.visual_shape(self.vlm, inputs)
+        if key not in self._results:
+            try:
+                self._results[key] = models.visual_features(self.vlm, inputs)
+            except MemoryError:
+                raise
+            except Exception as error:  # whatever the model's code raises
+                self._results[key] = reason(error)
+        return self._results[key]
+
+
+def render(sample: Sample, processor: Any, *, answer: bool = False) -> str:
+    """Render the chat template, placeholders not yet repeated: the prompt up to the answer, or the whole conversation."""
+    return _render(sample, sample.conversation() if answer else sample.prompt(), processor, generation=not answer)
+
+
+def chat_template(processor: Any) -> str:
+    """The template of a processor, or of its tokenizer where only that has one."""
+    for owner in (processor, processor.tokenizer):
+        template = getattr(owner, "chat_template", None)
+        template = template.get("default") if isinstance(template, dict) else template
+        if template:
+            return template
+    raise UserError("the model has no chat template; copy chat_template.jinja of the original into its folder")
+
+
+def _encode_one(sample: Sample, features: Features, max_length: int | None) -> Inputs:
+    vlm = features.vlm
+    turns, shown = sample.conversation(), _shown(sample, vlm.processor)
+    inputs = _process(sample, turns, shown, vlm, generation=False)
+    length = inputs["input_ids"].shape[1]
+    context = getattr(vlm.model.config.get_text_config(), "max_position_embeddings", None) or length
+    limit = min(context, max_length or context)
+    if length > limit:
+        vision = int(_visual(inputs["input_ids"], vlm).sum())
+        what = "context" if limit == context else "max_length"
+        raise BadSample(
+            f"{sample.name} has {length} tokens ({vision} of them visual), more than the {what} of {limit}; "
+            f"shrink its {'videos' if sample.videos else 'images'}, shorten its text, or drop it"
+        )
+    _check_vision(sample, inputs, features)
+    inputs["modality"] = _modality(sample, turns, shown, inputs, vlm)
+    return inputs
+
+
+def _shown(sample: Sample, processor: Any) -> Shown:
+    """Decode what a sample shows, of videos the frames that the model gets."""
+    if sample.videos:
+        video.check(processor, sample.name, bool(sample.images))
+    return {"image": list(sample.images), "video": [shown.frames(processor) for shown in sample.videos]}
+
+
+def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bool) -> str:
+    """Apply the chat template as text, and check that it shows the images, the videos and the texts."""
+    marks = {"image": processor.image_token, "video": processor.video_token if sample.videos else None}
+    questions = [p["text"] for t in turns if t["role"] == "user" for p in t["content"] if p["type"] == "text"]
+    for kind, mark in marks.items():
+        if mark and any(mark in text for text in questions):
+            raise BadSample(f"{sample.name}: its text contains '{mark}', this model's mark for {kind}s; remove it")
+    template = chat_template(processor)
+    with foreign_errors(f"{sample.name}: the chat template refuses it", kind=BadSample):
+        text = processor.apply_chat_template(turns, chat_template=template, add_generation_prompt=generation)
+    for kind, mark in marks.items():
+        count = sum(part["type"] == kind for turn in turns for part in turn["content"])
+        if mark and text.count(mark) != count:
+            raise UserError(
+                f"{sample.name}: the model's chat template shows {text.count(mark)} of {count} {kind}s; "
+                "it has to take OpenAI-style content lists"
+            )
+    if any(part.strip() not in text for part in questions) or "{'type':" in text:
+        raise UserError(f"{sample.name}: the chat template does not show its text; it has to take content lists")
+    return text
+
+
+def _process(sample: Sample, turns: list[Turn], shown: Shown, vlm: VLM, *, generation: bool) -> Inputs:
+    """Model inputs of some of a sample's turns: chat template and processor, with what is shown in the order of the turns."""
+    processor = vlm.processor
+    _render(sample, turns, processor, generation=generation)
+    rest = {"image": iter(shown["image"]), "video": (frames for frames, _ in shown["video"])}
+    content = [
+        {
+            **turn,
+            "content": [{**p, p["type"]: next(rest[p["type"]])} if p["type"] in rest else p for p in turn["content"]],
+        }
+        for turn in turns
+    ]
+    try:
+        with foreign_errors(f"{sample.name}: the model's processor refuses it", "; drop it", BadSample):
+            inputs = processor.apply_chat_template(
+                content,
+                chat_template=chat_template(processor),
+                add_generation_prompt=generation,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                processor_kwargs=video.arguments(shown["video"]),
+            )
+    except BadSample as error:
+        if remedy := _wrong_settings(vlm):
+            raise UserError(f"{str(error).removesuffix('; drop it')}; {remedy}") from error
+        raise
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+def _check_vision(sample: Sample, inputs: Inputs, features: Features) -> None:
+    """Check that ids are those of rows of the embedding, and that there are as many placeholders as visual features."""
+    vlm, ids = features.vlm, inputs["input_ids"]
+    visual = _visual(ids, vlm)
+    placeholders, pictures = int(visual.sum()), len(sample.images) + len(sample.videos)
+    if bool(placeholders) != bool(pictures):
+        raise UserError(
+            f"{sample.name}: {placeholders} placeholder tokens for {pictures} images or videos; {_image_token_remedy(ids, vlm)}"
+        )
+    embeddings: Any = vlm.model.get_input_embeddings()
+    rows = embeddings.num_embeddings
+    if (largest := int(ids.masked_fill(visual, 0).max())) >= rows:
+        raise UserError(
+            f"{sample.name}: the tokenizer gives id {largest}, and the model's embedding has {rows} rows; tokenizer and "
+            "config.json do not belong together"
+        )
+    if not pictures:
+        return
+    grids = [inputs[name].prod(-1).sum() for name in ("image_grid_thw", "video_grid_thw") if name in inputs]
+    merged = vlm.processor.image_processor.merge_size**2 if len(grids) == 2 else 1
+    if len(grids) == 2 and (ids == _image_token_id(vlm)).sum() != grids[0] // merged:
+        raise BadSample(
+            f"{sample.name} shows images and a video, which {type(vlm.processor).__name__} marks alike; give one of the two"
+        )
+    count = features(inputs)
+    what = "videos" if sample.videos else "image" if pictures == 1 else "images"
+    if isinstance(count, str):
+        raise BadSample(f"{sample.name}: the model cannot take its {what} ({count}); drop it")
+    if count != placeholders:
+        problem = f"{sample.name}: {placeholders} placeholder tokens for {count} visual features"
+        if remedy := _wrong_settings(vlm):
+            raise UserError(f"{problem}; {remedy}")
+        raise BadSample(f"{problem}; processor files and config.json do not belong together, or its {what} is too odd")
+
+
+def _wrong_settings(vlm: VLM) -> str | None:
+    from vlmcompress import models  # which brings transformers along
+
+    return models.wrong_settings(vlm)
+
+
+def _image_token_remedy(ids: Tensor, vlm: VLM) -> str:
+    """What to do about a prompt with an image in which the placeholder that config.json names does not occur."""
+    key, expected = vlm.spec.image_token, _image_token_id(vlm)
+    for owner in (vlm.processor.tokenizer, vlm.processor):
+        token = getattr(owner, "image_token_id", None)
+        if isinstance(token, int) and token != expected and (ids == token).any():
+            return f"the processor writes {token}, config.json's {key} is {expected}; set {key} to {token}"
+    return "processor files and config.json do not belong together"
+
+
+def _modality(sample: Sample, turns: list[Turn], shown: Shown, inputs: Inputs, vlm: VLM) -> Tensor:
+    """The mask [1, tokens] that the module docstring describes."""
+    ids = inputs["input_ids"][0]
+    mask = torch.full_like(ids, TEXT, dtype=torch.uint8)
+    for index, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            start, end = _answer_span(sample, turns, index, shown, ids, vlm)
+            mask[start - 1 : end - 1] = ANSWER
+    if sample.answer and sample.answer.strip() and not (mask == ANSWER).any():
+        raise UserError(f"{sample.name}: the model's chat template does not show the answer; check the template")
+    mask[_visual(ids, vlm)] = VISION
+    if "attention_mask" in inputs:
+        mask[inputs["attention_mask"][0] == 0] = IGNORED
+    return mask[None]
+
+
+def _answer_span(sample: Sample, turns: list[Turn], index: int, shown: Shown, ids: Tensor, vlm: VLM) -> tuple[int, int]:
+    """First position and end, in `ids [tokens]`, of the text of turn `index` with the end-of-turn token that follows it."""
+    text = "".join(part["text"] for part in turns[index]["content"] if part["type"] == "text")
+    other = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in text)
+    altered = [*turns[:index], {**turns[index], "content": [{"type": "text", "text": other}]}, *turns[index + 1 :]]
+    changed = _process(sample, altered, shown, vlm, generation=False)["input_ids"][0]
+    start = _agreement(ids, changed)
+    end = len(ids) - min(_agreement(ids.flip(0), changed.flip(0)), len(ids) - start)
+    if start == len(ids) == len(changed):
+        return 0, 0  # the template does not show this turn
+    ends = _end_ids(vlm)
+    for position in range(end, len(ids)):
+        if int(ids[position]) in ends:
+            return start, position + 1
+        if vlm.processor.tokenizer.decode(ids[position : position + 1]).strip():
+            break
+    return start, end
+
+
+def _agreement(a: Tensor, b: Tensor) -> int:
+    """Length of the longest common prefix of two sequences of ids."""
+    shorter = min(len(a), len(b))
+    differ = (a[:shorter] != b[:shorter]).nonzero()
+    return int(differ[0]) if len(differ) else shorter
+
+
+def _end_ids(vlm: VLM) -> set[int]:
+    """Token ids at which generation stops: those of the model's two configs and of its tokenizer."""
+    end_ids = {vlm.processor.tokenizer.eos_token_id}
+    for config in (vlm.model.generation_config, vlm.model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        end_ids |= set(ids) if isinstance(ids, list) else {ids}
+    return end_ids - {None}
+
+
+def _visual(ids: Tensor, vlm: VLM) -> Tensor:
+    """Where ids stand for features of images or videos."""
+    video_ids = [getattr(vlm.model.config, name, None) for name in ("video_token_id", "video_token_index")]
+    return torch.isin(ids, ids.new_tensor([_image_token_id(vlm), *filter(None, video_ids)]))
+
+
+def _image_token_id(vlm: VLM) -> int:
+    return getattr(vlm.model.config, vlm.spec.image_token)
+
+
+class Encoded(Sequence[Inputs]):
+    """The inputs of samples, as `encode` makes them, encoded on access, as those of a long run do not all fit into memory.
+
+    Args:
+        max_length: see `encode`.
+        most: bytes of inputs that are kept in memory.
+    """
+
+    def __init__(self, samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None, most: int = MOST) -> None:
+        self._samples, self._features, self._max_length = samples, Features(vlm), max_length
+        self._room, self._kept = most, dict[int, Inputs]()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @overload
+    def __getitem__(self, index: int) -> Inputs: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Inputs]: ...
+    def __getitem__(self, index: int | slice) -> Inputs | list[Inputs]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        if index < 0 or index >= len(self):
+            raise IndexError(index)
+        inputs = self._kept.get(index)
+        if inputs is None:
+            inputs = _encode_one(self._samples[index], self._features, self._max_length)
+            size = sum(value.nbytes for value in inputs.values())
+            if size <= self._room:
+                self._room -= size
+                self._kept[index] = inputs
+        return inputs
+
+    def __iter__(self) -> Iterator[Inputs]:
+        return (self[index] for index in range(len(self)))

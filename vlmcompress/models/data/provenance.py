@@ -1,0 +1,132 @@
+"""Facts about calibration data for the manifest: enough to tell whether two runs saw the same data.
+
+The hash covers what the model sees, decoded pixels and texts in order (of a video the file), and nothing about where they were
+stored: moving the folder, or converting PNG to lossless WebP, leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, chat_template
+from vlmcompress.models.data.samples import Sample
+from vlmcompress.models.data.sources import skipped_lines
+from vlmcompress.utils import hub
+
+
+def provenance(
+    samples: Sequence[Sample],
+    batches: Sequence[dict[str, Tensor]],
+    source: str | Path,
+    *,
+    seed: int | None = None,
+    processor: Any = None,
+    text: tuple[Sequence[Sample], str | Path] | None = None,
+    requested: int | None = None,
+    skipped: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Describe calibration data, ready for JSON.
+
+    Args:
+        samples: the samples with images, from `load_samples`.
+        batches: all samples as `encode` made them, those of text alone included.
+        source: where the samples came from; the last part of the path is kept, or an id on the Hub with its commit.
+        seed: the seed by which the samples were chosen.
+        processor: the processor whose chat template's hash is recorded.
+        text: the mixed-in samples of text alone, and where they came from; `sha256` does not cover them.
+        requested: how many samples the recipe asks for; recorded where there are fewer.
+        skipped: samples that were left out: name -> why.
+
+    In the result `images` counts different images (and `videos`, where there are some, videos), whatever the number of samples
+    that show each; `prompts` counts the samples whose question is one of ours, as the data had none.
+    """
+    sha256, images = _hashed(samples)
+    facts: dict[str, Any] = {
+        **_source(source),
+        "sha256": sha256,
+        "samples": len(batches),
+        "images": images,
+        **token_counts(batches),
+    }
+    if videos := {video.digest() for sample in samples for video in sample.videos}:
+        facts["videos"] = len(videos)
+    if text is not None:
+        facts["text"] = {**_source(text[1]), "sha256": data_hash(text[0]), "samples": len(text[0])}
+    if requested is not None and len(batches) < requested:
+        facts["asked"] = requested
+    if skipped:
+        facts["skipped"] = dict(skipped)
+    if prompts := Counter(sample.question for sample in samples if sample.prompted):
+        facts["prompts"] = dict(sorted(prompts.items()))
+    if seed is not None:
+        facts["seed"] = seed
+    if processor is not None:
+        facts["chat_template_sha256"] = hashlib.sha256(chat_template(processor).encode()).hexdigest()
+    return facts
+
+
+def notes(facts: dict[str, Any]) -> list[str]:
+    """Notes for the user about the data that `provenance` described, a line each."""
+    lines = []
+    if "asked" in facts:
+        lines.append(f"{facts['source']} has {facts['samples']} samples, {facts['asked']} were asked for; all are used")
+    lines += unseen(facts)
+    if prompts := facts.get("prompts"):
+        like = f"'{next(iter(prompts))}'"
+        many = f"one of {len(prompts)} prompts, like {like}" if len(prompts) > 1 else f"the prompt {like}"
+        lines.append(f"{facts['source']} has images without questions; each gets {many}")
+    return lines
+
+
+def left_out(facts: Mapping[str, Any]) -> list[str]:
+    """The notes about samples that were skipped, a line each; of many the first ones."""
+    return skipped_lines(facts.get("skipped", {}))
+
+
+def unseen(facts: Mapping[str, Any]) -> list[str]:
+    """The note about data without any image or video; empty for data with one."""
+    if facts["images"] or facts.get("videos"):
+        return []
+    return [f"no sample of {facts['source']} shows an image, so the model is calibrated on text alone; name images"]
+
+
+def _source(path: str | Path) -> dict[str, str]:
+    return hub.identity(path) or {"source": Path(path).name}
+
+
+def token_counts(batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+    """Count tokens: `tokens` by modality, and `visual_share`, the share of visual ones."""
+    counts = torch.zeros(4, dtype=torch.long)
+    for batch in batches:
+        counts += batch["modality"].flatten().long().bincount(minlength=4).cpu()
+    tokens = {"text": int(counts[TEXT]), "vision": int(counts[VISION]), "answer": int(counts[ANSWER])}
+    total = sum(tokens.values())
+    return {"tokens": tokens, "visual_share": round(tokens["vision"] / total, 4) if total else 0.0}
+
+
+def data_hash(samples: Sequence[Sample]) -> str:
+    """SHA-256 over the images' RGB pixels and the conversations of all samples, in order."""
+    return _hashed(samples)[0]
+
+
+def _hashed(samples: Sequence[Sample]) -> tuple[str, int]:
+    """`data_hash`, and the number of images that differ in size or pixels."""
+    digest, images = hashlib.sha256(), set()
+    for sample in samples:
+        text = json.dumps(sample.conversation(), sort_keys=True).encode()
+        digest.update(f"{len(text)}:".encode() + text)
+        for image in sample.images:
+            content = f"{image.width}x{image.height}:".encode() + image.tobytes()
+            digest.update(content)
+            images.add(hashlib.sha256(content).digest())
+        for video in sample.videos:
+            digest.update(b"video:" + video.digest())
+    return digest.hexdigest(), len(images)

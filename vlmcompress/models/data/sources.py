@@ -1,0 +1,558 @@
+"""Read calibration or evaluation samples from a folder of images, JSON lines, parquet, a saved data set, or the Hub.
+
+Selection: of the rows, the `samples` with the smallest SHA-256 of `seed:id` are taken, in that order. With ids in the
+data the choice does not depend on the order of rows, and adding rows replaces only some of the chosen. A row without
+`id` goes by its number (a file in a folder by its path within it), a repeated id by id and number.
+
+Only chosen rows have their images decoded. A row that cannot be used is never left out silently: all of them are named, in one
+error or, as far as `Reading.skip_bad` goes, in notes; then the next rows of the choice take their places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.models.data import layouts
+from vlmcompress.models.data.samples import SUFFIXES, LazyImages, Sample, to_sample
+from vlmcompress.utils import hub, json_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note, reason
+
+log = logging.getLogger(__name__)
+
+PROMPTS = (
+    "Describe this image in detail.",
+    "What is shown in this image?",
+    "What text can be read in this image?",
+    "List the objects in this image and say where each of them is.",
+    "How many people or things are there in this image, and what are they doing?",
+    "What colours and shapes stand out in this image?",
+    "What would somebody ask about this image? Ask and answer.",
+    "Is this a photo, a drawing, a chart or a document? Explain how you can tell.",
+)
+LINE = 64 << 20
+"""The most characters of a line of JSON: some images in base64."""
+DECODED = 64 << 20
+"""Bytes of image files that a preview decodes; of others it reads the headers."""
+_LARGE = 256 << 20  # bytes of JSON that take some seconds to read
+_FIRST = 8  # rows that a preview reads of a table with images in it
+_NAMED = 20  # bad rows that a message or notes name
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of a source are read.
+
+    Attributes:
+        columns: field (of `layouts.FIELDS`) -> the column that it is read from.
+        skip_bad: how many of the rows may be skipped as they cannot be used: below 1 a share, else a number.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    skip_bad: float = 0
+
+    @classmethod
+    def of(cls, settings: Any) -> Reading:
+        """The reading that the `calibrate` settings of a recipe ask for."""
+        return cls(settings.columns, settings.skip_bad)
+
+    def allows(self, bad: int, total: int) -> bool:
+        """Whether so many bad rows of so many may be skipped."""
+        return bad <= (self.skip_bad * total if self.skip_bad < 1 else self.skip_bad)
+
+
+PLAIN = Reading()
+"""Columns by their common names, and no bad row."""
+
+
+class Samples(list[Sample]):
+    """Samples, and the rows that were skipped: the row's name -> why."""
+
+    def __init__(self, samples: Iterable[Sample] = (), skipped: Mapping[str, str] | None = None):
+        super().__init__(samples)
+        self.skipped = dict(skipped or {})
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of samples, of which only the chosen rows are read."""
+
+    name: str
+    folder: Path
+    columns: tuple[str, ...]
+    ids: list[Any]  # one per row; None where the data has none
+    rows: Callable[[list[int]], list[dict[str, Any]]]  # indices, ascending -> those rows
+    row_name: Callable[[int], str]
+    prompted: bool = False  # whether the questions are some of `PROMPTS`
+    captioned: bool = False  # whether they are about captions, `layouts.CAPTIONED`
+    broken: Mapping[int, str] = field(default_factory=dict)  # index of what is no row -> why
+
+    @cached_property
+    def identities(self) -> list[str]:
+        """A unique id of each row."""
+        return _unique(self.ids)
+
+    def prompt(self, index: int) -> str | None:
+        """Our question for a row; None where the data have questions."""
+        if not self.prompted:
+            return None
+        if self.captioned:
+            return layouts.CAPTIONED
+        return PROMPTS[hashlib.sha256(self.identities[index].encode()).digest()[0] % len(PROMPTS)]
+
+
+def load_samples(
+    source: str | Path,
+    *,
+    samples: int | None,
+    seed: int,
+    check_images: bool = True,
+    text: bool = False,
+    answered: bool = False,
+    reading: Reading = PLAIN,
+) -> Samples:
+    """Read and choose samples.
+
+    Args:
+        source: folder of images, `.jsonl` / `.json` / `.parquet` file, folder written by `Dataset.save_to_disk`, or an id on
+            the Hub (see `hub.local`).
+        samples: how many to take; all where there are fewer. None: all, in the source's order.
+        seed: decides which samples are chosen, as the module says.
+        check_images: decode the images of the chosen rows now, so that a broken one is named before a long run.
+        text: no sample may have an image; a column `text` stands for a question where there is none.
+        answered: each sample must have an answer.
+    """
+    path = hub.local(source, "dataset")
+    table = _open(path, reading.columns, text, answered)
+    rows = _Rows(table, reading, text, answered, _check if check_images else lambda _: 0)
+    loaded = rows.chosen(_order(table, path, samples, seed), samples)
+    for line in skipped_lines(loaded.skipped):
+        note(line)
+    return loaded
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The number of samples that `load_samples` would give, and the first of them.
+
+    Attributes:
+        count: number of samples.
+        samples: the first of them; all where rows can be read without images.
+        decoded: how many samples had their images decoded; of others that have some the headers alone were read.
+    """
+
+    count: int
+    samples: list[Sample]
+    decoded: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether `samples` are all that `load_samples` would give."""
+        return len(self.samples) == self.count
+
+    @property
+    def text(self) -> str:
+        """How much of the data was read."""
+        if not self.whole:
+            return f"the first {len(self.samples)} rows were read"
+        pictured = sum(bool(sample.images) for sample in self.samples)
+        images = " and images" if self.decoded == pictured else f" and the images of {self.decoded}"
+        return f"all rows{images if pictured else ''} were read"
+
+
+def preview(
+    source: str | Path, *, samples: int, seed: int, text: bool = False, reading: Reading = PLAIN
+) -> Preview | None:
+    """Read rows as `load_samples` does and open their images; `DECODED` bytes of them are decoded.
+
+    Of tables that hold the images themselves only the first rows are read. None: the data would have to be fetched, or are JSON
+    of more than `_LARGE` bytes.
+
+    Raises:
+        UserError: as `load_samples`, as far as it was looked.
+    """
+    if hub.parse(source, "dataset") is not None:
+        return None
+    path = Path(source)
+    binary = path.suffix.lower() == ".parquet" or (path / "dataset_info.json").is_file()
+    if path.is_file() and not binary and path.stat().st_size > _LARGE:
+        return None
+    table = _open(path, reading.columns, text)
+    room, decoded = [DECODED], [0]
+
+    def look(sample: Sample) -> None:
+        fits = room[0] > 0
+        room[0] -= _check(sample, decode=fits)
+        decoded[0] += fits and bool(sample.images)
+
+    order = _order(table, path, samples, seed)
+    looked_at = _Rows(table, reading, text, False, look).chosen(order, min(samples, _FIRST) if binary else samples)
+    count = min(samples, len(order)) if binary else len(looked_at)
+    return Preview(count, looked_at, decoded[0])
+
+
+def _order(table: _Table, path: Path, samples: int | None, seed: int) -> list[int]:
+    """The numbers of all rows in the order in which they are taken: that of hashes, or the table's if `samples` is None."""
+    if samples is not None and samples < 1:
+        raise UserError(f"samples is {samples}; take at least 1")
+    if not table.ids:
+        raise UserError(f"{path} has no samples; give data with at least one row")
+    return _choose(table.identities, None if samples is None else len(table.ids), seed)
+
+
+def _check(sample: Sample, decode: bool = True) -> int:
+    """Open or decode a sample's images; returns the bytes of their files."""
+    return sample.images.check(decode) if isinstance(sample.images, LazyImages) else 0
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a table as samples; see `load_samples`. `look` raises `UserError` for a sample whose images are bad."""
+
+    table: _Table
+    reading: Reading
+    text: bool
+    answered: bool
+    look: Callable[[Sample], Any]
+
+    def chosen(self, order: list[int], samples: int | None) -> Samples:
+        """The first `samples` usable ones in an order of rows, or all.
+
+        Raises:
+            UserError: more of them are bad than may be skipped; it names them in the order of the table.
+        """
+        bad = dict(self.table.broken)
+        good: dict[int, Sample] = {}
+        rest = [index for index in order if index not in bad]
+        room = len(rest) if samples is None else samples
+        while batch := rest[: room - len(good)]:
+            rest = rest[len(batch) :] if self.reading.skip_bad else []
+            rows = dict(zip(sorted(batch), self.table.rows(sorted(batch)), strict=True))
+            for index in batch:
+                try:
+                    good[index] = self._sample(index, rows[index])
+                except UserError as error:
+                    bad[index] = " ".join(str(error).split())  # which may quote the row
+        total = len(good) + len(bad)
+        if bad and not self.reading.allows(len(bad), total):  # whoever mends rows is to know of bad images as well
+            late = undecodable(good.values())
+            bad |= {index: late[sample.name] for index, sample in good.items() if sample.name in late}
+        if bad:
+            names = {self._name(index): bad[index] for index in sorted(bad)}
+            if not self.reading.allows(len(bad), total) or not good:
+                raise UserError(refusal(self.table.name, names, total, self.reading.skip_bad))
+            return Samples(good.values(), names)
+        return Samples(good.values())
+
+    def _name(self, index: int) -> str:
+        return f"{self.table.name} {self.table.row_name(index)}".strip()
+
+    def _sample(self, index: int, row: dict[str, Any]) -> Sample:
+        table, name = self.table, self._name(index)
+        identity, raw = table.identities[index], table.ids[index]
+        prompt = table.prompt(index)
+        fields = layouts.standard(row, self.reading.columns, prompt)
+        if self.text and fields.get("question") is None:
+            fields["question"] = row.get("text")
+        sample = to_sample(fields, identity, origin=name, folder=table.folder)
+        sample = replace(sample, prompted=prompt is not None, row_id=None if raw is None or raw == "" else str(raw))
+        if self.text and sample.visual:
+            raise UserError(f"{name} shows an image; give a file of text alone, images belong into the data")
+        if self.answered and not (sample.answer or "").strip():
+            raise UserError(f"{name} has no answer, so nothing can be scored; give every row an `answer`")
+        self.look(sample)
+        return sample
+
+
+def undecodable(samples: Iterable[Sample]) -> dict[str, str]:
+    """Those of some samples that have an image which cannot be decoded: name -> why."""
+    bad = {}
+    for sample in samples:
+        try:
+            _check(sample)
+        except UserError as error:
+            bad[sample.name] = str(error)
+    return bad
+
+
+def refusal(source: str, bad: Mapping[str, str], total: int, skip_bad: float = 0) -> str:
+    """The message that samples of a source cannot be used.
+
+    Args:
+        bad: name of each -> the message about it, which begins with the name.
+        total: how many there are, with them.
+        skip_bad: what may be skipped, see `Reading`.
+    """
+    lines = list(bad.values())
+    if len(lines) == 1 and not skip_bad:
+        return lines[0]
+    allowed = f", more than skip_bad {skip_bad:g} allows" if skip_bad else ""
+    reasons: dict[str, list[str]] = {}
+    for name, line in bad.items():
+        what = line.removeprefix(name).lstrip(": ").partition("; ")[0]
+        reasons.setdefault(what, []).append(name.removeprefix(source).strip() or name)
+    parts = []
+    for what, names in list(reasons.items())[:_NAMED]:
+        rest = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+        parts.append(f"{', '.join(names[:_NAMED])}{rest}: {what}")
+    parts += [f"and {len(reasons) - _NAMED} others"] if len(reasons) > _NAMED else []
+    remedy = f"mend or drop them, or skip them with --skip-bad {len(bad)}" if len(bad) < total else "mend them"
+    return f"{source}: {len(bad)} of {total} samples cannot be used{allowed}: {'; '.join(parts)}; {remedy}"
+
+
+def skipped_lines(bad: Mapping[str, str]) -> list[str]:
+    """Notes about samples that are skipped; arguments as of `refusal`."""
+    lines = [f"skipped: {line.removesuffix('; drop it')}" for line in bad.values()]
+    return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"skipped: {len(lines) - _NAMED} others"]
+
+
+def bundled(model_path: str | Path, split: str) -> Path | None:
+    """The data that ships beside a demo model: `<model>/../data/<what follows demo- in its name>/<split>.parquet`."""
+    model = Path(model_path).resolve()
+    if not model.name.startswith("demo-"):
+        return None
+    path = model.parent / "data" / model.name.removeprefix("demo-") / f"{split}.parquet"
+    return path if path.is_file() else None
+
+
+def _choose(identities: list[str], samples: int | None, seed: int) -> list[int]:
+    """Choose rows by the smallest hashes of `seed:id`; returns row numbers in that order. `samples` None: all in order."""
+    if samples is None:
+        return list(range(len(identities)))
+    order = sorted((hashlib.sha256(f"{seed}:{name}".encode()).digest(), i) for i, name in enumerate(identities))
+    return [index for _, index in order[:samples]]
+
+
+def _unique(ids: list[Any]) -> list[str]:
+    """Make unique ids as text: the 1-based row number where an id is missing, id and row number where it repeats."""
+    names = [_printable(str(number if value is None else value)) for number, value in enumerate(ids, 1)]
+    count = Counter(names)
+    return [name if count[name] == 1 else f"{name}#{number}" for number, name in enumerate(names, 1)]
+
+
+def _open(path: Path, columns: Mapping[str, str], text: bool = False, answered: bool = False) -> _Table:
+    """Open the data in `path` as a table with the columns that samples are made of."""
+    table = _read(path, columns, answered)
+    if table.prompted and answered:
+        raise UserError(
+            f"{path} is a folder of images, without answers to score; give a file with questions and answers"
+        )
+    if not table.ids or table.prompted:
+        return table
+    if fault := layouts.problem(table.columns, columns, text):
+        raise UserError(f"{path} {fault}")
+    prompted = None if text else layouts.prompted(table.columns, columns)
+    if prompted == "prompts" and answered:
+        listed = ", ".join(sorted(table.columns))
+        raise UserError(
+            f"{path} needs columns question and answer; found: {listed}; name them by --columns question=A,answer=B"
+        )
+    return replace(table, prompted=prompted is not None, captioned=prompted == "captions")
+
+
+def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
+    try:
+        if path.is_dir():
+            saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+            return _saved_dataset(path, columns) if saved else _folder(path)
+        refuse_missing(path, answered)
+        if path.stat().st_size == 0:
+            raise UserError(f"{path} is empty; give data with at least one row")
+        readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
+        if path.suffix.lower() not in readers:
+            raise UserError(f"{path} is not .jsonl, .json or .parquet; give one of these or a folder of images")
+        return readers[path.suffix.lower()](path, columns)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); check the path and permissions") from error
+
+
+def refuse_missing(path: Path, answered: bool = False) -> None:
+    """Raise `UserError` if nothing exists at `path`. `answered`: a folder of images, which has no answers, would not do."""
+    if not path.exists():
+        what = "a .jsonl or .parquet file with answers" if answered else "a folder of images, a .jsonl or .parquet file"
+        raise UserError(f"{path} does not exist; give {what}, or a data set")
+
+
+def _folder(path: Path) -> _Table:
+    """Open the images of a folder and its subfolders, hidden ones left out, each with one of `PROMPTS` as its question."""
+    images: list[Path] = []
+    others: Counter[str] = Counter()
+    for folder, subfolders, files in os.walk(path):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for file in sorted(name for name in files if not name.startswith(".")):
+            if Path(file).suffix.lower() in SUFFIXES:
+                images.append(Path(folder, file).relative_to(path))
+            else:
+                others[Path(file).suffix.lower() or "no suffix"] += 1
+    kinds = ", ".join(sorted(others))
+    if not images:
+        tables = sorted({".jsonl", ".json", ".parquet"} & set(others))
+        hint = f"name its {' or '.join(tables)} file to use that" if tables else "give a folder with .jpg or .png files"
+        raise UserError(f"{path} has no images{f', only {kinds}' if kinds else ''}; {hint}")
+    if others:
+        log.warning("%s: %d files that are not images are ignored (%s)", path.name, others.total(), kinds)
+    names = [_printable(image.as_posix()) for image in images]
+
+    def rows(indices: list[int]) -> list[dict[str, Any]]:
+        return [{"image": images[index].as_posix()} for index in indices]
+
+    return _Table(path.name, path, ("image",), list(names), rows, lambda index: names[index], True)
+
+
+def _printable(name: str) -> str:
+    """A name in which bytes that are no UTF-8, which file names may have, stand as text."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _json_lines(path: Path, columns: Mapping[str, str]) -> _Table:
+    rows, numbers, broken = list[Any](), list[int](), dict[int, str]()
+    for number, line in enumerate(_decode(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        row: Any = {}
+        try:
+            if len(line) > LINE:
+                raise ValueError(f"it has {len(line):,} characters, more than {LINE:,}")
+            row = json_files.parse(line)
+        except ValueError as error:
+            broken[len(rows)] = f"{path.name} line {number} is not valid JSON ({error}); write one object per line"
+        rows.append(row)
+        numbers.append(number)
+    return _json_table(path, rows, lambda index: f"line {numbers[index]}", columns, broken)
+
+
+def _json_list(path: Path, columns: Mapping[str, str]) -> _Table:
+    try:
+        rows = json_files.parse(_decode(path))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); one object per line belongs in a .jsonl file") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{path} holds a {type(rows).__name__}, not a list of rows")
+    return _json_table(path, rows, lambda index: f"row {index + 1}", columns, {})
+
+
+def _decode(path: Path) -> str:
+    try:
+        return json_files.read_text(path, encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    except json_files.Unreadable as error:
+        raise UserError(f"{path} cannot be read: {error}; give a file of rows") from error
+
+
+def _json_table(
+    path: Path, rows: list[Any], row_name: Callable[[int], str], columns: Mapping[str, str], broken: dict[int, str]
+) -> _Table:
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            what = f"{path.name} {row_name(index)} is a {type(row).__name__}"
+            broken[index], rows[index] = f"{what}, not an object with named columns; write one, or drop it", {}
+    names = dict.fromkeys(key for row in rows for key in row)
+    if len(broken) == len(rows) and rows:
+        raise UserError(refusal(path.name, {f"{path.name} {row_name(i)}": why for i, why in broken.items()}, len(rows)))
+    ids = [row.get(columns.get("id", "id")) for row in rows]
+    return _Table(
+        path.name,
+        path.parent,
+        tuple(names),
+        ids,
+        lambda chosen: [rows[index] for index in chosen],
+        row_name,
+        broken=broken,
+    )
+
+
+def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(
+            f"reading {path} needs pyarrow; pip install '.[compress]' in the checkout of vlmcompress"
+        ) from error
+    try:
+        file = pq.ParquetFile(path)
+        names = tuple(file.schema_arrow.names)
+        count, key = file.metadata.num_rows, columns.get("id", "id")
+        ids = file.read(columns=[key])[key].to_pylist() if key in names else [None] * count
+    except pa.ArrowException as error:
+        raise UserError(f"{path} is not readable parquet ({reason(error)}); write it again") from error
+
+    def rows(indices: list[int]) -> list[dict[str, Any]]:
+        """Read row group by row group, so that no more than one is in memory."""
+        readable = layouts.read_of(names, columns)
+        taken: list[dict[str, Any]] = []
+        start = 0
+        for group in range(file.metadata.num_row_groups):
+            end = start + file.metadata.row_group(group).num_rows
+            if local := [index - start for index in indices if start <= index < end]:
+                try:
+                    taken += file.read_row_group(group, columns=readable).take(local).to_pylist()
+                except (pa.ArrowException, OSError) as error:
+                    raise UserError(f"{path} row group {group} is damaged ({reason(error)})") from error
+            start = end
+        return taken
+
+    return _Table(path.name, path.parent, names, ids, rows, lambda index: f"row {index + 1}")
+
+
+def _saved_dataset(path: Path, columns: Mapping[str, str]) -> _Table:
+    """Open a folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"reading {path} needs datasets; pip install '.[compress]' in the checkout of vlmcompress"
+        ) from error
+    try:
+        data = datasets.load_from_disk(str(path))
+    except Exception as error:  # whatever arrow, json or the library raise on a damaged folder
+        raise UserError(f"{path} is not a readable saved data set ({reason(error)})") from error
+    if isinstance(data, datasets.DatasetDict):
+        raise UserError(f"{path} has the splits {', '.join(sorted(data))}; name one, e.g. {path / sorted(data)[0]}")
+    for name, feature in data.features.items():
+        if (encoded := _undecoded(feature, datasets)) != feature:
+            data = data.cast_column(name, encoded)
+    key = columns.get("id", "id")
+    ids = list(data[key]) if key in data.column_names else [None] * len(data)
+
+    def rows(indices: list[int]) -> list[dict[str, Any]]:
+        return [data[index] for index in indices]
+
+    return _Table(path.name, path, tuple(data.column_names), ids, rows, lambda index: f"row {index + 1}")
+
+
+def _undecoded(feature: Any, datasets: Any) -> Any:
+    """A `datasets` feature that gives the file of an image or video instead of its pixels, which are decoded later."""
+    if isinstance(feature, datasets.Image | datasets.Video):
+        return type(feature)(decode=False)
+    if isinstance(feature, datasets.List):
+        return datasets.List(_undecoded(feature.feature, datasets))
+    return feature
+
+
+def load_mixed(
+    source: str | Path, text: str | Path | None, *, samples: int, seed: int, reading: Reading = PLAIN
+) -> tuple[Samples, Samples]:
+    """Load `samples` samples of `source`; or, if `text` names a file of samples without images, half from each.
+
+    LUQ (arXiv 2509.23729) mixes as many text tokens as multimodal ones. Here the numbers of samples are equal, so that
+    images stay whole. `reading.columns` are those of `source`.
+    """
+    if text is None:
+        return load_samples(source, samples=samples, seed=seed, reading=reading), Samples()
+    if samples < 2:
+        raise UserError(f"calibrate.samples is {samples}; with calibrate.text take at least 2")
+    plain = Reading(skip_bad=reading.skip_bad)
+    pictured = load_samples(source, samples=samples // 2, seed=seed, reading=reading)
+    texts = load_samples(text, samples=samples // 2, seed=seed, text=True, reading=plain)
+    count = min(len(pictured), len(texts))
+    return Samples(pictured[:count], pictured.skipped), Samples(texts[:count], texts.skipped)

@@ -1,0 +1,186 @@
+"""Videos of samples, whose frames are decoded when a processor has said which of them the model gets.
+
+A processor that has a rate or a number of frames (Qwen3-VL: 2 a second) chooses them by its own `sample_frames`. One that has
+neither is used as vLLM 0.32 does (`multimodal/video.py`): where it has bounds for their number, as in Qwen2-VL and Qwen2.5-VL,
+by its rule at 2 a second, which is Qwen's own rate; else (LLaVA-OneVision, InternVL) it gets 32 at equal distances, or all of
+a shorter video. A list of images is a video that somebody has sampled already, and all of it is shown. Sizes are the
+processor's affair.
+
+Files are decoded by OpenCV, vLLM's default as well, through `transformers.video_utils.load_video`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vlmcompress.utils.errors import BadSample, UserError
+from vlmcompress.utils.messages import reason
+
+RATE, FRAMES = 2.0, 32
+"""Frames of a second, or of a whole video, where the model's processor names neither: as in vLLM."""
+MOST = 4 << 30
+"""The most bytes that a video's chosen frames may take."""
+
+
+def check(processor: Any, name: str, images: bool) -> None:
+    """Raise `BadSample` where a model's processor takes no videos, or none beside images.
+
+    Args:
+        name: what messages call the sample that shows one.
+        images: whether it shows images, too.
+    """
+    kind, video_processor = type(processor).__name__, getattr(processor, "video_processor", None)
+    if video_processor is None or not getattr(processor, "video_token", None):
+        raise BadSample(f"{name} shows a video, which {kind} does not take; give images in its place")
+    if images and {*video_processor.model_input_names} & {*processor.image_processor.model_input_names}:
+        raise BadSample(
+            f"{name} shows images and a video, of which {kind} would keep the video alone; give one of the two"
+        )
+
+
+def refuse(samples: Iterable[Any]) -> None:
+    """Raise `BadSample` if one of the samples, which a reducer is to see, shows a video."""
+    for sample in samples:
+        if sample.videos:
+            raise BadSample(
+                f"{sample.name} shows a video, and reducers learn and are calibrated from images; drop the row"
+            )
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video that is not decoded yet.
+
+    Attributes:
+        source: path or content of a file, or its frames.
+        origin: what messages call the sample.
+    """
+
+    source: bytes | Path | Sequence[Image.Image]
+    origin: str
+
+    @property
+    def name(self) -> str:
+        """The video's name in messages."""
+        return f"{self.origin}: video '{self.source}'" if isinstance(self.source, Path) else f"{self.origin}: video"
+
+    def frames(self, processor: Any) -> tuple[np.ndarray, Any]:
+        """The frames that a model gets, `[frames, height, width, 3]` in RGB, and their `VideoMetadata`."""
+        if isinstance(self.source, Path):
+            return self._decoded(self.source, processor.video_processor)
+        if isinstance(self.source, bytes):
+            with tempfile.TemporaryDirectory(prefix="vlmcompress-video-") as folder:
+                return self._decoded(self.save(Path(folder)), processor.video_processor)
+        from transformers.video_utils import VideoMetadata
+
+        images = [np.asarray(image) for image in self.source]
+        if len({image.shape for image in images}) != 1:
+            raise BadSample(f"{self.name} has {len(images)} frames, not of one size; give images of one size")
+        height, width, _ = images[0].shape
+        indices = list(range(len(images)))
+        return np.stack(images), VideoMetadata(len(images), width=width, height=height, frames_indices=indices)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the file, or of the frames' pixels."""
+        if isinstance(self.source, bytes):
+            return hashlib.sha256(self.source).digest()
+        if isinstance(self.source, Path):
+            try:
+                return _file_digest(self.source, self.source.stat().st_mtime_ns)
+            except OSError as error:
+                raise BadSample(f"{self.name} cannot be read ({error.strerror}); give a video file") from error
+        digest = hashlib.sha256()
+        for image in self.source:
+            digest.update(f"{image.width}x{image.height}:".encode() + image.tobytes())
+        return digest.digest()
+
+    def save(self, folder: Path) -> Path:
+        """A file of the video in `folder`, for engines, named by its content; a link to the original where that can be."""
+        if not isinstance(self.source, bytes | Path):
+            raise BadSample(f"{self.name} is a list of frames, and engines are given files; give a video file")
+        suffix = self.source.suffix if isinstance(self.source, Path) else ".mp4"  # OpenCV looks at the content
+        file = folder / f"{self.digest().hex()[:32]}{suffix}"
+        if not file.exists():
+            if isinstance(self.source, bytes):
+                file.write_bytes(self.source)
+            else:
+                try:
+                    os.link(self.source.resolve(), file)
+                except OSError:  # another file system
+                    shutil.copyfile(self.source, file)
+        return file
+
+    def _decoded(self, path: Path, video_processor: Any) -> tuple[np.ndarray, Any]:
+        from transformers.video_utils import load_video
+
+        if importlib.util.find_spec("cv2") is None:
+            raise UserError(
+                f"{self.name}: decoding a video needs OpenCV; pip install '.[video]' in the checkout of vlmcompress, or "
+                "give its frames as a list of images"
+            )
+        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong with a file is said below
+        location: Any = str(path)  # transformers' annotation leaves paths out
+        chosen: list[np.ndarray] = []
+
+        def indices(metadata: Any, **_: Any) -> np.ndarray:
+            chosen[:] = [_chosen(metadata, video_processor)]
+            size = len(chosen[0]) * metadata.width * metadata.height * 3
+            if size > MOST:
+                raise BadSample(
+                    f"{self.name}: {len(chosen[0])} frames of {metadata.width}x{metadata.height} take "
+                    f"{size / 2**30:.0f} GiB, more than {MOST >> 30}; make the video smaller"
+                )
+            return np.unique(chosen[0])
+
+        try:
+            frames, metadata = load_video(location, backend="opencv", sample_indices_fn=indices)
+            places = np.searchsorted(metadata.frames_indices, chosen[0])  # a processor may show a frame twice
+            metadata.frames_indices = chosen[0].tolist()
+            return frames[places], metadata
+        except UserError:
+            raise
+        except Exception as error:  # decoders and processors raise anything on damaged files
+            raise BadSample(
+                f"{self.name} cannot be decoded ({reason(error)}); write it again, or drop the row"
+            ) from error
+
+
+@functools.lru_cache
+def _file_digest(path: Path, changed: int) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _chosen(metadata: Any, video_processor: Any) -> np.ndarray:
+    """Numbers of the frames that a model gets of a video, ascending."""
+    if metadata.total_num_frames < 1:
+        raise ValueError("OpenCV finds no frame in it")
+    total = metadata.total_num_frames
+    settings = {name: getattr(video_processor, name, None) for name in video_processor.valid_kwargs.__annotations__}
+    if settings.get("fps") is None and settings.get("num_frames") is None:
+        if settings.get("max_frames") is None:
+            return np.linspace(0, total - 1, min(FRAMES, total), dtype=int)
+        settings["fps"] = RATE
+    if settings.get("num_frames") is not None:  # transformers refuses a video that has fewer
+        settings["num_frames"] = min(settings["num_frames"], total)
+    indices = np.asarray(video_processor.sample_frames(metadata=metadata, **settings), dtype=int)
+    return indices.clip(max=total - 1)  # its steps of 32 bits may end behind the last frame
+
+
+def arguments(decoded: Sequence[tuple[np.ndarray, Any]]) -> dict[str, Any]:
+    """What a processor needs beside the frames of videos: that they are sampled already, and from where."""
+    if not decoded:
+        return {}
+    return {"do_sample_frames": False, "video_metadata": [metadata for _, metadata in decoded]}

@@ -1,0 +1,75 @@
+"""Gemma 3: SigLIP tower, one-matrix projector, Gemma decoder.
+
+Its norms compute `x * (1 + weight)`, and each block has four of them: the MLP reads `pre_feedforward_layernorm`, while
+`post_attention_layernorm` and `post_feedforward_layernorm` act on a branch's output and can absorb nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+from vlmcompress.models._images import Layout, Piece
+from vlmcompress.models._spec import (
+    ATTENTION_OUT,
+    CLIP,
+    DOWN,
+    LLAVA_ENGINE,
+    LLAVA_MAPPER,
+    QKV,
+    LinearGroup,
+    ModelSpec,
+)
+
+
+def layout(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Layout of Gemma 3: the image resized to a square whatever its shape (pan and scan is off unless a call asks for it)."""
+    n = math.isqrt(processor.image_seq_length)
+    return Layout((Piece.whole(n, n, width, height),))
+
+
+def placeholders(config: Any) -> dict[str, Any]:
+    """Settings of Gemma 3's processor."""
+    return {"image_seq_length": config.mm_tokens_per_image}
+
+
+def image_processor(config: Any) -> Any:
+    """Nothing: `layout` reads no setting of it."""
+    return SimpleNamespace()
+
+
+def token_side(config: Any) -> int:
+    """A mean of patches."""
+    vision = config.vision_config
+    return vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image)
+
+
+SPEC = ModelSpec(
+    family="gemma3",
+    model_types=("gemma3",),
+    layers="model.language_model.layers",
+    groups=(
+        QKV,
+        ATTENTION_OUT,
+        LinearGroup("gate_up", ("mlp.gate_proj", "mlp.up_proj"), ("pre_feedforward_layernorm",), fused=True),
+        DOWN,
+    ),
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    vision_layers="model.vision_tower.encoder.layers",
+    vision_groups=CLIP,
+    image_token="image_token_index",
+    layout=layout,
+    placeholders=placeholders,
+    image_processor=image_processor,
+    token_side=token_side,
+    visual_grid="tiles",
+    vision_joint=("self_attn", "layer_norm2"),
+    merging_towers=(("siglip_vision_model", "full"),),
+    mixed_blocks="attention in windows, and both ways within an image",
+    norm_offset=1.0,
+    engine_prefixes=LLAVA_ENGINE,
+    engine_mapper=LLAVA_MAPPER,
+    hub_prefixes=LLAVA_ENGINE,
+)

@@ -1,0 +1,82 @@
+"""InternVL 2.5, 3 and 3.5 in transformers' form (`-HF` checkpoints): InternViT, pixel shuffle, Qwen2, Qwen3 or Llama decoder.
+
+The original checkpoints (`internvl_chat`) bring their model along as Python code and are not supported.
+
+vLLM 0.32 builds this tower without a quantization config, so none of it can be quantized.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+from vlmcompress.models._images import ImageSetting, Layout, side_length, square_patches
+from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, ModelSpec
+
+
+def layout(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Layout of InternVL: tiles in the best fitting arrangement, then the whole image."""
+    from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+    images_of = processor.image_processor
+    tile = (images_of.size["height"], images_of.size["width"])
+    across, down = get_optimal_tiled_canvas((height, width), tile, images_of.min_patches, images_of.max_patches)
+    return Layout.of_tiles(math.isqrt(processor.image_seq_length), across, down, width, height)
+
+
+def placeholders(config: Any) -> dict[str, Any]:
+    """Settings of InternVL's processor."""
+    return {"image_seq_length": int(square_patches(config.vision_config) * config.downsample_ratio**2)}
+
+
+def sizes(processor: Any) -> list[ImageSetting]:
+    """Settings of InternVL: the most tiles of an image; from two on the whole image is added."""
+    images_of, each = processor.image_processor, processor.image_seq_length
+    settings = [
+        ImageSetting(each * (count + (count > 1)), {"max_patches": count})
+        for count in range(max(1, images_of.min_patches), images_of.max_patches)
+    ]
+    return [*settings, ImageSetting(each * (images_of.max_patches + (images_of.max_patches > 1)))]
+
+
+def image_processor(config: Any) -> Any:
+    """The tiles of published checkpoints, at most twelve."""
+    edge = side_length(config.vision_config.image_size)
+    return SimpleNamespace(size={"height": edge, "width": edge}, min_patches=1, max_patches=12)
+
+
+def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, int, int]:
+    """Frames of one tile each."""
+    edge = math.isqrt(int(processor.image_seq_length))
+    return frames, edge, edge
+
+
+def token_side(config: Any) -> int:
+    """Pixel shuffle."""
+    return round(1 / config.downsample_ratio)
+
+
+SPEC = ModelSpec(
+    family="internvl",
+    model_types=("internvl",),
+    layers="model.language_model.layers",
+    groups=LLAMA,
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    vision_layers="model.vision_tower.encoder.layer",
+    vision_groups=(),
+    image_token="image_token_id",
+    layout=layout,
+    placeholders=placeholders,
+    image_processor=image_processor,
+    sizes=sizes,
+    video=video,
+    token_side=token_side,
+    visual_grid="tiles",
+    vision_joint=("attention", "layernorm_after"),
+    merging_towers=(("internvl_vision", "default"),),
+    engine_prefixes=LLAVA_MAPPER,
+    engine_mapper=LLAVA_MAPPER,
+    hub_prefixes=LLAVA_MAPPER,
+)

@@ -1,0 +1,62 @@
+"""Mistral Small 3 and Ministral 3: Pixtral tower at native resolution, patch merger, Mistral or Ministral 3 decoder.
+
+A token that shows nothing ends each row of the image's tokens; it is one of the text's, not a placeholder.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import attrgetter
+from typing import Any
+
+from vlmcompress.models._images import ImageSetting, Layout, Piece
+from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, LinearGroup, ModelSpec
+
+
+def layout(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Layout of Mistral 3: one grid in the image's own shape, scaled down only where a side is too long."""
+    unit = processor.patch_size * processor.spatial_merge_size
+    ratio = max(1.0, max(width, height) / processor.image_processor.size["longest_edge"])
+    columns, rows = ((math.floor(side / ratio) - 1) // unit + 1 for side in (width, height))
+    return Layout((Piece.whole(rows, columns, width, height),))
+
+
+def placeholders(config: Any) -> dict[str, Any]:
+    """Settings of Mistral 3's processor."""
+    return {"patch_size": config.vision_config.patch_size, "spatial_merge_size": config.spatial_merge_size}
+
+
+def sizes(processor: Any) -> list[ImageSetting]:
+    """Settings of Mistral 3: the longer side of an image."""
+    unit = processor.patch_size * processor.spatial_merge_size
+    most = processor.image_processor.size["longest_edge"] // unit
+    smaller = [ImageSetting(side**2, {"size": {"longest_edge": side * unit}}) for side in range(1, most)]
+    return [*smaller, ImageSetting(most**2)]
+
+
+SPEC = ModelSpec(
+    family="mistral3",
+    model_types=("mistral3",),
+    layers="model.language_model.layers",
+    groups=LLAMA,
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    vision_layers="model.vision_tower.transformer.layers",
+    vision_groups=(
+        LinearGroup(
+            "qkv", ("attention.q_proj", "attention.k_proj", "attention.v_proj"), ("attention_norm",), fused=True
+        ),
+        LinearGroup("o", ("attention.o_proj",), ("attention.v_proj",), "linear"),
+        LinearGroup("gate_up", ("feed_forward.gate_proj", "feed_forward.up_proj"), ("ffn_norm",), fused=True),
+        LinearGroup("down", ("feed_forward.down_proj",), ("feed_forward.up_proj",), "linear"),
+    ),
+    image_token="image_token_index",
+    layout=layout,
+    placeholders=placeholders,
+    sizes=sizes,
+    token_side=attrgetter("spatial_merge_size"),
+    engine_prefixes=LLAVA_MAPPER,
+    engine_mapper=(*LLAVA_MAPPER, ("model", "language_model.model")),
+    hub_prefixes=LLAVA_MAPPER,
+    tool_calls=("mistral", "[TOOL_CALLS]"),
+)

@@ -1,0 +1,51 @@
+"""Qwen3-VL: ViT whose early features enter the first decoder layers (deepstack), Qwen3 decoder, interleaved M-RoPE.
+
+The deepstack mergers are projectors: they stay as they are, even where the tower's blocks are quantized.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from vlmcompress.models._spec import LLAMA, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
+from vlmcompress.models.families import qwen2_vl
+
+
+def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, int, int]:
+    """Pairs of frames, all frames together resized to a number of pixels."""
+    from transformers.models.qwen3_vl import video_processing_qwen3_vl
+
+    settings = qwen2_vl.video_settings(processor, video_processing_qwen3_vl.Qwen3VLVideoProcessor)
+    unit, limits = settings.patch_size * settings.merge_size, settings.size
+    sides = video_processing_qwen3_vl.smart_resize(
+        num_frames=frames, height=height, width=width, factor=unit, min_pixels=limits["shortest_edge"],
+        max_pixels=limits["longest_edge"], temporal_factor=settings.temporal_patch_size,
+    )  # fmt: skip
+    return math.ceil(frames / 2), sides[0] // unit, sides[1] // unit
+
+
+SPEC = ModelSpec(
+    family="qwen3-vl",
+    model_types=("qwen3_vl",),
+    layers="model.language_model.layers",
+    groups=LLAMA,
+    vision=("model.visual",),
+    projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
+    vision_layers="model.visual.blocks",
+    vision_groups=QWEN3_TOWER,
+    vision_attention="attn",
+    image_token="image_token_id",
+    layout=qwen2_vl.layout,
+    placeholders=qwen2_vl.placeholders,
+    image_processor=qwen2_vl.image_processor,
+    sizes=qwen2_vl.sizes,
+    video=video,
+    token_side=qwen2_vl.SPEC.token_side,
+    tower_blocks="Qwen3",
+    positions="mrope",
+    visual_grid="thw",
+    engine_prefixes=QWEN_ENGINE,
+    engine_mapper=QWEN_ENGINE,
+    tool_calls=("hermes", "<tool_call>"),
+)

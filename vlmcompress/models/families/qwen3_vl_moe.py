@@ -1,0 +1,25 @@
+"""Qwen3-VL with a mixture of experts: the dense model's tower and attention, and in most blocks experts behind a router.
+
+The norm before the experts takes no scale in: it feeds the router, which stays in 16 bits, and all experts, each of which would
+want a scale of its own. (In the few blocks without experts it could; they are smoothed there as in the dense model.) Within an
+expert the rows of `up_proj` can be divided for `down_proj`. Published checkpoints hold the experts of a block as two tensors,
+`[experts, in, out]`. Weights of a token's experts sum to one; vLLM fails on a config that does not say so, and transformers 5
+writes none that does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vlmcompress.models._spec import EXPERT_GROUPS, LLAMA
+from vlmcompress.models.families import qwen3_vl
+
+SPEC = replace(
+    qwen3_vl.SPEC,
+    family="qwen3-vl-moe",
+    model_types=("qwen3_vl_moe",),
+    experts="mlp.experts",
+    router="mlp.gate",
+    groups=(*LLAMA, *EXPERT_GROUPS),
+    text_defaults=(("norm_topk_prob", True),),
+)

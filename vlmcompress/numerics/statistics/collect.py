@@ -1,0 +1,189 @@
+"""Sum up the inputs of a group of linear layers: the hot loop of calibration.
+
+Rows are gathered by modality until a product is worth its start, and then visited once: the Gram matrix, the sum of magnitudes
+and the maxima come of rows that are in cache. Nothing here waits for an accelerator. Which rows are of which modality is known
+beforehand (`statistics.tokens`), and NaN or Inf are looked for at the end, as they stay in every sum that they enter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics.statistics.inputs import CROSS, SAMPLE, GroupStats, add_cross, add_product
+from vlmcompress.numerics.statistics.tokens import Split
+from vlmcompress.numerics.statistics.tokens import split as split_by
+
+ROWS = 2048  # rows of a modality that are gathered for one product
+_CACHE = 2**17  # numbers that are visited at a time on a CPU: half a megabyte in float32
+
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+class Collector:
+    """Collects the statistics of the inputs of linear layers that share one input.
+
+    Args:
+        width: input features `in`.
+        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean", "cross"}.
+    """
+
+    def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
+        self._stats = GroupStats(width, needs)
+        # [ROWS, in] of each modality, in the dtype of the inputs; [ROWS, 2 in] with how far they are from the 16-bit model's
+        self._waiting: dict[str, Tensor] = {}
+        self._filled: dict[str, int] = {}
+
+    @torch.no_grad()
+    def add(self, x: Tensor, split: Split | Tensor | None = None, original: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            x: `[..., in]` inputs, any float dtype.
+            split: which rows are of which modality, on the device of `x`, and which are kept; or, with none kept, the modality
+                of each row, `[...]` (0 ignored, 1 text, 2 vision, 3 answer); None: all are text.
+            original: for the cross-Gram matrix, what the 16-bit model has in the place of `x`, of its shape.
+        """
+        width = self._stats.width
+        if x.shape[-1] != width:
+            raise ValueError(f"expected inputs of {width} features, got {x.shape[-1]}")
+        x = x.reshape(-1, width)
+        if not isinstance(split, Split):
+            split = split_by(torch.ones(len(x)) if split is None else split).to(x.device)
+        if split.tokens != len(x):
+            raise ValueError(f"the modality mask has {split.tokens} entries for {len(x)} tokens")
+        rows = x
+        if CROSS in self._stats.needs:
+            if original is None or original.numel() != x.numel():
+                raise ValueError("the cross-Gram matrix needs the 16-bit model's inputs at the same tokens")
+            rows = torch.cat([x, original.view_as(x) - x], 1)
+        for name, index in split.rows.items():
+            self._stats.count[name] += split.count[name]
+            self._gather(name, rows, index)
+            if "absmax" in self._stats.needs and name in split.drawn:
+                places, chosen = split.drawn[name]
+                kept = self._stats._rows.setdefault(name, x.new_zeros(SAMPLE, width))
+                kept.index_copy_(0, places, x.index_select(0, chosen))
+
+    @property
+    def count(self) -> Mapping[str, int]:
+        """Modality -> rows added so far."""
+        return self._stats.count
+
+    def finish(self) -> GroupStats:
+        """The statistics of all batches. Raises ValueError if there was a NaN or Inf among rows that count."""
+        self.settle()
+        return self._trimmed()
+
+    def pooled(self, counts: Mapping[str, int], device: torch.device, total: Reduce, largest: Reduce) -> GroupStats:
+        """After `settle`, the statistics of the batches of several workers, who all call this.
+
+        Args:
+            counts: modality -> rows that all of them see.
+            total, largest: replace a tensor by the sum, or the maxima, of all workers' ones.
+        """
+        stats, width, needs = self._stats, self._stats.width, self._stats.needs
+
+        def own(values: dict[str, Tensor], name: str, *shape: int) -> Tensor:
+            return values[name] if name in values else torch.zeros(shape, device=device)
+
+        stats.count.update(counts)
+        for name in (name for name, count in counts.items() if count):
+            if "gram" in needs:
+                stats._gram[name] = total(own(stats._gram, name, width, width))
+            if CROSS in needs:
+                stats._cross[name] = total(own(stats._cross, name, width, width))
+            if "absmean" in needs:
+                stats._abssum[name] = total(own(stats._abssum, name, width))
+            if "absmax" in needs:
+                stats._absmax[name] = largest(own(stats._absmax, name, width))
+                stats._rows[name] = total(own(stats._rows, name, SAMPLE, width).float())
+        return self._trimmed()
+
+    def settle(self) -> None:
+        """Visit what still waits. Raises ValueError if there was a NaN or Inf among rows that count."""
+        stats = self._stats
+        for name, rows in self._waiting.items():
+            self._visit(name, rows[: self._filled[name]])
+        self._waiting, self._filled = {}, {}
+        sums = [value for kind in (stats._absmax, stats._abssum) for value in kind.values()]
+        sums += [gram.diagonal() for gram in stats._gram.values()]
+        sums += [cross.sum(0) for cross in stats._cross.values()]
+        if sums and not torch.stack([value.sum() for value in sums]).isfinite().all():
+            raise ValueError("the activations hold NaN or Inf")
+
+    def _trimmed(self) -> GroupStats:
+        stats = self._stats
+        for name, rows in stats._rows.items():
+            stats._rows[name] = rows[: min(SAMPLE, stats.count[name])]
+        return stats
+
+    def _gather(self, name: str, x: Tensor, index: Tensor | None) -> None:
+        """Put rows of a modality to those that wait, and visit them when there are enough."""
+        rows = x if index is None else x.index_select(0, index)
+        filled = self._filled.get(name, 0)
+        while len(rows):
+            if not filled and len(rows) >= ROWS:
+                self._visit(name, rows[:ROWS])
+                rows = rows[ROWS:]
+                continue
+            waiting = self._waiting.get(name)
+            if waiting is None:
+                waiting = self._waiting[name] = x.new_empty(ROWS, x.shape[1])
+            fit = min(len(rows), ROWS - filled)
+            waiting[filled : filled + fit].copy_(rows[:fit])
+            rows, filled = rows[fit:], filled + fit
+            if filled == ROWS:
+                self._visit(name, waiting)
+                filled = 0
+        self._filled[name] = filled
+
+    def _visit(self, name: str, rows: Tensor) -> None:
+        """Add `rows [n, in]` of a modality, or `[n, 2 in]` with their differences, to its statistics."""
+        stats, width = self._stats, self._stats.width
+        if not len(rows):
+            return
+        direct = rows.dtype != torch.float32 and wide_products(rows.device, rows.dtype)
+        wide = rows if direct or rows.dtype == torch.float32 else rows.new_empty(rows.shape, dtype=torch.float32)
+        step = max(16, _CACHE // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
+        for part, target in zip(rows.split(step), wide.split(step), strict=True):
+            if wide is not rows:
+                target.copy_(part)
+            if stats.needs & {"absmax", "absmean"}:
+                self._magnitudes(name, target[:, :width].abs())
+        if "gram" in stats.needs:
+            if name not in stats._gram:
+                stats._gram[name] = torch.zeros(width, width, device=rows.device)
+            add_product(stats._gram[name], wide[:, :width])
+        if CROSS in stats.needs:
+            if name not in stats._cross:
+                stats._cross[name] = torch.zeros(width, width, device=rows.device)
+            add_cross(stats._cross[name], wide[:, :width], wide[:, width:])
+
+    def _magnitudes(self, name: str, size: Tensor) -> None:
+        """Add magnitudes `size [n, in]` to their sum and maxima."""
+        stats = self._stats
+        if "absmean" in stats.needs:
+            new = size.sum(0, dtype=torch.float32)
+            old = stats._abssum.get(name)
+            stats._abssum[name] = new if old is None else old.add_(new)
+        if "absmax" in stats.needs:
+            new = size.amax(0).float()
+            old = stats._absmax.get(name)
+            stats._absmax[name] = new if old is None else torch.maximum(old, new, out=old)
+
+
+@functools.cache
+def wide_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `device` multiplies matrices of a 16-bit `dtype` and sums and returns float32."""
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    tiny = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        return bool((torch.mm(tiny, tiny, out_dtype=torch.float32) == 16).all())
+    except (RuntimeError, TypeError):
+        return False

@@ -1,0 +1,356 @@
+"""Statistics of the input `X [tokens, in]` of a group of linear layers, each modality apart (`statistics.collect` makes them).
+
+A weight change `dW` changes the output by `X dW^T`, whose squared size needs no `X` once `G = X^T X` is known:
+
+    ||X dW^T||^2 = tr(dW G dW^T)
+
+so one pass of forward computation serves GPTQ, AWQ's search, clipping, per-modality error reports and any later
+weighting of modalities. `G` costs `tokens * in^2` multiply-adds and `4 * in^2` bytes for each modality that occurs;
+absolute maxima and means cost next to nothing, so a method says what it `needs`. With the maxima, for schemes that round
+activations, come a few rows of X: what rounding does to them follows from no sum. Only the block upper triangle of `G`
+is computed (the rest follows by symmetry).
+
+With a balance (`statistics.balance`) modality m has the share `p_m` of the whole, whatever its number of tokens `n_m`:
+
+    G = N sum_m p_m G_m / n_m        mean|X| = sum_m p_m mean|X_m|        max|X| = sum_m p_m max|X_m|
+
+The mean in AWQ's scales is weighted like the losses, so that candidates and their losses see the same tokens (MBQ leaves it
+pooled). A maximum counts no tokens, and pooled it belongs to one modality; no paper weighs it, and the weighted mean of maxima
+is ours. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves its channel at most
+`p_m^-alpha` times larger. Overall factors matter to no method; `N` keeps G the size that pooling gives.
+
+Behind quantized blocks a layer is given other inputs than in the 16-bit model. Where X are those that it is given and
+`X'` those of the 16-bit model at the same tokens, the *cross-Gram matrix* `X^T X'` says what became of them. It is
+kept less the Gram matrix, `C = X^T (X' - X)`, as a small difference of two large sums would be lost in their
+rounding. It is weighed and rescaled as G is, has no symmetry, and is never stored, as it depends on what the blocks
+before were quantized to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import row_chunks
+from vlmcompress.numerics.statistics.balance import MODALITIES, Sensitivity, shares
+
+SAMPLE = 64  # rows of each modality that are kept
+NEEDS = frozenset({"gram", "absmax", "absmean"})  # what can be stored
+CROSS = "cross"
+_LARGE = 2048  # the same on an accelerator, whose kernels are started faster than small products end
+_BLOCK = 256  # columns of G computed at a time; measured: skips near half the work and is still large enough for BLAS
+
+
+class GroupStats:
+    """Statistics of the inputs of linear layers that share one input.
+
+    Args:
+        width: input features `in`.
+        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean", "cross"}.
+    """
+
+    def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
+        self.width = width
+        self.needs = frozenset(needs)
+        if unknown := self.needs - NEEDS - {CROSS}:
+            raise ValueError(f"unknown statistics {sorted(unknown)}; known are {sorted({*NEEDS, CROSS})}")
+        self.count: dict[str, int] = dict.fromkeys(MODALITIES, 0)
+        self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
+        self._cross: dict[str, Tensor] = {}  # [in, in]
+        self._absmax: dict[str, Tensor] = {}  # [in]
+        self._abssum: dict[str, Tensor] = {}  # [in]
+        self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in]
+        self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
+        self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
+        self.routed = False  # the layers are an expert's, which is given some of the tokens
+        self.borrowed = 0  # how many of its tokens were not routed to it
+        self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
+        self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
+
+    def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
+        """The Gram matrix `sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or the balance's.
+
+        Raises ValueError if it holds NaN or Inf.
+        """
+        if self._merged is not None and weights is None:
+            return self._merged if self._scale is None else (self._merged / self._scale).div_(self._scale[:, None])
+        (first, weight), *others = self._weighed(weights).items()
+        total = self._gram[first] * weight
+        for name, weight in others:
+            total.add_(self._gram[name], alpha=weight)
+        _finite(_mirror(total))
+        return total if self._scale is None else total.div_(self._scale).div_(self._scale[:, None])
+
+    def cross(self, weights: Mapping[str, float] | None = None) -> Tensor:
+        """The cross-Gram matrix less the Gram matrix, `sum_m w_m X_m^T (X'_m - X_m)`, float32 `[in, in]`; see the module.
+
+        `X'` are the inputs in the 16-bit model. Weights as in `gram`. Raises ValueError if it was not collected, or holds NaN
+        or Inf.
+        """
+        if CROSS not in self.needs:
+            raise ValueError(
+                "the statistics were collected without the cross-Gram matrix, which depends on the quantized blocks before; "
+                "leave them out and name calibration data"
+            )
+        (first, weight), *others = self._weighed(weights).items()
+        total = self._cross[first] * weight
+        for name, weight in others:
+            total.add_(self._cross[name], alpha=weight)
+        return _finite(total if self._scale is None else (total / self._scale).div_(self._scale[:, None]))
+
+    def importance(self) -> Tensor | None:
+        """The diagonal of `gram()`, float32 `[in]`, computed alone; None where no Gram matrix was kept."""
+        if "gram" not in self.needs:
+            return None
+        parts = [self._gram[name].diagonal() * weight for name, weight in self._weighed(None).items()]
+        return _finite(self._divided(self._divided(torch.stack(parts).sum(0))))
+
+    def merged(self) -> GroupStats:
+        """Statistics (not `rescaled` yet) that compute the sum in `gram` only once; callers may not write to its result."""
+        return self._with(_merged=self.gram())
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that `gram` sums over, an upper bound of its rank."""
+        return sum(self.count[name] for name in (self._shares or self.count))
+
+    def absmax(self) -> Tensor:
+        """The maxima `max_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' maxima."""
+        maxima = self._seen(self._absmax, "absmax")
+        if self._shares is None:
+            return self._divided(torch.stack(list(maxima.values())).amax(0))
+        return self._divided(sum((p * maxima[m] for m, p in self._shares.items()), torch.zeros(())))
+
+    def owners(self) -> dict[str, float]:
+        """Modality -> the share of input channels in which it holds the maximum, for modalities that occur."""
+        maxima = self._seen(self._absmax, "absmax")
+        counts = torch.stack(list(maxima.values())).argmax(0).bincount(minlength=len(maxima))
+        return dict(zip(maxima, (counts / self.width).tolist(), strict=True))
+
+    def sample(self) -> dict[str, Tensor]:
+        """Modality -> at most `SAMPLE` rows of the input, float32 `[rows, in]`, fairly drawn; empty without `absmax`."""
+        sampled = {name: self._rows[name].bfloat16() for name in MODALITIES if name in self._rows}
+        return {name: self._divided(rows.float()) for name, rows in sampled.items()}  # bfloat16 is what a file keeps
+
+    def absmean(self) -> Tensor:
+        """The means `mean_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' means."""
+        sums = self._seen(self._abssum, "absmean")
+        if self._shares is None:
+            return self._divided(torch.stack(list(sums.values())).sum(0) / sum(self.count.values()))
+        return self._divided(sum((p / self.count[m] * sums[m] for m, p in self._shares.items()), torch.zeros(())))
+
+    def balanced(self, balance: Any) -> GroupStats:
+        """Statistics in which `balance` weighs the modalities (see the module); with `off` all tokens count alike.
+
+        Errors by modality stay as they are, and the Gram matrices stay shared. Raises ValueError if a modality that has
+        a share did not occur, or gradients that it needs are not there.
+        """
+        balanced_shares = shares(balance, self.count, self.sensitivity, partial=self.routed)
+        if balanced_shares == self._shares:
+            return self
+        return self._with(_shares=balanced_shares, _merged=None)
+
+    def rescaled(self, s: Tensor) -> GroupStats:
+        """The statistics of `X / s` for `s [in]`, positive. Closed form, and the Gram matrices stay shared."""
+        s = s.float()
+        if not (s.isfinite().all() and (s > 0).all()):
+            raise ValueError("smoothing scales must be positive and finite")
+        return self._with(_scale=s if self._scale is None else self._scale * s)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The product `[in]` of the `s` of all `rescaled`; None: of none."""
+        return self._scale
+
+    def unscaled(self) -> GroupStats:
+        """The statistics before any `rescaled`."""
+        return self._with(_scale=None)
+
+    def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
+        """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
+        grams = self._seen(self._gram, "gram")
+        traces = _traces([self._divided(dw), self._divided(w)], list(grams.values())).tolist()
+        return {name: error / size if size > 0 else 0.0 for name, error, size in zip(grams, *traces, strict=True)}
+
+    def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Error that rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2`, over the sample of rows.
+        `q` and `w` are `[out, in]`; `rounded` is the function `r`, applied to rows of the input after `rescaled`."""
+        errors = {}
+        for name, x in self.sample().items():
+            size = float((x @ w.float().T).square().sum())
+            errors[name] = float(((rounded(x) - x) @ q.float().T).square().sum()) / size if size > 0 else 0.0
+        return errors
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All statistics but the cross-Gram matrix as named tensors that safetensors can store; of a Gram matrix only the
+        block upper triangle."""
+        state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
+        state["block"] = torch.tensor(_BLOCK)
+        if self._scale is not None:
+            state["scale"] = self._scale
+        if self._shares is not None:
+            state["shares"] = torch.tensor([self._shares.get(m, 0.0) for m in MODALITIES], dtype=torch.float64)
+        state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
+        if self.routed:
+            state["borrowed"] = torch.tensor(self.borrowed)
+        state |= {f"gram.{name}": _pack(value) for name, value in self._gram.items()}
+        state |= {f"rows.{name}": rows.bfloat16() for name, rows in self._with(_scale=None).sample().items()}
+        for kind, values in (("absmax", self._absmax), ("abssum", self._abssum)):
+            state |= {f"{kind}.{name}": value for name, value in values.items()}
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> GroupStats:
+        """The inverse of `state_dict`."""
+        needs = [name for name, kept in zip(sorted(NEEDS), state["needs"].tolist(), strict=True) if kept]
+        stats = cls(int(state["width"]), needs)
+        stats.count = dict(zip(MODALITIES, state["count"].tolist(), strict=True))
+        stats.routed, stats.borrowed = "borrowed" in state, int(state.get("borrowed", 0))
+        stats._scale = state["scale"].clone() if "scale" in state else None
+        if "shares" in state:
+            stats._shares = {m: p for m, p in zip(MODALITIES, state["shares"].tolist(), strict=True) if p}
+        for key, value in state.items():
+            kind, dot, name = key.partition(".")
+            if dot:
+                whole = _unpack(value, stats.width, int(state["block"])) if kind == "gram" else value.clone()
+                getattr(stats, f"_{kind}")[name] = whole
+        return stats
+
+    def _weighed(self, weights: Mapping[str, float] | None) -> dict[str, float]:
+        """Factor of each modality's Gram matrix, zero factors left out; `weights` None: 1, or the factors of the balance."""
+        if weights is None and self._shares is not None:
+            weights = {m: p * sum(self.count.values()) / self.count[m] for m, p in self._shares.items()}
+        return _weights(self._seen(self._gram, "gram"), weights)
+
+    def _with(self, **changes: Any) -> GroupStats:
+        new = copy.copy(self)
+        new.__dict__.update(changes)
+        return new
+
+    def _divided(self, x: Tensor) -> Tensor:
+        """Divide `x [..., in]` by the scale of the input, if there is one."""
+        return x if self._scale is None else x / self._scale
+
+    def _seen(self, values: dict[str, Tensor], need: str) -> dict[str, Tensor]:
+        if need not in self.needs:
+            raise ValueError(f"'{need}' was not collected; name it in `needs`")
+        if not values:
+            raise ValueError("no calibration token reached this layer; add calibration samples")
+        return {name: values[name] for name in MODALITIES if name in values}  # one order, so that sums are reproducible
+
+
+def quadratic(d: Tensor, gram: Tensor) -> Tensor:
+    """Compute `d_i G d_i^T` for each row of `d [rows, in]`: float32 `[rows]`. Their sum is `tr(d G d^T)`.
+
+    Reads only the block upper triangle of the symmetric `gram [in, in]`, which halves the arithmetic.
+    """
+    d = d.float()
+    total = d.new_zeros(d.shape[0])
+    for a, b in _blocks(d.shape[1]):
+        product = d[:, a:b] @ gram[a:b, a:b]
+        if a:
+            product.addmm_(d[:, :a], gram[:a, a:b], alpha=2)
+        total += torch.linalg.vecdot(product, d[:, a:b])
+    return total
+
+
+def _traces(changes: list[Tensor], grams: list[Tensor]) -> Tensor:
+    """Compute `tr(d G d^T)` for each `d [rows, in]` of `changes` and each G of `grams`: float64 `[changes, grams]`.
+
+    As the sum of `d^T d` times G: the product is the costly part, and all matrices share it. Like `quadratic` it reads the
+    block upper triangles only.
+    """
+    total = torch.zeros(len(changes), len(grams), dtype=torch.float64, device=grams[0].device)
+    for a, b in _blocks(len(grams[0])):
+        for first, last, factor in ((0, a, 2), (a, b, 1)):
+            for rows in row_chunks(grams[0][first:last, a:b]):
+                products = torch.stack([d[:, first:last][:, rows].T @ d[:, a:b] for d in changes])
+                parts = [(products * gram[first:last, a:b][rows]).sum((1, 2)) for gram in grams]
+                total.add_(torch.stack(parts, 1), alpha=factor)
+    return total
+
+
+def _blocks(width: int, block: int | None = None) -> list[tuple[int, int]]:
+    step = block or _BLOCK
+    return [(a, min(a + step, width)) for a in range(0, width, step)]
+
+
+def _pack(gram: Tensor) -> Tensor:
+    """Pack the block upper triangle of `[in, in]` into a vector, near half the numbers."""
+    return torch.cat([gram[:b, a:b].reshape(-1) for a, b in _blocks(gram.shape[0])])
+
+
+def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
+    """Restore the symmetric `[in, in]` from the vector that `_pack` made of it with blocks of `block` columns."""
+    gram, cut = packed.new_empty(width, width), 0
+    for a, b in _blocks(width, block):
+        gram[:b, a:b] = packed[cut : cut + b * (b - a)].view(b, b - a)
+        cut += b * (b - a)
+    return _mirror(gram, block)
+
+
+def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = None) -> None:
+    """Add `rows^T rows` to the block upper triangle of `gram [in, in]`, in place, for columns `start` to `end`.
+
+    Halved again and again, so that products are as large as a triangle allows. An accelerator multiplies 16-bit rows as they
+    are and sums in float32; a CPU gets `rows [tokens, in]` in float32.
+    """
+    end = gram.shape[0] if end is None else end
+    block = _multiplied(gram.device)
+    blocks = -(-(end - start) // block)
+    middle = start + block * (-(-blocks // 2)) if blocks > 1 else end
+    left = rows[:, start:middle]
+    parts = [(start, left)] if blocks <= 1 else [(middle, rows[:, middle:end])]
+    for column, right in parts:
+        target = gram[start:middle, column:end]
+        if rows.dtype == gram.dtype:
+            target.addmm_(left.T, right)
+        else:
+            target.add_(torch.mm(left.T, right, out_dtype=gram.dtype))
+    if blocks > 1:
+        add_product(gram, rows, start, middle)
+        add_product(gram, rows, middle, end)
+
+
+def _multiplied(device: torch.device) -> int:
+    """Columns of a Gram matrix in one product: as many blocks as pay on `device`."""
+    return _BLOCK if device.type == "cpu" else _LARGE
+
+
+def add_cross(cross: Tensor, rows: Tensor, others: Tensor) -> None:
+    """Add `rows^T others` to `cross [in, in]`, in place; dtypes as in `add_product`."""
+    if rows.dtype == cross.dtype:
+        cross.addmm_(rows.T, others)
+    else:
+        cross.add_(torch.mm(rows.T, others, out_dtype=cross.dtype))
+
+
+def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
+    """Fill the lower triangle from the upper one, in place: on a CPU by squares that stay in cache, elsewhere by columns."""
+    blocks = _blocks(gram.shape[0], block)
+    for i, (a, b) in enumerate(blocks):
+        for c, d in blocks[i + 1 :] if gram.device.type == "cpu" else [(b, gram.shape[0])]:
+            gram[c:d, a:b] = gram[a:b, c:d].T
+    return gram
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Return `values` if all are finite, else raise ValueError; makes no temporary of their size."""
+    if not torch.stack(torch.aminmax(values)).isfinite().all():
+        raise ValueError("the calibration statistics hold NaN or Inf; collect them again")
+    return values
+
+
+def _weights(by_modality: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, float]:
+    if weights is None:
+        return dict.fromkeys(by_modality, 1.0)
+    if unknown := set(weights) - set(MODALITIES):
+        raise ValueError(f"unknown modalities {sorted(unknown)}; known are {', '.join(MODALITIES)}")
+    chosen = {name: weights.get(name, 0.0) for name in by_modality}
+    if not any(chosen.values()):
+        raise ValueError(f"every modality that occurs ({', '.join(by_modality)}) has weight 0")
+    return {name: weight for name, weight in chosen.items() if weight}

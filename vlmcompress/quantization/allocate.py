@@ -1,0 +1,218 @@
+"""Spend the budget that a recipe's `bits` gives: choose a method for each group of layers, from a plan and statistics.
+
+Errors are predicted by `calibration.predict`; a rule of `recipe.allocation` chooses the width of each group.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.models import Group, Source
+from vlmcompress.models.devices import accelerator, full_float32
+from vlmcompress.quantization.calibrate import calibrate
+from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.quantization.calibration.predict import Predictor
+from vlmcompress.quantization.calibration.solve import QuantMethod
+from vlmcompress.quantization.calibration.statistics_folder import Statistics
+from vlmcompress.quantization.plan import statistics_match
+from vlmcompress.quantization.plan.plan import Plan, make_plan
+from vlmcompress.quantization.plan.survey import Allocation
+from vlmcompress.recipe.allocation import RULES, Candidate, Key
+from vlmcompress.utils import folders, tensor_files
+from vlmcompress.utils.block_files import BlockFiles
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
+from vlmcompress.utils.progress import Progress
+
+Read = Callable[[str], Tensor]
+"""A function from a linear layer's memory name to its weight `[out, in]`."""
+
+
+def share_out(plan: Plan, *, resume: bool = False, progress: Progress) -> Plan:
+    """Share out the plan's budget, from its statistics or from some that are first collected beside OUT.
+
+    Args:
+        plan: a plan that has `budget`.
+        resume: go on collecting where an interrupted run stopped.
+    """
+    statistics = plan.statistics or _collected(plan, resume, progress)
+    others, facts = decide(plan, statistics, reader(plan.source), progress)
+    assert plan.budget is not None
+    return make_plan(plan.recipe, source=plan.source, allocation=Allocation(plan.budget, others, facts))
+
+
+def hand_over(out: Path, store: BlockFiles) -> None:
+    """Give a store the gradients of statistics that were collected for an allocation, so that no second pass collects them."""
+    folder = _folder(out)
+    if not (folder / statistics_folder.NAME).is_file() or (store.folder / "gradients.json").exists():
+        return
+    if gradients := statistics_folder.read(folder).facts.get("gradients"):
+        store.note("gradients", gradients)
+
+
+def clean(out: Path) -> None:
+    """Remove the statistics that were collected for an allocation."""
+    shutil.rmtree(_folder(out), ignore_errors=True)
+
+
+@full_float32()
+def decide(
+    plan: Plan, statistics: Statistics, read: Read, progress: Progress
+) -> tuple[dict[Key, QuantMethod], dict[str, Any]]:
+    """Choose a method for each group, and describe the choice for the manifest.
+
+    Args:
+        plan: a plan that has `budget`.
+        statistics: statistics of the model, with Gram matrices.
+        read: reads the weight of a linear layer.
+        progress: called with (label, done, total).
+    """
+    budget, bits = plan.budget, plan.recipe.bits
+    assert budget is not None and bits is not None
+    rule = RULES[bits.by]
+    if lacking := sorted(rule.needs - statistics.facts.keys()):
+        remedy = statistics_match.remedy(statistics, lacking)
+        raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
+    if bits.by == "error" and "gradients" not in statistics.facts:
+        note(blind(statistics))
+    errors = predicted(plan, statistics, read, progress)
+    order = {key: list(sizes) for key, sizes in budget.sizes.items()}
+    candidates = {
+        key: [Candidate(budget.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
+    }
+    try:
+        chosen = rule.decide(candidates, budget.nbytes, statistics.facts)
+    except ValueError as error:
+        raise UserError(f"bits.by {bits.by}: {error}") from error
+    picked = {key: order[key][index] for key, index in chosen.items()}
+    unit = "nats" if "gradients" in statistics.facts else "relative squared output error"
+    groups = [group for block in plan.blocks for group in block]
+    others = {(group.layer, group.name): budget.widths[picked[group.layer, group.unit]] for group in groups}
+    return others, _facts(plan, picked, errors, unit)
+
+
+def blind(statistics: Statistics) -> str:
+    """Say for people what statistics without gradients make of an allocation, why they have none, and what to do."""
+    if statistics.facts["calibration"]["tokens"]["answer"]:
+        why = f"statistics {statistics.folder} hold no gradients"
+        do = f"{statistics_match.remedy(statistics, ['gradient'])}, or take one width for all"
+    else:
+        why, do = "no calibration sample has an answer", "give samples with answers"
+    return (
+        f"{why}, so bits are shared out by relative output errors, which on a real language model lost to one width for all; "
+        f"{do}"
+    )
+
+
+def predicted(plan: Plan, statistics: Statistics, read: Read, progress: Progress) -> dict[Key, dict[str, float]]:
+    """Predict errors, group or all experts of a block -> width -> error, for the widths that the shapes allow."""
+    assert plan.budget is not None
+    # `balance` weighs the modalities where there are no gradients to do so
+    balance, device = plan.recipe.options.balance or "off", str(accelerator() or "cpu")
+    errors: dict[Key, dict[str, float]] = {}
+
+    def placed(name: str) -> Tensor:
+        return read(name).to(device)
+
+    for layer, groups in enumerate(plan.blocks):
+        stats = statistics.load(layer, device)[0] if groups else {}
+        for group in groups:
+            predictor, scale = predictor_of(group, stats.pop(group.name), statistics, placed, balance)
+            sums = errors.setdefault((layer, group.unit), {})
+            for name, method in sorted(plan.budget.widths.items(), key=_balance):  # as predictors want it
+                if name in plan.budget.sizes[layer, group.unit]:
+                    error = scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
+                    sums[name] = sums.get(name, 0.0) + error
+        progress("predicting", layer + 1, len(plan.blocks))
+    return errors
+
+
+def predictor_of(group: Group, stats: Any, statistics: Statistics, read: Read, balance: Any) -> tuple[Predictor, float]:
+    """The predictor of a group's errors, and the factor that makes them nats per answer token, where gradients are known.
+
+    The gradients are of the mean loss of a sample's k answer tokens; the Fisher information of a mean is 1/k of theirs, k^2 of
+    which the squares hold only once: hence k = answers / samples. Another 1 / samples makes the sum over all a mean.
+    """
+    weights = [read(name) for name in group.linears]
+    gradients = statistics.facts.get("gradients")
+    if gradients is None:
+        return Predictor(weights, stats, balance="off" if balance == "mbq" else balance), 1.0
+    squares = [gradients["blocks"][group.layer][name]["square"] for name in group.linears]
+    scale = statistics.facts["calibration"]["tokens"]["answer"] / gradients["samples"] ** 2
+    return Predictor(weights, stats, squares, scale_dtype=weights[0].dtype), scale
+
+
+def smooths(group: Group, groups: Sequence[Group]) -> bool:
+    """Whether the op before a group can take a smoothing scale, as `calibration.solve` decides it."""
+    if group.smooth is None:
+        return False
+    return group.smooth_kind != "linear" or any(group.smooth in other.linears for other in groups)
+
+
+def reader(source: Source) -> Read:
+    """Make a function that reads weights from the checkpoint's files."""
+    return lambda name: tensor_files.read_tensor(source.entries[source.names[f"{name}.weight"]])
+
+
+def _facts(plan: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[str, float]], unit: str) -> dict:
+    budget, bits = plan.budget, plan.recipe.bits
+    assert budget is not None and bits is not None
+    nbytes = sum(budget.sizes[key][name] for key, name in picked.items())
+    everywhere = [name for name in budget.widths if all(name in sizes for sizes in budget.sizes.values())]
+    uniform = {
+        name: {
+            "bits": round(budget.bits(sum(sizes[name] for sizes in budget.sizes.values())), 4),
+            "predicted": sum(group_errors[name] for group_errors in errors.values()),
+        }
+        for name in everywhere
+    }
+    return {
+        **bits.model_dump(exclude_none=True, mode="json"),
+        "among": list(budget.widths),
+        "bits": round(budget.bits(nbytes), 4),
+        "bytes": nbytes,
+        "unit": unit,
+        "predicted": sum(errors[key][name] for key, name in picked.items()),
+        "uniform": uniform,
+        "groups": [
+            {"block": key[0], "group": key[1], "width": picked[key], "predicted": dict(errors[key])}
+            for key in sorted(picked)
+        ],
+    }
+
+
+def _balance(width: tuple[str, QuantMethod]) -> str:
+    """What widths are sorted by: those without a balance first."""
+    return str(width[1].options.balance or "")
+
+
+def _folder(out: Path) -> Path:
+    return folders.beside(out, "statistics")
+
+
+def _collected(plan: Plan, resume: bool, progress: Progress) -> Statistics:
+    """Collect the statistics that an allocation needs, in a hidden sibling of OUT."""
+
+    recipe = plan.recipe
+    assert recipe.bits is not None and plan.budget is not None
+    folder = _folder(recipe.output)
+    if resume and (folder / statistics_folder.NAME).is_file():
+        stored = statistics_folder.read(folder)
+        if not statistics_match.problems(stored, recipe, plan.method, plan.blocks):
+            statistics_match.verify(stored, recipe)
+            return stored
+    methods = [plan.method, *plan.budget.widths.values()]
+    needs = RULES[recipe.bits.by].needs.union({"gram"}, *(method.needs.statistics for method in methods))
+    collecting = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
+    with torch.inference_mode(False):
+        read = plan.source.path if plan.source.path != recipe.model else None
+        calibrate(
+            collecting, needs=needs, likes={"gradient"}, read=read, resume=resume, overwrite=True, progress=progress
+        )
+    return statistics_folder.read(folder)

@@ -1,0 +1,277 @@
+"""Collect the statistics of a model once, for every scheme: the run of `vlmcompress calibrate`.
+
+Blocks are observed one after the other and each one's statistics go to a file when it has seen all samples, so memory holds
+those of one block. The model is not changed. What a killed run has finished is kept beside STATS as in `quantize`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmcompress import models
+from vlmcompress.export import manifest
+from vlmcompress.models import VLM, Group, decoder_blocks, head_group
+from vlmcompress.models.devices import full_float32
+from vlmcompress.numerics.statistics.gradients import Gradients
+from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+from vlmcompress.quantization.calibration import entropy
+from vlmcompress.quantization.calibration.gradient_pass import NO_ANSWER, kept_gradients
+from vlmcompress.quantization.calibration.solve import QuantMethod
+from vlmcompress.quantization.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity
+from vlmcompress.quantization.inputs import Result, fingerprint, fit_reducer, make_source, read_inputs, remove_made
+from vlmcompress.recipe import Recipe, presets
+from vlmcompress.recipe import adapter as adapters
+from vlmcompress.recipe.allocation import RULES
+from vlmcompress.utils import distributed, folders, identity
+from vlmcompress.utils.block_files import RUN, block_file
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
+from vlmcompress.utils.registry import SCHEMES
+
+KINDS = NEEDS | {"entropy", "gradient"}
+"""What can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients of the
+answers' loss (`calibration.gradient_pass`)."""
+
+
+def needed(names: Collection[str]) -> frozenset[str]:
+    """Statistics that schemes with their default options, rules that share out bits, and balances read.
+
+    Args:
+        names: of any of these; one that is several (`mbq`, `qvlm`) stands for all.
+
+    Raises:
+        UserError: a name that is none of them, or names that together read nothing.
+    """
+    needs: set[str] = set()
+    for name, options in (presets.named(name) for name in names):
+        choices = {*SCHEMES.names(), *RULES}
+        if name not in choices:
+            raise UserError(f"--for: no scheme or rule for bits '{name}'{did_you_mean(name, choices)}")
+        if name in SCHEMES.names():
+            module = SCHEMES.get(name)
+            needs |= QuantMethod(module, module.Options(**options)).needs.statistics
+        if name in RULES:
+            needs |= {"gram", *RULES[name].needs}
+    if CROSS in needs:
+        raise UserError(
+            f"--for {','.join(names)}: the cross-Gram matrix depends on the blocks quantized before and cannot be collected "
+            "once for all; quantize with --calib instead"
+        )
+    if not needs:
+        raise UserError(f"--for {','.join(names)}: needs no statistics; quantize without --stats")
+    return frozenset(needs)
+
+
+def calibrate(
+    recipe: Recipe,
+    *,
+    needs: Collection[str] = NEEDS,
+    likes: Collection[str] = (),
+    read: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Result:
+    """Collect the statistics of `recipe.model` into `recipe.out`.
+
+    Args:
+        recipe: resolved recipe; its model, data, seed, reducer and `kv_cache` decide what is collected.
+        needs: the statistics to collect, a subset of `KINDS`; by default those that every scheme can do with, without
+            options. `entropy` needs scikit-learn, `gradient` answers and a backward pass.
+        likes: more of `KINDS`, which are collected only if the data allow it.
+        read: folder of the rotated model, if there is one already; None: it is made if the recipe asks for a rotation.
+        resume: go on after an interrupted run with the same model, data and settings.
+        overwrite: replace existing statistics.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: bad input; nothing was written.
+    """
+    claim = folders.claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=NAME)
+    with timed_phases(), claim, distributed.process_group():
+        return _calibrated(recipe, needs, likes, read, resume, progress)
+
+
+def _calibrated(
+    recipe: Recipe,
+    needs: Collection[str],
+    likes: Collection[str],
+    read: Path | None,
+    resume: bool,
+    progress: Progress,
+) -> Result:
+    source, out = recipe.model, recipe.output
+    if "entropy" in needs:
+        _need_sklearn()
+    vlm = _loaded(recipe, read, progress)
+    whole = read_inputs(recipe, vlm, "vlmcompress calibrate", progress)
+    reducer = fit_reducer(recipe.reduce, vlm, whole.batches, progress)
+    recipe = recipe.model_copy(update={"reduce": reducer, "resize": whole.resize})
+    inputs = whole.behind(reducer, progress)
+    vlm, origin = inputs.vlm, inputs.origin
+    assert origin is not None
+    if "gradient" in needs and not origin["tokens"]["answer"]:
+        raise UserError(NO_ANSWER)
+    needs = frozenset(needs).union(likes if origin["tokens"]["answer"] else set(likes) - {"gradient"})
+    blocks = decoder_blocks(vlm.model, vlm.spec)
+    steps = [*blocks, [head_group(vlm.spec, len(blocks))]]
+    if "gram" in needs:
+        grams = gram_bytes(vlm, steps, sum(count > 0 for count in origin["tokens"].values()))
+        remedy = "choose another folder or leave out Gram matrices with --needs absmax,absmean"
+        folders.check_space(out, grams - folders.bytes_within(folders.beside(out, "resume")), remedy)
+    weights = identity.weights_hash(source)
+    mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
+    store = Collected(folders.beside(out, "resume"), mark, resume)
+    distributed.barrier()
+    with torch.inference_mode(False), torch.no_grad(), whole.naming():
+        if "gradient" in needs:
+            with phase("gradients"):
+                kept_gradients(store, vlm, inputs.batches, progress)
+        collect(
+            vlm,
+            steps,
+            inputs.batches,
+            store,
+            needs,
+            kv_cache=bool(recipe.kv_cache),
+            seed=recipe.seed,
+            all_experts=recipe.calibrate.all_experts,
+            release=True,
+            progress=progress,
+        )
+    described = _description(recipe, whole.vlm, weights, steps) | {"needs": sorted(needs), RUN: mark}
+    described |= {"calibration": origin | {"prefix": "float"}, "timing": phase_seconds()}
+    if "entropy" in needs:
+        described["entropy"] = _by_measure(store.entropies(), len(blocks))
+    if "gradient" in needs:
+        described["gradients"] = store.noted("gradients", Gradients)
+    if distributed.is_main():
+        described = _write(store, [layer for layer, groups in enumerate(steps) if groups], described, out)
+        store.remove()
+        remove_made(out)
+    distributed.barrier()
+    return Result(out, described)
+
+
+def _loaded(recipe: Recipe, read: Path | None, progress: Progress) -> VLM:
+    """The model that a recipe's run begins with, or what lies in `read`; its path is the recipe's."""
+    made = None if read else make_source(recipe, progress)
+    with phase("loading"):
+        dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+        path = read or (made.path if made else recipe.model)
+        vlm = models.load(path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
+        return replace(vlm, path=recipe.model)
+
+
+@full_float32()
+def collect(
+    vlm: VLM,
+    blocks: list[list[Group]],
+    batches: list[dict[str, torch.Tensor]],
+    store: Collected,
+    needs: frozenset[str] = NEEDS,
+    *,
+    kv_cache: bool = False,
+    seed: int = 0,
+    all_experts: bool = False,
+    release: bool = False,
+    progress: Progress = silent,
+) -> None:
+    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep their statistics in `store`.
+
+    `release`: leave nothing of `batches` but `modality` when the blocks' inputs are captured.
+    """
+    filled = [layer for layer, groups in enumerate(blocks) if groups]
+    measured = "entropy" not in needs or set(filled) <= store.entropies().keys()
+    if measured and all(store.has(layer) for layer in filled):
+        return
+    from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
+
+    rows = entropy.TOKENS if "entropy" in needs else 0
+    spec = CaptureSpec(needs & NEEDS, kv_cache=kv_cache, sampled_rows=rows, seed=seed, all_experts=all_experts)
+    before = None
+
+    def finished(layer: int) -> bool:
+        return not rows and store.has(layer)  # entropies compare a block with the one before
+
+    options: dict[str, Any] = {"finished": finished, "release": release, "progress": progress}
+    for layer, captured in capture_blocks(vlm, blocks, batches, spec, **options):
+        if captured is None:
+            continue
+        if distributed.is_main() and not store.has(layer):
+            with phase("storing"):
+                store.save(layer, captured.stats, captured.kv_ranges)
+        captured.stats.clear()  # they are large, and the next block's are about to come
+        if captured.rows is not None and distributed.is_main():
+            with phase("entropy"):
+                before = _measure(store, layer, before, captured.rows)
+
+
+def _measure(store: Collected, layer: int, before: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """Keep a block's entropies, from drawn `tokens` of its input and those of the block before; return its own for the next."""
+    paired = tokens[: entropy.PAIRED]
+    if layer not in store.entropies():
+        bits = {"luq": entropy.cluster_entropy(tokens), "qvlm": entropy.conditional_entropy(before, paired)}
+        store.save_entropy(layer, bits)
+    return paired
+
+
+def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:
+    """The description of model and software for `statistics.json`."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "created_by": identity.versions(),
+        "model": {
+            "family": vlm.spec.family,
+            **identity.source_identity(vlm.path),
+            "weights_sha256": weights_sha256,
+        },
+        "processor": processor_identity(vlm.path),
+        "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
+        "settings": {
+            **recipe.calibrate.model_dump(include={"samples", "max_length", "all_experts"}),
+            "seed": recipe.seed,
+        },
+        "kv_cache": bool(recipe.kv_cache),
+        **({"rotate": recipe.rotation} if recipe.rotation else {}),
+        **({"adapter": adapters.sha256(recipe.adapter)} if recipe.adapter else {}),
+    }
+
+
+def gram_bytes(vlm: VLM, blocks: Sequence[Sequence[Group]], modalities: int) -> int:
+    """Bytes of the Gram matrices on disk: near half of `4 in^2` for each group and modality."""
+    widths = [vlm.model.get_parameter(f"{g.linears[0]}.weight").shape[1] for groups in blocks for g in groups]
+    return 2 * modalities * sum(width**2 for width in widths)
+
+
+def _need_sklearn() -> None:
+    try:
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "entropy needs scikit-learn; pip install '.[compress]' in the checkout of vlmcompress"
+        ) from error
+
+
+def _by_measure(entropies: dict[int, dict[str, float]], blocks: int) -> dict[str, list[float | None]]:
+    """Order entropies by measure: measure -> its value for each block, None for a block without linear layers."""
+    measures = next(iter(entropies.values()), {})
+    return {name: [entropies.get(layer, {}).get(name) for layer in range(blocks)] for name in measures}
+
+
+def _write(store: Collected, layers: Sequence[int], facts: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Put the finished files and their description into OUT, and return the description."""
+    with folders.new_folder(out) as folder:
+        for layer in layers:
+            with store.opened(store.path(layer)):  # which refuses another run's
+                pass
+            folders.link_or_copy(store.path(layer), folder / block_file(layer))
+        facts = facts | {"files": manifest.hash_files(folder)}
+        (folder / NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return facts

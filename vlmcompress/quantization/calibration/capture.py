@@ -1,0 +1,194 @@
+"""Capture the inputs of a decoder's linear layers block by block, over calibration samples.
+
+`capture_blocks` yields a block when it has seen all samples. `CaptureSpec.prefix` says what is quantized by then:
+
+* "float": nothing. A block runs once, and its output is the next one's input.
+* "blocks": the caller modifies each block that it is given; the block is run again so that the next one sees the new output.
+  Its first run ends at the last layer whose input is captured.
+* "groups": a block is captured group by group; the caller modifies each group before the next one is captured.
+
+Where the cross-Gram matrix is captured (`statistics.inputs`), copies of the batches run through the blocks as they were, each
+batch just before it runs through the changed block: inputs of both are in memory for one batch only, hidden states between two
+blocks for all. Otherwise memory holds one block's statistics and, on an accelerator, one block's weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.models import VLM, Group
+from vlmcompress.models.devices import accelerator, resident, trim, widened
+from vlmcompress.numerics.statistics.balance import MODALITIES
+from vlmcompress.numerics.statistics.inputs import CROSS, SAMPLE
+from vlmcompress.numerics.statistics.tokens import splits
+from vlmcompress.quantization.calibration.block_inputs import Batch, StopForward, capture_block_inputs
+from vlmcompress.quantization.calibration.input_recorder import (
+    BlockCapture,
+    CaptureSpec,
+    InputRecorder,
+    ReferenceBlock,
+    TokenIndex,
+)
+from vlmcompress.quantization.calibration.routed import LayerDraw, mixtures, routed_to_all
+from vlmcompress.utils.progress import Progress, phase, silent
+
+
+@torch.no_grad()
+def capture_blocks(
+    vlm: VLM,
+    blocks: Sequence[Sequence[Group]],
+    samples: Sequence[dict[str, Tensor]],
+    spec: CaptureSpec,
+    *,
+    finished: Callable[[int], bool] = lambda _layer: False,
+    passed: Callable[[int], object] = lambda _layer: None,
+    release: bool = False,
+    progress: Progress = silent,
+) -> Iterator[tuple[int, BlockCapture | None]]:
+    """Yield the number of each block that has groups, with its capture; with the prefix "groups" as often as it has groups.
+
+    Args:
+        blocks: the groups to capture of each decoder block, and behind the last one, if wanted, the output head's.
+        samples: from `encode`, one sample each.
+        finished: whether a block need not be captured; it is yielded with None in its turn.
+        passed: called with the number of each block that has groups when its output has been passed on, before it leaves the
+            accelerator.
+        release: leave nothing of `samples` but `modality` when the blocks' inputs are captured: pictures take gigabytes.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: NaN or Inf among the inputs of a layer.
+    """
+    run = _Capture(vlm, samples, spec, progress)
+    for sample in samples if release else ():
+        for name in sample.keys() - {"modality"}:
+            del sample[name]
+    pending = [layer for layer, groups in enumerate(blocks) if groups and not finished(layer)]
+    last = max(pending, default=-1)
+    parts = [[[group] for group in groups] if spec.prefix == "groups" else [groups] for groups in blocks]
+    run.total = len(run.batches) * sum(len(parts[layer]) for layer in pending)
+    for layer, groups in enumerate(blocks):
+        block = run.block(layer)
+        advanced = False
+        with resident(block, run.device), routed_to_all(block) if spec.all_experts else nullcontext():
+            if layer in pending:
+                reference = copy.deepcopy(block) if run.reference_batches else None
+                for number, part in enumerate(parts[layer], start=1):
+                    leaves = layer < last and number == len(parts[layer])  # samples go on to the next block
+                    advanced = leaves and spec.prefix == "float"
+                    with phase("observing"):
+                        captured = run.capture(layer, block, part, reference, advance=advanced, leaves=leaves)
+                    yield layer, captured
+                del reference
+            else:
+                if layer < last:
+                    run.advance(layer, block, run.reference_batches)
+                if groups:
+                    yield layer, None
+            if layer < last and not advanced:
+                run.advance(layer, block, run.batches)
+            if groups:
+                passed(layer)
+
+
+class _Capture:
+    """The samples on their way through the blocks."""
+
+    def __init__(self, vlm: VLM, samples: Sequence[dict[str, Tensor]], spec: CaptureSpec, progress: Progress):
+        self.vlm, self.spec, self.progress = vlm, spec, progress
+        self.paths = [*models.decoder_layers(vlm.model, vlm.spec), ""]  # the output head is in no block
+        with phase("capturing block inputs"):
+            self.batches: list[Batch] = capture_block_inputs(vlm, samples, progress)
+        # The same samples on their way through the blocks as they were; none where that is not captured.
+        self.reference_batches = [batch.reference_copy() for batch in self.batches] if CROSS in spec.statistics else []
+        self.device = accelerator() or vlm.model.device
+        self.tokens = self._index([sample["modality"] for sample in samples])
+        self.done = self.total = 0
+
+    def _index(self, masks: list[Tensor]) -> TokenIndex:
+        """Find the tokens of each modality by the samples' `masks [1, tokens]`."""
+        spec, rows = self.spec, [batch.samples for batch in self.batches]
+        counts = {name: sum(int((mask == code).sum()) for mask in masks) for code, name in enumerate(MODALITIES, 1)}
+        drawn = (
+            splits([mask.clamp(max=1) for mask in masks], rows, spec.sampled_rows, spec.seed)
+            if spec.sampled_rows
+            else []
+        )
+        width = next((mixture.width for mixture in mixtures(self.vlm.model)), 0)
+        return TokenIndex(
+            [split.to(self.device) for split in splits(masks, rows, SAMPLE)],
+            [split.to(self.device) for split in drawn],
+            counts,
+            LayerDraw(counts, masks, rows, width, spec.seed) if width else None,
+        )
+
+    def block(self, layer: int) -> nn.Module:
+        """A decoder block; behind the last one the norm and the output head."""
+        if path := self.paths[layer]:
+            return self.vlm.model.get_submodule(path)
+        return models.NormAndHead(self.vlm.model, self.vlm.spec)
+
+    def advance(self, layer: int, block: nn.Module, batches: Sequence[Batch]) -> None:
+        """Run batches through a block, to the input of the next one."""
+        if not batches:
+            return
+        with phase("passing on"):
+            forward = widened(block)
+            for batch in batches:
+                batch.set_hidden(batch.run_block(forward, layer, self.device))
+
+    def capture(
+        self,
+        layer: int,
+        block: nn.Module,
+        groups: Sequence[Group],
+        original: nn.Module | None,
+        *,
+        advance: bool,
+        leaves: bool,
+    ) -> BlockCapture:
+        """Run all samples through a block, or as far as there is something to capture.
+
+        Args:
+            original: the block as it was, which the reference batches run through; None: there are none.
+            advance: the samples go on to the next block; `leaves`: the reference batches do.
+        """
+        path = self.paths[layer]
+        stops = not path or (not advance and not self.spec.kv_cache)
+        forward = widened(block) if path else block  # the head is not run
+        recorder = InputRecorder(self.vlm.model, path, groups, self.spec, self.tokens, self.device, stops=stops)
+        reference = (
+            ReferenceBlock(original, path, layer, groups, self.device, advance=leaves) if original is not None else None
+        )
+        with recorder:
+            for number, batch in enumerate(self.batches):
+                recorder.begin(number, batch, reference.run(self.reference_batches[number]) if reference else {})
+                with suppress(StopForward):
+                    hidden = batch.run_block(forward, layer, self.device)
+                    if advance:
+                        batch.set_hidden(hidden)
+                self.done += 1
+                self.progress("calibrating", self.done, self.total)
+            recorder.fill()
+        if reference:
+            reference.close()
+        del forward, reference  # float32 copies of the block's weights
+        captured = recorder.finish(lambda: self._faulty_sample(layer, block))
+        trim()
+        return captured
+
+    def _faulty_sample(self, layer: int, block: nn.Module) -> int | None:
+        """The first sample whose hidden states before or behind a block hold NaN or Inf."""
+        faulty = []
+        for batch in self.batches:
+            output = batch.run_block(block, layer, self.device)
+            bad = ~(batch.hidden.to(output.device).isfinite().all(-1) & output.isfinite().all(-1)).cpu()
+            rows = (bad & (batch.modality > 0)).any(1).tolist()
+            faulty += [sample for sample, wrong in zip(batch.samples, rows, strict=True) if wrong]
+        return min(faulty, default=None)

@@ -1,0 +1,258 @@
+"""Hooks that record the inputs of a decoder block's linear layers, and the types that say what is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from vlmcompress.models import Group
+from vlmcompress.models.devices import widened
+from vlmcompress.numerics.statistics.collect import Collector
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.numerics.statistics.kv_range import KVRange
+from vlmcompress.numerics.statistics.tokens import Split
+from vlmcompress.quantization.calibration.block_inputs import Batch, StopForward
+from vlmcompress.quantization.calibration.routed import LayerDraw, Routed
+from vlmcompress.utils import distributed
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """What is captured of each block.
+
+    Attributes:
+        statistics: names of the statistics of each group of linear layers (`statistics.inputs`).
+        prefix: what is quantized already where a group's inputs are captured: nothing ("float"), the "blocks" before its own,
+            or also the "groups" before it in its block.
+        kv_cache: ranges of keys and values, too.
+        sampled_rows: how many rows of the first group's input are drawn; 0: none.
+        seed: of that draw.
+        all_experts: every expert of a mixture is given all tokens, not those alone that the router sends it.
+    """
+
+    statistics: frozenset[str]
+    prefix: Literal["float", "blocks", "groups"] = "float"
+    kv_cache: bool = False
+    sampled_rows: int = 0
+    seed: int = 0
+    all_experts: bool = False
+
+
+@dataclass
+class BlockCapture:
+    """What was captured of a block.
+
+    Attributes:
+        stats: by group of linear layers.
+        kv_ranges: attention module -> ranges of keys and values; empty where they are not captured.
+        rows: drawn rows of the first group's input, `[at most sampled_rows, in]` float32; None where none are drawn.
+    """
+
+    stats: dict[str, GroupStats] = field(default_factory=dict)
+    kv_ranges: dict[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """Where the tokens of each modality are among the rows that a layer is given.
+
+    Attributes:
+        splits: by batch, its rows by modality.
+        drawn: by batch, those of its rows that belong to a sample of the tokens of all batches.
+        counts: modality -> its tokens in all samples, those of other workers included.
+        layer_draw: subsample of the tokens, for experts that are given too few; None: the model has no experts.
+    """
+
+    splits: list[Split]
+    drawn: list[Split]
+    counts: dict[str, int]
+    layer_draw: LayerDraw | None
+
+
+class ReferenceBlock:
+    """A copy of a block before it was changed, which gives the inputs that its layers have in the 16-bit model.
+
+    Args:
+        path: name of the block in the model.
+        layer: number of the block.
+        advance: also pass its output on to the next block; otherwise a forward pass ends at the last group's input.
+    """
+
+    def __init__(
+        self, block: nn.Module, path: str, layer: int, groups: Sequence[Group], device: torch.device, *, advance: bool
+    ):
+        self.layer, self.device, self.advance = layer, device, advance
+        self.inputs: dict[int, Tensor] = {}  # by index of the group, of the present batch
+        self.count = len(groups)
+        self.hooks = [
+            block.get_submodule(group.linears[0].removeprefix(f"{path}.")).register_forward_pre_hook(self._hook(index))
+            for index, group in enumerate(groups)
+        ]
+        self.forward = widened(block) if path else block
+
+    def run(self, batch: Batch) -> dict[int, Tensor]:
+        """Run a batch of the reference's hidden states; returns the inputs of the groups' layers, by index of the group."""
+        self.inputs = {}
+        with suppress(StopForward):
+            hidden = batch.run_block(self.forward, self.layer, self.device)
+            if self.advance:
+                batch.set_hidden(hidden)
+        return self.inputs
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def _hook(self, index: int) -> Callable:
+        def record(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self.inputs[index] = args[0]
+            if not self.advance and len(self.inputs) == self.count:
+                raise StopForward
+
+        return record
+
+
+class InputRecorder:
+    """Hooks on the first linear layer of each group of a block, which collect statistics of their inputs; a context.
+
+    Args:
+        path: name of the block in the model.
+        groups: the groups to record, of `spec`.
+        tokens: where the tokens of each modality are.
+        device: where the block runs.
+        stops: end each forward pass when the last group's input is recorded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str,
+        groups: Sequence[Group],
+        spec: CaptureSpec,
+        tokens: TokenIndex,
+        device: torch.device,
+        *,
+        stops: bool,
+    ):
+        self.groups, self.spec, self.tokens = groups, spec, tokens
+        self.device, self.stops = device, stops
+        self.linears: list[Any] = [model.get_submodule(group.linears[0]) for group in groups]
+        self.collectors = [Collector(linear.in_features, spec.statistics) for linear in self.linears]
+        self.rows = torch.zeros(spec.sampled_rows, self.linears[0].in_features, device=device)
+        self.routed = Routed.of(model, groups, tokens.layer_draw, device) if tokens.layer_draw else None
+        self.attention = getattr(model.get_submodule(path), "self_attn", None) if spec.kv_cache else None
+        self.kv_ranges = {f"{path}.self_attn": KVRange()} if self.attention is not None else {}
+        self.hooks = ExitStack()
+
+    def __enter__(self) -> InputRecorder:
+        for index, linear in enumerate(self.linears):
+            self.hooks.callback(linear.register_forward_pre_hook(self._hook(index)).remove)
+        if self.routed:
+            self.hooks.callback(self.routed.watching().remove)
+        for ranges in self.kv_ranges.values():
+            self.hooks.callback(record_kv_cache(self.attention, ranges, lambda: self.batch.modality).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hooks.close()
+
+    def begin(self, number: int, batch: Batch, reference: dict[int, Tensor]) -> None:
+        """Get ready for a batch. `reference`: the groups' inputs in the 16-bit model, where those are recorded."""
+        self.number, self.batch, self.reference = number, batch, reference
+        self.recorded: set[int] = set()  # indices of groups
+        if self.routed:
+            self.routed.begin(number, batch.modality)
+
+    def fill(self) -> None:
+        """After all batches, run experts that were given too few tokens on others."""
+        self.stops = False
+        if self.routed:
+            self.routed.fill(self.collectors)
+
+    def finish(self, faulty_sample: Callable[[], int | None]) -> BlockCapture:
+        """What all workers have recorded. Raises UserError for NaN or Inf among inputs, which names the `faulty_sample`."""
+        problem = None
+        for group, collector in zip(self.groups, self.collectors, strict=True):
+            try:
+                collector.settle()
+            except ValueError as error:
+                if problem is None:
+                    sample = faulty_sample()
+                    where = "" if sample is None else f", calibration sample {sample}"
+                    problem = f"{group.linears[0]}{where}: {error}"
+        distributed.raise_any(problem)
+        capture, all_reduce = BlockCapture(), (distributed.all_sum, distributed.all_max)
+        for index, (group, collector) in enumerate(zip(self.groups, self.collectors, strict=True)):
+            counts = self.routed.counts.get(index, self.tokens.counts) if self.routed else self.tokens.counts
+            stats = capture.stats[group.name] = collector.pooled(counts, self.device, *all_reduce)
+            if self.routed and index in self.routed.owners:
+                stats.routed, stats.borrowed = True, self.routed.borrowed.get(index, 0)
+        capture.kv_ranges = {name: ranges.pooled(*all_reduce).cpu() for name, ranges in self.kv_ranges.items()}
+        if self.spec.sampled_rows:
+            capture.rows = distributed.all_sum(self.rows)[: sum(self.tokens.counts.values())].cpu()
+        return capture
+
+    def _hook(self, index: int) -> Callable:
+        def record(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x = args[0]
+            self.collectors[index].add(x, self._split(index, x), self.reference.pop(index, None))
+            if index == 0 and self.spec.sampled_rows:
+                self._draw(x)
+            self.recorded.add(index)
+            if self.stops and len(self.recorded) == len(self.groups):
+                raise StopForward
+
+        return record
+
+    def _split(self, index: int, x: Tensor) -> Split | None:
+        """Modalities of the rows of `x [..., in]`; None where these are not the batch's tokens."""
+        if self.routed and index in self.routed.owners:
+            return self.routed.split(index)
+        split = self.tokens.splits[self.number]
+        return split if x.numel() // x.shape[-1] == split.tokens else None
+
+    def _draw(self, x: Tensor) -> None:
+        """Keep those of the rows of `x [..., in]` that were drawn."""
+        drawn, rows = self.tokens.drawn[self.number].drawn, x.reshape(-1, x.shape[-1])
+        if "text" in drawn:
+            slots, indices = drawn["text"]
+            self.rows.index_copy_(0, slots, rows.index_select(0, indices).float())
+
+
+class _RecordingCache:
+    """Takes the place of an empty KV cache in one call of an attention module, and records keys and values after RoPE."""
+
+    def __init__(self, ranges: KVRange, mask: Tensor):
+        self.ranges, self.mask = ranges, mask
+
+    def update(self, keys: Tensor, values: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Record keys and values `[samples, heads, tokens, channels]` and give them back."""
+        for which, states in enumerate((keys, values)):
+            fits = (states.shape[0], states.shape[2]) == self.mask.shape
+            self.ranges.update(which, states, self.mask if fits else None)
+        return keys, values
+
+
+def record_kv_cache(attention: Any, ranges: KVRange, modality: Callable[[], Tensor]) -> RemovableHandle:
+    """Record the ranges of an attention module's keys and values, as vLLM caches them, until the handle is removed.
+
+    vLLM stores `k / k_scale` and `v / v_scale` as float8_e4m3, with one scale of each kind a layer. Without scales it uses
+    1.0, which clips values beyond 448 and wastes range on small ones.
+
+    Args:
+        modality: returns that of the tokens of the present batch, `[samples, tokens]`.
+    """
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, kwargs | {"past_key_values": _RecordingCache(ranges, modality())}
+
+    handle: RemovableHandle = attention.register_forward_pre_hook(hook, with_kwargs=True)
+    return handle

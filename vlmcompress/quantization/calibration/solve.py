@@ -1,0 +1,329 @@
+"""Smooth and quantize one decoder block. Pure: weights and statistics in, `BlockResult` out; no model, no IO.
+
+A block's linear layers come in groups that read the same input. First every group may be *smoothed* (AWQ,
+SmoothQuant): its weights are multiplied per input channel by `s` and the op before it divided by `s`, which changes
+nothing in exact arithmetic. A norm is stored in 16 bits, so the `s` that its quotient was rounded to is the one that its
+readers' weights are multiplied by. Then each weight is quantized with the statistics of the smoothed input, which follow
+from those of the plain input in closed form (`GroupStats.rescaled`). So one pass over the calibration data serves
+both steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.models import HEAD, Group
+from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization import schemes as quantizers
+from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions, Smoothing
+from vlmcompress.utils import distributed
+from vlmcompress.utils.errors import UserError
+
+FEW = "experts that few tokens were routed to were shown others of their layer as well (--all-experts shows all of them all)"
+_ROWS = 256  # most rows of a weight in a layer's reported error
+
+
+@dataclass(frozen=True)
+class QuantMethod:
+    """A scheme with its options, for every group of the decoder but those that `others` names.
+
+    Attributes:
+        others: (block, group name) -> the method of a group that gets another one.
+        scale_dtype: the dtype that the written format has for scales; None: that of the weights.
+    """
+
+    module: Quantizer
+    options: QuantizerOptions
+    others: Mapping[tuple[int, str], QuantMethod] = field(default_factory=dict)
+    scale_dtype: torch.dtype | None = None
+
+    def of(self, group: Group) -> QuantMethod:
+        """The method that a group gets."""
+        return self.others.get((group.layer, group.name), self)
+
+    @property
+    def needs(self) -> Needs:
+        """What the scheme requires of a run, with the gradients that its balance reads, and the statistics of `others`."""
+        needs = self.module.needs(self.options)
+        gradient = {"gradient"} if self.options.balance == "mbq" else set()
+        others = (other.needs.statistics for other in self.others.values())
+        return replace(needs, statistics=needs.statistics.union(gradient, *others))
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """Number formats of the result, but for `others`; None: the weights stay as they are."""
+        return self.module.scheme(self.options)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether an engine rounds the inputs of some layers."""
+        schemes = (self.scheme, *(other.scheme for other in self.others.values()))
+        return any(scheme and scheme.activations for scheme in schemes)
+
+
+@dataclass
+class BlockResult:
+    """All changes to one decoder block, by memory name of the module.
+
+    Attributes:
+        smoothing: op -> s `[channels]`: its output is divided by s (the weights that read it are multiplied already).
+        multiplied: layer that reads such an output and stays in 16 bits -> s: its weight's columns are to be multiplied.
+        weights: linear -> its quantized weight.
+        input_scales: linear -> static activation scale, scalar; of NVFP4 activations their global scale.
+        kv_ranges: attention module -> ranges of its keys and values, see `vlmcompress.numerics.statistics.kv_range`.
+        errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 256 evenly
+            spaced output channels, and what rounding `X` adds where the scheme does; `weight` without data.
+        maxima: first linear of a group -> modality -> share of input channels in which it holds the maximum; empty where
+            maxima were not collected.
+        warnings: what happened otherwise than asked for: (what, first linear of the group concerned, details).
+    """
+
+    smoothing: dict[str, Tensor] = field(default_factory=dict)
+    multiplied: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, QTensor] = field(default_factory=dict)
+    input_scales: dict[str, Tensor] = field(default_factory=dict)
+    kv_ranges: dict[str, Tensor] = field(default_factory=dict)
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    maxima: dict[str, dict[str, float]] = field(default_factory=dict)
+    warnings: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def add(self, other: BlockResult) -> None:
+        """Add the changes of another part of the block."""
+        for attribute in fields(self):
+            if attribute.name != "warnings":
+                getattr(self, attribute.name).update(getattr(other, attribute.name))
+        self.warnings += other.warnings
+
+
+def solve_block(
+    groups: Sequence[Group],
+    weights: Mapping[str, Tensor],
+    stats: MutableMapping[str, GroupStats],
+    method: QuantMethod,
+    scale_dtype: torch.dtype,
+    scales: Mapping[str, Tensor | None] | None = None,
+    norms: Mapping[str, Tensor] | None = None,
+    norm_offset: float = 0.0,
+) -> BlockResult:
+    """Smooth and quantize the groups of one block.
+
+    Args:
+        groups: the groups to quantize, in the order in which data flows through them.
+        weights: linear -> weight `[out, in]`, any float dtype; not modified.
+        stats: group name -> statistics of its input; empty for data-free methods. Used entries are removed: they are large.
+        scale_dtype: the dtype in which group scales are stored (that of the model).
+        scales: group name -> smoothing scale `[in]` from an earlier search by the model; None: the group is not smoothed.
+        norms: norm -> its weight `[channels]` in the dtype that it is stored in; norms left out are divided exactly.
+        norm_offset: norms compute `x * (norm_offset + weight)`.
+
+    Raises:
+        UserError: a weight or its statistics hold NaN or Inf, or lack what the method needs.
+    """
+    result, current = BlockResult(), _Current(weights)
+    foldable = [group for group in groups if group.name in stats and _foldable(group, groups)]
+    mine = [group.name for group in distributed.shard(groups)]
+    # A group's scale is searched on weights that no other group's has changed, so workers can share the searches. Each searches
+    # for the groups that it solves, which continue from the factors of their searches.
+    searched = {
+        group.name: _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
+        for group in foldable
+        if group.name in mine
+    }
+    smoothing_scales = distributed.merge_dicts({name: smoothing.scale for name, smoothing in searched.items()})
+    for group in foldable:
+        scale = smoothing_scales[group.name]
+        if scale is None:
+            continue
+        assert group.smooth is not None
+        if norms and group.smooth in norms:
+            scale = _as_stored(scale, norms[group.smooth], norm_offset)
+        result.smoothing[group.smooth] = scale
+        result.multiplied |= dict.fromkeys(group.kept, scale)
+        stats[group.name] = stats[group.name].rescaled(scale)
+        for name in group.linears:
+            current.multiply_columns(name, scale)
+        current.divide_rows(group.smooth, scale)
+    solved: dict[str, BlockResult] = {}
+    for group in groups:
+        group_stats = stats.pop(group.name, None)
+        if group.name in mine:
+            group_weights = [current[name] for name in group.linears]
+            factor = searched.pop(group.name, Smoothing()).factor  # as large as the Gram matrix
+            solved[group.name] = _solve_group(group, group_weights, group_stats, method.of(group), scale_dtype, factor)
+    solved = distributed.merge_dicts(solved)
+    for group in groups:
+        result.add(solved[group.name])
+    return result
+
+
+def _solve_group(
+    group: Group,
+    weights: list[Tensor],
+    stats: GroupStats | None,
+    method: QuantMethod,
+    scale_dtype: torch.dtype,
+    factor: Any,
+) -> BlockResult:
+    """Quantize the layers of one group, whose `weights [out_i, in]` and statistics are smoothed already."""
+    result, first = BlockResult(), group.linears[0]
+    if stats is not None and "absmax" in stats.needs:
+        result.maxima[first] = stats.owners()
+    with _naming(group):
+        solution = quantizers.solve(method.module, weights, stats, method.options, scale_dtype, factor)
+    result.warnings += [(what, first, detail) for what, detail in solution.warnings]
+    if stats is not None and stats.borrowed:
+        result.warnings.append(
+            (
+                FEW,
+                first,
+                f"{stats.borrowed} of {sum(stats.count.values())} tokens are others, each counts as one of its own",
+            )
+        )
+    for name, weight, quantized in zip(group.linears, weights, solution.weights, strict=True):
+        result.weights[name] = quantized
+        act = method.scheme.activations if method.scheme else None
+        errors = _errors(weight, quantized, stats, act, solution.input_scale)
+        if group.name == HEAD:
+            errors.pop("vision", None)  # no token that the model writes follows a visual one
+        result.errors[name] = errors
+        if solution.input_scale is not None:
+            result.input_scales[name] = solution.input_scale
+    return result
+
+
+def _smoothing(
+    group: Group,
+    current: _Current,
+    stats: GroupStats,
+    method: QuantMethod,
+    scale_dtype: torch.dtype,
+    scales: Mapping[str, Tensor | None],
+) -> Smoothing:
+    """The smoothing of a group's input, searched before or by its method."""
+    chosen = method.of(group)
+    if "block_scales" in chosen.needs.searches:
+        return Smoothing(scales.get(group.name))
+    weights = [current[name] for name in group.linears]
+    with _naming(group):
+        return quantizers.smooth(chosen.module, weights, stats, chosen.options, scale_dtype)
+
+
+@contextmanager
+def _naming(group: Group) -> Iterator[None]:
+    """Turn a ValueError about weights or statistics into a UserError that names the layer."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{group.linears[0]}: {error}") from error
+
+
+def _as_stored(scale: Tensor, norm: Tensor, offset: float) -> Tensor:
+    """The `s [channels]` by which a norm of weight `norm` is divided in effect, once the quotient is rounded for storage."""
+    exact, old = scale.to(norm.device), norm.float() + offset
+    stored = old / (_divided(norm, exact, offset).float() + offset)
+    return torch.where(stored.isfinite() & (stored > 0), stored, exact).to(scale.device)
+
+
+def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
+    """Divide `parameter [channels, ...]`, to which an op adds `offset`, by `scale [channels]`; keeps the parameter's dtype."""
+    scale = scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1))
+    return ((parameter.float() + offset) / scale - offset).to(parameter.dtype)
+
+
+class _Current:
+    """The block's weights as smoothed so far, in float32; made on each use, as copies of all would double the memory."""
+
+    def __init__(self, weights: Mapping[str, Tensor]):
+        self.weights = weights
+        self.factors: dict[str, list[Tensor]] = {}
+
+    def multiply_columns(self, name: str, scale: Tensor) -> None:
+        """Scale the input channels of a linear layer by `scale [in]`."""
+        self.factors.setdefault(name, []).append(scale)
+
+    def divide_rows(self, name: str, scale: Tensor) -> None:
+        """Divide the output channels of an op by `scale [out]`; nothing happens to ops that aren't linear layers."""
+        self.factors.setdefault(name, []).append(1 / scale[:, None])
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self.weights[name].float()
+        for factor in self.factors.get(name, ()):
+            weight = weight * factor
+        return weight
+
+
+def _foldable(group: Group, groups: Sequence[Group]) -> bool:
+    """Whether there is an op before the group to fold a scale into: a norm, or a linear layer that is not left as it is."""
+    if group.smooth_kind == "linear":
+        return any(group.smooth in other.linears for other in groups)
+    return group.smooth is not None
+
+
+def _errors(
+    weight: Tensor, quantized: QTensor, stats: GroupStats | None, act: ActFormat | None, input_scale: Tensor | None
+) -> dict[str, float]:
+    """Relative squared error of a layer's output by modality, on evenly spaced rows; without data that of its weight.
+
+    `act`: the format that the layer's inputs are rounded to, which adds to the error: the two are uncorrelated, so their
+    squares add. `input_scale`: its scale where it is static.
+    """
+    if stats is None or "gram" not in stats.needs:
+        return {"weight": _weight_error(weight, quantized)}
+    step = math.ceil(len(weight) / _ROWS)
+    weight, q = weight[::step], quantized.dequantize(torch.float32, slice(None, None, step))
+    errors = stats.error(q - weight, weight)
+    added = {} if act is None else stats.rounding_error(q, weight, lambda x: round_activations(x, act, input_scale))
+    return {modality: error + added.get(modality, 0.0) for modality, error in errors.items()}
+
+
+def _weight_error(weight: Tensor, quantized: QTensor) -> float:
+    """Relative squared error of a weight."""
+    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    for rows in row_chunks(weight):
+        part = weight[rows]
+        difference = quantized.dequantize(torch.float32, rows).sub_(part)
+        sums += torch.stack([difference.square_().sum(), part.square().sum()])
+    error, size = sums.tolist()
+    return error / max(size, 1e-30)
+
+
+def warnings(results: Iterable[BlockResult]) -> list[str]:
+    """Summarize the warnings of all blocks, a line for each kind whatever the number of layers concerned."""
+    by_text: dict[str, list[tuple[str, str]]] = {}
+    for what, layer, detail in (warning for result in results for warning in result.warnings):
+        by_text.setdefault(what, []).append((layer, detail))
+    return [
+        f"{what}; {len(where)} group{'s' if len(where) > 1 else ''} of layers, first {where[0][0]}: {where[0][1]}"
+        for what, where in by_text.items()
+    ]
+
+
+@torch.no_grad()
+def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 0.0) -> None:
+    """Put a block's result into the model: divide the smoothed ops, multiply what stays in 16 bits behind them, replace
+    quantized weights by their dequantized values.
+
+    Args:
+        modules: by memory name, linear layers and the ops before them.
+        norm_offset: norms compute `x * (norm_offset + weight)`.
+    """
+    for name, scale in result.smoothing.items():
+        offset = 0.0 if isinstance(modules[name], nn.Linear) else norm_offset
+        for local, parameter in modules[name].named_parameters(recurse=False):
+            if local == "weight" and isinstance(modules[name], nn.Linear):
+                continue  # smoothed already, as it is quantized
+            parameter.copy_(_divided(parameter, scale, offset if local == "weight" else 0.0))
+    for name, scale in result.multiplied.items():
+        weight = modules[name].weight
+        weight.data = (weight.float() * scale.to(weight.device)).to(weight.dtype)
+    for name, quantized in result.weights.items():
+        weight = modules[name].weight
+        weight.data = quantized.dequantize(weight.dtype).to(weight.device)  # not into memory that is mapped from a file

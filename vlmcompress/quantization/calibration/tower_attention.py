@@ -1,0 +1,90 @@
+"""Observe queries, keys and values of the vision tower's attention, as vLLM quantizes them: behind RoPE, before the product.
+
+vLLM 0.32 can compute the tower's attention in FP8 (`--mm-encoder-attn-dtype fp8`; `mm_encoder_attention.py`). It stores
+ `x / s` as float8_e4m3 with one scale `s` each for q, k and v of a layer, and takes the scales from a JSON file, or
+makes its own while it serves: from the largest of the last 16 inputs, and of the values as they are, without `abs`, so that
+it clips where the largest magnitude is negative. Here `s = MARGIN * max|x| / 448` over all calibration images. The margin is
+vLLM's for files that it writes itself; in a format of floats it costs next to nothing and leaves room for other images.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.models import VLM, ModelSpec
+from vlmcompress.models.devices import sent
+from vlmcompress.numerics import FLOAT8_MAX
+from vlmcompress.quantization.calibration.block_inputs import capture_block_inputs
+from vlmcompress.utils import distributed
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import Progress, silent
+
+MARGIN = 1.5
+_NAME = "vlmcompress_observed"  # of the attention function, while it is in place
+_PARTS = ("q", "k", "v")
+Scales = dict[str, dict[str, float]]
+
+
+def scales(vlm: VLM, samples: list[dict[str, Tensor]], progress: Progress = silent) -> Scales:
+    """Scales of each layer of the tower, under the name that vLLM's layer has: `{"q", "k", "v"}`, positive numbers.
+
+    Args:
+        samples: from `encode`, one sample each; of several workers each looks at its share.
+    """
+    with _watched(vlm.model, vlm.spec) as largest:
+        capture_block_inputs(vlm, samples, progress)
+    scales = {}
+    for name, magnitudes in largest.items():
+        pooled = distributed.all_max(magnitudes.cpu())
+        if not pooled.all():
+            raise UserError("vision_attention needs images, and the calibration data have none; name some with --calib")
+        layer = f"{vlm.spec.engine_name(name)}.attn"
+        scales[layer] = dict(zip(_PARTS, (pooled * (MARGIN / FLOAT8_MAX)).tolist(), strict=True))
+    return scales
+
+
+@contextmanager
+def _watched(model: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
+    """Within the context, attention module of the tower -> the largest magnitudes of q, k and v so far, float32 `[3]`."""
+    from transformers.modeling_utils import AttentionInterface
+
+    blocks = model.get_submodule(spec.vision_layers)
+    modules = {
+        f"{spec.vision_layers}.{index}.{spec.vision_attention}": block.get_submodule(str(spec.vision_attention))
+        for index, block in blocks.named_children()
+    }
+    largest = {name: torch.zeros(len(_PARTS)) for name in modules}
+    names = {module: name for name, module in modules.items()}
+    configs: list[Any] = list({id(module.config): module.config for module in modules.values()}.values())
+    before = [config._attn_implementation for config in configs]
+    if len(set(before)) > 1:
+        raise ValueError(f"blocks of one tower have attentions {sorted(set(before))}")
+
+    def show(module: nn.Module, *states: Any, **kwargs: Any) -> Any:
+        call_largest = torch.stack([state.detach().abs().amax().float() for state in states[:3]])
+        largest[names[module]] = torch.maximum(sent(largest[names[module]], call_largest.device), call_largest)
+        return _function(before[0], module)(module, *states, **kwargs)
+
+    AttentionInterface.register(_NAME, show)
+    try:
+        for config in configs:
+            config._attn_implementation = _NAME
+        yield largest
+    finally:
+        for config, old in zip(configs, before, strict=True):
+            config._attn_implementation = old
+        AttentionInterface._global_mapping.pop(_NAME)
+
+
+def _function(implementation: str, module: nn.Module) -> Any:
+    """The attention that a module computes by itself; that called `eager` is in the module's own file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)

@@ -1,0 +1,324 @@
+"""What a run reads and learns before blocks are quantized: the model, samples and their origin, the reducer's numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.export import adapter, dequantized, rotate
+from vlmcompress.models import VLM, Source
+from vlmcompress.models.data import Reading, encode_usable, load_mixed, provenance, video
+from vlmcompress.models.data.provenance import notes, token_counts
+from vlmcompress.models.data.samples import Sample
+from vlmcompress.models.data.sources import skipped_lines
+from vlmcompress.models.devices import accelerated, accelerator
+from vlmcompress.quantization.calibration import tower_attention
+from vlmcompress.quantization.calibration.block_inputs import Refused
+from vlmcompress.quantization.plan.calibration_data import check_balance, data_source, needing
+from vlmcompress.quantization.plan.plan import Plan
+from vlmcompress.quantization.plan.survey import rotation_problems
+from vlmcompress.quantization.plan.visual_tokens import VisualTokens
+from vlmcompress.recipe import Recipe
+from vlmcompress.reduction import scorer_file, threshold_file
+from vlmcompress.reduction.choice import ReducerChoice, calibrated, same
+from vlmcompress.reduction.hooks import learning, resizing
+from vlmcompress.reduction.hooks.calibration_inputs import decoder, reduced
+from vlmcompress.reduction.methods import TokenCounter
+from vlmcompress.reduction.resize import Resize
+from vlmcompress.utils import distributed, folders, hub, identity
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
+from vlmcompress.utils.model_folder import adapter_files, weight_files
+from vlmcompress.utils.progress import Progress, phase, silent
+
+Samples = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A loaded model and the samples that it is to be run on.
+
+    Attributes:
+        vlm: the model; behind a reducer its decoder alone, with the same modules.
+        batches: encoded samples (`models.data.encode`), one a batch; empty where nothing has to be run.
+        origin: the manifest's description of the calibration data; None for no calibration.
+        resize: how images are made smaller, worked out on the samples' images; the model's processor does so.
+        names: what messages call the samples of `batches`.
+    """
+
+    vlm: VLM
+    batches: list[dict[str, Tensor]]
+    origin: dict[str, Any] | None
+    resize: Resize | None = None
+    names: Sequence[str] = ()
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Within the context an error about samples that the model raises for has their names."""
+        try:
+            yield
+        except Refused as error:
+            if not self.names:
+                raise
+            name, *others = [f"{self.names[number]}: the model raises ({why})" for number, why in error.reasons.items()]
+            rest = f"; so it does for {len(others)} other{'s' * (len(others) > 1)}" if others else ""
+            raise UserError(f"{name}; drop it{rest}") from error
+
+    def behind(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
+        """The inputs of the decoder behind a reducer; unchanged if there are no samples or no reducer before the decoder."""
+        chosen = calibrated(reducer)
+        if chosen is None or not self.batches or self.origin is None:
+            return self
+        with phase("reducing"):
+            shorter = reduced(self.vlm, self.batches, chosen, progress)
+        origin = self.origin | token_counts(shorter) | {"reduce": scorer_file.carried(chosen).plain()}
+        return Inputs(decoder(self.vlm), shorter, origin, self.resize, self.names)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a finished run: the folder and its manifest."""
+
+    out: Path
+    manifest: dict
+
+
+def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress = silent) -> Inputs:
+    """Encode the calibration samples for the model; there are none unless something needs them or the recipe names them.
+
+    Args:
+        needed: what needs samples, in words for the message that they are missing; None: nothing.
+        progress: called with (label, done, total).
+    """
+    settings, reading = recipe.calibrate, Reading.of(recipe.calibrate)
+    named = data_source(recipe, vlm.path, needed)
+    if named is None:
+        return Inputs(vlm, [], None, recipe.resize)
+    source = hub.local(named, "dataset")
+    mixed = hub.local(settings.text, "dataset") if settings.text else None
+    with phase("encoding"):
+        samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed, reading=reading)
+        if recipe.reduce:
+            video.refuse(samples)
+        resize = fit_resize(recipe.resize, vlm, samples)
+        vlm = resizing.resized(vlm, resize) if resize else vlm
+        options: dict[str, Any] = {"max_length": settings.max_length, "reading": reading, "progress": progress}
+        every = [*samples, *texts]
+        usable = encode_usable(every, vlm, Path(source).name, **options)
+    pictured = [samples[number] for number in usable.numbers if number < len(samples)]
+    worded = [texts[number - len(samples)] for number in usable.numbers if number >= len(samples)]
+    count = settings.samples // 2 * 2 if mixed else settings.samples
+    origin = provenance(
+        pictured,
+        usable.batches,
+        source,
+        seed=recipe.seed,
+        processor=vlm.processor,
+        text=(worded, mixed) if mixed else None,
+        requested=count if len(usable.batches) + len(usable.skipped) < count else None,
+        skipped={**samples.skipped, **texts.skipped, **usable.skipped},
+    )
+    origin |= {"resize": resize.model_dump()} if resize else {}
+    check_balance(recipe, origin["tokens"], source)
+    for line in [*skipped_lines(usable.skipped), *notes(origin)]:
+        note(line)
+    return Inputs(vlm, usable.batches, origin, resize, [every[number].name for number in usable.numbers])
+
+
+def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
+    """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
+    recipe, tokens = plan.recipe, plan.visual_tokens
+    with phase("loading"):
+        dtype = plan.source.float_type.dtype
+        vlm = models.load(plan.source.path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
+        vlm = replace(vlm, path=recipe.model)  # a rotated one is of this folder, too
+    if plan.head:
+        models.untie(vlm.model, vlm.spec)
+    if plan.statistics:
+        check_balance(recipe, plan.statistics.origin["tokens"], plan.statistics.folder)
+        resize, samples = plan.statistics.resize, []
+        if recipe.vision_attention or (tokens and tokens.counted):
+            resized = recipe.model_copy(update={"resize": resize})
+            samples = read_inputs(resized, vlm, needing(plan), progress).batches
+        return Inputs(vlm, samples, plan.statistics.origin, resize)
+    if not plan.reads_data:
+        return Inputs(vlm, [], None, recipe.resize)
+    inputs = read_inputs(recipe, vlm, needing(plan), progress)
+    return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": plan.prefix})
+
+
+def fit_resize(resize: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:
+    """Work out on the samples' images how many tokens an image may have, where that is asked for as a share."""
+    if resize is None or resize.settled:
+        return resize
+    prompts = [tuple(image.size for image in sample.images) for sample in samples]
+    return resizing.settle(vlm.spec, vlm.processor, prompts, resize)
+
+
+def fit_reducer(
+    reducer: ReducerChoice | None, vlm: VLM, samples: Samples, progress: Progress, fitted: ReducerChoice | None = None
+) -> ReducerChoice | None:
+    """Return the reducer with all learnt numbers in place, taken from a file that it names or learnt from samples.
+
+    Args:
+        reducer: the reducer as the recipe asks for it; None for none.
+        samples: calibration samples, from `models.data.encode`; empty: the numbers come from the file that the reducer names.
+        progress: called with (label, done, total).
+        fitted: the reducer that statistics were collected behind, whose learnt numbers are taken over.
+    """
+    if reducer is None:
+        return None
+    reducer = scorer_file.known(vlm.model.config, reducer)
+    if not reducer.options.learns:
+        return reducer
+    if fitted is not None and same(fitted, reducer):
+        thresholds = fitted.options.thresholds
+        return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else fitted
+    if not samples:
+        return threshold_file.known(vlm, reducer)
+    with placed(vlm):
+        return learning.learn(vlm, samples, reducer, progress)
+
+
+def fit_counter(
+    tokens: VisualTokens | None, reducer: ReducerChoice | None, vlm: VLM, samples: Samples
+) -> TokenCounter | None:
+    """Fit to calibration samples how many tokens an image keeps, as a function of its pixels; None if nothing needs it.
+
+    Args:
+        tokens: the plan's description of the reducer.
+        reducer: the reducer with all learnt numbers in place.
+    """
+    if not (reducer and tokens and tokens.counted):
+        return None
+    with placed(vlm):
+        return learning.counter(vlm, samples, reducer)
+
+
+def placed(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
+    """The model on the accelerator, if there is one."""
+    return accelerated(vlm.model, models.decoder_layers(vlm.model, vlm.spec))
+
+
+def reducer_warnings(reducer: ReducerChoice | None, origin: Mapping[str, Any] | None) -> list[str]:
+    """Warnings about the reducer. `origin`: the manifest's description of the calibration data, None for none."""
+    if reducer is None or origin is None or calibrated(reducer):
+        return []
+    return [f"calibrated on all visual tokens, as {reducer} drops some only within the language model"]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What is learned from the samples before any block is quantized.
+
+    Attributes:
+        recipe: the plan's, with the numbers of the reducer and of `resize`.
+        counter: computes how many tokens an image keeps; None: nothing needs it.
+        attention: scales of the vision tower's attention; None: none are wanted.
+    """
+
+    recipe: Recipe
+    counter: TokenCounter | None
+    attention: dict[str, Any] | None = None
+
+
+def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learned:
+    """Learn scales of the tower's attention, and the numbers of the reducer, unless the statistics were behind the same."""
+    recipe, attention = plan.recipe, None
+    with phase("vision attention"):
+        if recipe.vision_attention:
+            attention = tower_attention.scales(inputs.vlm, inputs.batches, progress)
+    with phase("reducer"):
+        fitted = plan.statistics.reducer if plan.statistics else None
+        reducer = fit_reducer(recipe.reduce, inputs.vlm, inputs.batches, progress, fitted)
+        counter = fit_counter(plan.visual_tokens, reducer, inputs.vlm, inputs.batches)
+    return Learned(recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}), counter, attention)
+
+
+def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
+    """Hash everything that the results of the blocks depend on; where they are written is not among it."""
+    source, settings = recipe.model, {key: value for key, value in recipe.plain().items() if key != "out"}
+    read = [*weight_files(source), *(adapter_files(recipe.adapter) if recipe.adapter else ())]
+    files = identity.unchanged(sorted(read))
+    parts: list[Any] = [identity.source_identity(source), files, settings, origin, identity.versions()]
+    parts.append(torch.get_num_threads())
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+MADE = ("dequantized", "merged", "rotated")
+"""What `make_source` calls the hidden folders beside OUT."""
+
+
+def make_source(recipe: Recipe, progress: Progress) -> Source | None:
+    """Write the 16-bit model that a run begins with to a hidden folder beside OUT, where that is another than the recipe's: in
+    16 bits, with the adapter merged, rotated, in this order. None: it begins with the recipe's own.
+
+    Raises:
+        UserError: the model can't be rotated, or the adapter not merged, or there is no room for it beside OUT.
+    """
+    source = make_dequantized(recipe, progress) if recipe.from_quantized else None
+    if recipe.adapter:
+        source = make_merged(recipe, source or Source.of(recipe.model), progress)
+    return make_rotated(recipe, source or Source.of(recipe.model), progress) if recipe.rotate else source
+
+
+def make_merged(recipe: Recipe, source: Source, progress: Progress) -> Source:
+    """Write `source` with the recipe's adapter in it to a hidden folder beside OUT; one that is there is kept."""
+    assert recipe.adapter is not None
+    folder = folders.beside(recipe.output, "merged")
+    if distributed.is_main():
+        with phase("merging"):
+            adapter.write(
+                source,
+                recipe.adapter,
+                folder,
+                device=accelerator() or "cpu",
+                progress=lambda done, total: progress("merging the adapter", done, total),
+            )
+    distributed.barrier()
+    return Source.of(folder)
+
+
+def make_rotated(recipe: Recipe, source: Source, progress: Progress) -> Source:
+    """Write `source` rotated as the recipe asks for it to a hidden folder beside OUT; one that is there is kept."""
+    assert recipe.rotate is not None
+    if problems := rotation_problems(recipe, source):
+        raise UserError(problems[0])
+    folder = folders.beside(recipe.output, "rotated")
+    if distributed.is_main():
+        with phase("rotating"):
+            rotate.write(
+                source,
+                folder,
+                rotate.Rotations(recipe.rotate, recipe.seed),
+                device=accelerator() or "cpu",
+                progress=lambda done, total: progress("rotating", done, total),
+            )
+    distributed.barrier()
+    return Source.of(folder)
+
+
+def make_dequantized(recipe: Recipe, progress: Progress) -> Source:
+    """Write the 16-bit model that a recipe's FP8 source stands for to a hidden folder beside OUT."""
+    folder = folders.beside(recipe.output, "dequantized")
+    if distributed.is_main():
+        with phase("dequantizing"):
+            dequantized.write(recipe.model, folder, lambda done, total: progress("dequantizing", done, total))
+    distributed.barrier()
+    return Source.of(folder)
+
+
+def remove_made(out: Path) -> None:
+    """Remove the models that `make_source` made for a run that is done."""
+    for kind in MADE:
+        shutil.rmtree(folders.beside(out, kind), ignore_errors=True)

@@ -1,0 +1,175 @@
+"""The budget of bytes that a recipe's `bits` leave to share out among groups of layers, from shapes alone.
+
+A group gets a *width*: the recipe's scheme at some number of bits, or another scheme (`fp8`, `int8`, `bf16`).
+Sizes are the exporter's own, so a budget of 3.25 bits per weight counts scales and zero points, and a `max_size` everything
+that is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from vlmcompress.models import Group, Source
+from vlmcompress.numerics.statistics.inputs import CROSS
+from vlmcompress.quantization.calibration.solve import QuantMethod
+from vlmcompress.quantization.plan.shape_checks import shape_problems
+from vlmcompress.quantization.schemes import Search
+from vlmcompress.recipe import Recipe, targets
+from vlmcompress.recipe.allocation import Key
+from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.registry import SCHEMES
+from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.text import parse_bytes, size
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget of bytes and what it can be spent on.
+
+    Attributes:
+        widths: name of a width -> method.
+        sizes: group, or all experts of a block together -> width -> bytes, for the widths that its shapes allow.
+        weights: number of weights in all groups.
+        fixed: bytes of everything else that is written.
+        nbytes: the most bytes that all groups may take together.
+    """
+
+    widths: Mapping[str, QuantMethod]
+    sizes: Mapping[Key, Mapping[str, int]]
+    weights: int
+    fixed: int
+    nbytes: int
+
+    @property
+    def largest(self) -> int:
+        """The most bytes that an allocation within the budget writes."""
+        return self.fixed + min(self.nbytes, sum(max(nbytes.values()) for nbytes in self.sizes.values()))
+
+    def bits(self, nbytes: int) -> float:
+        """Bits per weight of groups that take `nbytes` together."""
+        return 8 * nbytes / self.weights
+
+
+def widths(recipe: Recipe) -> dict[str, QuantMethod]:
+    """The widths of a recipe. Raises `UserError` for one that the scheme does not have or the target does not run."""
+    assert recipe.bits is not None
+    among = recipe.bits.among or _default_widths(recipe)
+    table = {str(width): _method(recipe, width) for width in among}
+    target = targets.get(recipe.target) if recipe.target else None
+    for name, method in table.items():
+        if target and (reason := target.refusal(targets.format_key(method.scheme))):
+            raise UserError(f"bits.among has {name}, and {reason}")
+    return table
+
+
+def _default_widths(recipe: Recipe) -> tuple[int | str, ...]:
+    """The widths where the recipe names none: those of `DEFAULT` that the target runs, and its 8-bit scheme for 8 bits."""
+    if recipe.target is None:
+        return DEFAULT
+    target = targets.get(recipe.target)
+    runs = tuple(bits for bits in DEFAULT if not target.refusal(targets.format_key(_method(recipe, bits).scheme)))
+    wide = target.schemes["throughput"]
+    return runs if 8 in runs or wide not in NAMED else (*runs, wide)
+
+
+def _method(recipe: Recipe, width: int | str) -> QuantMethod:
+    """The recipe's scheme at `width` bits, or the other scheme of that name. Raises `UserError` where there is no such."""
+    options: Any = recipe.options
+    if isinstance(width, int):
+        if options.bits is None:
+            schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).Options().bits is not None)
+            raise UserError(f"bits: scheme '{recipe.scheme}' has one width only; take one of {schemes}")
+        try:
+            return QuantMethod(recipe.method, dataclasses.replace(options, bits=width))
+        except ValueError as error:
+            raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
+    module = SCHEMES.get("none" if width == "bf16" else width)
+    defaults = module.Options()
+    if defaults.balance is not None and options.balance is not None:
+        defaults = dataclasses.replace(defaults, balance=options.balance)
+    return QuantMethod(module, defaults)
+
+
+def budget_of(
+    recipe: Recipe,
+    source: Source,
+    groups: Sequence[Group],
+    written: Mapping[str, Spec],
+) -> Budget:
+    """Compute the budget that a recipe's `bits` leave.
+
+    Args:
+        recipe: the recipe, with `bits`.
+        source: the model, from its headers.
+        groups: the decoder's groups of layers, without skipped layers.
+        written: every tensor that would be written without an allocation, as `write.output_specs` names them.
+
+    Raises:
+        UserError: a width is not possible, or the budget cannot be met.
+    """
+    assert recipe.bits is not None
+    table = widths(recipe)
+    searches: frozenset[Search] = frozenset().union(*(method.needs.searches for method in table.values()))
+    if searches & {"block_scales", "ranges"}:
+        raise UserError(
+            "bits needs predicted errors, which searches that re-run blocks do not have; use gptq, awq or rtn"
+        )
+    if any(CROSS in method.needs.statistics for method in table.values()):
+        raise UserError(
+            "bits is shared out by statistics of the 16-bit model, which know no quantized blocks before; use gptq"
+        )
+    exporter = recipe.exporter
+    sizes: dict[Key, dict[str, int]] = {}
+    for group in groups:
+        weights = source.weights(group)
+        problems = {
+            name: list(shape_problems(source, group, method.scheme, exporter, recipe.target))
+            for name, method in table.items()
+        }
+        nbytes = {name: _nbytes(method, weights, exporter) for name, method in table.items() if not problems[name]}
+        if not nbytes:
+            raise UserError(next(iter(problems.values()))[0])
+        before = sizes.get((group.layer, group.unit), dict.fromkeys(nbytes, 0))
+        sizes[group.layer, group.unit] = {
+            name: before[name] + count for name, count in nbytes.items() if name in before
+        }
+    parameters = {f"{linear}.weight" for group in groups for linear in group.linears}
+    replaced = {name.removesuffix(".weight") for name in parameters} | {source.names[name] for name in parameters}
+    fixed = sum(spec.nbytes for name, spec in written.items() if name.partition(":")[0] not in replaced)
+    count = sum(math.prod(weight.shape) for group in groups for weight in source.weights(group))
+    largest = sum(max(nbytes.values()) for nbytes in sizes.values())
+    budget = Budget(table, sizes, count, fixed, largest)
+    return dataclasses.replace(budget, nbytes=_limit(recipe.bits, budget))
+
+
+def _limit(bits: Bits, budget: Budget) -> int:
+    """Bytes for all groups. Raises `UserError` naming the smallest reachable where that is more."""
+    smallest = sum(min(nbytes.values()) for nbytes in budget.sizes.values())
+    if bits.max_size is not None:
+        limit = parse_bytes(bits.max_size, "bits.max_size") - budget.fixed
+        least = f"{math.ceil((budget.fixed + smallest) / 1000) / 1000:g}MB, of which {size(budget.fixed)} are not shared out"
+        setting = f"bits.max_size {bits.max_size}"
+    else:
+        assert bits.budget is not None
+        limit = math.floor(bits.budget * budget.weights / 8)
+        least = f"{math.ceil(1e4 * budget.bits(smallest)) / 1e4:g} bits per weight, scales and zero points included"
+        setting = f"bits.budget {bits.budget:g}"
+    if smallest > limit:
+        raise UserError(
+            f"{setting} can't be met with widths {', '.join(budget.widths)}; the smallest reachable is {least}"
+        )
+    return limit
+
+
+def _nbytes(method: QuantMethod, weights: Iterable[Spec], exporter: ModuleType) -> int:
+    """Bytes that weights take on disk with a method."""
+    if method.scheme is None:
+        return sum(weight.nbytes for weight in weights)
+    stored = (exporter.specs(method.scheme, *weight.shape, weight.dtype) for weight in weights)
+    return sum(spec.nbytes for specs in stored for spec in specs.values())

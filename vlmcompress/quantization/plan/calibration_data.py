@@ -1,0 +1,142 @@
+"""Which calibration data a run reads, and what can be said of them before it: their rows, and the files of their images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from vlmcompress import models
+from vlmcompress.models import VLM
+from vlmcompress.models.data import Preview, Reading, bundled, encode, encode_usable, preview, refuse_missing, video
+from vlmcompress.models.data.samples import LazyImages
+from vlmcompress.models.data.sources import skipped_lines
+from vlmcompress.numerics.statistics.balance import weighed
+from vlmcompress.quantization.plan.plan import Plan
+from vlmcompress.recipe import Recipe
+from vlmcompress.reduction.hooks import resizing
+from vlmcompress.utils import hub
+from vlmcompress.utils.errors import BadSample, UserError
+
+
+def needing(work: Plan) -> str | None:
+    """Name in words what in a recipe needs calibration data; None: nothing."""
+    if work.needs_data:
+        if work.method.needs.statistics:
+            return f"scheme '{work.recipe.scheme}'"
+        return "an FP8 KV cache (kv_cache)" if work.recipe.kv_cache else "a budget of bits (bits.budget)"
+    if work.recipe.vision_attention:
+        return "vision_attention"
+    if work.recipe.resize and not work.recipe.resize.settled:
+        return str(work.recipe.resize)
+    tokens = work.visual_tokens
+    return f"reducer '{tokens.reducer.method}'" if tokens and tokens.reducer and tokens.learns else None
+
+
+def refuse_without_data(work: Plan) -> None:
+    """Refuse a plan whose calibration data are needed and not named, or named and missing, just as its run would."""
+    settings = work.recipe.calibrate
+    for named in (settings.data, settings.text):
+        if named is not None and hub.parse(named, "dataset") is None:
+            refuse_missing(Path(named))
+    if not work.statistics or _beside_statistics(work):
+        data_source(work.recipe, work.recipe.model, needing(work))
+
+
+def looked_at(work: Plan) -> Preview | None:
+    """A look at the calibration data that the run of a plan would read; None where it reads none, or they can't be seen now.
+
+    Raises:
+        UserError: the run would refuse the data: they are missing, have no such columns, an image is not there, ...
+    """
+    refuse_without_data(work)
+    settings, seed = work.recipe.calibrate, work.recipe.seed
+    reads = work.statistics is not None or work.reads_data
+    source = data_source(work.recipe, work.recipe.model, needing(work)) if reads else None
+    if source is None or (work.statistics and not (settings.data or _beside_statistics(work))):
+        return None
+    reading = Reading.of(settings)
+    if settings.text is None:
+        look = preview(source, samples=settings.samples, seed=seed, reading=reading)
+    elif settings.samples < 2:
+        raise UserError(f"calibrate.samples is {settings.samples}; with calibrate.text take at least 2")
+    else:
+        look = _mixed(source, settings.text, settings.samples // 2, seed, reading)
+    if look and (filmed := next((sample for sample in look.samples if sample.videos), None)):
+        if work.recipe.reduce:
+            video.refuse([filmed])
+        video.check(models.load_processor(work.source.path), filmed.name, bool(filmed.images))
+    if look and look.whole and not work.statistics:
+        shown = {
+            "vision": sum(sample.visual for sample in look.samples),
+            "text": 1,  # there is no question without words
+            "answer": sum(bool(sample.answer) for sample in look.samples),
+        }
+        check_balance(work.recipe, shown, source)
+    return look
+
+
+def encoded(work: Plan, look: Preview) -> str:
+    """Encode some samples as the run of a plan would, without its weights: the longest, those with the largest image and the
+    narrowest, and the first with an image.
+
+    Where the model does not take one of these, all are encoded, as `data.encode_usable` decides whether there are too many.
+
+    Returns:
+        How many were encoded, and which the run will skip.
+
+    Raises:
+        UserError: the run would refuse them.
+    """
+    recipe, spec = work.recipe, work.source.spec
+    vlm = VLM(work.source.meta_model, models.load_processor(recipe.model), spec, recipe.model)
+    if resize := recipe.resize:
+        if not resize.settled:
+            prompts = [tuple(image.size for image in sample.images) for sample in look.samples]
+            resize = resizing.settle(spec, vlm.processor, prompts, resize)
+        vlm = resizing.resized(vlm, resize)
+    visual = [sample for sample in look.samples if sample.visual]
+    sizes = [sample.images.sizes() if isinstance(sample.images, LazyImages) else [] for sample in visual]
+    largest = sorted(range(len(visual)), key=lambda number: -sum(width * height for width, height in sizes[number]))[:1]
+    narrowest = sorted(range(len(visual)), key=lambda number: min(map(min, sizes[number]), default=0))[:1]
+    longest = max(look.samples, key=lambda sample: len(str(sample.conversation())))
+    picks = {id(sample): sample for sample in (*visual[:1], longest, *(visual[n] for n in (*largest, *narrowest)))}
+    settings = recipe.calibrate
+    try:
+        encode(list(picks.values()), vlm, max_length=settings.max_length)
+        return f"{len(picks)} encoded"
+    except BadSample:
+        source, reading = Path(str(settings.data)).name, Reading.of(settings)
+        usable = encode_usable(look.samples, vlm, source, max_length=settings.max_length, reading=reading)
+        return "; ".join([f"{len(usable.batches)} encoded", *skipped_lines(usable.skipped)])
+
+
+def _mixed(source: str | Path, text: str, samples: int, seed: int, reading: Reading) -> Preview | None:
+    """A look at samples with images and as many of text alone, as `data.load_mixed` gives them."""
+    images = preview(source, samples=samples, seed=seed, reading=reading)
+    texts = preview(text, samples=samples, seed=seed, text=True, reading=Reading(skip_bad=reading.skip_bad))
+    if images is None or texts is None:
+        return None
+    count = min(images.count, texts.count)
+    return Preview(2 * count, [*images.samples[:count], *texts.samples[:count]], images.decoded)
+
+
+def _beside_statistics(work: Plan) -> bool:
+    """Whether something reads samples although the decoder is solved from statistics."""
+    return bool(work.recipe.vision_attention or (work.visual_tokens and work.visual_tokens.counted))
+
+
+def data_source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:
+    """Find the path of the calibration samples; None where there are none and nothing needs them."""
+    source = recipe.calibrate.data or (bundled(model, "calibration") if needed else None)
+    if source is None and needed:
+        raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
+    return source
+
+
+def check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
+    """Refuse a balance that weighs a modality without a token in the calibration data."""
+    if missing := [name for name in weighed(recipe.options.balance or "off") if not tokens[name]]:
+        remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}
+        add = " and ".join(remedy[name] for name in missing)
+        what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"
+        raise UserError(f"{what}, which options.balance weighs; add {add}, or set options.balance=off")

@@ -1,0 +1,229 @@
+"""Every reason why a recipe cannot be carried out on a model: one list of checks, each a function of a `Survey`.
+
+A check yields a line for each problem, which says what to do, too. To add one, write the function and put it into `CHECKS`,
+in whose order users see them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from vlmcompress import models
+from vlmcompress.export import adapter, rotate, tokenizers
+from vlmcompress.export import formats as exporters
+from vlmcompress.numerics.statistics.inputs import CROSS
+from vlmcompress.quantization.plan import statistics_match
+from vlmcompress.quantization.plan.shape_checks import shape_problems
+from vlmcompress.quantization.plan.survey import (
+    VISION_MULTIPLE,
+    Survey,
+    rotation_problems,
+    skipped,
+    vision_candidates,
+)
+from vlmcompress.quantization.plan.visual_tokens import problems as reducer_problems
+from vlmcompress.recipe import targets
+from vlmcompress.utils.registry import FAMILIES
+
+Check = Callable[[Survey], Iterable[str]]
+
+
+def rotation(survey: Survey) -> Iterable[str]:
+    """Whether the recipe's rotation leaves the model's answers as they are."""
+    return rotation_problems(survey.recipe, survey.source)
+
+
+def adapter_fits(survey: Survey) -> Iterator[str]:
+    """Whether the recipe's adapter is of the model and can be merged; the source that has it is looked at no more."""
+    recipe, source = survey.recipe, survey.source
+    merged = any((source.path / name).exists() for name in (adapter.RECORD, rotate.RECORD))
+    if recipe.adapter and not merged and (reason := adapter.problem(recipe.adapter, source)):
+        yield reason
+
+
+def visual_tokens(survey: Survey) -> Iterable[str]:
+    """Whether the model's visual tokens can be reduced so, and the engine serve it."""
+    return reducer_problems(survey.recipe, survey.source)
+
+
+def tower_attention(survey: Survey) -> Iterator[str]:
+    """Whether vLLM can compute the attention of the vision tower in FP8."""
+    recipe, spec = survey.recipe, survey.source.spec
+    if recipe.vision_attention is None:
+        return
+    if spec.vision_attention is None:
+        families = [name for name in FAMILIES.names() if models.REGISTRY.get(name).SPEC.vision_attention]
+        yield (
+            f"vision_attention: vLLM has no FP8 attention for the vision tower of {spec.family}, only for "
+            f"{', '.join(families)}; leave it out"
+        )
+    if recipe.engine != "vllm":
+        yield f"vision_attention: {recipe.engine} does not read its scales, vLLM alone does; leave it out"
+
+
+def assigned_schemes(survey: Survey) -> Iterator[str]:
+    """Whether the target runs the schemes that some groups get instead of the recipe's, which `resolve` has checked."""
+    if survey.recipe.target:
+        for scheme in dict.fromkeys(method.scheme for method in survey.assigned.values()):
+            yield from targets.refusals(survey.recipe.target, scheme)
+
+
+def experts(survey: Survey) -> Iterator[str]:
+    """Whether the scheme can do with the experts of a mixture."""
+    if all(group.expert is None for block in survey.source.blocks for group in block):
+        return
+    needs = survey.method.needs
+    if "block_scales" in needs.searches:
+        objective = getattr(survey.method.options, "objective", None)
+        yield (
+            f"objective '{objective}' runs llm-compressor's search, which cannot follow tokens to "
+            "experts; use --set options.objective=gram"
+        )
+    if CROSS in needs.statistics:
+        yield (
+            f"scheme '{survey.recipe.scheme}' compares tokens in the quantized and in the 16-bit model, which route them to "
+            "different experts; use gptq"
+        )
+
+
+def draft_head(survey: Survey) -> Iterator[str]:
+    """Whether the model's head that drafts tokens can be carried."""
+    source = survey.source
+    if fault := models.draft_fault(source.spec, source.config, source.stored):
+        yield fault
+
+
+def skip(survey: Survey) -> Iterator[str]:
+    """Whether the recipe skips layers that there are, and no part of what an engine runs as one matrix or kernel."""
+    recipe, source = survey.recipe, survey.source
+    if not recipe.skip:
+        return
+    for group in (group for block in source.blocks for group in block):
+        left = [linear for linear in group.linears if skipped(recipe, linear)]
+        if left and len(left) < len(group.linears) and group.fused and group.expert is None:
+            kept = next(linear for linear in group.linears if linear not in left)
+            yield f"skip: {left[0]} is left but not {kept}, and engines fuse them; skip both or neither"
+    for layer, block in enumerate(source.blocks):
+        linears = [linear for group in block if group.expert is not None for linear in group.linears]
+        left = [linear for linear in linears if skipped(recipe, linear)]
+        if left and len(left) < len(linears):
+            yield (
+                f"skip: {left[0]} is left but not all experts of block {layer}, and engines run them by one kernel; "
+                f"skip 'layers.{layer}.{source.spec.experts}.' or none of them"
+            )
+    names = models.linear_names(source.meta_model)
+    for pattern in recipe.skip:
+        if not any(re.search(pattern, name) for name in names):
+            yield f"skip: '{pattern}' matches no linear layer; names look like {names[-2]}"
+
+
+def shapes(survey: Survey) -> Iterator[str]:
+    """Whether the layers' shapes go with the scheme; of a budget that is not shared out yet, `bits` looks at them."""
+    recipe = survey.recipe
+    if recipe.bits and not survey.allocation:
+        return
+    for group in survey.groups:
+        scheme = survey.method.of(group).scheme
+        yield from shape_problems(survey.source, group, scheme, recipe.exporter, recipe.target)
+
+
+def vision_tower(survey: Survey) -> Iterator[str]:
+    """Whether anything of a vision tower that is to be quantized can be."""
+    if survey.vision_method and not survey.vision_groups:
+        candidates = vision_candidates(survey.recipe, survey.source)
+        why = f"with sides that are multiples of {VISION_MULTIPLE}" if candidates else "left to quantize"
+        yield f"the vision tower has no linear layer {why}; use --vision bf16"
+
+
+def stored_format(survey: Survey) -> Iterator[str]:
+    """Whether the format of the files can hold the schemes."""
+    exporter, source = survey.recipe.exporter, survey.source
+    yield from exporters.problems(exporter, survey.layers)
+    config, reducer = source.meta_model.config.to_dict(), survey.recipe.reduce
+    plain = reducer.plain() if reducer else None
+    reasons = exporters.files_problems(exporter, source.path, source.spec.family, config, plain)
+    yield from reasons
+    if not reasons and (problem := tokenizers.compare(exporter, source.path, config).problem):
+        yield problem
+
+
+def something_to_write(survey: Survey) -> Iterator[str]:
+    """Whether anything is quantized, and everywhere where scales of keys and values are stored beside it."""
+    recipe = survey.recipe
+    if recipe.kv_cache and not survey.source.spec.kv_scales:
+        yield f"kv_cache: vLLM's class of {survey.source.spec.family} reads no scales of keys and values; leave it out"
+    if recipe.kv_cache and not all(survey.blocks):
+        yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
+    if hasattr(recipe.exporter, "write_files"):  # a format that other engines read is reason enough
+        return
+    if not (
+        survey.layers.quantized
+        or recipe.reduce
+        or recipe.resize
+        or recipe.vision_attention
+        or recipe.rotate
+        or recipe.adapter
+    ):
+        yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
+
+
+def bits(survey: Survey) -> Iterator[str]:
+    """Whether the budget of the recipe's `bits` can be met."""
+    if survey.budget_fault:
+        yield survey.budget_fault
+
+
+def statistics(survey: Survey) -> Iterator[str]:
+    """Whether the recipe's statistics can be read, and are of its model, data, reducer and scheme."""
+    if survey.statistics_fault:
+        yield survey.statistics_fault
+    if survey.statistics:
+        method = survey.method
+        if survey.undecided and survey.budget:  # any of the widths may be chosen
+            method = replace(method, others={(-1, name): width for name, width in survey.budget.widths.items()})
+        yield from statistics_match.problems(survey.statistics, survey.recipe, method, survey.steps)
+
+
+def matrices_of_the_vocabulary(survey: Survey) -> Iterator[str]:
+    """Whether head and embedding can be quantized as the recipe asks for it."""
+    recipe, source = survey.recipe, survey.source
+    quantized = [key for key in ("head", "embeddings") if getattr(recipe, key) != "bf16"]
+    if quantized and source.spec.head_shares and recipe.engine == "vllm":
+        yield (
+            f"{quantized[0]}: vLLM's class of {source.spec.family} gives the output head the embedding's weights, whatever the "
+            "checkpoint has; leave it in bf16"
+        )
+    elif "embeddings" in quantized and source.spec.embedding_whole and recipe.engine == "vllm":
+        yield f"embeddings: vLLM's class of {source.spec.family} reads no quantized ones; leave them in bf16"
+    elif quantized == ["embeddings"] and models.is_tied(source.meta_model, source.spec):
+        yield "embeddings: the output head shares these weights, and reads no quantized ones; quantize it, too, by --head w4a16"
+    for group in filter(None, [survey.head]):
+        scheme = survey.method.of(group).scheme
+        yield from shape_problems(source, group, scheme, recipe.exporter, recipe.target)
+
+
+CHECKS: tuple[Check, ...] = (
+    rotation,
+    adapter_fits,
+    visual_tokens,
+    tower_attention,
+    assigned_schemes,
+    experts,
+    draft_head,
+    skip,
+    shapes,
+    matrices_of_the_vocabulary,
+    vision_tower,
+    stored_format,
+    something_to_write,
+    bits,
+    statistics,
+)
+
+
+def problems(survey: Survey) -> list[str]:
+    """Run all checks and list what they find; of lines that differ only in the number of a block, the first."""
+    lines = [line for check in CHECKS for line in check(survey)]
+    return list({re.sub(r"\.\d+\.", ".*.", line): line for line in reversed(lines)}.values())[::-1]

@@ -1,0 +1,258 @@
+"""Check whether a recipe works for a model on a machine in an engine, in seconds, from headers and tables.
+
+`findings` checks everything instead of stopping at the first refusal. What vLLM runs on a machine is in `recipe.targets`,
+which engine loads which format in `export.readers`; of machines for other engines only what stands here is known.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlmcompress import models
+from vlmcompress.export import adapter, readers
+from vlmcompress.export.manifest import MANIFEST
+from vlmcompress.numerics import label
+from vlmcompress.quantization.plan.calibration_data import encoded, looked_at
+from vlmcompress.quantization.plan.kv_cache import cache_finding
+from vlmcompress.quantization.plan.plan import Plan, make_plan
+from vlmcompress.recipe import Recipe, targets
+from vlmcompress.recipe.targets import Target
+from vlmcompress.utils import folders
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.registry import FORMATS
+from vlmcompress.utils.text import size, smaller
+
+NVIDIA = {"sglang": (8, 0), "lmdeploy": (0, 0), "tensorrt-llm": (0, 0)}  # engines for its GPUs -> least capability
+MEMORY_SHARE = 0.92  # share of device memory that vLLM takes by default
+
+
+def engine_of(recipe: Recipe) -> str:
+    """The engine that a recipe is checked for, where none is named: the only one that reads the format, or the recipe's."""
+    return FORMATS.constant(recipe.format, "ENGINE") or recipe.engine
+
+
+def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
+    """List everything that speaks for or against a recipe whose target has not refused it yet.
+
+    Args:
+        recipe: a recipe resolved with `refuse=False`, or one that its target does not refuse.
+        engine: one of `readers.ENGINES`; None: see `engine_of`.
+    """
+    engine = engine or engine_of(recipe)
+    if engine == "transformers":
+        recipe = recipe.model_copy(update={"engine": engine})
+    if engine not in readers.ENGINES:
+        raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, readers.ENGINES)}")
+    target = targets.get(recipe.target) if recipe.target else None
+    report = [Finding("recipe", True, f"scheme {recipe.scheme} ({label(recipe.number_formats)})")]
+    report += _kernels(recipe, target, engine)
+    try:
+        plan = make_plan(recipe, refuse=False)
+    except UserError as error:
+        return [*report, Finding("model", False, str(error))]
+    report.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
+    report += _format(plan, engine)
+    report.append(_processor(recipe.inputs_folder))
+    report += _vocabulary(plan)
+    lines = [*models.asides(recipe.model), *adapter.notes(recipe), *models.cast_text(plan.source)]
+    report += [Finding("folder", True, line) for line in lines]
+    report += _names(plan, engine)
+    report += _reducer(plan, engine)
+    report += _draft(plan)
+    if plan.problems:
+        report += [Finding("plan", False, problem) for problem in plan.problems]
+    else:
+        report.append(Finding("plan", True, f"{plan.linear_layers} linear layers can be quantized"))
+    report += _family(plan, target, engine)
+    if target and engine == "vllm":
+        report.append(cache_finding(recipe, plan.source, target, everywhere=all(plan.blocks)))
+        if recipe.vision_attention:
+            report.append(_tower(target))
+    if not plan.problems:
+        report.append(_size(plan))
+        if target and target.memory:
+            report.append(_memory(plan, target))
+    report += _calibration(plan)
+    return [*report, *_output(recipe)]
+
+
+def _tower(target: Target) -> Finding:
+    """Whether vLLM computes a vision tower's attention in FP8 on the target."""
+    needs = target.vision_attention_fp8
+    missing = f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out"
+    return Finding("vllm: vision attention", bool(needs), f"FP8 with {needs}" if needs else missing)
+
+
+def _output(recipe: Recipe) -> list[Finding]:
+    """Why OUT can't be written; nothing where it can, or where none is named."""
+    try:
+        for overwrite in (True, False) if recipe.out else ():  # first whether it can be at all
+            folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)  # type: ignore[arg-type]
+    except UserError as error:
+        return [Finding("output", False, str(error))]
+    return []
+
+
+def _kernels(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]:
+    """Whether the engine computes in the number formats on the target."""
+    report = []
+    for part, scheme in {"decoder": recipe.number_formats, **recipe.parts}.items():
+        key, name = targets.format_key(scheme), f"{engine}: {part}"
+        if engine == "vllm" and target is None:
+            report.append(Finding(name, True, f"reads {key}; name a --target to learn the kernel"))
+        elif target is None:
+            continue
+        elif engine == "vllm":
+            reason = target.refusal(key)
+            report.append(Finding(name, reason is None, reason or f"{target.kernel(key)} kernel on {target.title}"))
+        elif engine in NVIDIA and (reason := _without_gain(engine, key, target)):
+            report.append(Finding(name, False, reason))
+    return report
+
+
+def _without_gain(engine: str, key: str, target: Target) -> str | None:
+    """Why an engine for NVIDIA GPUs gains nothing from a format on the target; None: nothing is known against it."""
+    title, capability = readers.ENGINES[engine].title, target.capability
+    if capability is None or capability < NVIDIA[engine]:
+        since = " from A100 on" if NVIDIA[engine] > (0, 0) else ""
+        return f"{title} wants an NVIDIA GPU{since}; use --engine vllm"
+    if key.startswith("w8a8-fp") and capability < (8, 9):
+        weight_only = f"{title} runs FP8 weight-only on {target.title}; use int8"
+        return weight_only if engine == "sglang" else f"{target.title} has no FP8 arithmetic; choose another --target"
+    return None
+
+
+def _format(plan: Plan, engine: str) -> list[Finding]:
+    """Whether the engine loads the checkpoint that would be written; nothing where it can't be, which the plan says."""
+    try:
+        block = plan.recipe.exporter.configs(plan.layers).get("config.json")
+    except UserError:
+        return []
+    config = {key: value for key, value in plan.source.config.items() if key != "quantization_config"}
+    facts = readers.read(
+        config | ({"quantization_config": block} if block else {}), "OUT", experts=models.mixture(config) is not None
+    )
+    verdict, name = readers.verdict(engine, facts), f"{engine}: format"
+    if verdict.reason:
+        remedy = (
+            "choose another --scheme or --format, or --engine vllm" if engine != "vllm" else "choose another --format"
+        )
+        return [Finding(name, False, f"{verdict.reason}; {remedy}")]
+    needs = f" with {', '.join(verdict.needs)}" if verdict.needs else ""
+    source = ", by its source; not run" if verdict.evidence.startswith("read") else ""
+    loader = "; by vlmcompress.models.open_model" if verdict.loader else ""
+    notes = "".join(f"; {note}" for note in verdict.notes)
+    return [Finding(name, True, f"{verdict.title} loads {plan.recipe.format}{needs}{source}{loader}{notes}")]
+
+
+def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:
+    """Whether the engine serves the family on the target."""
+    if engine != "vllm" or target is None:
+        return []
+    if target.is_cpu and plan.source.spec.vllm_cpu:
+        return [Finding("vllm: family", False, plan.source.spec.vllm_cpu)]
+    text = plan.source.config.get("text_config") or plan.source.config
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    head = text.get("head_dim") or (hidden // heads if heads and hidden else None)
+    if target.head_sizes and head and head not in target.head_sizes:
+        sizes = ", ".join(map(str, sorted(target.head_sizes)))
+        return [Finding("vllm: family", False, f"{target.title} has no attention for heads of {head}, only {sizes}")]
+    return [Finding("vllm: family", True, f"{plan.source.spec.family} runs on {target.title}")]
+
+
+def _names(plan: Plan, engine: str) -> list[Finding]:
+    """Whether vLLM finds the model's tensors, and what is done where it does not."""
+    if plan.source.unfound:
+        lost = models.unfound_text(plan.source.unfound)
+        return [Finding("names", True, f"{lost}; so it can't load the source, but it loads what quantize writes")]
+    return [Finding("names", True, "vLLM finds every tensor by its name")] if engine == "vllm" else []
+
+
+def _processor(model: Path) -> Finding:
+    groups = (
+        ("tokenizer.json", "tokenizer.model", "vocab.json"),
+        ("processor_config.json", "preprocessor_config.json"),
+    )
+    missing = [" or ".join(names) for names in groups if not any((model / name).is_file() for name in names)]
+    if missing:
+        return Finding("processor", False, f"{model} has no {' and no '.join(missing)}; copy it from the source")
+    try:
+        with models.quiet():
+            models.load_processor(model)
+    except UserError as error:
+        return Finding("processor", False, str(error))
+    return Finding("processor", True, "tokenizer and image processor are there")
+
+
+def _vocabulary(plan: Plan) -> list[Finding]:
+    """Whether the embedding has a row for each token; what an adapter changes of that is among the plan's problems."""
+    rows = models.rows_of(plan.source.meta_model)
+    if plan.recipe.adapter or not (beyond := models.unembedded(plan.recipe.inputs_folder, rows)):
+        return []
+    return [Finding("tokenizer", False, f"{beyond}; add rows (resize_token_embeddings), or remove these tokens")]
+
+
+def _reducer(plan: Plan, engine: str) -> list[Finding]:
+    """Findings about a reducer, without reasons against it, which are among the plan's problems."""
+    if plan.visual_tokens is None or plan.problems:
+        return []
+    title = f"{engine}: visual tokens"
+    if plan.visual_tokens.reducer and engine not in ("vllm", "transformers"):
+        return [Finding(title, False, f"{engine} does not know the reducer of a checkpoint; use --engine vllm")]
+    return [Finding(title, True, plan.visual_tokens.text)]
+
+
+def _draft(plan: Plan) -> list[Finding]:
+    """What becomes of a head that drafts tokens; why it can't be carried is among the plan's problems."""
+    source = plan.source
+    if lost := models.draft_lost(source.spec, source.config, source.stored):
+        return [Finding("speculation", True, f"{lost}; what quantize writes says 0")]
+    names = models.draft_tensors(source.spec, source.stored)
+    if source.spec.draft is None or not names or models.draft_fault(source.spec, source.config, source.stored):
+        return []
+    whole = size(sum(source.stored[name].nbytes for name in names))
+    title = f"{source.spec.draft.prefix}, a head that drafts tokens"
+    return [Finding("speculation", True, f"{title}, is carried as it is: {len(names)} tensors, {whole}")]
+
+
+def _size(plan: Plan) -> Finding:
+    if (plan.recipe.reduce or plan.recipe.resize) and plan.bytes_after == plan.bytes_before:
+        return Finding("size", True, f"{size(plan.bytes_after)}, as the weights stay as they are")
+    return Finding(
+        "size",
+        plan.bytes_after < plan.bytes_before,
+        f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({smaller(plan.bytes_before, plan.bytes_after)})"
+        if plan.bytes_after < plan.bytes_before
+        else f"{size(plan.bytes_after)} is not smaller than {size(plan.bytes_before)}; choose another scheme",
+    )
+
+
+def _memory(plan: Plan, target: Target) -> Finding:
+    room = MEMORY_SHARE * (target.memory or 0) * 1e9 - plan.bytes_after
+    if room <= 0:
+        return Finding(
+            "memory", False, f"{size(plan.bytes_after)} do not fit on {target.title}; use a scheme of fewer bits"
+        )
+    return Finding("memory", True, f"{size(room)} left on {target.title} for the KV cache and activations")
+
+
+def _calibration(plan: Plan) -> list[Finding]:
+    """Whether the run could read its calibration data, and how many samples they give."""
+    try:
+        preview = looked_at(plan)
+        sample = encoded(plan, preview) if preview and not plan.statistics else ""
+    except UserError as error:
+        return [Finding("calibration", False, str(error))]
+    data = plan.recipe.calibrate.data
+    if plan.statistics:
+        origin = plan.statistics.facts["calibration"]
+        detail = f"statistics of {origin['samples']} samples of '{origin['source']}'"
+    elif preview:
+        source = data or "the images bundled with the demo model"
+        detail = f"{preview.count} samples of {source}; {preview.text}, {sample}"
+    elif data and plan.reads_data:
+        detail = f"{data}, which was not looked at"
+    else:
+        detail = "not needed"
+    return [Finding("calibration", True, detail)]

@@ -1,0 +1,199 @@
+"""Plan what a recipe will do to a model, with every reason why it cannot, from config.json and the weight files' headers.
+
+A plan is made once, by `make_plan`, and does not change: what a run learns (a reducer's thresholds, the setting of `resize`) is
+in the recipe that the run hands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from vlmcompress.models import Group, Source, embedding_name
+from vlmcompress.numerics import Scheme, label
+from vlmcompress.numerics.statistics.inputs import CROSS
+from vlmcompress.quantization.plan import checks
+from vlmcompress.quantization.plan.survey import Allocation, Survey, survey
+from vlmcompress.quantization.plan.visual_tokens import VisualTokens, visual_tokens
+from vlmcompress.recipe import Recipe
+from vlmcompress.utils.errors import UserError
+
+RUNTIME_BYTES = 900_000_000  # Python, torch, transformers and llm-compressor before a model is loaded
+SAMPLE_TOKENS = 1024  # assumed tokens of a sample when the recipe does not limit them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the plan's table: groups of layers that are alike, the number of blocks that have them, and of experts in a
+    block that do; 0 for layers that are in no expert."""
+
+    part: str
+    group: str
+    linears: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    format: str
+    blocks: int = 1
+    experts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Survey):
+    """A plan: what a recipe will do to a model.
+
+    Attributes:
+        problems: reasons why the recipe cannot be carried out, a line each; empty when it can.
+        rows: table of groups and their schemes, for people.
+        bytes_after: bytes of all weights that are written; the largest possible until a budget is shared out.
+        peak_bytes: peak memory of the run; an estimate.
+        visual_tokens: what the recipe's reducer needs and does in the run; None without one.
+    """
+
+    problems: list[str]
+    rows: list[Row]
+    bytes_after: int
+    peak_bytes: int
+    visual_tokens: VisualTokens | None = None
+
+    @property
+    def linear_layers(self) -> int:
+        """Number of quantized linear layers."""
+        return len(self.schemes)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration samples are needed."""
+        return self.statistics is None and any(self.steps) and _reads_inputs(self)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether calibration samples that are named are read: something is quantized, or the reducer learns from them."""
+        return (
+            any(self.steps)
+            or bool(self.recipe.vision_attention)
+            or (self.recipe.resize is not None and not self.recipe.resize.settled)
+            or (self.visual_tokens is not None and self.visual_tokens.learns)
+        )
+
+    @property
+    def prefix(self) -> str | None:
+        """The blocks behind which a block's input is observed: "float" or "quantized" ones; None: it is not observed."""
+        if self.statistics:
+            return "float"
+        return "quantized" if self.needs_data or (self.recipe.calibrate.data and any(self.steps)) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON data."""
+        return {
+            "family": self.source.spec.family,
+            "recipe": self.recipe.plain(),
+            "groups": [asdict(row) for row in self.rows],
+            "linear_layers": self.linear_layers,
+            "decoder_blocks": len(self.blocks),
+            "weights_before": self.bytes_before,
+            "weights_after": self.bytes_after,
+            "peak_memory_estimate": self.peak_bytes,
+            "needs_calibration_data": self.needs_data,
+            "prefix": self.prefix,
+            "allocation": self.allocation,
+            "visual_tokens": self.visual_tokens.example if self.visual_tokens else None,
+            "problems": self.problems,
+        }
+
+
+def make_plan(
+    recipe: Recipe,
+    *,
+    source: Source | None = None,
+    allocation: Allocation | None = None,
+    refuse: bool = True,
+) -> Plan:
+    """Plan a recipe: survey it and its model, and run all checks.
+
+    Args:
+        source, allocation: as in `survey`.
+        refuse: raise `UserError` for the first problem; False: the plan lists them.
+
+    Raises:
+        UserError: the model cannot be used, or the recipe not be carried out.
+    """
+    surveyed = survey(recipe, source=source, allocation=allocation)
+    problems = checks.problems(surveyed)
+    if problems and refuse:
+        raise UserError(problems[0])
+    schemes = None if surveyed.undecided else surveyed.schemes
+    undecided_bytes = surveyed.budget.largest if surveyed.budget and surveyed.undecided else None
+    return Plan(
+        **{field.name: getattr(surveyed, field.name) for field in fields(surveyed)},
+        problems=problems,
+        rows=[
+            *_rows(surveyed.source, "decoder", surveyed.groups, schemes),
+            *_rows(surveyed.source, "vision", surveyed.vision_groups, surveyed.schemes),
+            *_rows(surveyed.source, "vocabulary", _vocabulary(surveyed), surveyed.schemes),
+        ],
+        bytes_after=surveyed.bytes_written if undecided_bytes is None else undecided_bytes,
+        peak_bytes=peak_bytes(surveyed),
+        visual_tokens=visual_tokens(surveyed.recipe, example=not problems),
+    )
+
+
+def peak_bytes(survey: Survey) -> int:
+    """Estimate the peak memory of a run in bytes, from shapes alone.
+
+    It is the sum of what a run holds at once, for s samples of t tokens, hidden size h, groups of i input features in a block:
+
+        runtime + s t (6 h + pixels) + 4 * (3 sum i^2 + 2 max i^2) + 12 * (weights of one block)
+
+    that is activations in 16 bits between two blocks (and masks), float32 Gram matrices of three modalities with the solver's
+    copies, and float32 copies of the block's weights. The source's weights are mapped from their files: the system keeps of
+    them what fits. A second stream (of the 16-bit model, for cross-Gram matrices) adds
+    2 s t h + 4 * 3 sum i^2 and a copy of the block.
+    """
+    shapes = [[survey.source.shapes(group) for group in block] for block in survey.steps]
+    block = max((sum(rows * columns for group in groups for rows, columns in group) for groups in shapes), default=0)
+    resident = RUNTIME_BYTES + 12 * block
+    statistics = survey.statistics
+    if not ("gram" in statistics.facts["needs"] if statistics else _reads_inputs(survey)):
+        return resident
+    streams = 2 if CROSS in survey.method.needs.statistics else 1
+    squares = [[group[0][1] ** 2 for group in groups if group] for groups in shapes]
+    grams = max((3 * streams * sum(sides) + 2 * max(sides, default=0) for sides in squares), default=0)
+    config, calibrate = survey.source.config, survey.recipe.calibrate
+    hidden = (config.get("text_config") or config).get("hidden_size") or 0
+    tokens = 0 if statistics else calibrate.samples * (calibrate.max_length or SAMPLE_TOKENS)
+    second_stream = (streams - 1) * (6 * block + 2 * tokens * hidden)
+    return resident + 4 * grams + tokens * (6 * hidden + _pixel_bytes(config)) + second_stream
+
+
+def _reads_inputs(survey: Survey) -> bool:
+    """Whether the scheme, the KV cache or the budget go by the inputs of layers."""
+    return bool(survey.method.needs.statistics or survey.recipe.kv_cache or survey.recipe.bits)
+
+
+def _pixel_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of float32 pixels for each token of a sample that is half visual."""
+    vision = config.get("vision_config") or {}
+    patch = vision.get("patch_size") or 14
+    patch = patch[0] if isinstance(patch, list) else patch
+    merge = (vision.get("spatial_merge_size") or 1) ** 2
+    return 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
+
+
+def _vocabulary(survey: Survey) -> list[Group]:
+    """The output head and the token embedding, where they are quantized."""
+    embedding = Group(0, "embedding", (embedding_name(survey.source.meta_model),))
+    groups = [*([survey.head] if survey.head else []), embedding]
+    return [group for group in groups if group.linears[0] in survey.schemes]
+
+
+def _rows(source: Source, part: str, groups: Sequence[Group], schemes: Mapping[str, Scheme] | None) -> list[Row]:
+    """Rows of the plan's table, with like groups of several blocks in one row; `schemes` None: not allocated yet."""
+    blocks: dict[Row, set[int]] = {}
+    experts: dict[Row, set[int]] = {}
+    for group in groups:
+        linears = tuple(name.split(".")[-1] for name in group.linears)
+        number_format = label(schemes[group.linears[0]]) if schemes else "to be allocated"
+        row = Row(part, group.kind, linears, tuple(source.shapes(group)), number_format)
+        blocks.setdefault(row, set()).add(group.layer)
+        experts.setdefault(row, set()).update(() if group.expert is None else {group.expert})
+    return [replace(row, blocks=len(layers), experts=len(experts[row])) for row, layers in blocks.items()]

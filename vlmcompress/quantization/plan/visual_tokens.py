@@ -1,0 +1,133 @@
+"""What a recipe's reducer of visual tokens means for a run: whether it can be, what it learns, what it does to an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import models
+from vlmcompress.models import Source
+from vlmcompress.quantization.plan import prompt_cost
+from vlmcompress.recipe import Recipe
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import scorer_file, support
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks import resizing
+from vlmcompress.reduction.resize import Resize
+from vlmcompress.reduction.support import chooses_images
+from vlmcompress.utils.errors import UserError
+
+TYPICAL = (1024, 768)
+"""Width and height of the image that examples are of."""
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """What becomes of visual tokens.
+
+    Attributes:
+        reducer: as the recipe asks for it; None: there is none.
+        counted: an engine has to be told how many tokens an image keeps, before its encoder finds out.
+        example: tokens of a prompt with one typical image, before and after, by the processor alone: keys `image` (its size),
+            `before`, `after` (None where the count depends on what the image shows) and `text`; None where the processor
+            cannot say.
+        resize: how images are made smaller first; None: they are not.
+    """
+
+    reducer: ReducerChoice | None
+    counted: bool
+    example: dict[str, Any] | None
+    resize: Resize | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether calibration images have to be looked at first, for thresholds or counts."""
+        return self.counted or (self.reducer is not None and self.reducer.options.unlearnt)
+
+    @property
+    def text(self) -> str:
+        """What becomes of an image, in words."""
+        return tokens_text(self.reducer, self.example, self.resize)
+
+
+def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
+    """What a recipe that stands means for visual tokens; None where it leaves them. `example`: whether to work one out."""
+    reducer, resize = recipe.reduce, recipe.resize
+    if reducer is None and resize is None:
+        return None
+    counted = recipe.engine == "vllm" and reducer is not None and reducer.takes_count
+    tokens = _example(recipe.inputs_folder, reducer, resize) if example else None
+    return VisualTokens(reducer, counted, tokens, resize)
+
+
+def tokens_text(reducer: ReducerChoice | None, example: Mapping[str, Any] | None, resize: Resize | None = None) -> str:
+    """What becomes of an image, in words; `example` as in `VisualTokens`."""
+    label = " + ".join(([str(resize)] if resize else []) + ([reducer.label] if reducer else []))
+    if example is None:
+        return label
+    before, image = f"{example['before']:,}", example["image"]
+    if example["after"] is None:
+        return f"{label}: fewer than the {before} visual tokens of a {image} image, as it shows"
+    return f"{label}: {before} -> {example['after']:,} visual tokens of a {image} image"
+
+
+def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) -> dict[str, Any] | None:
+    if resize and not resize.settled:  # which depends on the calibration images
+        return None
+    if reducer and chooses_images(reducer.module):  # of a single image nothing goes
+        reducer = None
+    if reducer is None and resize is None:
+        return None
+    try:
+        counts = prompt_cost.plan(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)
+    except UserError:  # about the processor, which `check` and calibration look at
+        return None
+    reduced = list(counts.reduced.values())[-1]  # by everything that is asked for
+    after = reduced.visual if reduced else None
+    size = "x".join(map(str, TYPICAL))
+    return {"image": size, "before": counts.full.visual, "after": after, "text": counts.text}
+
+
+def problems(recipe: Recipe, source: Source) -> list[str]:
+    """Why this model cannot have its visual tokens reduced so, or the recipe's engine not serve it: a line each."""
+    try:
+        before = reducer_block.read(source.config)
+    except UserError as error:
+        return [f"{source.path}: {error}"]
+    reasons = _resize_problems(recipe, source)
+    if recipe.reduce is None:
+        if before is None:
+            return reasons
+        carried = scorer_file.carried(before.reducer, source.path)
+        return [*reasons, f"the model carries the reducer {before.reducer}; add --reduce {carried}, or another"]
+    try:
+        support.check(source.vlm, recipe.reduce)
+        scorer_file.known(source.vlm.model.config, recipe.reduce)
+    except UserError as error:
+        return [f"reduce {recipe.reduce}: {error}"]
+    if recipe.engine == "vllm":
+        for architecture in source.config.get("architectures") or []:
+            if reason := support.engine_refusal(architecture, recipe.reduce):
+                return [*reasons, f"reduce {recipe.reduce}: {reason}; or --set engine=transformers"]
+    return reasons
+
+
+def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
+    """Why this model's images cannot be made smaller as the recipe asks: a line at most."""
+    resize = recipe.resize
+    if resize is None:
+        return []
+    if reason := resizing.refusal(source.spec):
+        return [f"{resize}: {reason}"]
+    try:
+        processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
+        every = resizing.settings(source.spec, processor)
+        if len(every) == 1:
+            return [f"{resize}: the processor of {recipe.model} has no setting of fewer tokens"]
+        if resize.settled:
+            resizing.chosen(source.spec, processor, resize)
+    except UserError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,55 @@
+"""The output head and the token embedding of a recipe that quantizes them: with which scheme.
+
+vLLM 0.32 (`compressed_tensors.py: get_quant_method`) takes a head for a linear layer of any scheme, and of embeddings integers
+without zero points and with 16-bit outputs, whose rows a Triton kernel looks up (`compressed_tensors_embedding.py`). A head
+that shares the embedding's weights is given these whatever its own scheme, so it is made a matrix of its own.
+
+A head is asked for logits at a prompt's last token and at the answer's. So its calibration leaves visual tokens out, which are
+most of a prompt and of which none is followed by a token of the model's.
+"""
+
+from __future__ import annotations
+
+from vlmcompress import models
+from vlmcompress.models import Source
+from vlmcompress.numerics import Scheme, weight_only
+from vlmcompress.quantization.calibration.solve import QuantMethod
+from vlmcompress.recipe import Recipe, presets
+from vlmcompress.utils.registry import SCHEMES
+
+GROUP_SIZES = (128, 64, 32)
+BALANCE = {"text": 1.0, "vision": 0.0, "answer": 1.0}
+_CODE_BITS = {"w8a16": 8, "w4a16": 4}
+
+
+def head_method(recipe: Recipe, source: Source) -> QuantMethod | None:
+    """How the output head is quantized; None: it stays as it is. 4 bits are calibrated where the run sees samples."""
+    if recipe.head == "bf16":
+        return None
+    name, options = presets.named(recipe.head)
+    if _CODE_BITS.get(recipe.head) == 4:
+        options = {"group_size": _group_size(source), "symmetric": True}
+        if _sees_samples(recipe):
+            options["balance"] = BALANCE
+        else:
+            name = "rtn"
+    module = SCHEMES.get(name)
+    return QuantMethod(module, module.Options(**options), scale_dtype=getattr(recipe.exporter, "SCALES", None))
+
+
+def embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:
+    """The number formats of the token embedding; None: it stays as it is."""
+    bits = _CODE_BITS.get(recipe.embeddings)
+    return None if bits is None else weight_only(bits, -1 if bits == 8 else _group_size(source))
+
+
+def _sees_samples(recipe: Recipe) -> bool:
+    """Whether a run of the recipe has statistics of inputs, whatever becomes of the head."""
+    calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)
+    return bool(needs.statistics or calibrate.data or calibrate.stats or recipe.kv_cache or recipe.bits)
+
+
+def _group_size(source: Source) -> int:
+    """The largest size of groups that kernels have and that divides the width of head and embedding; -1: a scale per row."""
+    width = source.meta_model.get_parameter(f"{models.embedding_name(source.meta_model)}.weight").shape[1]
+    return next((size for size in GROUP_SIZES if width % size == 0), -1)

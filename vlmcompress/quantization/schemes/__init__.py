@@ -1,0 +1,154 @@
+"""Post-training quantization schemes, one algorithm a file; the file's name is the scheme's name.
+
+A scheme is pure mathematics over weights and calibration statistics: no model, no IO. It works on *groups*, linear
+layers that read the same input (q/k/v; gate/up; ...). A module of this folder has
+
+    Options                                   frozen dataclass that extends `QuantizerOptions`: the recipe's `options`, checked
+                                              when made (ValueError). The package reads `bits` and `balance` from that base;
+                                              a field or property of the same name replaces them. Every field has a default
+    needs(options) -> Needs                   statistics, prefix and searches that it requires; `Needs()`: no data
+    scheme(options) -> Scheme | None          number formats of the result; None: leaves the weights alone
+    quantize(weight, stats, options, scale_dtype, prepared) -> QTensor
+
+and, where the method has such a step,
+
+    smooth(weights, stats, options, scale_dtype) -> Smoothing     per input channel: the op before is divided by its scale
+                                                                  [in] and the weights are multiplied by it
+    prepare(weights, stats, options, factor) -> Any               work shared by a group, passed on as `prepared`; its
+                                                                  `warnings`, if it has any, are reported to the user.
+                                                                  `factor`: that of `smooth`, None without one
+    quantize_group(weights, stats, options, scale_dtype, prepared) -> list[QTensor]     `quantize` of a group's weights at
+                                                                  once, where that is faster
+    input_scale(stats, options) -> Tensor | None                  static scale [1] of the activations (of NVFP4 their global
+                                                                  scale); None: these options round none
+    other(group, layer, layers, options) -> (scheme, its options) | None    what a group of the decoder gets instead: `group`
+        is its name in the family (`models.LinearGroup`), `layer` its block of `layers`; None: this scheme
+    ALIASES = ("int4",)                                           other names that users know it by; recipes and manifests have
+                                                                  the file's name
+    PRESETS = {"W8A8": {}}                                        presets of compressed-tensors that it is with these options
+    sketch(weight, stats, options, scale_dtype, prepared)         a cheap estimate of the error of `quantize` on rows
+    PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
+
+`smooth` and `solve` below run these for a group whatever a module has. A scheme whose options have a `balance` (see
+`statistics.balance`) gets its statistics weighed by it, in every step. To add a scheme, add a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import QTensor
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Search, Smoothing
+from vlmcompress.utils.registry import SCHEMES as REGISTRY
+
+__all__ = [
+    "REGISTRY",
+    "Needs",
+    "Quantizer",
+    "QuantizerOptions",
+    "Search",
+    "Smoothing",
+    "Solution",
+    "sketch",
+    "smooth",
+    "solve",
+]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A quantized group: a `QTensor` per weight, the static scale `[1]` of their input where the scheme has one, and
+    `warnings`: (what happened otherwise than asked for, details)."""
+
+    weights: list[QTensor]
+    input_scale: Tensor | None = None
+    warnings: Sequence[tuple[str, str]] = ()
+
+
+@torch.no_grad()
+def smooth(
+    method: Quantizer,
+    weights: list[Tensor],
+    stats: GroupStats | None,
+    options: QuantizerOptions,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> Smoothing:
+    """Search the method's smoothing scale for the weights `[out_i, in]` of a group, as they are."""
+    step, balanced = getattr(method, "smooth", None), _balanced(stats, options)
+    if step is None:
+        return Smoothing()
+    smoothing: Smoothing = step(weights, balanced, options, scale_dtype)
+    # The factor of statistics that a balance weighs stays with them: `solve` weighs them again and computes its own.
+    return smoothing if balanced is stats else Smoothing(smoothing.scale)
+
+
+@torch.no_grad()
+def solve(
+    method: Quantizer,
+    weights: list[Tensor],
+    stats: GroupStats | None,
+    options: QuantizerOptions,
+    scale_dtype: torch.dtype,
+    factor: Any = None,
+) -> Solution:
+    """Quantize the weights `[out_i, in]` of one group with the statistics of their input.
+
+    After smoothing, pass the scaled weights (best in float32), `stats.rescaled(s)` and the `factor` of `smooth`, which is
+    used up. The two are apart because the scale of one group may divide the rows of another's weights: a block's groups are all
+    smoothed before the first is rounded. Layers that an engine fuses into one matrix (q/k/v, gate/up) must come together,
+    so that they can share what the engine wants shared.
+    """
+    stats = _balanced(stats, options)
+    prepare = getattr(method, "prepare", None)
+    prepared = None if prepare is None else prepare(weights, stats, options, factor)
+    input_scale, together = getattr(method, "input_scale", None), getattr(method, "quantize_group", None)
+    return Solution(
+        together(weights, stats, options, scale_dtype, prepared)
+        if together
+        else [method.quantize(weight, stats, options, scale_dtype, prepared) for weight in weights],
+        None if input_scale is None else input_scale(stats, options),
+        getattr(prepared, "warnings", ()),
+    )
+
+
+@torch.no_grad()
+def sketch(
+    method: Quantizer,
+    weights: list[Tensor],
+    stats: GroupStats | None,
+    options: QuantizerOptions,
+    scale_dtype: torch.dtype,
+    prepared: MutableMapping[Any, Any],
+    factor: Any = None,
+) -> list[Tensor]:
+    """Estimate the errors `q - w` that `solve` would make, for a choice of rows `[rows_i, in]` of each weight.
+
+    Args:
+        factor: as of `solve`.
+        prepared: cache of what methods prepare for this group; pass the same one only with the same statistics.
+    """
+    stats = _balanced(stats, options)
+    prepare, cheap = getattr(method, "prepare", None), getattr(method, "sketch", None)
+    shared = None
+    if prepare is not None:
+        names = getattr(method, "PREPARED_BY", None)
+        key = (method.__name__, *(repr(getattr(options, name)) for name in names)) if names else None
+        shared = prepared.get(key) if key else None
+        if shared is None:
+            shared = prepare(weights, stats, options, factor)
+            if key:
+                prepared[key] = shared
+    if cheap is not None:
+        return [cheap(weight, stats, options, scale_dtype, shared) for weight in weights]
+    quantized = [method.quantize(weight, stats, options, scale_dtype, shared) for weight in weights]
+    return [q.dequantize(torch.float32).sub_(weight) for q, weight in zip(quantized, weights, strict=True)]
+
+
+def _balanced(stats: GroupStats | None, options: QuantizerOptions) -> GroupStats | None:
+    return None if stats is None else stats.balanced(options.balance or "off")

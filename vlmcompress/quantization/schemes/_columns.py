@@ -1,0 +1,177 @@
+"""Rounding the columns of weights one after another, each time correcting those still to come: the core of GPTQ.
+
+`gptq` says what is computed and why. Here the sums over earlier errors are products of matrices, large ones for errors far
+back, then by blocks and by strips; only within a strip (on a GPU a block: `_triton_kernels`) they are taken column by column.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import Format, QTensor, encode, remainder
+from vlmcompress.quantization.schemes._fused import kernels
+from vlmcompress.quantization.schemes._local_search import search
+
+_FAR = 512  # columns corrected at a time for the errors of all before; larger products are faster
+_STRIP = 16  # columns within which errors are fed back one by one
+_ROWS = 2560  # rows that are rounded at a time on a CPU, at most
+_ALIGNED = 64  # whose multiple they are
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Error feedback of a group.
+
+    Attributes:
+        order: `[in]`, the order in which columns are rounded.
+        matrix: `[in, in]` with `R_ji / R_ii` at row i, column j < i; the rest is not read.
+        residues: `[in]`, `R_ii^2`: weight of column i's rounding error after optimal compensation by later columns.
+        pivots: `[in]`, `R_ii` in the order of `order`.
+        warnings: defects of the Gram matrix, with details.
+    """
+
+    order: Tensor
+    matrix: Tensor
+    residues: Tensor
+    pivots: Tensor
+    warnings: tuple[tuple[str, str], ...] = ()
+
+    def rescaled(self, s: Tensor) -> Feedback:
+        """The feedback of inputs divided by `s [in]`, in the same order of visits; takes over the matrix."""
+        visited = s[self.order]
+        matrix = self.matrix.mul_(visited[:, None]).div_(visited)
+        return replace(self, matrix=matrix, residues=self.residues / s.square(), pivots=self.pivots / visited)
+
+
+def quantize_columns(
+    weights: Sequence[Tensor],
+    feedback: Feedback,
+    params: Sequence[tuple[Tensor, Tensor | None]],
+    fmt: Format,
+    block: int = 256,
+    sweeps: int = 0,
+    global_scale: Tensor | None = None,
+) -> list[QTensor]:
+    """Round weights `[out_i, in]` column by column, with `feedback` of their group's input.
+
+    Args:
+        params: the scale and zero point of each, as of `numerics.find_params`.
+        block: columns that are rounded, and searched, together.
+        sweeps: of local search.
+        global_scale: theirs, of NVFP4.
+    """
+    scales = torch.cat([scale for scale, _ in params]).float()
+    zeros = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None]).float()
+    q = torch.empty(len(scales), len(feedback.order), dtype=fmt.dtype, device=scales.device)
+    for rows in _row_parts(q):
+        s = scales[rows].T.contiguous()  # [n_groups, rows]
+        z = None if zeros is None else zeros[rows].T.contiguous()
+        q[rows] = _quantize_columns(_some(weights, rows), feedback, s, z, fmt, block, sweeps)
+    codes = q.split([len(w) for w in weights])
+    return [QTensor.of(c, scale, zero, fmt, global_scale) for c, (scale, zero) in zip(codes, params, strict=True)]
+
+
+def _row_parts(q: Tensor) -> list[slice]:
+    """Split the rows of `q [out, in]` on a CPU, where large temporaries cost as much as what is done with them."""
+    parts = math.ceil(len(q) / _ROWS) if q.device.type == "cpu" else 1
+    step = max(1, math.ceil(len(q) / max(1, parts) / _ALIGNED) * _ALIGNED)
+    return [slice(a, a + step) for a in range(0, len(q), step)]
+
+
+def _some(weights: Sequence[Tensor], rows: slice) -> list[Tensor]:
+    """Those `rows` of all `weights [out_i, in]`, one below the other."""
+    starts = itertools.accumulate((len(w) for w in weights), initial=0)
+    parts = [w[max(0, rows.start - a) : max(0, rows.stop - a)] for w, a in zip(weights, starts, strict=False)]
+    return [part for part in parts if len(part)]
+
+
+def _quantize_columns(
+    weights: Sequence[Tensor],
+    feedback: Feedback,
+    scales: Tensor,
+    zeros: Tensor | None,
+    fmt: Format,
+    block: int,
+    sweeps: int = 0,
+) -> Tensor:
+    """Codes `[out, in]` of all `weights [out_i, in]`; `scales` and `zeros` are `[n_groups, out]`.
+
+    Works on the transpose, where columns are contiguous.
+    """
+    order, matrix = feedback.order, feedback.matrix
+    rows = _in_order(weights, order, block)  # each becomes the errors of its column
+    codes = torch.empty_like(rows, dtype=fmt.dtype)
+    groups = (order // (len(rows) if fmt.group < 0 else fmt.group)).int()
+    fused = kernels(rows.device, fmt)
+    visit = fused.visit if fused else _visit
+    for first, end in _spans(0, len(rows), max(_FAR, block)):
+        targets = rows[first:end].addmm(matrix[first:end, :first], rows[:first])
+        for a, b in _spans(first, end, block):
+            block_targets = targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
+            q = torch.empty_like(block_targets)
+            visit(block_targets, rows[a:b], q, matrix[a:b, a:b], scales, zeros, groups[a:b], fmt)
+            if sweeps:
+                factor = matrix[a:b, a:b], feedback.pivots[a:b]
+                search(q, rows[a:b], block_targets, *factor, scales, zeros, groups[a:b], fmt, sweeps)
+            codes[a:b] = q
+    return codes.index_select(0, order.argsort()).T.contiguous()
+
+
+def _in_order(weights: Sequence[Tensor], order: Tensor, block: int) -> Tensor:
+    """Columns of `weights [out_i, in]` in the order in which they are rounded: `[in, out]`, float32 or wider."""
+    dtype = torch.promote_types(weights[0].dtype, torch.float32)
+    columns = torch.empty(len(order), sum(map(len, weights)), dtype=dtype, device=order.device)
+    for some, target in zip(order.split(block), columns.split(block), strict=True):
+        for weight, part in zip(weights, target.split([len(w) for w in weights], 1), strict=True):
+            part.copy_(weight.index_select(1, some).T)
+    return columns
+
+
+def _visit(
+    targets: Tensor,
+    rows: Tensor,
+    codes: Tensor,
+    matrix: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    groups: Tensor,
+    fmt: Format,
+) -> None:
+    """Round a block of columns one after another.
+
+    Args:
+        targets: `[columns, out]` what they are rounded from but for each other's errors, which are added.
+        rows: `[columns, out]` their weights; becomes their errors.
+        codes: `[columns, out]` float32, becomes their codes.
+        matrix: `[columns, columns]` of `Feedback.matrix`.
+        scales, zeros: `[n_groups, out]`; `groups`: `[columns]`, int32, which of them a column has.
+    """
+    s = scales.unbind()
+    z = [None] * len(s) if zeros is None else zeros.unbind()
+    places = groups.tolist()
+    for c, d in _spans(0, len(rows), _STRIP):
+        strip, columns = targets[c:d].addmm_(matrix[c:d, :c], rows[:c]), rows[c:d]
+        earlier, errors = matrix[c:d, c:d].tril(-1), columns.T  # 0 for columns whose errors are not known yet
+        for g, target, row, code, factors in zip(
+            places[c:d], strip.unbind(), columns.unbind(), codes[c:d].unbind(), earlier.unbind(), strict=True
+        ):
+            encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=code)
+            remainder(row, code, s[g], z[g], out=row)
+
+
+def _spans(first: int, end: int, step: int) -> list[tuple[int, int]]:
+    return [(a, min(a + step, end)) for a in range(first, end, step)]
+
+
+def propagated_error(residual: Tensor, feedback: Feedback) -> Tensor:
+    """Estimate the error `[out, in]` that is left with `feedback`, from that of rounding to nearest; see `sketch`."""
+    fed = torch.linalg.solve_triangular(feedback.matrix, residual[:, feedback.order].T, upper=False, unitriangular=True)
+    error = torch.empty_like(residual)
+    error[:, feedback.order] = fed.T
+    return error

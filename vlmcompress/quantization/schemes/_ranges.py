@@ -1,0 +1,176 @@
+"""Clipping ranges of groups of columns, chosen by squared error: each piece by itself, or under the whole Gram matrix.
+
+A range that covers all of a group has a step that its largest value alone decides. A smaller one has a finer step and clips;
+with symmetric codes, of which there is one more below zero than above, a larger one may be better, too.
+
+`least_error` takes for each row and group the share of the plain range whose error of rounding to nearest
+
+    sum_j v_j (w_j - Q(w_j))^2
+
+is least. With `v_j = R_jj^2` of GPTQ's factor that is what column j adds to the output error after optimal compensation by
+later columns; with the diagonal of the Gram matrix it is what it adds without feedback. The shares are a fixed grid, of which
+each piece tries every third, and then the two beside its best; all of NVFP4's and MX's, whose scales are too coarse for that.
+Cost: `steps / 3 + 4` roundings of the weight.
+
+`refined` is coordinate descent on scales. A search that looks at one group of a row alone minimizes `d_g G_gg d_g^T` with the
+group's own block of G. The error of the row's output has products with all other groups' errors besides,
+
+    e(d) = d G d^T = d_g G_gg d_g^T + 2 d_g (sum over h != g of G_gh d_h) + what does not depend on d_g
+
+and where input channels are correlated they are as large. Here each group in turn takes the range of least `e`, the others
+being as they are, so that one group's error makes up for another's. Ranges wider than the group's own are among those tried,
+as any other grid may have errors of another sign. No row's error ever grows. Cost: for each sweep
+`out * in * (17 * group + in)` multiply-adds, and 17 roundings of the weight. What remains of the error is in the codes, which
+are those of rounding to nearest (`gptq` changes them). Loses: ranges fitted to few tokens fit others less.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import Format, find_ranges, remainder, residual, scale_from_range, to_codes
+from vlmcompress.quantization.schemes._fused import kernels
+
+Params = tuple[Tensor, Tensor | None]
+"""Scale and zero point of each piece."""
+LARGEST, SMALLEST = 1.2, 0.4  # shares of the plain range that are tried
+RATIOS = tuple(1.12 - 0.04 * k for k in range(16))
+"""Shares of the range of each group that are tried: down to half."""
+_COARSE = 3  # of so many shares of the grid one is tried, and then the two beside the best
+_ROWS = 256  # whose candidates are tried together
+_COLUMNS = 128  # of whole groups whose errors are computed together
+_CACHED = 1 << 17  # elements of a group of some rows, of which a few float32 copies fit into a core's cache
+
+
+def least_error(
+    w: Tensor,
+    importance: Tensor,
+    fmt: Format,
+    steps: int,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    global_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of `w [out, in]`, each piece with the share of its range that errs least.
+
+    Args:
+        w: any float dtype.
+        importance: weight of a squared error in each column, at least 0: `[in]`.
+        fmt: a format with a scale for each group of columns or row.
+        steps: how many shares are tried, evenly from `LARGEST` (with zero points from 1) down to `SMALLEST`. The plain range is
+            among what is tried in any case, so no piece errs more than in it.
+        scale_dtype: dtype the scale is stored in.
+        global_scale: of NVFP4, the number `[1]` that scales are relative to.
+    """
+    low, high = find_ranges(w, fmt, importance)
+    kwargs: dict[str, Any] = {"scale_dtype": scale_dtype, "importance": importance, "global_scale": global_scale}
+    shares = torch.linspace(LARGEST if fmt.symmetric else 1.0, SMALLEST, steps)
+    step = float(shares[0] - shares[1])
+
+    def ranges(share: float | Tensor) -> Params:
+        return scale_from_range(w, low * share, high * share, fmt, max_code=fmt.max_codes[0], **kwargs)
+
+    def best(tried: list[Params]) -> tuple[Tensor, Params]:
+        scales = torch.stack([scale for scale, _ in tried])  # [k, out, n_groups]
+        zeros = None if fmt.symmetric else torch.stack([zero for _, zero in tried if zero is not None])
+        fused = kernels(w.device, fmt)
+        errors = (fused.range_errors if fused else _errors)(w, scales, zeros, importance, fmt)
+        least = errors.min(0, keepdim=True).indices  # on a CPU six times as fast as argmin
+        return least[0], (scales.gather(0, least)[0], None if zeros is None else zeros.gather(0, least)[0])
+
+    plain = scale_from_range(w, low, high, fmt, **kwargs)  # of symmetric codes the better of two
+    some = shares[:: 1 if fmt.nvfp4 or fmt.mx else _COARSE].tolist()
+    chosen, params = best([plain, *map(ranges, some)])
+    share = low.new_tensor([1.0, *some])[chosen]
+    return best([params, ranges(share + step), ranges(share - step)])[1]
+
+
+def _errors(w: Tensor, scales: Tensor, zeros: Tensor | None, importance: Tensor, fmt: Format) -> Tensor:
+    """Squared errors of rounding each piece of `w [out, in]` to nearest: `[k, out, n_groups]`, as `scales` and `zeros`.
+
+    Works on the transposes of pieces, a group of some rows at a time, which stay in a CPU's cache while all k are tried.
+    """
+    (k, out, n_groups), size = scales.shape, w.shape[1] // scales.shape[2]
+    errors, some = torch.empty(k, n_groups, 1, out, device=w.device), max(1, _COLUMNS // size)
+    pieces, counts = w.unflatten(1, (n_groups, size)), importance.view(n_groups, 1, size)
+    tried = [scales.float()] if zeros is None else [scales.float(), fmt.qmin - zeros.float(), fmt.qmax - zeros.float()]
+    tried = [each.permute(0, 2, 1).contiguous()[:, :, None] for each in tried]  # [k, n_groups, 1, out]
+    step = max(16, _CACHED // (some * size)) if w.device.type == "cpu" else out
+    for a, g in itertools.product(range(0, out, step), range(0, n_groups, some)):
+        rows, groups = slice(a, a + step), slice(g, g + some)
+        part = pieces[rows, groups].float().permute(1, 2, 0).contiguous()
+        d = torch.empty_like(part)
+        for error, scale, *bounds in zip(*(each[:, groups, :, rows] for each in (errors, *tried)), strict=True):
+            torch.div(part, scale, out=d)
+            if bounds:  # codes counted from the zero point
+                d.round_().clamp_(*bounds)
+            else:
+                to_codes(d, fmt)
+            error.copy_(torch.bmm(counts[groups], remainder(part, d, scale, None, out=d).square_()))
+    return errors[:, :, 0].transpose(1, 2)
+
+
+def refined(
+    w: Tensor, scale: Tensor, zero: Tensor | None, gram: Tensor, fmt: Format, sweeps: int
+) -> tuple[Tensor, Tensor | None]:
+    """Choose each group's range again, `sweeps` times.
+
+    Args:
+        w: `[out, in]`.
+        scale: `[out, n_groups]` in the dtype that it is stored in, to start from; `zero`: int8 zero points like it, or None.
+        gram: `[in, in]`, of the inputs.
+        fmt: an integer format, in groups or rows.
+
+    Returns:
+        scale and zero point, shaped as they came.
+    """
+    parts = [
+        _refined(
+            w[a : a + _ROWS].float(),
+            scale[a : a + _ROWS],
+            None if zero is None else zero[a : a + _ROWS],
+            gram,
+            fmt,
+            sweeps,
+        )
+        for a in range(0, len(w), _ROWS)
+    ]
+    zeros = None if zero is None else torch.cat([part for _, part in parts if part is not None])
+    return torch.cat([part for part, _ in parts]), zeros
+
+
+def _refined(
+    w: Tensor, scale: Tensor, zero: Tensor | None, gram: Tensor, fmt: Format, sweeps: int
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `refined` for some rows."""
+    low, high = find_ranges(w, fmt, gram.diagonal())
+    kwargs = {"scale_dtype": scale.dtype, "max_code": fmt.max_codes[0]}
+    tried = [scale_from_range(w, low * ratio, high * ratio, fmt, **kwargs) for ratio in RATIOS]  # type: ignore[arg-type]
+    # [1 + ratios, out, n_groups]; the first is the current one
+    scales = torch.stack([scale, *(tried_scale for tried_scale, _ in tried)])
+    zeros = None
+    if zero is not None:
+        zeros = torch.stack([zero, *(tried_zero for _, tried_zero in tried if tried_zero is not None)])
+    d = residual(w, scale, zero, fmt)
+    products, rows = d @ gram, torch.arange(len(w), device=w.device)
+    size = w.shape[1] // scale.shape[1]
+    for group in [*range(scale.shape[1])] * sweeps:
+        columns = slice(group * size, (group + 1) * size)
+        block_gram, old = gram[columns, columns], d[:, columns]
+        rest = products[:, columns] - old @ block_gram
+        own_zeros = None if zeros is None else zeros[..., group].flatten()[:, None]
+        errors = residual(
+            w[:, columns].repeat(len(scales), 1), scales[..., group].flatten()[:, None], own_zeros, fmt
+        ).unflatten(0, (len(scales), -1))
+        best = ((errors @ block_gram).add_(rest, alpha=2).mul_(errors)).sum(-1).argmin(0)
+        new = errors[best, rows]
+        products.addmm_(new - old, gram[columns])
+        d[:, columns] = new
+        scales[0, :, group] = scales[best, rows, group]
+        if zeros is not None:
+            zeros[0, :, group] = zeros[best, rows, group]
+    return scales[0], None if zeros is None else zeros[0]

@@ -1,0 +1,188 @@
+"""What schemes with one number format have in common: three ways of rounding weights to it.
+
+To nearest (`rounding: rtn`), with GPTQ's error feedback (`gptq`, which needs nothing of a format but scales fixed beforehand),
+or by AWQ's search for channel scales and clipped ranges (`awq`). A scheme's module takes its steps from a `Rounded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import Field, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import Format, QTensor, find_global_scale, find_params, quantize_with, residual
+from vlmcompress.numerics.statistics.balance import check_balance
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization.schemes import awq, gptq
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
+from vlmcompress.quantization.schemes._columns import Feedback, propagated_error, quantize_columns
+
+PREPARED_BY = ("rounding", "damp", "balance")
+_READ = {"rtn": (), "gptq": ("gram",), "awq": ("gram", "absmean")}
+
+_STEPS = ("smooth", "clip", "clip_grid", "sweeps")
+Params = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Options(QuantizerOptions):
+    """`rounding`: "rtn", "gptq" or "awq"; `damp`, `smooth`, `clip`, `clip_grid`, `sweeps`: as in gptq, whose rounding
+    they belong to; `balance`: see `statistics.balance`."""
+
+    rounding: str = "gptq"
+    damp: float = 0.01
+    smooth: Any = "off"  # YAML reads a bare `off` as False
+    clip: bool = False
+    clip_grid: int = 20
+    sweeps: int = 0
+    balance: Any = "off"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "balance", check_balance(self.balance))
+        if self.rounding not in _READ:
+            raise ValueError(f"rounding must be 'rtn', 'gptq' or 'awq', got {self.rounding!r}")
+        object.__setattr__(self, "smooth", "off" if self.smooth is False else self.smooth)
+        _ = self.feedback  # checks damp and the steps
+        changed = [field.name for field in fields(self) if field.name in _STEPS and self._is_set(field)]
+        if self.rounding != "gptq" and changed:
+            raise ValueError(f"{' and '.join(changed)} are for rounding 'gptq', got rounding {self.rounding!r}")
+
+    def _is_set(self, step: Field[Any]) -> bool:
+        return bool(getattr(self, step.name) != step.default)
+
+    @property
+    def smoothing(self) -> str:
+        """Which of the searches for channel scales is made: "off", "awq" or "feedback"."""
+        return {"rtn": "off", "awq": "awq"}.get(self.rounding, self.smooth)
+
+    @property
+    def feedback(self) -> gptq.Options:
+        """The options that gptq has as well."""
+        steps = {name: getattr(self, name) for name in _STEPS}
+        return gptq.Options(damp=self.damp, **steps)
+
+    @property
+    def max_code(self) -> float | None:
+        """The code at which the largest value of a block is put; None: whichever of the format's errs least."""
+        return None
+
+
+@dataclass(frozen=True)
+class WithSteps(Options):
+    """`Options` with the steps of gptq-plus on."""
+
+    smooth: Any = "feedback"
+    clip: bool = True
+    sweeps: int = 2
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the layers of a group share: of NVFP4 the global scale `[1]`; GPTQ's feedback; the Gram matrix for clipping;
+    warnings."""
+
+    global_scale: Tensor | None
+    feedback: Feedback | None
+    gram: Tensor | None
+    warnings: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """The steps of a scheme (see `vlmcompress.quantization.schemes`) whose weights have the format `fmt`.
+
+    `kept`: what becomes of scales `[out, n_groups]` before anything is rounded with them; None: they stay.
+    """
+
+    fmt: Format
+    kept: Callable[[Tensor], Tensor] | None = None
+
+    def needs(self, options: Options) -> Needs:
+        """What the rounding reads."""
+        return Needs(frozenset(_READ[options.rounding if options.smoothing == "off" else "awq"]))
+
+    def smooth(
+        self,
+        weights: list[Tensor],
+        stats: GroupStats | None,
+        options: Options,
+        scale_dtype: torch.dtype = torch.bfloat16,
+    ) -> Smoothing:
+        """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; none where the options ask for none."""
+        if stats is None or options.smoothing == "off":
+            return Smoothing()
+        scales = awq.candidates(weights, stats, awq.Options(group_size=self.fmt.group))
+        if options.smoothing == "feedback":
+            return gptq.smooth_for_feedback(weights, scales, stats, options.feedback, self.fmt, scale_dtype)
+        return Smoothing(awq.least_error(weights, scales, stats.gram(), self.fmt, scale_dtype, options.max_code))
+
+    def prepare(
+        self, weights: list[Tensor], stats: GroupStats | None, options: Options, factor: gptq.Factor | None = None
+    ) -> Prepared:
+        """Find the group's global scale, and what its rounding needs of the Gram matrix."""
+        shared = find_global_scale(weights) if self.fmt.nvfp4 else None
+        if options.rounding == "gptq":
+            assert stats is not None
+            feedback = gptq.prepare(weights, stats, options.feedback, factor)
+            return Prepared(shared, feedback, None, feedback.warnings)
+        return Prepared(shared, None, stats.gram() if options.rounding == "awq" and stats else None)
+
+    def quantize(
+        self,
+        weight: Tensor,
+        stats: GroupStats | None,
+        options: Options,
+        scale_dtype: torch.dtype,
+        prepared: Prepared | None = None,
+    ) -> QTensor:
+        """Round `weight [out, in]`, smoothed already."""
+        return self.quantize_group([weight], stats, options, scale_dtype, prepared)[0]
+
+    def quantize_group(
+        self,
+        weights: list[Tensor],
+        stats: GroupStats | None,
+        options: Options,
+        scale_dtype: torch.dtype,
+        prepared: Prepared | None = None,
+    ) -> list[QTensor]:
+        """Round the weights `[out_i, in]` of a group, of NVFP4 relative to one global scale."""
+        ready = self.prepare(weights, stats, options) if prepared is None else prepared
+        params = [self._params(w, ready, stats, options, scale_dtype) for w in weights]
+        if ready.feedback is None or stats is None:
+            pairs = zip(weights, params, strict=True)
+            return [quantize_with(w, *each, self.fmt, ready.global_scale) for w, each in pairs]
+        kwargs: dict[str, Any] = {"sweeps": options.sweeps, "global_scale": ready.global_scale}
+        return quantize_columns(weights, ready.feedback, params, self.fmt, **kwargs)
+
+    def sketch(
+        self,
+        weight: Tensor,
+        stats: GroupStats | None,
+        options: Options,
+        scale_dtype: torch.dtype,
+        prepared: Prepared | None = None,
+    ) -> Tensor:
+        """Estimate the error `q - w [out, in]` that `quantize` makes; GPTQ's as `gptq.sketch` does."""
+        ready = self.prepare([weight], stats, options) if prepared is None else prepared
+        error = residual(weight, *self._params(weight, ready, stats, options, scale_dtype), self.fmt).neg_()
+        return error if ready.feedback is None else propagated_error(error, ready.feedback)
+
+    def _params(
+        self, weight: Tensor, ready: Prepared, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype
+    ) -> Params:
+        """Scales of `weight [out, in]` before its codes are found."""
+        kwargs: dict[str, Any] = {"scale_dtype": scale_dtype, "global_scale": ready.global_scale}
+        if ready.feedback is not None and stats is not None and options.clip:
+            scale, zero = gptq.ranges(weight, ready.feedback, stats, self.fmt, options, **kwargs)
+        else:
+            kwargs["max_code"] = options.max_code
+            if ready.gram is not None:
+                scale, zero = awq.clipped(weight, ready.gram, self.fmt, awq.Options().clip_grid, **kwargs)
+            else:
+                counts = stats.importance() if ready.feedback is not None and stats is not None else None
+                scale, zero = find_params(weight, self.fmt, importance=counts, **kwargs)
+        return (scale if self.kept is None else self.kept(scale)), zero

@@ -1,0 +1,265 @@
+"""AWQ (arXiv 2306.00978): scale up the input channels that matter before rounding weights, found by search.
+
+Multiplying a weight's column by `s_j` and dividing the input by it changes nothing, but makes the rounding error of
+that column smaller next to its input, as long as the group's step does not grow. The scales come from a one-parameter
+family over the mean magnitudes of inputs and, with `duo`, also from one that weights relative to their group join in,
+
+    s = mean|X|^a    and    s = mean|X|^a / mean|W|^(1-a),    normalized by sqrt(max s * min s),      a in [0, 1]
+
+and the paper takes the point of smallest output error (eq. 4). Re-running the model for each point is what makes it
+slow. The error needs only the Gram matrix `G = X^T X`, accumulated once:
+
+    L(s) = sum over the group's layers of tr(D G D^T),      D = Q(W s) / s - W
+
+which is a sum over rows, so candidates are compared on some 256 evenly spaced rows of the group. `s = 1` (a = 0) is among them:
+the result is no worse than rounding to nearest on that objective.
+
+`clip` then looks, for each row and group of columns, for a smaller range whose finer step gains more than the clipped
+values lose, on the group's own block of G; a row keeps its clipped ranges only if its error under the whole of G
+falls. With `clip_sweeps` each group's range is then chosen again under the whole of G (`_ranges`).
+
+`balance` weighs the modalities in mean|X|, in L and in the clip search alike: the Gram form of MBQ (arXiv 2412.19509).
+
+Cost: `grid * 256 * in^2` multiply-adds a group (twice that with `duo`) and `out * in^2` for each layer. Loses: scales of one
+parameter, no error feedback (gptq has that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import (
+    Format,
+    QTensor,
+    Scheme,
+    find_params,
+    find_ranges,
+    quantize_with,
+    residual,
+    round_to_nearest,
+    row_chunks,
+    scale_from_range,
+    weight_only,
+)
+from vlmcompress.numerics.statistics.balance import check_balance
+from vlmcompress.numerics.statistics.inputs import GroupStats, quadratic
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
+from vlmcompress.quantization.schemes._ranges import refined
+
+SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
+_SAMPLE = 256  # rows that scales are compared on
+_ROUNDS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))  # (eighths of these, how many scales go on from there)
+_ROWS = 512  # rows whose ranges are searched at a time
+
+
+@dataclass(frozen=True)
+class Options(QuantizerOptions):
+    """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: as many more with weight magnitudes;
+    `clip`: search clipped ranges, in `clip_grid` steps down to half; `clip_sweeps`: how many times each group's range is
+    chosen again under the whole Gram matrix; `balance`: see `vlmcompress.numerics.statistics.balance`."""
+
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = False
+    grid: int = 20
+    duo: bool = True
+    clip: bool = True
+    clip_grid: int = 10
+    clip_sweeps: int = 0
+    balance: Any = "off"
+
+    def __post_init__(self) -> None:
+        scheme(self)
+        object.__setattr__(self, "balance", check_balance(self.balance))
+        for name, least in (("grid", 3), ("clip_grid", 3), ("clip_sweeps", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        for name in ("duo", "clip"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.clip_sweeps and not self.clip:
+            raise ValueError("clip_sweeps needs clip true")
+
+
+def needs(options: Any) -> Needs:
+    """The Gram matrix and mean magnitudes."""
+    return Needs(frozenset({"gram", "absmean"}))
+
+
+def scheme(options: Options) -> Scheme:
+    """Number formats: integer weights, 16-bit activations."""
+    return weight_only(options.bits, options.group_size, options.symmetric)
+
+
+def smooth(
+    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+) -> Smoothing:
+    """The best scale `[in]` for the weights `[out_i, in]` that share an input; none when none beats leaving them."""
+    scales, fmt = candidates(weights, stats, options), scheme(options).weights
+    return Smoothing(least_error(weights, scales, stats.gram(), fmt, scale_dtype))
+
+
+def least_error(
+    weights: list[Tensor],
+    scales: list[Tensor],
+    gram: Tensor,
+    fmt: Format,
+    scale_dtype: torch.dtype,
+    max_code: float | None = None,
+) -> Tensor | None:
+    """Choose from `scales`, each `[in]`, the one of least error for the weights `[out_i, in]`; None if 1 has less.
+
+    `max_code`: as of `numerics.find_params`.
+    """
+    return best_scale(weights, scales, lambda rows, tried: _losses(rows, tried, gram, fmt, scale_dtype, max_code))
+
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""Rows of weights `[rows, in]` and scales `[k, in]` -> what each scale loses on these rows, float64 `[k]`."""
+
+
+def best_scale(weights: list[Tensor], scales: list[Tensor], losses: Losses) -> Tensor | None:
+    """Choose by successive halving from `scales`, each `[in]`, the one that loses least on the weights `[out_i, in]`; None if 1
+    loses less."""
+    rows = torch.cat(sample(weights))
+    tried = torch.stack([torch.ones_like(scales[0]), *scales])
+    rounds = _ROUNDS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
+    total = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
+    for eighths, count in rounds:
+        some = torch.cat([rows[k::8] for k in eighths])
+        total += torch.cat([losses(some, scales) for scales in tried.split(max(1, _SAMPLE // len(some)))])
+        rivals = total[1:].topk(min(count, len(total) - 1), largest=False).indices.sort().values + 1
+        ahead = torch.cat([rivals.new_zeros(1), rivals])  # 1 goes on in any case
+        tried, total = tried[ahead], total[ahead]
+    return tried[1] if total[1] < total[0] else None
+
+
+def sample(weights: list[Tensor]) -> list[Tensor]:
+    """Take evenly spaced rows of all weights, about `_SAMPLE` together, in float32."""
+    step = max(1, round(sum(map(len, weights)) / _SAMPLE))
+    return [weight[step // 2 :: step].float() for weight in weights]
+
+
+def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> list[Tensor]:
+    """The scales `[in]` to try besides 1, spread evenly over the exponent: the published family, then that of `duo`."""
+    x, points = stats.absmean(), options.grid - 1
+    scales = [x.pow((k + 1) / points) for k in range(points)]
+    if options.duo:
+        w = _relative_magnitude(weights, scheme(options).weights)
+        scales += [x.pow(a) / (w.pow(1 - a) + 1e-4) for a in torch.linspace(0, 1, points).tolist()]
+    scales = [s.clamp(min=1e-4) for s in scales]
+    scales = [s / (s.max() * s.min()).sqrt() for s in scales]
+    return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in scales]
+
+
+def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: None = None) -> Tensor | None:
+    """The Gram matrix `[in, in]` of the smoothed input, for the clip search."""
+    return stats.gram() if options.clip else None
+
+
+def quantize(
+    weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
+) -> QTensor:
+    """Round `weight [out, in]` to nearest in clipped or full ranges; it and `stats` are smoothed already."""
+    fmt = scheme(options).weights
+    if not options.clip:
+        return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
+    gram = stats.gram() if prepared is None else prepared
+    params = clipped(weight, gram, fmt, options.clip_grid, scale_dtype=scale_dtype)
+    if options.clip_sweeps:
+        params = refined(weight, *params, gram, fmt, options.clip_sweeps)
+    return quantize_with(weight, *params, fmt)
+
+
+def clipped(weight: Tensor, gram: Tensor, fmt: Format, steps: int, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of `weight [out, in]`, clipped in rows whose error under `gram` that reduces.
+
+    `steps`: of the search down to half of the range; `kwargs`: further arguments of `numerics.scale_from_range`.
+    """
+    params = [_clipped(rows.float(), gram, fmt, steps, kwargs) for rows in weight.split(_ROWS)]
+    zero = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None])
+    return torch.cat([scale for scale, _ in params]), zero
+
+
+def _clipped(
+    w: Tensor, gram: Tensor, fmt: Format, steps: int, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `clipped` for some rows."""
+    low, high = find_ranges(w, fmt, gram.diagonal())
+
+    def tried(ratio: float | Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        scale, zero = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
+        return scale, zero, quadratic(residual(w, scale, zero, fmt), gram)
+
+    scale, zero, error = tried(1.0)
+    clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, steps, kwargs))
+    better = (less < error)[:, None]
+    scale = torch.where(better, clipped_scale, scale)
+    return scale, None if zero is None or clipped_zero is None else torch.where(better, clipped_zero, zero)
+
+
+def _losses(
+    w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, max_code: float | None = None
+) -> Tensor:
+    """Losses `tr(D G D^T)`, `D = Q(W s) / s - W`, for each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
+    d = errors(w, scales, gram.diagonal(), fmt, scale_dtype, max_code)
+    return quadratic(d.flatten(0, 1), gram).view(len(scales), -1).sum(1, dtype=torch.float64)
+
+
+def errors(
+    w: Tensor, scales: Tensor, importance: Tensor, fmt: Format, scale_dtype: torch.dtype, max_code: float | None = None
+) -> Tensor:
+    """What rounding changes in `w [out, in]` if its columns are multiplied by each of `scales [k, in]`: `[k, out, in]`.
+
+    `importance [in]`: as of `numerics.find_params`, before inputs are divided; `max_code`: likewise.
+    """
+    s = scales[:, None]
+    if fmt.symmetric:  # else it only matters which are 0
+        importance = (importance / s.square()).expand(-1, len(w), -1).flatten(0, 1)
+    scaled = (w * s).flatten(0, 1)
+    params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=importance, max_code=max_code)
+    return residual(scaled, *params, fmt).view(-1, *w.shape).div_(s)
+
+
+def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
+    """The mean over all rows of `|W|` relative to the largest of its group: `[in]`, in 0 to 1."""
+    total = torch.zeros(weights[0].shape[1], device=weights[0].device)
+    for weight in weights:
+        for rows in row_chunks(weight):
+            groups = weight[rows].float().abs().unflatten(1, (fmt.n_groups(weight.shape[1]), -1))
+            total += groups.div_(groups.amax(-1, keepdim=True).add_(1e-6)).sum(0).flatten()
+    return total / sum(map(len, weights))
+
+
+def _best_ratio(
+    w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, steps: int, kwargs: Mapping[str, Any]
+) -> Tensor:
+    """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G."""
+    n = fmt.n_groups(w.shape[1])
+    size = w.shape[1] // n
+    blocks = torch.stack([gram[k : k + size, k : k + size] for k in range(0, n * size, size)])  # [n, size, size]
+    low, high = ranges
+    best = torch.ones_like(low)
+    least = torch.full_like(best, torch.inf)
+    for k in range(steps):
+        ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
+        params = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
+        error = torch.cat([_own_errors(w, params, blocks, fmt, rows) for rows in row_chunks(w)])
+        falls = error < least
+        best = torch.where(falls, ratio, best)
+        least = torch.minimum(error, least)
+    return best
+
+
+def _own_errors(w: Tensor, params: tuple[Tensor, Tensor | None], blocks: Tensor, fmt: Format, rows: slice) -> Tensor:
+    """Errors `[rows, n_groups]` of rounding some rows of `w`, each group under its own of `blocks [n_groups, group, group]`."""
+    scale, zero = params
+    d = residual(w[rows], scale[rows], None if zero is None else zero[rows], fmt)
+    d = d.view(len(d), len(blocks), -1).transpose(0, 1)  # [n_groups, rows, group]
+    return torch.bmm(d, blocks).mul_(d).sum(-1).T

@@ -1,0 +1,44 @@
+"""FP8 W8A8 in blocks (DeepSeek-V3, arXiv 2412.19437, section 3.3): float8_e4m3fn weights with a scale for each 128 x 128,
+activations with one for each 128 inputs of a token, found by the engine.
+
+The format of the FP8 checkpoints that DeepSeek and Qwen publish. Needs no data. Beside `fp8`, whose scales are of rows, an
+outlier spoils 128 columns and not a whole row of a token's inputs; of the weights it is about as exact, with fewer scales.
+vLLM fuses only layers whose outputs are whole blocks, and the kernels are for Hopper and later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+
+SIDE = 128
+PRESETS: dict[str, dict] = {"FP8_BLOCK": {}}
+
+
+@dataclass(frozen=True)
+class Options(QuantizerOptions):
+    """No options: kernels have blocks of 128 x 128."""
+
+
+def needs(options: Options) -> Needs:
+    """No statistics: the scheme is data-free."""
+    return Needs()
+
+
+def scheme(options: Options) -> Scheme:
+    """Number formats: float8 weights with a scale per block, float8 activations with dynamic ones."""
+    return Scheme(Format("float", 8, SIDE, rows=SIDE), ActFormat("float", 8, dynamic=True))
+
+
+def quantize(
+    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
+) -> QTensor:
+    """Round `weight [out, in]` to nearest."""
+    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)

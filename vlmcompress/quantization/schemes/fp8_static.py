@@ -1,0 +1,80 @@
+"""FP8 W8A8, static (arXiv 2209.05433): float8_e4m3fn with one scale per weight matrix and one calibrated scale for
+its input.
+
+    input_scale = max|X| / 448        weight_scale = max|W| / 448
+
+The engine saves the per-token maximum of `fp8`, and can fuse the conversion into the operation before. It loses what
+larger inputs than calibration saw would need (they saturate), and small values when a few tokens are huge, as image
+tokens can be.
+
+Engines fuse q/k/v and gate/up into one matrix. vLLM then takes the largest weight scale and *rounds again* to it; to
+spare that second rounding, the layers of a group share one scale from the start. `weights: channel` gives a scale per
+row, a little more accurate. vLLM 0.32 runs static inputs on CUDA only; its CPU build fails at the first token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import (
+    FLOAT8_MAX,
+    ActFormat,
+    Format,
+    QTensor,
+    Scheme,
+    find_params,
+    quantize_with,
+    round_to_nearest,
+)
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+
+PRESETS: dict[str, dict] = {"FP8": {"weights": "tensor"}}
+
+
+@dataclass(frozen=True)
+class Options(QuantizerOptions):
+    """`weights`: "tensor" (one scale per group of matrices) or "channel" (one per row)."""
+
+    weights: str = "tensor"
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("tensor", "channel"):
+            raise ValueError(f"weights must be 'tensor' or 'channel', got {self.weights!r}")
+
+
+def needs(options: Options) -> Needs:
+    """The largest magnitude of each input channel."""
+    return Needs(frozenset({"absmax"}))
+
+
+def scheme(options: Options) -> Scheme:
+    """Number formats: float8 weights, float8 activations with a fixed scale."""
+    return Scheme(Format("float", 8, 0 if options.weights == "tensor" else -1), ActFormat("float", 8, dynamic=False))
+
+
+def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: None = None) -> Tensor | None:
+    """The largest absolute weight of the group, `[1]`; None when every row has its own scale."""
+    if options.weights == "channel":
+        return None
+    return torch.stack([weight.abs().max().float() for weight in weights]).max().view(1)
+
+
+def quantize(
+    weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
+) -> QTensor:
+    """Round `weight [out, in]` to nearest, on the scale of its group when `prepared` gives one."""
+    fmt = scheme(options).weights
+    if prepared is None:
+        return round_to_nearest(weight, fmt, scale_dtype=scale_dtype)
+    scale, _ = find_params(prepared.view(1, 1), fmt, scale_dtype=scale_dtype)
+    return quantize_with(weight, scale, None, fmt)
+
+
+def input_scale(stats: GroupStats, options: Options) -> Tensor:
+    """The scale `[1]`, float32, of inputs of every modality; 1 for an input that was always zero."""
+    top = stats.absmax().max().view(1)
+    return torch.where(top > 0, top / FLOAT8_MAX, 1.0)

@@ -1,0 +1,77 @@
+"""INT8 W8A8 with SmoothQuant (arXiv 2211.10438): weights per row, activations per token (by the engine), outliers
+moved first.
+
+A few input channels of transformers are 10 to 100 times larger than the rest, and one scale per token then leaves
+little for the others. Dividing each channel of the input by `s` and multiplying the weights' columns by it changes
+nothing in exact arithmetic and moves part of the range into the weights, where it is easier (eq. 4):
+
+    s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)
+
+The maxima run over calibration tokens and over all rows of all layers that share the input; with a `balance`, max|X_j| is
+the weighted mean of the modalities' maxima, so that no modality alone decides a channel.
+
+A row's scale puts the largest of its weights on code 127 or on -128, by which the sum over columns of `max|X_j / s_j|^2` times
+the squared rounding error is less. Smoothed columns are uneven, and a sum that ignores that is often worse than the paper's
+127 for every row. Costs a few passes over the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
+from vlmcompress.numerics.statistics.balance import check_balance
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
+
+PRESETS: dict[str, dict] = {"W8A8": {}, "INT8": {}}
+_LARGEST = 1e5
+
+
+@dataclass(frozen=True)
+class Options(QuantizerOptions):
+    """`alpha`: share of the difficulty moved from activations to weights; 0.5 balances, 0.8 suits strong outliers;
+    `balance`: see `vlmcompress.numerics.statistics.balance`."""
+
+    alpha: float = 0.5
+    balance: Any = "off"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "balance", check_balance(self.balance))
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be a number from 0 to 1, got {self.alpha!r}")
+
+
+def needs(options: Options) -> Needs:
+    """The largest magnitude of each input channel."""
+    return Needs(frozenset({"absmax"}))
+
+
+def scheme(options: Options) -> Scheme:
+    """Number formats: symmetric 8-bit integer weights with a scale per row, 8-bit integer activations with one per token."""
+    return Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True))
+
+
+def smooth(
+    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+) -> Smoothing:
+    """Compute SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1; one whose weights are all zero
+    gets the largest, so that an input of no use sets no token's step."""
+    x = stats.absmax()
+    w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
+    s = x.pow(options.alpha) / w.pow(1 - options.alpha)
+    return Smoothing(torch.where(x > 0, torch.where(w > 0, s.clamp(1e-5, _LARGEST), _LARGEST), 1.0))
+
+
+def quantize(
+    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
+) -> QTensor:
+    """Round `weight [out, in]`, smoothed already, to nearest."""
+    importance = None
+    if stats is not None:  # never 0: a channel that was not active may be one day, and its weights are not to be cut
+        importance = stats.absmax().square().clamp_min(torch.finfo(torch.float32).tiny)
+    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -1,0 +1,126 @@
+"""After MBQ (arXiv 2412.19509): AWQ's search with the modalities weighed by how much the loss minds their errors.
+
+Visual tokens are many, and the answer's loss minds an error in one of them far less than in a text token. MBQ measures by how
+much, with one backward pass of the answer's loss: g_m is the mean |dL/dY| of modality m at the output of a block's attention
+or MLP, and `rho = max(r, median r)` of `r = g_vision / g_answer`, the median being over blocks (`Sensitivity.rho`). Scales come
+from inputs alone,
+
+    s = mean|X|^a, at least 1e-4, normalized by sqrt(max s * min s),      a = 0, 1/grid, ..., (grid - 1)/grid
+
+with the mean over all tokens, and the one taken has the least error `D` (see `objective`; K counts elements):
+
+    mae     (sum_answer |D| + rho sum_vision |D|) / (K_answer + K_vision)
+    gram    sum_answer D^2 / K_answer + rho sum_vision D^2 / K_vision
+
+`mae` is as published: D is the error of the output of the module that the layers are in (q/k/v: attention, gate/up: MLP, the
+others themselves), run again for each candidate (`calibration.block_search`). `gram` is ours: D is the error of each linear
+layer's own output, from Gram matrices, which needs no forward computation beyond the statistics. Prompt tokens count in
+neither, as in the authors' code, but for the last, from which the answer's first is read (`statistics.balance` says why). No
+clipping, no error feedback.
+
+16-bit activations: groups with zero points. 8-bit ones, as published: symmetric weights with one scale per row, and the
+candidate's error includes rounding the inputs of the layers token by token, which Gram matrices cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest, weight_only
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization.schemes import awq
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Search, Smoothing
+
+
+@dataclass(frozen=True)
+class Options(QuantizerOptions):
+    """`activations`: bits, 16 or 8; `bits`, `group_size`, `symmetric` of the weights as in rtn (by default 4, 128 and false; at
+    8-bit activations 4 or 8 bits, -1 and true); `grid`: candidate scales; `objective`: "gram" or "mae" (by default gram; mae at
+    8-bit activations)."""
+
+    bits: int = 4
+    group_size: int | None = None
+    symmetric: bool | None = None
+    activations: int = 16
+    grid: int = 20
+    objective: str | None = None
+    balance: ClassVar[str] = "mbq"
+
+    def __post_init__(self) -> None:
+        if self.activations not in (8, 16):
+            raise ValueError(f"activations must be 16 or 8 bits, got {self.activations!r}")
+        wide = self.activations == 16
+        for name, value in (("group_size", 128 if wide else -1), ("symmetric", not wide)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.objective is None:
+            object.__setattr__(self, "objective", "gram" if wide else "mae")
+        if not wide and (self.bits not in (4, 8) or self.group_size != -1 or not self.symmetric):
+            raise ValueError("activations of 8 bits need 4 or 8 bits, group_size -1 and symmetric true")
+        scheme(self)
+        if type(self.grid) is not int or self.grid < 2:
+            raise ValueError(f"grid must be a whole number of at least 2, got {self.grid!r}")
+        if self.objective not in ("gram", "mae"):
+            raise ValueError(f"objective must be 'gram' or 'mae', got {self.objective!r}")
+        if self.objective == "gram" and not wide:
+            raise ValueError("objective 'gram' cannot see 8-bit activations; use mae")
+
+
+def needs(options: Options) -> Needs:
+    """The Gram matrix and mean magnitudes; unless the objective is "gram", the published search by the block's output."""
+    searches: frozenset[Search] = frozenset() if options.objective == "gram" else frozenset({"block_scales"})
+    return Needs(frozenset({"gram", "absmean"}), searches=searches)
+
+
+def scheme(options: Options) -> Scheme:
+    """Number formats: integer weights; 16-bit activations or 8-bit ones, scaled per token."""
+    if options.activations == 8:
+        return Scheme(Format("int", options.bits, -1), ActFormat("int", 8, dynamic=True))
+    assert options.group_size is not None and options.symmetric is not None
+    return weight_only(options.bits, options.group_size, options.symmetric)
+
+
+def candidates(mean: Tensor, grid: int) -> list[Tensor]:
+    """The scales `[in]` to try for inputs of mean magnitudes `mean [in]`; the first is 1."""
+    scales = []
+    for k in range(grid):
+        s = mean.float().pow(k / grid).clamp(min=1e-4)
+        scales.append(s / (s.max() * s.min()).sqrt())
+    return scales
+
+
+def loss(sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> float:
+    """The published loss `mae` of a candidate.
+
+    Args:
+        sums: modality -> sum over its tokens and channels of |D|.
+        counts: modality -> how many elements were summed.
+        rho: weight of the visual error.
+
+    Raises:
+        ValueError: neither visual nor answer tokens; where one of them is missing, the other decides.
+    """
+    if not counts["answer"] + counts["vision"]:
+        raise ValueError("the samples have no visual and no answer tokens to weigh; add some with images or answers")
+    return (sums["answer"] + rho * sums["vision"]) / (counts["answer"] + counts["vision"])
+
+
+def smooth(
+    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+) -> Smoothing:
+    """Find by the `gram` form the best scale `[in]` for the weights `[out_i, in]`; none when none beats leaving them."""
+    _, *scales = candidates(stats.balanced("off").absmean(), options.grid)
+    return Smoothing(awq.least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype))
+
+
+def quantize(
+    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
+) -> QTensor:
+    """Round `weight [out, in]`, smoothed already, to nearest."""
+    importance = None if stats is None else stats.importance()
+    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

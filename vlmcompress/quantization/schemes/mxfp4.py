@@ -1,0 +1,43 @@
+"""MXFP4: 4-bit floats with a power of two as the scale of each 32 weights, the microscaling format of the Open Compute Project.
+
+Beside NVFP4 it has half as many scales, 4.25 instead of 4.5 bits a weight, and they fit worse: a block's largest value lies
+anywhere between 3.5 and 7 steps, and what exceeds 6 is clipped. Of three powers of two the one that errs least is taken.
+Weights are rounded in one of three ways (`_rounded`).
+
+`activations: 4` (W4A4) lets the engine round inputs the same way, token by token, so that nothing is calibrated for it; `16`
+keeps them. vLLM 0.32 does not look: on Blackwell it rounds inputs in either case, and on GPUs before that in none, where it
+computes in 16 bits. Nothing of this was run on such a machine here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmcompress.numerics import MXFP4, ActFormat, Scheme
+from vlmcompress.quantization.schemes import _rounded
+
+PREPARED_BY = _rounded.PREPARED_BY
+_INPUTS = {4: ActFormat("float", 4, dynamic=True, mx=True), 16: None}
+PRESETS: dict[str, dict] = {"MXFP4": {"activations": 4}, "MXFP4A16": {"activations": 16}}
+
+
+@dataclass(frozen=True)
+class Options(_rounded.WithSteps):
+    """Those of rounding, which `nvfp4` has as well, with the steps of gptq-plus, and `activations`: 4 (MXFP4) or 16 bits."""
+
+    activations: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.activations) is not int or self.activations not in _INPUTS:
+            raise ValueError(f"activations must be 4 or 16, got {self.activations!r}")
+
+
+_METHOD = _rounded.Rounded(MXFP4)
+needs, smooth, prepare, sketch = _METHOD.needs, _METHOD.smooth, _METHOD.prepare, _METHOD.sketch
+quantize, quantize_group = _METHOD.quantize, _METHOD.quantize_group
+
+
+def scheme(options: Options) -> Scheme:
+    """Number formats: MXFP4 weights; MXFP4 or 16-bit activations."""
+    return Scheme(MXFP4, _INPUTS[options.activations])

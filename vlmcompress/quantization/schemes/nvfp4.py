@@ -1,0 +1,97 @@
+"""NVFP4: 4-bit floats with a float8 scale for each 16 weights; mixed as published checkpoints for Blackwell are, or pure.
+
+The format is that of `numerics`. What an engine makes one matrix of shares a global scale, as vLLM takes the largest of
+several and is silently wrong otherwise. Weights are rounded in one of three ways (`_rounded`).
+`four_over_six` (arXiv 2512.02010) puts the largest value of a block at 4 instead of 6 where that errs less. The paper takes
+`256 * 6 / max|W|` for the global scale, so that 4 is open to every block; with compressed-tensors' 448 it is not to blocks
+whose largest value exceeds two thirds of the matrix's.
+
+`activations: 4` (W4A4) lets the engine round inputs the same way, relative to one number that is calibrated, `448 * 6 /
+max|X|`; larger inputs than calibration saw saturate. `16` keeps inputs as they are: no faster arithmetic, and more accurate.
+
+`mixed` gives NVFP4 to the MLPs alone, and FP8 (`fp8`) to attention, to what stands in its place, and to the MLPs of the `last`
+blocks, an eighth of them by default. So are NVIDIA's Qwen3.6-27B-NVFP4 (vllm-project/recipes, pull request 606: MLPs NVFP4,
+attention and the KV cache FP8) and llm-compressor's recipe for Qwen3.8-27B (`examples/quantization_w4a4_fp4`: the MLPs of the
+last 8 of 64 blocks in FP8, too).
+
+vLLM computes W4A4 on Blackwell only; A100 and H100 run the weights in 16 bits. Nothing of this was run on such a machine here:
+results were compared with vLLM's emulation of the kernel on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from vlmcompress.numerics import NVFP4, ActFormat, Scheme, find_global_scale
+from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization.schemes import _rounded
+from vlmcompress.quantization.schemes._base import Needs
+
+PREPARED_BY = _rounded.PREPARED_BY
+_MLP = frozenset({"gate_up", "down", "fc1", "fc2"})
+_LAST = 8  # one of so many blocks is among the last
+PRESETS: dict[str, dict] = {
+    "NVFP4": {"mixed": False, "activations": 4},
+    "NVFP4A16": {"mixed": False, "activations": 16},
+}
+
+
+@dataclass(frozen=True)
+class Options(_rounded.Options):
+    """Those of rounding, which `mxfp4` has as well, and `activations`: 4 (NVFP4) or 16 bits; `mixed`: FP8 for all but MLPs, and
+    for the MLPs of the `last` blocks (null: an eighth of them); `four_over_six`: two scales to choose from for each block."""
+
+    activations: int = 4
+    mixed: bool = True
+    last: int | None = None
+    four_over_six: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.activations) is not int or self.activations not in (4, 16):
+            raise ValueError(f"activations must be 4 or 16, got {self.activations!r}")
+        for name in ("mixed", "four_over_six"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.last is not None and (type(self.last) is not int or self.last < 0):
+            raise ValueError(f"last must be a whole number of blocks or null, got {self.last!r}")
+        if self.last is not None and not self.mixed:
+            raise ValueError("last is for the blocks that mixed gives FP8; set mixed true or leave last out")
+
+    @property
+    def max_code(self) -> float | None:
+        """The code at which the largest value of a block is put; None: 6 or 4, whichever errs less."""
+        return None if self.four_over_six else NVFP4.qmax
+
+
+_METHOD = _rounded.Rounded(NVFP4)
+smooth, prepare, sketch = _METHOD.smooth, _METHOD.prepare, _METHOD.sketch
+quantize, quantize_group = _METHOD.quantize, _METHOD.quantize_group
+
+
+def needs(options: Options) -> Needs:
+    """What the rounding reads, and the maxima of inputs where these are rounded."""
+    needs = _METHOD.needs(options)
+    return replace(needs, statistics=needs.statistics | {"absmax"}) if options.activations == 4 else needs
+
+
+def scheme(options: Options) -> Scheme:
+    """Number formats: NVFP4 weights, NVFP4 or 16-bit activations."""
+    return Scheme(NVFP4, ActFormat("float", 4, dynamic=True) if options.activations == 4 else None)
+
+
+def other(group: str, layer: int, layers: int, options: Options) -> tuple[str, dict[str, Any]] | None:
+    """FP8 for what is no MLP, and for the last blocks' MLPs; None: NVFP4."""
+    last = -(-layers // _LAST) if options.last is None else options.last
+    return ("fp8", {}) if options.mixed and (group not in _MLP or layer >= layers - last) else None
+
+
+def input_scale(stats: GroupStats | None, options: Options) -> Tensor | None:
+    """The global scale `[1]`, float32, of inputs of every modality; None where inputs stay in 16 bits."""
+    if options.activations != 4:
+        return None
+    assert stats is not None
+    return find_global_scale([stats.balanced("off").absmax()])

@@ -1,0 +1,45 @@
+"""W4A8 with FP8 activations: integer weights of 4 bits in groups of 128, activations in float8_e4m3fn with a scale per token.
+
+compressed-tensors' preset W4AFP8, for vLLM's CUTLASS kernel on Hopper: the memory of 4-bit weights and the arithmetic of FP8.
+Weights are rounded in one of three ways (`_rounded`); activations are the engine's to scale, so nothing is calibrated for them.
+
+That kernel has no room for a 16-bit scale for each group: vLLM makes a float8 of it, relative to the largest of its row, when
+it loads the weights (`kernels/linear/mixed_precision/cutlass.py`), which changes it by up to 6%. So scales are put there before
+codes are found with them, and what is solved for is what the kernel computes; the 16-bit numbers in the file are within 0.4% of
+it, and become the same float8 again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vlmcompress.numerics import FLOAT8, FLOAT8_MAX, ActFormat, Format, Scheme
+from vlmcompress.quantization.schemes import _rounded
+
+PRESETS: dict[str, dict] = {"W4AFP8": {}}
+PREPARED_BY = _rounded.PREPARED_BY
+GROUP = 128  # the only size that the kernel takes
+_LEAST = 2.0**-9  # of float8, above zero
+
+
+@dataclass(frozen=True)
+class Options(_rounded.WithSteps):
+    """Those of rounding, which `nvfp4` has as well, with the steps of gptq-plus."""
+
+
+def as_float8(scale: Tensor) -> Tensor:
+    """Scales `[out, n_groups]` as the kernel has them, in the type that they came in: float8 relative to the row."""
+    of_row = scale.float().amax(1, keepdim=True) / (FLOAT8_MAX / 8)
+    return ((scale.float() / of_row).to(FLOAT8).float().clamp_min_(_LEAST) * of_row).to(scale.dtype)
+
+
+_METHOD = _rounded.Rounded(Format("int", 4, GROUP), as_float8)
+needs, smooth, prepare, sketch = _METHOD.needs, _METHOD.smooth, _METHOD.prepare, _METHOD.sketch
+quantize, quantize_group = _METHOD.quantize, _METHOD.quantize_group
+
+
+def scheme(options: Options) -> Scheme:
+    """Number formats: symmetric 4-bit integer weights in groups, float8 activations with a scale per token."""
+    return Scheme(_METHOD.fmt, ActFormat("float", 8, dynamic=True))

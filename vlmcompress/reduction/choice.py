@@ -1,0 +1,306 @@
+"""The choice of a reducer with its options, in the forms of the command line and of recipes.
+
+    --reduce dart:0.25                      the share that is kept
+    --reduce dart:0.25,pivots=8             and other options
+    --reduce dymu:thresholds=FILE.json      what `vlmcompress thresholds` wrote
+    reduce: {method: dart, keep: 0.25, pivots: 8}
+
+`--reduce resize:0.5` makes images smaller instead, which is the recipe's key `resize`; given before a reducer, both are done:
+
+    --reduce resize:0.5 --reduce coverage:0.5
+    reduce: [resize:0.5, coverage:0.5]
+
+`keep: auto` is the method's own default. Shares may be written as fractions (`1/3`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import reprlib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.methods import REGISTRY, Grid, ReducerOptions
+from vlmcompress.reduction.resize import METHOD as RESIZE
+from vlmcompress.reduction.resize import Resize
+from vlmcompress.utils import yaml_files
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.identity import sha256
+from vlmcompress.utils.settings import Layer
+
+
+@dataclass(frozen=True)
+class ReducerChoice:
+    """A reducer that was chosen: the name of its method and its `Options`."""
+
+    method: str
+    options: ReducerOptions
+
+    @property
+    def module(self) -> ModuleType:
+        """The method's module in `vlmcompress.reduction.methods`."""
+        return REGISTRY.get(self.method)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the method looks at the question."""
+        return "query" in self.module.NEEDS
+
+    @property
+    def takes_count(self) -> bool:
+        """Whether the number of tokens that the method keeps depends on the image, but can be given to it instead."""
+        return self.module.COUNT == "adaptive" and self.module.STAGE == "encoder"
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the options hold numbers that were learnt."""
+        return self.options.learnt
+
+    @property
+    def asked_for(self) -> ReducerChoice:
+        """The reducer as it was asked for, without the numbers that it has learnt since."""
+        return self.with_thresholds(None) if self.learnt else self
+
+    def with_thresholds(self, thresholds: tuple[float, ...] | None) -> ReducerChoice:
+        """This method with these thresholds; None: without any. Itself where the method learns none."""
+        return ReducerChoice(self.method, self.options.with_thresholds(thresholds))
+
+    @property
+    def label(self) -> str:
+        """The reducer in the command line's form, without the numbers that it has learnt."""
+        return f"{self.asked_for} (learnt thresholds)" if self.learnt else str(self)
+
+    def file_hash(self) -> str:
+        """SHA-256 of the file that the options name, a scorer or thresholds; "" where they name none that is there."""
+        named = [
+            Path(name) for name in (self.options.scorer, self.options.thresholds) if isinstance(name, str) and name
+        ]
+        return sha256(named[0]) if named and named[0].is_file() else ""
+
+    def plain(self) -> dict[str, Any]:
+        """The reducer as a recipe's mapping: every option of the method's own, and other options that are not at their default.
+
+        So versions that do not know `merge` read the mapping too, where these are not used.
+        """
+        common = {field.name: field.default for field in dataclasses.fields(self.options) if field.kw_only}
+        settings = self.options.settings()
+        chosen = {key: value for key, value in settings.items() if key not in common or value != common[key]}
+        return {"method": self.method, **chosen}
+
+    def __str__(self) -> str:
+        """Write the reducer in the command line's form: the share, and options that differ from their defaults.
+
+        The hash of a file that an option names is left out.
+        """
+        default = type(self.options)()
+        settings = {name: value for name, value in self.options.settings().items() if name not in ("keep", "sha256")}
+        parts = [] if self.options.keep is None else [_share(self.options.keep)]
+        parts += [f"{name}={_yaml_text(value)}" for name, value in settings.items() if value != getattr(default, name)]
+        return f"{self.method}:{','.join(parts)}" if parts else self.method
+
+    def left(self, grid: Grid, blocks: int) -> list[int] | None:
+        """Count a grid's tokens in each of a language model's `blocks`; None where that depends on what the image shows."""
+        if self.module.STAGE != "llm":
+            count = self.module.budget(grid, self.options)
+            return None if count is None else [count] * blocks
+        counts = [math.prod(grid)] * blocks
+        for layer, options in self.options.drops(blocks):
+            count = self.module.budget(grid, options)
+            if count is None:
+                return None
+            counts[layer:] = [count] * (blocks - layer)
+        return counts
+
+    def too_small(self, grid: Grid) -> bool:
+        """Whether the kept share of such a grid would round to no token, so that the grid is kept whole."""
+        return reducers.too_small(self.module, grid, self.options)
+
+
+def parse(text: str) -> ReducerChoice:
+    """Read the reducer from the value of `--reduce`. UserError for an unknown method or option, or a wrong value."""
+    where = f"--reduce {text}"
+    values = split(text, where)
+    if values["method"] == RESIZE:
+        raise UserError(
+            f"{where}: {RESIZE} is no reducer of tokens but a setting of the processor, which `quantize` writes"
+        )
+    return choose(values.pop("method"), values, where)
+
+
+def compared(texts: Sequence[str]) -> tuple[Resize | None, list[ReducerChoice]]:
+    """Read the values of several `--reduce` that are to be compared: a `resize`, if there is one, and reducers."""
+    where = "--reduce"
+    stages = [split(text, f"{where} {text}") for text in texts]
+    resizes = [values for values in stages if values["method"] == RESIZE]
+    if len(resizes) > 1:
+        raise UserError(f"{where}: {RESIZE} is given {len(resizes)} times; give it once")
+    others = [parse(text) for text, values in zip(texts, stages, strict=True) if values["method"] != RESIZE]
+    try:
+        return (
+            Resize(**{key: value for key, value in resizes[0].items() if key != "method"}) if resizes else None
+        ), others
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = "".join(f" {part}" for part in problem["loc"])
+        raise UserError(f"{where} {RESIZE}:{key} {problem['msg'].removeprefix('Value error, ')}") from error
+
+
+def split(text: str, where: str) -> dict[str, Any]:
+    """Read `dart:0.25,pivots=8` as a recipe's mapping, values unchecked. `where` begins the message of UserErrors."""
+    method, _, rest = text.partition(":")
+    values: dict[str, Any] = {"method": method.strip()}
+    for number, part in enumerate(re.split(r",(?![^\[]*\])", rest) if rest else []):
+        key, equals, value = part.partition("=")
+        if not equals:
+            if number:
+                raise UserError(f"{where}: '{part}' is no setting; write METHOD:KEEP,OPTION=VALUE")
+            key, value = "keep", part
+        if key.strip() in values:
+            raise UserError(f"{where}: '{key.strip()}' is given twice; remove one")
+        values[key.strip()] = yaml_files.parse(value, where)
+    return values
+
+
+def read(setting: Any, where: str = "reduce") -> ReducerChoice:
+    """Read the reducer from a recipe's `reduce`: a mapping with `method` and options, or the command line's form."""
+    if isinstance(setting, str):
+        return parse(setting)
+    if not isinstance(setting, Mapping) or not isinstance(setting.get("method"), str):
+        raise UserError(f"{where} is {setting!r}; write it like {{method: dart, keep: 0.5}}")
+    return choose(setting["method"], {key: value for key, value in setting.items() if key != "method"}, where)
+
+
+def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
+    """Check a method and its options. `where` begins the message of the UserError that anything wrong raises."""
+    try:
+        cls = REGISTRY.get(method).Options
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    types = typing.get_type_hints(cls)
+    hints, checked = {name: types[name] for name in cls().settings()}, {}
+    for key, value in values.items():
+        if key not in hints:
+            share = key == "keep"
+            what = "has no share to keep" if share else f"has no option '{key}'"
+            names = [field.name for field in dataclasses.fields(cls) if not field.kw_only]
+            close = f"; its options are {', '.join(names)}" if share else did_you_mean(str(key), hints)
+            raise UserError(f"{where}: '{method}' {what}{close}")
+        if key == "keep" and value == "auto":
+            continue
+        checked[key] = _typed(value, hints[key], f"{where}: '{method}': {key}")
+    try:
+        return ReducerChoice(method, cls(**checked))
+    except ValueError as error:
+        raise UserError(f"{where}: '{method}': {error}") from error
+
+
+def layered(layers: Sequence[Layer]) -> list[Layer]:
+    """Prepare the layers of a recipe, first one strongest, for merging: `reduce` as a mapping in each, `resize` beside it.
+
+    A layer that names a method starts anew: options of weaker layers belong to another reducer and are left out.
+    """
+    prepared: list[Layer] = []
+    named = False
+    for origin, layer in layers:
+        setting = layer.get("reduce")
+        rest = {key: value for key, value in layer.items() if key != "reduce"}
+        if not named and "reduce" in layer:
+            resize, reduce = _stages(setting, f"{origin}: reduce")
+            if resize is not None and "resize" in rest:
+                raise UserError(f"{origin}: resize is given twice, once as a reducer; remove one")
+            rest |= {} if resize is None else {"resize": resize}
+            rest |= {"reduce": reduce} if reduce is not None or resize is None else {}
+            named = not isinstance(reduce, Mapping) or "method" in reduce
+        prepared.append((origin, rest))
+    return prepared
+
+
+def _stages(setting: Any, where: str) -> tuple[Any, Any]:
+    """Part what `reduce` says into the recipe's `resize` and its reducer, as mappings; None: there is none of that."""
+    every = [split(stage, f"{where} {stage}") if isinstance(stage, str) else stage for stage in _listed(setting)]
+    methods = [stage.get("method") if isinstance(stage, Mapping) else None for stage in every]
+    if methods.count(RESIZE) > 1 or len(every) - methods.count(RESIZE) > 1:
+        names = " and ".join(map(str, methods))
+        raise UserError(f"{where}: {names} do not go together; a recipe has {RESIZE} and one other reducer")
+    if RESIZE not in methods:
+        return None, every[0] if every else None
+    if methods[0] != RESIZE:
+        raise UserError(f"{where}: {RESIZE} works on images, before {methods[0]}; name it first")
+    return {key: value for key, value in every[0].items() if key != "method"}, (every[1] if len(every) > 1 else None)
+
+
+def _listed(setting: Any) -> list[Any]:
+    return setting if isinstance(setting, list) else [setting]
+
+
+def merged(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
+    """The reducer that merged settings name; None where they name none. UserError for an unknown method or wrong option.
+
+    Args:
+        setting: the merged value of `reduce`.
+        origins: dotted key of a recipe -> where its value came from.
+    """
+    if setting is None:
+        return None
+    origin = next((origin for key, origin in origins.items() if f"{key}.".startswith("reduce.")), "default")
+    return read(setting, f"{origin}: reduce")
+
+
+def calibrated(reducer: ReducerChoice | None) -> ReducerChoice | None:
+    """The reducer that calibration runs behind: the given one if it acts before the language model, else None.
+
+    Behind a reducer within the language model the blocks see the same kinds of tokens as without it, only fewer.
+    """
+    return reducer if reducer and reducer.module.STAGE != "llm" else None
+
+
+def same(reducer: ReducerChoice | None, other: ReducerChoice | None) -> bool:
+    """Whether a known reducer is the one asked for, apart from numbers that were learnt or will be read from a file."""
+    if reducer is None or other is None or other.learnt:
+        return reducer == other
+    return reducer.with_thresholds(None) == other.with_thresholds(None)
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """Convert `value` to the option's type; fractions like `1/3` become numbers."""
+    try:
+        if (
+            hint in (float, float | None)
+            and isinstance(value, str)
+            and (fraction := re.fullmatch(r"(\d+)/([1-9]\d*)", value.strip()))
+        ):
+            value = int(fraction[1]) / int(fraction[2])
+        return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    except (ValueError, TypeError, OverflowError) as error:  # ValidationError is a ValueError
+        kinds: dict[Any, str] = {
+            float: "a number",
+            float | None: "a number",
+            int: "a whole number",
+            str: "a word",
+            bool: "true or false",
+        }
+        words = " or ".join(map(str, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else None
+        kind = words or kinds.get(hint, "a list of numbers")
+        raise UserError(f"{where} is {reprlib.repr(value)}, should be {kind}") from error
+
+
+def _share(keep: float) -> str:
+    """Write a share as `0.25`, or as a fraction like `1/3` where a decimal of few digits would not be exact."""
+    close = Fraction(keep).limit_denominator(100)
+    fraction = f"{close.numerator}/{close.denominator}"
+    return next((text for text in (f"{keep:g}", fraction) if float(Fraction(text)) == keep), repr(keep))
+
+
+def _yaml_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,220 @@
+"""Attachments of all stages: hooks on the model, the call in progress, and the tokens left out of each cache."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.models import VLM
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks.units import Call, Reduced, Unit, prompt_text, units, whole
+from vlmcompress.reduction.methods import Reduction, Signals
+from vlmcompress.utils.errors import UserError
+
+Held = TypeVar("Held")
+"""What an attachment has to know of a cache to go on with it: `Slots` of the tokens in it, of each part that differs."""
+_ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class KeptWhole(UserWarning):
+    """Warning that an image is kept whole, as the kept share of its tokens would round to none."""
+
+
+class Attachment(Generic[Held]):
+    """A reducer attached to a model. Use it as a context manager, or call `detach`.
+
+    `seen`: the units of the latest call with images, with their reductions.
+    """
+
+    def __init__(self, vlm: VLM, module: ModuleType, options: Any):
+        if vlm.model in _ATTACHED:
+            raise ValueError("the model has a reducer attached already; detach it first")
+        self.vlm, self.module, self.options = vlm, module, options
+        self._told = False  # whether the warning `KeptWhole` was given
+        self.seen: list[Reduced] = []
+        self._call: Call | None = None
+        self._new: Held | None = None  # slots of the cache, once this call is done
+        self._caches: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
+        self.text: nn.Module = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
+        base = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
+        _ATTACHED.add(vlm.model)
+        self._keep_pixels()
+        try:
+            self._before(vlm.model, self._no_labels)
+            self._before(base, self._begin)
+            self._before(self.text, self._enter)
+            self._after(self.text, self._leave)
+            self._after(base, self._end)
+            self._hook()
+        except BaseException:
+            self.detach()
+            raise
+
+    @property
+    def chosen(self) -> ReducerChoice:
+        """The attached reducer with its options."""
+        return ReducerChoice(self.module.__name__.rpartition(".")[2].replace("_", "-"), self.options)
+
+    def detach(self) -> None:
+        """Remove all hooks. The model is as it was; caches filled with the reducer on cannot be continued."""
+        while self._undo:
+            self._undo.pop()()
+        _ATTACHED.discard(self.vlm.model)
+
+    def images(self) -> list[Reduction]:
+        """The reduction of each image of the latest call, on the CPU; newlines are among its tokens, and kept.
+
+        For families that cut images into tiles (`visual_grid` "tiles") there is one for each tile.
+        """
+        grouped: dict[int, list[Reduced]] = {}
+        for unit in self.seen:
+            grouped.setdefault(unit.image, []).append(unit)
+        return [whole(units) for units in grouped.values()]
+
+    @property
+    def stages(self) -> list[tuple[int, list[Reduced]]]:
+        """Units of the latest call with images as they are from a decoder block on, ascending; whole before the first.
+
+        The last ones are `seen`.
+        """
+        return [(0, self.seen)]
+
+    def __enter__(self) -> Attachment[Held]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def _hook(self) -> None:
+        """Set the further hooks of a stage."""
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Held | None) -> dict[str, Any]:
+        """Reduce the language model's arguments. `past`: slots of the cache, None when nothing has been left out of it."""
+        raise NotImplementedError
+
+    def _keep_pixels(self) -> None:
+        """Have `generate` give the model its pixels. From transformers 5.18 on it encodes them beforehand, past all hooks, and
+        has forgotten how to repeat the patches of Qwen's images for beams."""
+        model: Any = self.vlm.model
+        if not hasattr(model, "_supports_mm_encoder_outputs"):
+            return
+        expand, patches = model._expand_inputs_for_generation, self.vlm.spec.visual_grid == "thw"
+
+        def expanded(expand_size: int = 1, **kwargs: Any) -> Any:
+            if expand_size > 1 and patches:
+                raise UserError(
+                    "beam search does not go with a reducer here; take transformers before 5.18, or one beam"
+                )
+            return expand(expand_size=expand_size, **kwargs)
+
+        model._supports_mm_encoder_outputs = lambda: False
+        model._expand_inputs_for_generation = expanded
+        for name in ("_supports_mm_encoder_outputs", "_expand_inputs_for_generation"):
+            self._undo.append(lambda name=name: delattr(model, name))  # type: ignore[misc]
+
+    def _before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        self._undo.append(module.register_forward_hook(hook, with_kwargs=True, always_call=True).remove)
+
+    def _no_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("labels") is not None and kwargs.get("pixel_values") is not None:
+            raise UserError("labels do not fit a reduced prompt; take the loss of the answer's tokens from the logits")
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Hook before the model runs; returns its arguments where they change."""
+        call = Call.of(module, args, kwargs)
+        if call.get("pixel_values_videos") is not None:
+            raise UserError("visual tokens of videos are not reduced yet; give images, or detach the reducer")
+        if call.get("mm_encoder_outputs"):
+            raise UserError("images that are encoded already are not reduced; give pixel_values, or detach the reducer")
+        self._call = call
+        return None
+
+    def _end(self, *_: object) -> None:
+        self._call = None
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Hook before the language model runs; returns its reduced arguments."""
+        self._new = None
+        if self._call is None:
+            return None
+        cache = kwargs.get("past_key_values")
+        slots = cache.get_seq_length() if cache is not None else 0
+        if cache is not None and not slots:
+            self._caches.pop(cache, None)  # emptied, and filled anew
+        past = self._caches.get(cache) if slots else None
+        units = self._units()
+        if not units and past is None:
+            return None
+        self._check_window(slots + kwargs["inputs_embeds"].shape[1])
+        mask = self._call.get("attention_mask")  # what the model makes of it may be one for each kind of block
+        if getattr(cache, "is_compileable", False) or (mask is not None and getattr(mask, "ndim", 0) != 2):
+            raise UserError("a static cache or a mask of one's own does not go with a reducer; use the default cache")
+        inputs = kwargs | {"attention_mask": mask}
+        reduced = self._reduce(inputs, units, past)
+        return args, kwargs if reduced is inputs else reduced
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Hook after the language model: remember which tokens its cache lacks."""
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None and self._new is not None:
+            self._caches[cache] = self._new
+        self._new = None
+
+    def _check_window(self, slots: int) -> None:
+        """Refuse prompts longer than a sliding window: it counts slots, so that dropped tokens would widen it."""
+        config: Any = self.text.config
+        window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        slides = kinds is None or "sliding_attention" in kinds
+        if slides and isinstance(window, int) and slots > window:
+            raise UserError(
+                f"{slots} tokens exceed the attention window of {window}, which dropped tokens widen; shorten them"
+            )
+
+    def _units(self) -> list[Unit]:
+        assert self._call is not None
+        return units(self.vlm, self._call)
+
+    def _decide(self, unit: Unit, signals: Signals, options: Any = None) -> Reduction:
+        """Decide what becomes of the rows of one unit's signals, and add to `seen` what has become of its tokens.
+
+        options: those of this decision, where a method makes several.
+        """
+        if not self._told and reducers.too_small(self.module, unit.grid, self.options):
+            self._told = True
+            grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
+            text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
+            warnings.warn(text, KeptWhole, stacklevel=2)
+        result = reducers.reduce(self.module, signals, options or self.options)
+        total = result if signals.merged is None else signals.merged.then(result)
+        self.seen.append(Reduced(**vars(unit), reduction=total))
+        return result
+
+    def _words(self, mask: Tensor) -> Tensor:
+        """Mark the words of the prompt, `[b, s]` bool; `mask [b, s]` is of this call's tokens."""
+        assert self._call is not None
+        return prompt_text(self.vlm, self._call.get("input_ids"), mask)
+
+
+def full_mask(kwargs: dict[str, Any], before: int) -> Tensor:
+    """The mask of the whole sequence, `[b, before + s]`; ones where none is given."""
+    embeds = kwargs["inputs_embeds"]
+    shape = (embeds.shape[0], before + embeds.shape[1])
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        return torch.ones(shape, dtype=torch.long, device=embeds.device)
+    if tuple(mask.shape) != shape:
+        raise UserError(
+            f"the attention mask covers {mask.shape[1]} tokens, cache and prompt {shape[1]}; pass that of the full sequence"
+        )
+    return mask

@@ -1,0 +1,329 @@
+"""Attachments that work within the decoder's blocks, for reducers of stage "llm".
+
+`Inside` drops visual tokens at decoder block K: from there on the language model has fewer rows and shorter caches.
+
+`Generating` drops them while the answer grows, from the caches of block K and all after it. The prompt runs in full. The
+attention of its last token, and then of each new one, in block K - 1 decides which tokens stay; block K - 1 itself and those
+before keep everything. Each image is judged by the attention on it alone. Without a cache nothing is dropped.
+
+`Blocks` restricts which tokens of the prompt attend to each other, and drops none.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import create_causal_mask
+
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.hooks._attach import Attachment, full_mask
+from vlmcompress.reduction.hooks.tap import joined, received, tap
+from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
+from vlmcompress.reduction.methods import Reduction, Signals
+from vlmcompress.utils.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What is left of a call's tokens in a block.
+
+    rows: their slots.
+    mask: the block's attention mask.
+    real: `[b, t]` bool, whether there is a token in each slot of the block's cache, this call's among them.
+    """
+
+    rows: Slots
+    mask: Any
+    real: Tensor
+
+
+class Inside(Attachment[tuple[Slots, ...]]):
+    """Shortens the hidden states before block K, and mask and rotations for it and all blocks behind.
+
+    A method may do so before several blocks, its drops; what is said here of K then holds for each. Of a cache it knows the
+    slots behind each drop. A token that was dropped is in no later block, so columns are those of the full sequence throughout.
+    """
+
+    def _hook(self) -> None:
+        self._pending: tuple[list[Unit], Tensor, tuple[Slots, ...], int] | None = (
+            None  # of this call, until the last drop
+        )
+        self._states: tuple[Tensor, Tensor, float] | None = None  # queries and keys of block K - 1
+        self._now: _Rows | None = None  # of this call's tokens; None: all, and of those in the cache, too
+        self._stages: list[tuple[int, list[Reduced]]] = []
+        blocks: Any = self.text.get_submodule("layers")
+        self._drops = self.options.drops(len(blocks))
+        turns = {layer: turn for turn, (layer, _) in enumerate(self._drops)}
+        for layer in turns:
+            self._undo.append(tap(blocks[layer - 1].self_attn, self._listen))
+        for number in range(min(turns), len(blocks)):
+            self._before(blocks[number], functools.partial(self._shorten, turns.get(number)))
+
+    @property
+    def stages(self) -> list[tuple[int, list[Reduced]]]:
+        """Units of the latest call with images behind each drop."""
+        return self._stages
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super()._begin(module, args, kwargs)
+        self._pending = self._states = self._now = None
+
+    def _end(self, *_: object) -> None:
+        super()._end()
+        self._pending = self._states = self._now = None
+
+    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
+        if self._pending is not None and self._pending[0]:
+            self._states = query, key, scale
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: tuple[Slots, ...] | None) -> dict[str, Any]:
+        """Return the arguments as they are, for the first blocks, and keep what block K needs."""
+        cache, embeds = kwargs.get("past_key_values"), kwargs["inputs_embeds"]
+        before = cache.get_seq_length() if cache is not None else 0  # length of block 0's cache, which lacks nothing
+        held = past or (Slots.identity(len(embeds), before, embeds.device),) * len(self._drops)
+        if any(before < slots.length for slots in held):
+            raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
+        self._pending = units, full_mask(kwargs, before), held, before
+        self._new = past
+        return kwargs
+
+    def _shorten(
+        self, turn: int | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        """Hook before block K and each behind it: shorten its arguments. `turn`: number of the drop before this block."""
+        if turn is not None and self._pending is not None:
+            args, kwargs = self._drop(turn, args, kwargs)
+        if self._now is None:
+            return None
+        rows = self._now.rows
+        rotations = tuple(rows.pick(part, part.ndim - 2) for part in kwargs["position_embeddings"])
+        positions = kwargs.get("position_ids")
+        if positions is not None:
+            positions = rows.pick(positions, positions.ndim - 1)
+        changed = {"position_embeddings": rotations, "position_ids": positions, "attention_mask": self._now.mask}
+        return args, kwargs | changed
+
+    def _drop(self, turn: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Decide all reductions; returns block K's arguments with the rows of its hidden states `[b, s, d]` that are kept."""
+        assert self._pending is not None
+        (units, mask, every, before), hidden = self._pending, args[0]
+        config: Any = self.text.config
+        real, held = mask[:, before:].bool(), every[turn]
+        if self._now is not None:
+            hidden = self._now.rows.spread(hidden)
+        keep = torch.ones_like(real)
+        if units:
+            hidden = self._decide_all(turn, units, hidden, mask.bool(), before)
+            for unit in self.seen:
+                keep[unit.row, unit.columns] = False
+                keep[unit.row, unit.columns[unit.reduction.anchor]] = True
+        self._states = None
+        if turn == len(self._drops) - 1:
+            self._pending = None
+        dropped = not keep.all()
+        if not dropped and self._new is None:
+            return args, kwargs
+        new = Slots.of(keep, real) if dropped else Slots.identity(hidden.shape[0], hidden.shape[1], hidden.device)
+        layout = held.then(before - held.length, new)
+        if dropped:
+            slots = self._new or (Slots.identity(mask.shape[0], mask.shape[1], mask.device),) * len(self._drops)
+            self._new = (*slots[:turn], layout, *slots[turn + 1 :])
+        hidden, visible = new.pick(hidden), layout.mask(mask)
+        causal = create_causal_mask(
+            config=config,
+            inputs_embeds=hidden,
+            attention_mask=visible,
+            past_key_values=kwargs.get("past_key_values"),
+            layer_idx=self._drops[turn][0],
+        )
+        self._now = _Rows(new, causal, visible.bool())
+        return (hidden, *args[1:]), kwargs
+
+    def _decide_all(self, turn: int, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> Tensor:
+        """Decide the reduction of each unit; returns the hidden states `[b, s, d]` with merged rows at their anchors."""
+        layer, options = self._drops[turn]
+        done = [unit.reduction for unit in self.seen] if turn else [None] * len(units)
+        self.seen, states = [], hidden
+        hidden = hidden.clone()
+        for unit, signals in zip(units, self._signals(units, done, states, mask, before), strict=True):
+            result = self._decide(unit, signals, options)
+            columns = _columns(unit, signals.merged)
+            hidden[unit.row, columns[result.anchor]] = result.apply(states[unit.row, columns])
+        self._stages = [*(self._stages if turn else []), (layer, self.seen)]
+        return hidden
+
+    def _signals(
+        self, units: list[Unit], done: Sequence[Reduction | None], hidden: Tensor, mask: Tensor, before: int
+    ) -> list[Signals]:
+        """Signals of this stage, from block K - 1: attention, keys, and states through the final norm.
+
+        `done`: what earlier drops have made of each unit; rows of tokens that they dropped are nowhere read.
+        """
+        assert self._states is not None
+        key, tokens = self._states[1], hidden.shape[1]
+        if self._now is None:
+            saliency = self._attention(self._states, mask, before)[:, before:]
+            keys = joined(key)[:, before:]
+        else:
+            rows, start = self._now.rows, key.shape[2] - self._now.rows.width
+            saliency = rows.spread(self._attention(self._states, self._now.real, start)[:, start:])
+            keys = rows.spread(joined(key)[:, start:])
+        needs = self.module.NEEDS
+        states = self.text.get_submodule("norm")(hidden) if "features" in needs else None
+        words = self._words(mask[:, before:]) if "query" in needs else None
+        signals = []
+        for unit, merged in zip(units, done, strict=True):
+            row, columns = unit.row, _columns(unit, merged)
+            optional: dict[str, Any] = {"saliency": saliency[row, columns], "keys": keys[row, columns]}
+            if states is not None and words is not None:
+                behind = words[row] & (torch.arange(tokens, device=words.device) > unit.columns[-1])
+                optional |= {"features": states[row, columns], "query": states[row, behind]}
+                optional["query_keys"] = keys[row, behind]
+            signals.append(Signals(unit.grid, heads=key.shape[1], merged=merged, **optional))
+        return signals
+
+    def _attention(self, states: tuple[Tensor, Tensor, float], mask: Tensor, before: int) -> Tensor:
+        """Attention `[b, before + s]` of the last real token on the full sequence, which `mask` is of."""
+        query, key, scale = states
+        rows = torch.arange(len(query), device=query.device)
+        last = (mask[:, before:] * torch.arange(1, query.shape[2] + 1, device=mask.device)).argmax(1)
+        visible = mask & (torch.arange(mask.shape[1], device=mask.device) <= before + last[:, None])
+        return received(query[rows, :, last], key, scale, visible)
+
+
+def _columns(unit: Unit, done: Reduction | None) -> Tensor:
+    """Columns of a unit's tokens that are left."""
+    return unit.columns if done is None else unit.columns[done.anchor]
+
+
+_Left = list[tuple[int, Reduced]]
+"""The reduced images in a cache, each behind the column of the full sequence at which its call began."""
+
+
+class Generating(Inside):
+    """Shortens caches after each call. Later calls use them as those of `Inside`."""
+
+    def _hook(self) -> None:
+        super()._hook()
+        self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
+        self._keys: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # cache -> block K's
+        self._step: tuple[list[Unit], Tensor, Slots | None, int] | None = None
+        self._heard: tuple[Tensor, Tensor, float] | None = None
+
+    @property
+    def stages(self) -> list[tuple[int, list[Reduced]]]:
+        """Units of the latest call with images as the latest step has left them."""
+        return [(self.options.layer, self.seen)]
+
+    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
+        if self._step is not None:
+            self._heard = query, key, scale
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: tuple[Slots, ...] | None) -> dict[str, Any]:
+        """Return the arguments as they are, and keep what is needed after the call."""
+        cache: Any = kwargs.get("past_key_values")
+        if past is not None and cache.layers[self.options.layer].keys is not self._keys.get(cache):
+            raise UserError(
+                "tokens were dropped from a cache that was then cut or reordered (beam search?); start over"
+            )
+        before = cache.get_seq_length() if cache is not None else 0
+        self._step = units, full_mask(kwargs, before).bool(), past[0] if past else None, before
+        return super()._reduce(kwargs, [], past)
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Hook after the language model: drop tokens from the caches."""
+        cache, step, heard = getattr(output, "past_key_values", None), self._step, self._heard
+        self._step = self._heard = self._new = None
+        if cache is None or step is None or heard is None:
+            return
+        units, mask, past, before = step
+        old: _Left = list(self._left.get(cache, ())) if past is not None else []
+        whole = [Reduction.identity(len(unit.columns), mask.device) for unit in units]
+        old += [
+            (before, Reduced(**vars(unit), reduction=reduction)) for unit, reduction in zip(units, whole, strict=True)
+        ]
+        attention = self._attention(heard, mask, before)
+        left = [(start, self._fewer(unit, attention[unit.row, start + unit.columns])) for start, unit in old]
+        self.seen = [unit for start, unit in left if start == left[-1][0]]
+        layout = past or Slots.identity(len(mask), 0, mask.device)
+        layout = layout.then(mask.shape[1] - layout.length, Slots.identity(len(mask), 0, mask.device))
+        if _count(left) < _count(old):
+            keep = torch.ones_like(mask)
+            for start, unit in left:
+                keep[unit.row, start + unit.columns] = unit.reduction.target >= 0
+            fewer = Slots.of(keep, mask)
+            self._cut(cache, layout.slots_of(fewer), layout.width)
+            layout = fewer
+        self._left[cache], self._caches[cache] = left, (layout,)
+        self._keys[cache] = cache.layers[self.options.layer].keys
+
+    def _end(self, *arguments: object) -> None:
+        super()._end(*arguments)
+        self._step = self._heard = None
+
+    def _fewer(self, unit: Reduced, attention: Tensor) -> Reduced:
+        """Reduce an image further, by the newest token's `attention [n]` on its tokens."""
+        done = unit.reduction
+        signals = Signals(unit.grid, saliency=attention[done.anchor], merged=done)
+        return replace(unit, reduction=done.then(reducers.reduce(self.module, signals, self.options)))
+
+    def _cut(self, cache: Any, slots: Tensor, width: int) -> None:
+        """Cut the caches of block K and those behind it from `width` slots to `slots [b, m]`."""
+        layers: Any = cache.layers[self.options.layer :]
+        is_dynamic = all(isinstance(layer, DynamicLayer) for layer in layers)
+        if not is_dynamic or any(layer.keys.shape[2] != width for layer in layers):
+            raise UserError("tokens can be dropped from a DynamicCache that holds all others; use the default cache")
+        for layer in layers:
+            index = slots[:, None, :, None]
+            layer.keys, layer.values = (torch.take_along_dim(part, index, 2) for part in (layer.keys, layer.values))
+            if layer.is_sliding:
+                layer.cumulative_length = slots.shape[1]
+
+
+def _count(left: _Left) -> int:
+    return sum(len(unit.reduction.anchor) for _, unit in left)
+
+
+class Blocks(Attachment[Slots]):
+    """Gives the language model a mask of its own in calls with images. Tokens generated behind see everything.
+
+    An image, or a tile where tiles are told apart, counts as a frame. The mask is dense: this shows what the method does
+    to answers, and saves no time.
+    """
+
+    def _hook(self) -> None:
+        kernel = self.vlm.model.config.get_text_config()._attn_implementation
+        if kernel != "sdpa":
+            raise UserError(
+                f"attention '{kernel}' takes no mask of blocks; load the model with attn_implementation='sdpa'"
+            )
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
+        cache = kwargs.get("past_key_values")
+        before = cache.get_seq_length() if cache is not None else 0
+        mask = full_mask(kwargs, before).bool()
+        whole = [Reduction.identity(len(unit.columns), mask.device) for unit in units]
+        self.seen = [Reduced(**vars(unit), reduction=reduction) for unit, reduction in zip(units, whole, strict=True)]
+        tokens = mask.shape[1] - before
+        rows_parts = [self._parts(units, row, tokens) for row in range(len(mask))]
+        if all(parts is None for parts in rows_parts):
+            return kwargs
+        visible = mask[:, None].repeat(1, tokens, 1)  # [b, s, before + s]
+        plain = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
+        for row_mask, parts in zip(visible, rows_parts, strict=True):
+            row_mask[:, before:] &= plain if parts is None else self.module.mask(parts).to(mask.device)
+        visible[:, :, before:] |= torch.eye(tokens, dtype=torch.bool, device=mask.device)  # padding sees itself
+        return kwargs | {"attention_mask": visible[:, None]}
+
+    def _parts(self, units: list[Unit], row: int, tokens: int) -> list[int] | None:
+        """Lengths of the sink, the blocks and the question of a row of `tokens`; None when there is no more than one block."""
+        images = sorted({unit.span for unit in units if unit.row == row})
+        parts = self.module.parts(images, tokens, self.options) if images else []
+        return parts if len(parts) > 3 else None

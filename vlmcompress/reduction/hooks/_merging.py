@@ -1,0 +1,207 @@
+"""Apply reducers that merge within the encoder's layers: each layer goes on with the rows that the one before has left.
+
+Between a layer's attention and its MLP the rows that merge are joined; keys of later layers count by their size (their
+logits get its log). Behind the projector every patch gets its row back, so that the model's own code places the rows in the
+prompt (cuts padding of tiles away, adds newlines); of each row the language model then gets one, at its anchor: the patch
+that it was merged into, or the first of its patches where that one is cut away. A row is the mean of all its patches, of
+those in the padding too. Where a token is a block of patches, they get their rows back behind the last layer already, as
+pixel shuffle and pooling ask for the whole grid; what is behind treats each token by itself, so equal ones stay equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.models import VLM
+from vlmcompress.reduction.hooks.early import Early
+from vlmcompress.reduction.hooks.tap import joined, tap
+from vlmcompress.reduction.hooks.units import Reduced, Unit, block, patch
+from vlmcompress.reduction.methods import Merger, Reduction, TokenCounter
+from vlmcompress.reduction.support import feature_layers, strategy
+from vlmcompress.utils.errors import UserError
+
+M = TypeVar("M", bound=Merger)
+
+
+class Layers:
+    """Hooks on the encoder's layers up to the one whose output is used.
+
+    Args:
+        start: function that gives the merger for a run of the encoder, whose first layer gets `states [images, rows, d]`; or
+            None to merge nothing.
+    """
+
+    def __init__(self, vlm: VLM, start: Callable[[Tensor], Merger | None]):
+        self._start = start
+        self.merger: Merger | None = None  # merger of the latest run
+        self._undo: list[Callable[[], None]] = []
+        every: Any = vlm.model.get_submodule(vlm.spec.vision_layers)
+        assert vlm.spec.vision_joint is not None
+        attention, norm = vlm.spec.vision_joint
+        kernel = every[0].get_submodule(attention).config._attn_implementation
+        if kernel != "sdpa":
+            raise UserError(f"attention '{kernel}' takes no sizes; load the model with attn_implementation='sdpa'")
+        layers = every[: feature_layers(vlm.model.config)]
+        self._undo.append(layers[0].register_forward_pre_hook(self._begin).remove)
+        for number, layer in enumerate(layers):
+            part = layer.get_submodule(attention)
+            self._undo.append(tap(part, self._listen))
+            self._undo.append(part.register_forward_pre_hook(self._attend, with_kwargs=True).remove)
+            join = functools.partial(self._join, number)
+            self._undo.append(layer.get_submodule(norm).register_forward_pre_hook(join).remove)
+        if vlm.spec.vision_units == "block":
+            self._undo.append(layers[-1].register_forward_hook(self._spread).remove)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _begin(self, module: nn.Module, args: tuple) -> None:
+        """Hook before the first layer."""
+        self.merger = self._start(args[0])
+        self._dtype = args[0].dtype
+
+    def _attend(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+        """Hook before a layer's attention: set its mask."""
+        if self.merger is None:
+            return None
+        if kwargs.get("attention_mask") is not None:
+            raise UserError("an image has padding within, which would merge; use the model's own processor")
+        return args, kwargs | {"attention_mask": self.merger.bias(self._dtype)}
+
+    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
+        self._keys, self._heads = joined(key), key.shape[1]
+
+    def _join(self, number: int, module: nn.Module, args: tuple) -> None:
+        """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
+        if self.merger is not None:
+            args[0].data = self.merger.merge(number, args[0].data, self._keys, self._heads)
+
+    def _spread(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        """Hook behind the last layer: give each patch its row."""
+        return None if self.merger is None else self.merger.spread(output)
+
+
+def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, method: ModuleType, options: Any, kind: type[M]) -> M:
+    """Make the merger for rows `states [images, rows, d]` of pictures `pixels [..., height, width]`."""
+    config = vlm.model.config
+    side = block(config)
+    height, width = (edge // (patch(config) * side) for edge in pixels.shape[-2:])
+    aside = int(strategy(config) == "default")  # CLS
+    if states.shape[1] != aside + height * width * side**2:
+        raise UserError("the encoder's rows are not the image's patches; use the model's own processor")
+    grids = [(1, height, width)] * len(states)
+    return kind(method, options, grids, feature_layers(config), aside, device=states.device, side=side)
+
+
+def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
+    """Pictures `[images, 3, height, width]` that the encoder gets for inputs of the model: images, or all their tiles."""
+    pixels = inputs["pixel_values"]
+    if pixels.ndim == 4:
+        return pixels
+    if vlm.spec.visual_grid == "tiles":
+        every = pixels.flatten(0, 1)
+        return every[(every != 0).flatten(1).any(1)]  # the model leaves out those of zeros, too
+    tiles = _tiles(vlm, inputs["image_sizes"])
+    return torch.cat([image[:count] for image, count in zip(pixels, tiles, strict=True)])
+
+
+class Merging(Early):
+    """Shortens the encoder's rows from layer to layer, and the inputs of the language model.
+
+    counter: computes how many tokens each image is to keep, instead of the method; None: the method decides it.
+    """
+
+    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: TokenCounter | None = None):
+        self.counter = counter
+        super().__init__(vlm, module, options)
+
+    def _hook(self) -> None:
+        self._encoder, self._merged = {}, []
+        self._layers = Layers(self.vlm, self._start)
+        self._undo.append(self._layers.remove)
+        projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
+        self._before(projector, self._note)
+        if self.vlm.spec.vision_units == "patch":
+            self._after(projector, self._spread)
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super()._begin(module, args, kwargs)
+        self._layers.merger = None
+
+    def _end(self, *arguments: object) -> None:
+        super()._end(*arguments)
+        self._layers.merger = None
+
+    def _start(self, states: Tensor) -> Merger | None:
+        if self._call is None:
+            return None
+        merger = merger_of(self.vlm, states, self._call.get("pixel_values"), self.module, self.options, Merger)
+        if self.counter:
+            merger.counts = [self.counter.count(picture) for picture in pictures(self.vlm, self._call.arguments)]
+        return merger
+
+    def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Hook before the projector: note which patches of each unit have become one row."""
+        if self._layers.merger is None:
+            return
+        units = self._units()
+        self.seen = []
+        for unit, rows in zip(units, self._labels(units), strict=True):
+            self._merged.append(_reduction(rows))
+            self.seen.append(Reduced(**vars(unit), reduction=self._merged[-1]))
+
+    def _labels(self, units: list[Unit]) -> list[Tensor]:
+        """Label the tokens `[n]` of each unit by a number of their row; the row's anchor has a half more."""
+        assert self._layers.merger is not None
+        merged, start = self._layers.merger.merged, 0
+        rows = torch.empty(len(merged), len(merged[0].target), 1, dtype=torch.float64)
+        for label, reduction in zip(rows, merged, strict=True):
+            label[:, 0] = reduction.target.cpu() + start
+            label[reduction.anchor.cpu()] += 0.5
+            start += len(reduction.anchor)
+        if self.vlm.spec.visual_grid != "anyres":
+            return [label[:, 0] for label in rows]
+        packed = self._packed(rows)
+        return [packed[unit.image][unit.columns.cpu() - unit.span[0]] for unit in units]
+
+    def _packed(self, rows: Tensor) -> list[Tensor]:
+        """Arrange `rows [tiles, n, 1]` as the model arranges the tiles' features in each image's tokens; newlines are -1."""
+        assert self._call is not None
+        config, sizes = self.vlm.model.config, self._call.get("image_sizes")
+        base: Any = self.vlm.model.get_submodule(self.vlm.spec.layers.split(".")[0])
+        images, _ = base.pack_image_features(
+            rows.split(_tiles(self.vlm, sizes)), sizes, config.vision_feature_select_strategy, rows.new_full((1,), -1)
+        )
+        return [image[:, 0] for image in images]
+
+    def _spread(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Hook behind the projector: spread `[images, rows, d]` to `[images, patches, d]`."""
+        if self._layers.merger is None or not isinstance(output, Tensor):
+            return None
+        merged = self._layers.merger.merged
+        return torch.stack([image_rows.expand(rows) for image_rows, rows in zip(merged, output, strict=True)])
+
+
+def _tiles(vlm: VLM, sizes: Tensor) -> list[int]:
+    """Number of tiles of each image of `sizes [images, 2]`, the whole image as one more."""
+    layouts = [vlm.spec.layout(vlm.processor, width, height, 1) for height, width in sizes.tolist()]
+    return [sum(piece.tiles or 1 for piece in layout.pieces) for layout in layouts]
+
+
+def _reduction(labels: Tensor) -> Reduction:
+    """Make the reduction of tokens from their `labels [n]` (see `Merging._labels`)."""
+    rows, group = labels.floor().unique(return_inverse=True)
+    n = len(labels)
+    tokens = torch.arange(n)
+    first = torch.full((len(rows),), n).scatter_reduce(0, group, tokens, "amin")
+    anchors = labels % 1 > 0
+    first[group[anchors]] = tokens[anchors]
+    return Reduction.join(first[group])

@@ -1,0 +1,92 @@
+"""Attach a reducer to a model, with the kind of attachment that its method needs.
+
+`attach_carried` takes the reducer that a checkpoint's config.json carries.
+
+    model = AutoModelForImageTextToText.from_pretrained("OUT", dtype="auto")
+    processor = AutoProcessor.from_pretrained("OUT")
+    attach_carried(model, processor, "OUT")
+
+transformers itself does not know the block and keeps all visual tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vlmcompress.models import VLM, read_json, spec_for
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction import scorer_file, threshold_file
+from vlmcompress.reduction.choice import ReducerChoice, choose
+from vlmcompress.reduction.hooks._attach import Attachment
+from vlmcompress.reduction.hooks._decoder import Blocks, Generating, Inside
+from vlmcompress.reduction.hooks._merging import Merging
+from vlmcompress.reduction.hooks.early import Early
+from vlmcompress.reduction.hooks.views import Views
+from vlmcompress.reduction.methods import REGISTRY, TokenCounter
+from vlmcompress.reduction.support import check, check_counter
+
+
+def attach(
+    vlm: VLM, method: str | ReducerChoice, options: Any = None, counter: TokenCounter | None = None
+) -> Attachment:
+    """Reduce the visual tokens of `vlm` from now on.
+
+    Args:
+        vlm: the model; one reducer at a time (ValueError).
+        method: name of a reducer, or one with its options (`vlmcompress.reduction.choice`).
+        options: its `Options`, or a mapping of them; default: its defaults.
+        counter: computes how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
+
+    Raises UserError when this model and this method do not go together (see `support.check`) or an option is wrong. An image
+    whose kept share rounds to no token is kept whole, with one warning (`KeptWhole`) for all such images.
+    """
+    if isinstance(method, str):
+        ready = isinstance(options, REGISTRY.get(method).Options)
+        method = ReducerChoice(method, options) if ready else choose(method, options or {}, "reduce")
+    check(vlm, method)
+    method = threshold_file.known(vlm, scorer_file.known(vlm.model.config, method))
+    if counter is None:
+        return _kind(method.module)(vlm, method.module, method.options)
+    check_counter(vlm.spec, vlm.model.config, method, counter)
+    return Merging(vlm, method.module, method.options, counter)
+
+
+def _kind(module: ModuleType) -> type[Attachment]:
+    """The class of attachment that applies a method."""
+    if hasattr(module, "merge"):
+        return Merging
+    if hasattr(module, "mask"):
+        return Blocks
+    if module.STAGE == "llm":
+        return Inside if module.COUNT == "fixed" else Generating
+    if module.STAGE == "pixels":
+        return Views
+    return Early
+
+
+def attach_carried(
+    model: Any, processor: Any, folder: str | Path, reducer: ReducerChoice | None = None
+) -> Attachment | None:
+    """Reduce the visual tokens of a transformers model from now on, as its checkpoint says.
+
+    Args:
+        model, processor: the results of `from_pretrained(folder)`.
+        folder: folder of the checkpoint.
+        reducer: a reducer to attach instead of the one that the checkpoint carries.
+
+    Returns:
+        The attached reducer, None for a checkpoint without one, whose model stays as it is.
+
+    Raises:
+        UserError: the block in config.json is not right, or the model cannot have its tokens reduced so.
+    """
+    config = read_json(Path(folder) / "config.json", "config")
+    carried = reducer_block.read(config)
+    vlm = VLM(model, processor, spec_for(config), Path(folder))
+    if reducer is not None:
+        return attach(vlm, reducer)
+    if carried is None:
+        return None
+    return attach(vlm, scorer_file.known(model.config, carried.reducer, Path(folder)), counter=carried.count)

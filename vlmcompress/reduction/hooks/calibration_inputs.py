@@ -1,0 +1,173 @@
+"""Turn calibration samples into the inputs that a decoder behind a reducer gets.
+
+Encoder, projector and reducer run once over each sample. The inputs that the language model would then get replace the
+pixels, and `Decoder`, a model of the decoder alone, replaces the whole model. It has the same modules under the same
+names, so every pass over the blocks (statistics, gradients, searches) works on it as on the whole model, and sees the
+tokens that will be served.
+
+Which tokens stay is decided on the prompt: a reducer that looks at the text must not see the answer. Its tokens are put behind
+the prompt, as generation does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from vlmcompress import models
+from vlmcompress.models import VLM
+from vlmcompress.models.data.encode import ANSWER, VISION, Inputs
+from vlmcompress.models.devices import accelerated
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks import attach
+from vlmcompress.reduction.hooks.prefill import prefill
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import Progress, silent
+
+
+class Decoder(PreTrainedModel):
+    """The language model and the head of a vision-language model: the same modules, under the same names."""
+
+    def __init__(self, vlm: VLM):
+        nn.Module.__init__(self)  # a PreTrainedModel's own would change the config, which is the whole model's
+        self.config = vlm.model.config
+        self.text, self.head = vlm.spec.layers.rpartition(".")[0], vlm.spec.lm_head
+        outer, inner = self.text.split(".")
+        self.add_module(outer, nn.ModuleDict({inner: vlm.model.get_submodule(self.text)}))
+        self.add_module(self.head, vlm.model.get_submodule(self.head))
+
+    @property
+    def base_model(self) -> Any:
+        """The language model, whose output the head gets."""
+        return self.get_submodule(self.text)
+
+    def get_input_embeddings(self) -> Any:
+        """The input embeddings of the language model."""
+        return self.get_submodule(self.text).get_input_embeddings()  # type: ignore[operator]
+
+    def get_output_embeddings(self) -> Any:
+        """The output head."""
+        return self.get_submodule(self.head)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        input_ids: Tensor | None = None,
+        visual_pos_masks: Tensor | None = None,
+        deepstack_visual_embeds: Tensor | None = None,
+        use_cache: bool = False,
+        logits_to_keep: int | Tensor = 0,
+    ) -> CausalLMOutputWithPast:
+        """Compute logits of the tokens `logits_to_keep`, as the whole model does. `input_ids` only name the tokens."""
+        deep = {"visual_pos_masks": visual_pos_masks, "deepstack_visual_embeds": deepstack_visual_embeds}
+        return self._logits(
+            {
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "use_cache": use_cache,
+            },
+            deep,
+            logits_to_keep,
+        )
+
+    def _logits(self, inputs: dict[str, Any], deep: dict[str, Any], keep: int | Tensor) -> CausalLMOutputWithPast:
+        """Run the language model and the head. Not part of `forward`, whose conditions llm-compressor rewrites when tracing."""
+        present = {name: value for name, value in deep.items() if value is not None}
+        hidden = self.get_submodule(self.text)(**inputs, **present).last_hidden_state
+        index = slice(-keep, None) if isinstance(keep, int) else keep
+        return CausalLMOutputWithPast(logits=self.get_submodule(self.head)(hidden[:, index]))
+
+
+def decoder(vlm: VLM) -> VLM:
+    """A `VLM` of the decoder of `vlm` alone, for samples from `reduced`."""
+    return replace(vlm, model=Decoder(vlm))
+
+
+@torch.no_grad()
+def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress: Progress = silent) -> list[Inputs]:
+    """Run samples from `encode` through everything before the decoder, with a reducer attached.
+
+    Args:
+        chosen: a reducer of a stage before the language model.
+        progress: called with (label, done, total).
+
+    Returns:
+        Inputs of `Decoder`, one sample each, with `modality [1, tokens]` of the tokens that are left. All have the same keys.
+    """
+    shortened = []
+    blocks = models.decoder_layers(vlm.model, vlm.spec)
+    with accelerated(vlm.model, blocks) as device, attach(vlm, chosen) as attached:
+        for index, batch in enumerate(batches):
+            shorter = _one(vlm, attached, {name: value.to(device) for name, value in batch.items()})
+            shortened.append({name: value.cpu() for name, value in shorter.items()})
+            progress("reducing visual tokens", index + 1, len(batches))
+    return _alike(shortened)
+
+
+def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
+    """Inputs of one sample: the reduced prompt, followed by the answer."""
+    modality, ids = batch["modality"], batch["input_ids"]
+    length, cut = ids.shape[1], prompt_length(batch["modality"][0])
+    inputs = {
+        name: value[:, :cut] if value.shape[:2] == (1, length) else value
+        for name, value in batch.items()
+        if name != "modality"
+    }
+    if (mask := inputs.get("attention_mask")) is not None and not mask.all():
+        raise UserError("calibration samples behind a reducer must not be padded; encode them one by one")
+    prompt, tail = prefill(vlm, attached, inputs), length - cut
+    if not isinstance(prompt.mask, Tensor) or prompt.mask.ndim != 2:
+        raise UserError(
+            f"{vlm.spec.family} attends to an image's tokens in both directions, and is not calibrated behind a reducer"
+            " yet; use a scheme without calibration data"
+        )
+    answer = ids[:, cut:]
+    behind = prompt.positions[..., -1:] + torch.arange(1, tail + 1, device=ids.device)
+    result = {
+        "input_ids": torch.cat([ids[:, prompt.columns], answer], 1),
+        "inputs_embeds": torch.cat([prompt.embeds, vlm.model.get_input_embeddings()(answer)], 1),
+        "attention_mask": torch.cat([prompt.mask, prompt.mask.new_ones(1, tail)], 1),
+        "position_ids": torch.cat([prompt.positions, behind], -1),
+        "modality": torch.cat([modality[:, prompt.columns], modality[:, cut:]], 1),
+    }
+    if levels := prompt.deepstack.get("deepstack_visual_embeds"):
+        where = prompt.deepstack["visual_pos_masks"]
+        result["visual_pos_masks"] = torch.cat([where, where.new_zeros(1, tail)], 1)
+        result["deepstack_visual_embeds"] = torch.stack(list(levels))
+    return result
+
+
+def prompt_length(modality: Tensor) -> int:
+    """Number of tokens before a sample's last answer, from `modality [n]`; all tokens if an image follows that answer."""
+    answered = (modality == ANSWER).nonzero().flatten()
+    if not len(answered):
+        return len(modality)
+    gaps = (answered.diff() > 1).nonzero().flatten()
+    first = int(
+        answered[gaps[-1] + 1] if len(gaps) else answered[0]
+    )  # the prompt's last token: the answer is read there
+    return len(modality) if (modality[first:] == VISION).any() else first + 1
+
+
+def _alike(samples: list[Inputs]) -> list[Inputs]:
+    """Give all samples the same keys: one without images gets empty visual features for the first layers."""
+    deep = next((sample["deepstack_visual_embeds"] for sample in samples if "deepstack_visual_embeds" in sample), None)
+    if deep is None:
+        return samples
+    return [
+        {
+            "visual_pos_masks": torch.zeros_like(sample["modality"], dtype=torch.bool),
+            "deepstack_visual_embeds": deep[:, :0],
+        }
+        | sample
+        for sample in samples
+    ]

@@ -1,0 +1,175 @@
+"""Apply reducers of stages "encoder" and "projected": the language model never gets the tokens that they drop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.reduction.hooks._attach import Attachment, full_mask
+from vlmcompress.reduction.hooks.tap import joined, received, tap
+from vlmcompress.reduction.hooks.units import Slots, Unit
+from vlmcompress.reduction.methods import Reduction, Signals
+from vlmcompress.reduction.support import feature_layers, listens
+from vlmcompress.utils.errors import UserError
+
+
+class Early(Attachment[Slots]):
+    """Shortens the inputs of the language model: embeddings, mask, positions, and deepstack features."""
+
+    def _hook(self) -> None:
+        self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
+        self._merged: list[Reduction] = []  # reductions decided before the projector
+        config = self.vlm.model.config
+        if not listens(self.vlm.spec, config, self.module):
+            return
+        layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
+        last = feature_layers(config) - 1
+        self._undo.append(tap(layers[last].self_attn, self._last))
+        shallow = self.options.shallow
+        if shallow is not None and shallow != last:
+            self._undo.append(tap(layers[shallow].self_attn, self._shallow))
+        self._same = shallow == last
+        if self.module.STAGE == "encoder":
+            projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
+            self._before(projector, self._merge)
+            self._after(projector, self._place)
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        self._encoder, self._merged = {}, []
+        return super()._begin(module, args, kwargs)
+
+    def _end(self, *arguments: object) -> None:
+        super()._end(*arguments)
+        self._encoder, self._merged = {}, []
+
+    def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
+        """Note the attention of CLS, the first token, and the patches' keys, in the layer whose output is used."""
+        saliency = received(query[:, :, 0], key, scale)[:, 1:]
+        self._encoder |= {"saliency": saliency, "keys": joined(key)[:, 1:], "heads": key.shape[1]}
+        if self._same:
+            self._encoder["windowed"] = saliency
+
+    def _shallow(self, query: Tensor, key: Tensor, scale: float) -> None:
+        self._encoder["windowed"] = received(query[:, :, 0], key, scale)[:, 1:]
+
+    def _merge(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Hook before the projector: merge the rows of its input `[images, n, c]`."""
+        units = self._units() if self._call is not None else []
+        if not units:
+            return None
+        self.seen = []
+        rows = []
+        for number, (unit, features) in enumerate(zip(units, args[0], strict=True)):
+            result = self._decide(unit, self._signals(unit, number, features, None))
+            self._merged.append(result)
+            rows.append(result.apply(features))
+        return (torch.stack(rows), *args[1:]), kwargs
+
+    def _place(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Hook behind the projector: put its rows back at their anchors, so that they go where the placeholders are."""
+        if not self._merged or not isinstance(output, Tensor):
+            return None
+        slots = []
+        for rows, result in zip(output, self._merged, strict=True):
+            image = rows.new_zeros(len(result.target), *rows.shape[1:])  # one by one, so that gradients pass
+            image[result.anchor] = rows
+            slots.append(image)
+        return torch.stack(slots)
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
+        embeds, cache = kwargs["inputs_embeds"], kwargs.get("past_key_values")
+        rows, tokens = embeds.shape[:2]
+        slots = cache.get_seq_length() if cache is not None else 0
+        held = past or Slots.identity(rows, slots, embeds.device)
+        if slots < held.width:
+            raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
+        before = held.full(slots)
+        mask = full_mask(kwargs, before)
+        real = mask[:, before:].bool()
+        embeds, changes = self._apply(embeds, units, real)
+        keep = torch.ones_like(real)
+        for unit, result in changes:
+            keep[unit.row, unit.columns] = False
+            keep[unit.row, unit.columns[result.anchor]] = True
+        dropped = not keep.all()
+        if not dropped and past is None:
+            return kwargs
+        new = Slots.of(keep, real) if dropped else Slots.identity(rows, tokens, embeds.device)
+        layout = held.then(before - held.length, new)
+        self._new = layout if dropped else past
+        positions = self._positions(kwargs, before, slots)
+        embeds = new.pick(embeds)
+        return (
+            kwargs
+            | self._deepstack(kwargs, changes, new)
+            | {
+                "inputs_embeds": embeds,
+                "attention_mask": self._mask(embeds, layout.mask(mask), cache, new),
+                "position_ids": new.pick(positions, positions.ndim - 1),
+            }
+        )
+
+    def _mask(self, embeds: Tensor, mask: Tensor, cache: Any, new: Slots) -> Any:
+        """The language model's mask: `mask [b, slots]`, or Gemma 3's form of it, in which an image's tokens see each other.
+
+        Gemma 3 knows images by `token_type_ids`. The tokens left of an image stand together, so they stay one image.
+        """
+        assert self._call is not None
+        kinds, model = self._call.get("token_type_ids"), self.vlm.model
+        if kinds is None:
+            return mask
+        kinds = new.pick(kinds) * new.valid
+        make: Any = model.create_masks_for_generate
+        return make(model.config, embeds, mask, cache, None, token_type_ids=kinds)
+
+    def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
+        """Put merged rows into `embeds [b, s, d]` at their anchors; returns it and the reduction of each unit."""
+        if not units:
+            return embeds, []
+        if self.module.STAGE != "projected":  # applied already
+            return embeds, list(zip(units, self._merged, strict=True))
+        self.seen = []
+        words = self._words(real) if "query" in self.module.NEEDS else None
+        out, changes = embeds.clone(), []
+        for number, unit in enumerate(units):
+            features = embeds[unit.row, unit.columns]
+            query = None if words is None else embeds[unit.row, words[unit.row]]
+            result = self._decide(unit, self._signals(unit, number, features, query))
+            out[unit.row, unit.columns[result.anchor]] = result.apply(features)
+            changes.append((unit, result))
+        return out, changes
+
+    def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
+        """Signals of the unit that is the encoder's image `number`."""
+        signals = {name: value if name == "heads" else value[number] for name, value in self._encoder.items()}
+        query = None if query is None else query.detach()
+        return Signals(unit.grid, features=features.detach(), query=query, **signals)
+
+    def _positions(self, kwargs: dict[str, Any], before: int, slots: int) -> Tensor:
+        """Positions of this call's tokens in the full sequence, `[..., b or 1, s]`."""
+        tokens, device = kwargs["inputs_embeds"].shape[1], kwargs["inputs_embeds"].device
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            return torch.arange(before, before + tokens, device=device)[None]
+        assert self._call is not None
+        if self._call.get("position_ids") is not None:
+            return positions
+        # The model counted them itself: from the mask of the full sequence, or from its cache, which is shorter.
+        return positions[..., -tokens:] if positions.shape[-1] > tokens else positions + (before - slots)
+
+    def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Slots) -> dict[str, Any]:
+        """Qwen3-VL's features for the first blocks, `[visual tokens, d]` each, reduced as the embeddings are; else nothing."""
+        visual, levels = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+        if visual is None or not levels:
+            return {}
+        kept = new.pick(visual) & new.valid
+        reduced = []
+        for level in levels:
+            full = level.new_zeros(*visual.shape, level.shape[-1])
+            full[visual] = level
+            for unit, result in changes:
+                full[unit.row, unit.columns[result.anchor]] = result.apply(full[unit.row, unit.columns])
+            reduced.append(new.pick(full)[kept])
+        return {"visual_pos_masks": kept, "deepstack_visual_embeds": reduced}

@@ -1,0 +1,128 @@
+"""Learn from images what a reducer goes by whose count depends on the image: DyMU's thresholds, and counts.
+
+For DyMU, images go through the encoder in batches of 64. In each layer a batch gets the threshold at which it merges its
+part of the pairs, of which all layers together leave a share `keep` of the tokens (`tome.schedule`); the batch goes on with
+the merged rows, and thresholds are the means over the batches. So images keep `keep` of their tokens on average, plain ones
+fewer. Families that cut images into tiles learn from the tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.models import VLM
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks._merging import Layers, M, merger_of, pictures
+from vlmcompress.reduction.hooks.units import patch
+from vlmcompress.reduction.methods import REGISTRY, Grid, Merger, TokenCounter, fit_counter
+from vlmcompress.reduction.support import counts
+from vlmcompress.reduction.threshold_file import METHOD, resolve, tower
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import Progress, silent
+
+BATCH = 64
+NO_IMAGES = "thresholds are learnt from images, and the calibration data have none; name some with --calib"
+
+
+class _Learning(Merger):
+    """Merger that merges in each layer by the batch's own threshold, and keeps that in `found`."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.found: list[float] = []
+        assert self.options.keep is not None
+        self._pairs = _schedule(self.grids[0], self.options.keep, self.layers)
+
+    def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
+        dymu, scores = REGISTRY.get(METHOD), []
+        for image in range(len(self.merged)):
+            scores.append(dymu.best(self.signals(image, keys, heads)))
+        self.found.append(dymu.threshold(scores, self._pairs[layer]))
+        rest = (1.0,) * (self.layers - len(self.found))
+        self.options = self.options.with_thresholds((*self.found, *rest))
+        return super().merge(layer, states, keys, heads)
+
+
+@torch.no_grad()
+def learn(
+    vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice, progress: Progress = silent
+) -> ReducerChoice:
+    """Return the reducer with thresholds for this model, learnt from the images of `batches` if it has none.
+
+    Args:
+        batches: inputs from the model's processor; those without images are left out.
+        chosen: a method that learns; a file of thresholds that it names is read instead (`resolve`), and that of its scorer has
+            been read.
+    """
+    chosen = resolve(vlm, chosen)
+    if chosen.options.thresholds is not None:
+        return chosen
+    levels = []
+    for part, parts in _pictures(vlm, batches):
+        levels.append(_run(vlm, part, chosen.options, _Learning).found)
+        progress("thresholds", len(levels), parts)
+    return chosen.with_thresholds(REGISTRY.get(METHOD).average(levels))
+
+
+@torch.no_grad()
+def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> list[int]:
+    """Count the tokens that each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
+    return [
+        len(reduction.anchor)
+        for part, _parts in _pictures(vlm, batches)
+        for reduction in _run(vlm, part, chosen.options, Merger).merged
+    ]
+
+
+def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> TokenCounter:
+    """Fit a counter, which computes from pixels how many tokens a picture keeps, to the pictures of `batches`."""
+    images = [
+        picture for inputs in batches if inputs.get("pixel_values") is not None for picture in pictures(vlm, inputs)
+    ]
+    least, tokens = counts(vlm.model.config, chosen.module)
+    return fit_counter(images, kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least)
+
+
+def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
+    tome = REGISTRY.get("tome")
+    try:
+        return tome.schedule(math.prod(grid), tome.budget(grid, tome.Options(keep=keep)), layers)
+    except ValueError as error:
+        raise UserError(f"keep={keep:g}: {error}; choose a larger share") from error
+
+
+def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, int]]:
+    """Yield the pictures of all batches in parts of at most `BATCH`, each with the number of parts.
+
+    A part is `[images, 3, height, width]`, in the model's type and where the model is. All but the last are of one size; memory
+    holds one, and the pictures of a batch.
+    """
+    shown = [inputs for inputs in batches if inputs.get("pixel_values") is not None]
+    count = sum(len(pictures(vlm, inputs)) for inputs in shown)
+    if not count:
+        raise UserError(NO_IMAGES)
+    parts = math.ceil(count / BATCH)
+    size, waiting = math.ceil(count / parts), torch.empty(0)
+    for number, inputs in enumerate(shown, start=1):
+        added = pictures(vlm, inputs).to(vlm.model.dtype)
+        waiting = torch.cat([waiting, added]) if len(waiting) else added
+        while len(waiting) >= size or (number == len(shown) and len(waiting)):
+            part, waiting = waiting[:size], waiting[size:]
+            yield part.to(vlm.model.device), math.ceil(count / size)
+
+
+def _run(vlm: VLM, pixels: Tensor, options: Any, kind: type[M]) -> M:
+    """Run the encoder on pictures `[images, 3, height, width]` with merging; returns the merger."""
+    method = REGISTRY.get(METHOD)
+    layers = Layers(vlm, lambda states: merger_of(vlm, states, pixels, method, options, kind))
+    try:
+        tower(vlm)(pixels)
+    finally:
+        layers.remove()
+    assert isinstance(layers.merger, kind)
+    return layers.merger

@@ -1,0 +1,123 @@
+"""Make images smaller before the encoder, by a setting of the model's own processor (`models.ImageSetting`).
+
+Unlike a reducer this saves the encoder's work, too, and whoever loads the processor does it: transformers, and every engine,
+without a plugin. The setting is one for all images, a limit that large ones meet and small ones do not notice. So that a
+share of the tokens is left, the limit is measured on images: it is the largest with which theirs are at most that share.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.models import VLM, ImageSetting, ModelSpec
+from vlmcompress.reduction.resize import Resize
+from vlmcompress.utils import json_files
+from vlmcompress.utils.errors import UserError
+
+Sizes = tuple[tuple[int, int], ...]
+"""Width and height of each image of a prompt."""
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def refusal(spec: ModelSpec) -> str | None:
+    """Why images of this family cannot be made smaller, in one line; None when they can."""
+    if spec.sizes is not None:
+        return None
+    what = f"every image of {spec.family} has the same number of tokens, whatever its size"
+    return f"{what}; use a reducer such as coverage"
+
+
+def settings(spec: ModelSpec, processor: Any) -> list[ImageSetting]:
+    """The processor's settings, each with more tokens than the one before; the last is as it is. UserError: it has none."""
+    if spec.sizes is None:
+        raise UserError(f"resize: {refusal(spec)}")
+    return list({setting.tokens: setting for setting in spec.sizes(processor)}.values())
+
+
+def chosen(spec: ModelSpec, processor: Any, resize: Resize) -> ImageSetting:
+    """The setting that a `Resize` with its `tokens` stands for. UserError where the processor has none with as few."""
+    every = settings(spec, processor)
+    assert resize.tokens is not None
+    index = bisect.bisect_right(every, resize.tokens, key=lambda setting: setting.tokens)
+    if not index:
+        least = every[0].tokens
+        raise UserError(
+            f"{resize}: the processor's smallest setting has {least} tokens an image; ask for at least those"
+        )
+    return every[index - 1]
+
+
+def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Resize) -> Resize:
+    """Work out the `tokens` of a share.
+
+    Args:
+        processor: as it is now.
+        prompts: sizes of the images of each prompt that the share is to be measured on.
+        asked: with a share; one with `tokens` is returned as it is.
+
+    Raises:
+        UserError: the processor has no setting that leaves so few of their tokens, or there are no images.
+    """
+    if resize.settled:
+        return resize
+    assert resize.keep is not None
+    counted = Counter(sizes for sizes in prompts if sizes)
+    if not counted:
+        raise UserError(f"{resize}: the share is measured on images, and the data have none; give tokens=N, or images")
+    every = settings(spec, processor)
+    now = _total(spec, processor, counted)
+
+    def left(setting: ImageSetting) -> int:
+        return _total(spec, setting.applied(processor), counted)
+
+    place = bisect.bisect_right(every, resize.keep * now, key=left) - 1
+    while place > 0 and left(every[place]) > resize.keep * now:  # where a larger setting had fewer tokens
+        place -= 1
+    if place < 0 or (least := left(every[place])) > resize.keep * now:
+        least = left(every[0])
+        raise UserError(
+            f"{resize}: the processor's smallest setting, {every[0].tokens} tokens an image, leaves {least / now:.1%} of these "
+            "images' tokens; ask for a larger share, and for a reducer behind it"
+        )
+    return resize.model_copy(update={"tokens": every[place].tokens})
+
+
+def resized(vlm: VLM, resize: Resize) -> VLM:
+    """The model with the processor that a `Resize` with its `tokens` stands for; entries of its config follow in place."""
+    setting = chosen(vlm.spec, vlm.processor, resize)
+    for key, value in setting.config.items():
+        setattr(vlm.model.config, key, value)
+    return dataclasses.replace(vlm, processor=setting.applied(vlm.processor))
+
+
+def files(folder: Path, setting: ImageSetting) -> dict[str, Mapping[str, Any]]:
+    """The files of a checkpoint that say how its images are processed, with the setting in them: name -> content."""
+    contents: dict[str, Mapping[str, Any]] = {}
+    for name in _FILES:
+        content = json_files.read(folder / name) if (folder / name).is_file() else {}
+        section = content if name == _FILES[0] else content.get("image_processor")
+        if isinstance(section, Mapping) and section:
+            changed = {**section, **setting.image_processor, **_older(section, setting)}
+            contents[name] = changed if section is content else {**content, "image_processor": changed}
+    return contents
+
+
+def _older(section: Mapping[str, Any], setting: ImageSetting) -> dict[str, Any]:
+    """Values of keys by which older files of the Qwen family say the same as `size`, and which would win over it."""
+    size = setting.image_processor.get("size", {})
+    names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+    return {old: size[new] for old, new in names.items() if old in section and new in size}
+
+
+def _total(spec: ModelSpec, processor: Any, counted: Mapping[Sizes, int]) -> int:
+    """Visual tokens of all prompts."""
+    return sum(
+        times * sum(spec.layout(processor, *size, len(sizes)).tokens for size in sizes)
+        for sizes, times in counted.items()
+    )

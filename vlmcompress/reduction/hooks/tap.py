@@ -1,0 +1,73 @@
+"""Read queries and keys of an attention module as it runs, whatever kernel it runs.
+
+transformers' attention modules look up their kernel by the name in their config. A tapped module gets a config of its
+own that names a function which hands queries and keys on to us and calls the kernel; detaching gives it its own config
+back. No attention map is made, and nothing else in the model changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from vlmcompress.utils.errors import UserError
+
+Listener = Callable[[Tensor, Tensor, float], None]
+"""A function of queries `[b, heads, s, d]` and keys `[b, key heads, t, d]`, with positions, and their products' scale."""
+
+_NAME = "vlmcompress_tap"
+_LISTENERS: weakref.WeakKeyDictionary[nn.Module, tuple[Listener, str]] = weakref.WeakKeyDictionary()
+
+
+def tap(attention: nn.Module, listener: Listener) -> Callable[[], None]:
+    """Call `listener` whenever `attention` runs. Returns a function that undoes it."""
+    attention_config: Any = attention.config
+    kernel = attention_config._attn_implementation
+    if kernel not in AttentionInterface():
+        raise UserError(f"attention '{kernel}' cannot be read; load the model with attn_implementation='sdpa'")
+    AttentionInterface.register(_NAME, _run)
+    config: Any = copy.copy(attention_config)
+    config._attn_implementation = _NAME
+    _LISTENERS[attention] = (listener, kernel)
+    attention.config = config
+
+    def undo() -> None:
+        attention.config = attention_config
+        _LISTENERS.pop(attention, None)
+
+    return undo
+
+
+def _run(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    listener, kernel = _LISTENERS[module]
+    listener(query.detach(), key.detach(), kwargs["scaling"])
+    return AttentionInterface()[kernel](module, query, key, value, mask, **kwargs)
+
+
+def received(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Compute the attention that keys get from one query a row, mean over heads: `[b, t]`.
+
+    Args:
+        query: `[b, heads, d]`, one for each row of the batch.
+        key: `[b, key heads, t, d]`; heads share a key head in equal groups.
+        scale: factor of the products of queries and keys.
+        mask: `[b, t]` bool, true for keys that the query may attend to.
+    """
+    b, heads, d = query.shape
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    grouped = query.to(wide).view(b, key.shape[1], heads // key.shape[1], d)
+    logits = torch.einsum("bkgd,bktd->bkgt", grouped, key.to(wide)) * scale
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None, None, :], -torch.inf)
+    return logits.softmax(-1).mean((1, 2))
+
+
+def joined(key: Tensor) -> Tensor:
+    """Concatenate the heads of keys `[b, heads, t, d]`: `[b, t, heads * d]`."""
+    return key.transpose(1, 2).flatten(2)

@@ -1,0 +1,188 @@
+"""Choose among the images of a prompt by their names, before any is encoded; what becomes of one that is left out.
+
+An image is known by its name: the words before it, of the same line ("front camera: <image>"). Names are embedded by the
+language model's own table, as are the words of the question, those behind the last image (all words, where none are). An
+image without a name matches nothing, and of images that match equally the first ones stay. So what is seen is text alone,
+and nothing of any image: the choice is made before pixels are looked at.
+
+One token stays of an image that is left out, at the position of its first one, since engines refuse an image without any.
+It is the embedding of a full stop, which changed the demo models' answers least of what was tried: 119 and 120 of 120 were
+those without any token, the worst divergence 0.002 (`stand_in.py` of commit 5ff363c; zeros, and the image's own mark, 0.13).
+Names and marks around it stay, too.
+
+`Views` applies such a reducer: images that are left out are not encoded at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks.early import Early
+from vlmcompress.reduction.hooks.units import Call, Reduced, Unit
+from vlmcompress.reduction.methods import Reduction, Signals
+from vlmcompress.reduction.methods.litevlm import matches
+
+STAND_IN = "."
+
+
+@dataclass(frozen=True)
+class Words:
+    """Token ids of a prompt's words: those of each image's name, and those of the question."""
+
+    names: list[list[int]]
+    question: list[int]
+
+
+def find(tokenizer: Any, ids: Tensor, words: Tensor, spans: Sequence[tuple[int, int]]) -> Words:
+    """Find the names of the images and the question of one prompt.
+
+    Args:
+        tokenizer: the model's, which tells where a line ends.
+        ids: `[s]` token ids.
+        words: `[s]` bool, true for words (no mark, no placeholder).
+        spans: first column of each image and how many it has, in the order of the prompt.
+    """
+    token_ids, names = ids.tolist(), []
+    for start, _ in spans:
+        name: list[int] = []
+        for column in words[:start].nonzero().flatten().tolist()[::-1]:
+            if (name and column != name[0] - 1) or "\n" in tokenizer.decode(token_ids[column : column + 1]):
+                break
+            name.insert(0, column)
+        names.append([token_ids[column] for column in name])
+    columns: list[int] = words.nonzero().flatten().tolist()
+    question = [column for column in columns if column >= sum(spans[-1])] or columns
+    return Words(names, [token_ids[column] for column in question])
+
+
+def stays(chosen: ReducerChoice, tokenizer: Any, embed: Callable[[Tensor], Tensor], words: Words) -> list[bool]:
+    """Tell of each image of one prompt whether it stays. An only image does, so that nothing is embedded for it.
+
+    `embed` makes `[n, d]`, rows of the language model's table, of ids `[n]`.
+    """
+    if len(words.names) == 1:
+        return [True]
+
+    def rows(ids: Sequence[int]) -> Tensor:
+        return embed(torch.tensor(ids, dtype=torch.int64)).float()
+
+    query = rows(words.question)
+    features = [rows(name).mean(0) if name else query.new_zeros(query.shape[1]) for name in words.names]
+    scores = matches([tokenizer.decode(name) for name in words.names], tokenizer.decode(words.question))
+    signals = Signals((len(features), 1, 1), features=torch.stack(features), query=query, saliency=scores)
+    return (reducers.reduce(chosen.module, signals, chosen.options).target >= 0).tolist()
+
+
+def stand_in(tokenizer: Any) -> int:
+    """Id of the text token whose embedding is all that is left of an image that does not stay."""
+    ids: list[int] = tokenizer.encode(STAND_IN, add_special_tokens=False)
+    return ids[-1]
+
+
+def tokens_left(full: int, images: int, chosen: ReducerChoice) -> int:
+    """Number of tokens left of `images` of one size, which have `full` tokens together."""
+    stay: int = chosen.module.budget((images, 1, 1), chosen.options)
+    return full * stay // images + images - stay
+
+
+class Views(Early):
+    """Leaves images out of the encoder's input, and all but one of their tokens out of the language model's."""
+
+    def _hook(self) -> None:
+        super()._hook()
+        self._stays: list[bool] = []  # of this call's images
+        if self.vlm.spec.visual_grid == "thw":
+            tower = self.vlm.model.get_submodule(self.vlm.spec.vision[0])
+            self._before(tower, self._leave_out)
+            self._after(tower, self._put_back)
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        self._stays = []
+        super()._begin(module, args, kwargs)
+        assert self._call is not None
+        if units := self._units():
+            self.seen = []
+            self._merged = self._choose(units, self._call)
+        if (
+            all(self._stays) or self.vlm.spec.visual_grid == "thw"
+        ):  # such a tower takes the patches of all images in one row
+            return None
+        ids = self._call.get("input_ids").clone()
+        for unit, stay in zip(self.seen, self._stays, strict=True):
+            if not stay:
+                ids[unit.row, unit.columns] = self._stand_in  # no features come for these
+        pixels = self._call.get("pixel_values")
+        kept = torch.tensor(self._stays, device=pixels.device)
+        return (), self._call.arguments | {"input_ids": ids, "pixel_values": pixels[kept]}
+
+    def _leave_out(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Hook before a Qwen tower: leave in `[patches, d]` those of images that stay."""
+        if all(self._stays):
+            return None
+        call = Call.of(module, args, kwargs)
+        patches, grid = call.get("hidden_states"), call.get("grid_thw")
+        kept = torch.tensor(self._stays, device=grid.device)
+        rows = kept.repeat_interleave(grid.prod(-1)).to(patches.device)
+        return (patches[rows],), kwargs | {"grid_thw": grid[kept]}
+
+    def _put_back(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Hook after a Qwen tower: put rows, deepstack's too, where the placeholders are; `Early` leaves out the others."""
+        if all(self._stays) or output is None:
+            return
+        parts = [torch.full((len(unit.columns),), stay) for unit, stay in zip(self.seen, self._stays, strict=True)]
+        kept = torch.cat(parts)
+
+        def spread(rows: Tensor) -> Tensor:
+            full = rows.new_zeros(len(kept), *rows.shape[1:])
+            full[kept.to(rows.device)] = rows
+            return full
+
+        output.pooler_output = spread(output.pooler_output)
+        if getattr(output, "deepstack_features", None):
+            output.deepstack_features = [spread(level) for level in output.deepstack_features]
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.vlm.processor.tokenizer
+
+    @property
+    def _stand_in(self) -> int:
+        return stand_in(self._tokenizer)
+
+    def _choose(self, units: list[Unit], call: Call) -> list[Reduction]:
+        ids = call.get("input_ids")
+        mask = call.get("attention_mask")
+        mask = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
+        words = self._words(mask.bool())
+        for row in range(len(ids)):  # units stand in the order of rows
+            if spans := [unit.span for unit in units if unit.row == row]:
+                named = find(self._tokenizer, ids[row], words[row], spans)
+                self._stays += stays(self.chosen, self._tokenizer, self._embed, named)
+        for unit, stay in zip(units, self._stays, strict=True):
+            n = len(unit.columns)
+            index = torch.arange(n if stay else 1, device=unit.columns.device)
+            self.seen.append(Reduced(**vars(unit), reduction=Reduction.keep(index, n)))
+        return [unit.reduction for unit in self.seen]
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Rows `[n, d]` of the language model's table for `ids [n]`."""
+        table: Any = self.vlm.model.get_input_embeddings()
+        return table(ids.to(table.weight.device))
+
+    def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
+        """Put the token that stands for it into `embeds [b, s, d]` where an image is left out."""
+        embeds, changes = super()._apply(embeds, units, real)
+        if units and not all(self._stays):
+            gone = [unit for unit, stay in zip(units, self._stays, strict=True) if not stay]
+            rows = torch.tensor([unit.row for unit in gone], device=embeds.device)
+            columns = torch.tensor([int(unit.columns[0]) for unit in gone], device=embeds.device)
+            embeds = embeds.clone()
+            embeds[rows, columns] = self._embed(torch.tensor([self._stand_in])).to(embeds)
+        return embeds, changes

@@ -1,0 +1,364 @@
+"""Signals that reducers read, the reduction that they decide on, and exact arithmetic of budgets.
+
+Deciding is separate from applying: a method reads the signals of one image and chooses an output row for each of its `n`
+tokens; `Reduction.apply` then applies that to any tensor with a row a token (features, deepstack levels, positions).
+Tokens of an image stand in raster order of their grid `(t, h, w)`, and so do the outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of an image's tokens (after any pixel merge of the encoder)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """The reduction of the `n` tokens of one image to `m` outputs in raster order.
+
+    target: `[n]` int64, output row of each token, -1 for a dropped one.
+    anchor: `[m]` int64, strictly ascending; the token whose position the output keeps, one of its sources.
+    weight: `[n]` float32, positive; weight of a token in the mean that its output is.
+    scale:  `[m]` float32 or None; outputs are that multiple of their mean (VisionZip's sums), None: the mean itself.
+    plain:  whether each output is its anchor as it is, which then needs no look at the tensors; False where it isn't sure.
+    """
+
+    target: Tensor
+    anchor: Tensor
+    weight: Tensor
+    scale: Tensor | None = None
+    plain: bool = False
+
+    @staticmethod
+    def identity(n: int, device: Any = None) -> Reduction:
+        """Make the reduction that keeps every token."""
+        rows = torch.arange(n, device=device)
+        return Reduction(rows, rows, torch.ones(n, device=device), plain=True)
+
+    @staticmethod
+    def keep(index: Tensor, n: int) -> Reduction:
+        """Keep the tokens `index [m]` (in any order, each once) of `n` and drop the others."""
+        anchor = index.sort().values
+        rows = torch.arange(len(anchor), device=index.device)
+        target = torch.full((n,), -1, dtype=torch.int64, device=index.device).scatter(0, anchor, rows)
+        return Reduction(target, anchor, torch.ones(n, device=index.device), plain=True)
+
+    @staticmethod
+    def join(parent: Tensor, weight: Tensor | None = None, count: int | None = None) -> Reduction:
+        """Merge each token into the token `parent [n]`; one that is its own parent is kept, -1 drops a token.
+
+        `weight [n]` is the weight of tokens in the means; default 1 each. `count`: how many are kept, of a caller who knows
+        it; the parents are then taken for valid, and nothing waits for their device.
+        """
+        n = len(parent)
+        kept = parent == torch.arange(n, device=parent.device)
+        if count is None:
+            if not ((parent < 0) | kept[parent.clamp(min=0)]).all():
+                raise ValueError("a token is merged into one that is not kept")
+            count = int(kept.sum())
+        row = kept.cumsum(0) - 1  # output row of each kept token
+        target = torch.where(parent < 0, parent, row[parent.clamp(min=0)])
+        weight = torch.ones(n, device=parent.device) if weight is None else weight.float()
+        return Reduction(target, top(kept, count), weight)
+
+    @staticmethod
+    def concat(parts: Sequence[Reduction]) -> Reduction:
+        """Join reductions side by side, for a whole prompt: those of its images, and identities for the text between."""
+        rows = tokens = 0
+        target, anchor = [], []
+        for part in parts:
+            target.append(torch.where(part.target < 0, part.target, part.target + rows))
+            anchor.append(part.anchor + tokens)
+            rows, tokens = rows + len(part.anchor), tokens + len(part.target)
+        scale = None
+        if any(part.scale is not None for part in parts):
+            scale = torch.cat([part._scale() for part in parts])
+        weight, plain = torch.cat([part.weight for part in parts]), all(part.plain for part in parts)
+        return Reduction(torch.cat(target), torch.cat(anchor), weight, scale, plain)
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of tokens that each output stands for, `[m]` int64."""
+        return self._sum(torch.ones_like(self.target))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Reduce `x [n, ...]` to `[m, ...]` in its dtype, computed in float32 (float64 stays). Unmerged rows keep all bits."""
+        if len(x) != len(self.target):
+            raise ValueError(f"the reduction is of {len(self.target)} tokens, not of {len(x)}")
+        out = x[self.anchor.to(x.device)]
+        if self.plain and self.scale is None:
+            return out
+        sizes = self.sizes.to(x.device)
+        merged = sizes > 1 if self.scale is None else (sizes > 1) | (self.scale.to(x.device) != 1)
+        if not x.is_floating_point():
+            if merged.any():
+                raise ValueError("whole numbers have no mean; positions are those of the anchors")
+            return out
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        wide = wide.reshape(len(x), -1)
+        total = _accumulate(wide * self.coefficients.to(wide)[:, None], self.target.to(x.device), len(merged))
+        return torch.where(merged.view(-1, *[1] * (x.ndim - 1)), total.to(x.dtype).view_as(out), out)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Expand `[m, ...]` to `[n, ...]`: each token gets its output's row. None may be dropped."""
+        if (self.target < 0).any():
+            raise ValueError("a reduction that drops tokens cannot be undone")
+        return x[self.target.to(x.device)]
+
+    @property
+    def coefficients(self) -> Tensor:
+        """Coefficients `[n]` float32: output row r is the sum of `coefficients_i x_i` over the tokens i whose target is r."""
+        safe = self.target.clamp(min=0)
+        factor = self.weight / self._sum(self.weight)[safe]
+        factor = factor if self.scale is None else factor * self.scale[safe]
+        return factor.masked_fill(self.target < 0, 0.0)
+
+    def then(self, other: Reduction) -> Reduction:
+        """Chain this reduction and `other`, which acts on its outputs, into one reduction of the original tokens."""
+        if len(other.target) != len(self.anchor):
+            raise ValueError(
+                f"the second reduction is of {len(other.target)} tokens, the first leaves {len(self.anchor)}"
+            )
+        safe = self.target.clamp(min=0)
+        target = torch.where(self.target < 0, self.target, other.target[safe])
+        inner, outer = self._sum(self.weight)[safe], other.weight[safe]
+        weight = self.weight * outer / inner  # multiplied first: sizes stay whole numbers, so means of means stay exact
+        if self.scale is None and other.scale is None:
+            return Reduction(target, self.anchor[other.anchor], weight, plain=self.plain and other.plain)
+        first = self._scale()
+        scale = other._sum(other.weight * first) / other._sum(other.weight)
+        scale = scale if other.scale is None else scale * other.scale
+        return Reduction(target, self.anchor[other.anchor], weight * first[safe], scale)
+
+    def check(self) -> Reduction:
+        """Return the reduction itself, or raise ValueError that says what is wrong with it."""
+        n, m = len(self.target), len(self.anchor)
+        for right, text in (
+            (m >= 1, "nothing is kept"),
+            (self.weight.shape == self.target.shape == (n,), "target and weight differ in length"),
+            (self.scale is None or self.scale.shape == (m,), "scale has another length than anchor"),
+            (n >= 1, "there are no tokens"),
+        ):
+            if not right:
+                raise ValueError(f"not a reduction: {text}")
+        target, anchor, safe = self.target, self.anchor, self.anchor.clamp(0, n - 1)
+        facts = {
+            "a target is out of range": (target >= -1) & (target < m),
+            "anchors do not ascend": anchor[1:] > anchor[:-1],
+            "an anchor is out of range": anchor == safe,
+            "weights must be positive": (self.weight > 0) & self.weight.isfinite(),
+            "an anchor is no source of its own output": target[safe] == torch.arange(m, device=target.device),
+        }
+        hold = torch.stack([fact.all() for fact in facts.values()]).tolist()  # the only wait for a device
+        for right, text in zip(hold, facts, strict=True):
+            if not right:
+                raise ValueError(f"not a reduction: {text}")
+        return self
+
+    def _scale(self) -> Tensor:
+        return torch.ones(len(self.anchor), device=self.anchor.device) if self.scale is None else self.scale
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return _accumulate(values, self.target, len(self.anchor))
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """Signals of one image that a method may read; tensors `[n, ...]` have a row for each token (see `merged`).
+
+    grid:       `(t, h, w)`, with `t * h * w` tokens in raster order.
+    features:   `[n, d]`, the tokens themselves at the method's stage.
+    keys:       `[n, dk]`, the attention's keys of the tokens, heads concatenated, `heads` says how many; before RoPE in the
+                encoder, after it in the language model, as in the methods' own code.
+    saliency:   `[n]`, attention that a token receives, mean over heads: from CLS or all tokens (encoder), from the last
+                token (language model).
+    windowed:   `[n]`, saliency in a shallow layer of the encoder (VScan's local scan).
+    query:      `[q, d]`, the text's tokens at the same stage; `query_keys`: `[q, dk]`, their keys.
+    merged:     the reduction of the grid's tokens by earlier layers; rows are then its outputs.
+    finite:     when made: the caller vouches that there is no NaN or Inf, so that nothing waits for a device to look.
+    """
+
+    grid: Grid
+    features: Tensor | None = None
+    keys: Tensor | None = None
+    heads: int | None = None
+    saliency: Tensor | None = None
+    windowed: Tensor | None = None
+    query: Tensor | None = None
+    query_keys: Tensor | None = None
+    merged: Reduction | None = None
+    finite: dataclasses.InitVar[bool] = False
+
+    def __post_init__(self, finite: bool) -> None:
+        if len(self.grid) != 3 or any(type(side) is not int or side < 1 for side in self.grid):
+            raise ValueError(f"the grid must be three positive whole numbers, got {self.grid!r}")
+        if self.merged is not None and len(self.merged.target) != math.prod(self.grid):
+            raise ValueError(f"{len(self.merged.target)} tokens were merged on a grid of {math.prod(self.grid)}")
+        for name in ("features", "keys", "saliency", "windowed"):
+            value = getattr(self, name)
+            if value is not None and len(value) != self.n:
+                raise ValueError(f"{name} has {len(value)} rows for {self.n} tokens")
+        if self.keys is not None and self.heads is not None and self.keys.shape[1] % self.heads:
+            raise ValueError(f"keys of width {self.keys.shape[1]} do not divide into {self.heads} heads")
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        floats = {name: x for name, x in values.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        if floats and not finite:
+            hold = torch.stack([x.isfinite().all().to(self.device) for x in floats.values()]).tolist()  # one wait
+            for right, name in zip(hold, floats, strict=True):
+                if not right:
+                    raise ValueError(f"{name} holds NaN or Inf")
+
+    @property
+    def n(self) -> int:
+        """Number of rows of the signals: the grid's tokens, or those left of them."""
+        return math.prod(self.grid) if self.merged is None else len(self.merged.anchor)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the signals are on."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """Base of every method's `Options`: what the package asks of options, whatever the method is.
+
+    The answers here are those of a method that has no such option. A field or property of a subclass takes the place of the
+    one whose name it has. Every field has a default, as `Options()` is what a method does unless told otherwise.
+    """
+
+    @property
+    def keep(self) -> float | None:
+        """Share of the tokens that are kept; None where the method takes no share."""
+        return None
+
+    @property
+    def layer(self) -> int | None:
+        """Block of the language model, from 0, before which the method decides; None where it reads no such block."""
+        return None
+
+    def drops(self, blocks: int) -> tuple[tuple[int, ReducerOptions], ...]:
+        """When a method decides within a language model of so many blocks: before which, ascending, and with which options.
+
+        Empty where it reads no block; one that reads one decides once. ValueError: not with these options and blocks.
+        """
+        return () if self.layer is None else ((self.layer, self),)
+
+    @property
+    def shallow(self) -> int | None:
+        """Block of the encoder, from 0, whose attention is `Signals.windowed`; None where the method reads none."""
+        return None
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether the choice depends on single channels of the projected rows, so that a rotation of them would change it."""
+        return False
+
+    @property
+    def learns(self) -> bool:
+        """Whether the method goes by thresholds that are learnt from images; `thresholds` then is one of its options."""
+        return False
+
+    @property
+    def thresholds(self) -> tuple[float, ...] | str | None:
+        """One for each layer that merges, or the file that has them; None: not learnt yet, or nothing to learn."""
+        return None
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the thresholds are here."""
+        return isinstance(self.thresholds, tuple)
+
+    @property
+    def unlearnt(self) -> bool:
+        """Whether thresholds are needed and neither here nor in a file."""
+        return self.learns and self.thresholds is None
+
+    def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
+        """The options with these thresholds; themselves where the method learns none."""
+        return self
+
+    @property
+    def scorer(self) -> str | None:
+        """The file of a trained network that the method goes by, "" where none is named; None: it goes by none."""
+        return None
+
+    @property
+    def network(self) -> Any:
+        """That network, once its file has been read; no setting, so that no recipe and no checkpoint holds it."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """The options by name, as recipes and checkpoints have them."""
+        return {
+            option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "network"
+        }
+
+
+LEAST_SHARE = 1e-6
+"""The smallest `keep`: a smaller share of any image with fewer than half a million tokens would be no token."""
+MOST = 2**63 - 1
+"""The largest whole number that an option can be: what torch and JSON readers of other languages hold."""
+
+
+def check_keep(keep: Any) -> None:
+    """Raise ValueError unless `keep` is a number from `LEAST_SHARE` to 1."""
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise ValueError(f"keep must be a number above 0 and at most 1, got {reprlib.repr(keep)}")
+    if keep < LEAST_SHARE:
+        raise ValueError(f"keep must be at least {LEAST_SHARE:g}, got {keep!r}, which leaves no token of any image")
+
+
+def check_whole(name: str, value: Any, least: int = 0) -> None:
+    """Raise ValueError unless `value` is a whole number from `least` to `MOST`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}")
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, got {reprlib.repr(value)}")
+
+
+def rounded(grid: Grid, keep: float) -> int:
+    """Number of tokens in a share `keep` of the grid, rounded half up, which may be none."""
+    return math.floor(keep * math.prod(grid) + 0.5)
+
+
+def share(grid: Grid, keep: float) -> int:
+    """Number of tokens in a share `keep` of the grid, rounded half up; all, when that would be none."""
+    return rounded(grid, keep) or math.prod(grid)
+
+
+def top(scores: Tensor, k: int) -> Tensor:
+    """Indices `[k]` of the highest scores, best first; among equals the lower index comes first, on every device."""
+    return scores.sort(descending=True, stable=True).indices[:k]
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scale the rows of `x [n, d]` to length 1, float32; zero rows stay zero. The largest entry is divided out first.
+
+    So tiny and huge rows are exact too, and a scale of 2^k changes no bit.
+    """
+    x = x.float()
+    x = x / x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return x / x.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _accumulate(values: Tensor, target: Tensor, m: int) -> Tensor:
+    """Sum rows by target, `[n, ...]` to `[m, ...]`, in the order of the tokens; rows of target -1 are left out.
+
+    The result has the same bits in every call, with any number of threads.
+    """
+    out = torch.zeros(m + 1, *values.shape[1:], dtype=values.dtype, device=values.device)
+    rows = target % (m + 1)  # -1 becomes the row behind the last
+    if values.is_cuda:  # here index_put_ sorts, and index_add_ adds in whatever order its threads run
+        return out.index_put_((rows,), values, accumulate=True)[:m]
+    return out.index_add_(0, rows, values)[:m]  # on CPUs it is the other way round

@@ -1,0 +1,140 @@
+"""Merging in the layers of an encoder, for methods that have `merge`: the rows that each layer leaves of each image.
+
+An engine calls `bias` before a layer's attention and `merge` between that and the MLP, in each layer that merges:
+
+    merger = Merger(method, options, grids, layers, aside=1)
+    for layer in range(layers):
+        states = states + attention(norm1(states), keys_bias=merger.bias(states.dtype))
+        states = merger.merge(layer, states, keys, heads)
+        states = states + mlp(norm2(states))
+
+Images that have been left with fewer rows than others are padded on the right; nothing attends to the padding. On a device
+whose host must not wait, a method that merges as many rows as their values say (`dymu`) pads them itself.
+
+Where a token is a block of `side` x `side` patches (pixel shuffle or pooling behind the encoder), whole blocks merge, patch
+by patch: a block that stands for several is the mean of their upper left patches, that of their upper right ones, and so on,
+so that what is behind the encoder finds a block of patches for each token. The key of a block is its patches' keys one behind
+the other, not their mean: two blocks are alike where the patches are that would be averaged. Each of its patches counts in
+attention by the block's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals
+from vlmcompress.reduction.methods._run import merge
+
+
+class Merger:
+    """The merging of the images of one run of the encoder.
+
+    Rows are patches. An encoder has them in raster order, and as long as nothing has merged they stay there, so that no bit
+    changes; from then on those of a block stand together, as the blocks do in raster order. `spread` gives each its place back.
+
+    merged: for each image, the reduction of its grid by the layers so far.
+    counts: number of tokens that each image is to keep behind the last layer; None where the method decides it.
+    """
+
+    def __init__(
+        self,
+        method: ModuleType,
+        options: ReducerOptions,
+        grids: Sequence[Grid],
+        layers: int,
+        aside: int = 0,
+        counts: Sequence[int] | None = None,
+        device: Any = None,
+        side: int = 1,
+    ):
+        """
+        Args:
+            method: a reducer with `merge`.
+            grids: grid of each image's tokens.
+            layers: number of layers that merge.
+            aside: number of rows before the grid's that are no tokens and stay, such as CLS.
+            counts: see above; None: the method decides them all.
+            side: rows, and columns, of patches that a token is made of.
+        """
+        self.method, self.options, self.grids, self.layers, self.aside = method, options, grids, layers, aside
+        self.counts: list[int | None] = [None] * len(grids) if counts is None else list(counts)
+        self.merged = [Reduction.identity(rows * columns * t, device) for t, rows, columns in grids]
+        self.side, self._square = side, side**2
+        self._orders = {grid: raster(grid, side).to(device, non_blocking=True) for grid in {*grids}} if side > 1 else {}
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The bias `[images, 1, 1, keys]` to add to the attention's logits: log of each key's size, -inf for padding.
+
+        It is None while nothing has merged.
+        """
+        if self._whole:
+            return None
+        ones = self.merged[0].weight.new_ones(self.aside)
+        sizes = [
+            torch.cat([ones, reduction.sizes.float().repeat_interleave(self._square)]) for reduction in self.merged
+        ]
+        return pad_sequence(sizes, batch_first=True).log().to(dtype)[:, None, None]
+
+    def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
+        """Do this layer's merges on the rows `[images, rows, d]`; returns the same tensor when there are none.
+
+        Args:
+            states: `[images, rows, d]` behind the layer's attention, residual added.
+            keys: `[images, rows, dk]`, keys of that attention, heads concatenated.
+        """
+        parts, steps = [], []
+        for image, count in enumerate(self.counts):
+            signals = self.signals(image, keys, heads)
+            steps.append(merge(self.method, signals, self.options, layer, self.layers, count, check=False))
+            rows = steps[-1].apply(self._blocks(image, states)).flatten(0, 1)
+            parts.append(torch.cat([states[image, : self.aside], rows]))
+        self.merged = [reduction.then(step) for reduction, step in zip(self.merged, steps, strict=True)]
+        return states if all(map(_keeps_all, steps)) else pad_sequence(parts, batch_first=True)
+
+    def signals(self, image: int, keys: Tensor, heads: int) -> Signals:
+        """The signals of the rows that are left of an image; arguments as in `merge`."""
+        rows = self._blocks(image, keys).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1)
+        # A look for NaN would wait for the device once a layer and image.
+        return Signals(self.grids[image], keys=rows, heads=heads, merged=self.merged[image], finite=True)
+
+    def spread(self, states: Tensor) -> Tensor:
+        """Give each patch its row, in raster order: `[images, rows, d]` become `[images, aside + patches, d]`."""
+        if self._whole:
+            return states
+        full = states.new_empty(len(states), self.aside + len(self.merged[0].target) * self._square, states.shape[2])
+        full[:, : self.aside] = states[:, : self.aside]
+        for image, merged in enumerate(self.merged):
+            rows = self._blocks(image, states)[merged.target].flatten(0, 1)
+            order = self._orders.get(self.grids[image], slice(None))
+            full[image, self.aside :][order] = rows
+        return full
+
+    @property
+    def _whole(self) -> bool:
+        """Whether nothing has merged so far."""
+        return all(map(_keeps_all, self.merged))
+
+    def _blocks(self, image: int, rows: Tensor) -> Tensor:
+        """The rows `[images, rows, d]` of one image's tokens, block by block: `[tokens left, side * side, d]`."""
+        image_rows = rows[image, self.aside : self.aside + len(self.merged[image].anchor) * self._square]
+        if self.side > 1 and self._whole:
+            image_rows = image_rows[self._orders[self.grids[image]]]
+        return image_rows.unflatten(0, (-1, self._square))
+
+
+def _keeps_all(reduction: Reduction) -> bool:
+    """Whether the host knows, without a look at values, that nothing was merged."""
+    return reduction.plain and len(reduction.anchor) == len(reduction.target)
+
+
+def raster(grid: Grid, side: int) -> Tensor:
+    """Places `[patches]` in raster order of an image's patches, block by block; each of `grid`'s tokens is `side` x `side`."""
+    t, rows, columns = grid
+    places = torch.arange(t * rows * columns * side**2).view(t, rows, side, columns, side)
+    return places.transpose(2, 3).flatten()

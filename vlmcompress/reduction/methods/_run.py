@@ -1,0 +1,127 @@
+"""Run methods, after checking that their signals are there, and check that the reduction is valid and meets its budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, rounded
+
+_ENTRIES = 2**26  # of the tables of cosines that images taken at once have together
+
+
+def missing(method: ModuleType, signals: Signals) -> list[str]:
+    """Names of the fields of `signals` that the method needs and that are missing, sorted."""
+    return sorted(name for name in method.NEEDS if getattr(signals, name) is None)
+
+
+def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
+    """Whether the share of such a grid's tokens would be none, so that it is kept whole."""
+    if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
+        return False
+    keep = 1.0 if options.keep is None else options.keep
+    return rounded(grid, keep) == 0 and method.budget(grid, options) == math.prod(grid)
+
+
+@torch.no_grad()
+def reduce(method: ModuleType, signals: Signals, options: ReducerOptions, check: bool = True) -> Reduction:
+    """What the method does with the tokens of one image. ValueError if a signal that it needs is missing.
+
+    check: whether to look at the result's values, too, for which the host waits; its lengths are looked at anyway.
+    """
+    if options.keep == 1:
+        return Reduction.identity(signals.n, signals.device)
+    _check(method, signals)
+    return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options), check)
+
+
+@torch.no_grad()
+def reduce_all(
+    method: ModuleType,
+    images: Sequence[Signals],
+    options: ReducerOptions,
+    check: bool = True,
+) -> list[Reduction]:
+    """What the method does with the tokens of each image; other arguments as of `reduce`.
+
+    A BATCHED method takes all images at once where they have the same shapes and a device that launches kernels, whose number
+    is then that of one image. A CPU computes as long either way.
+    """
+    shapes = {_shapes(image) for image in images}
+    alike = getattr(method, "BATCHED", False) and len(shapes) == 1 < len(images) and options.keep != 1
+    if not alike or images[0].device.type == "cpu":
+        return [reduce(method, image, options, check) for image in images]
+    most, results = max(1, _ENTRIES // images[0].n ** 2), list[Reduction]()
+    for start in range(0, len(images), most):
+        results += _at_once(method, images[start : start + most], options)
+    return [_checked(method, result, method.budget(images[0].grid, options), check) for result in results]
+
+
+def _shapes(image: Signals) -> tuple[object, ...]:
+    """What has to be equal of two images for a method to take both at once."""
+    tensors = tuple(
+        (name, value.shape, value.dtype) for name, value in vars(image).items() if isinstance(value, Tensor)
+    )
+    return image.grid, image.heads, image.merged, tensors
+
+
+def _at_once(method: ModuleType, images: Sequence[Signals], options: ReducerOptions) -> list[Reduction]:
+    """Run a method on images of the same shapes, its every step on all of them."""
+    _check(method, images[0])
+    names = [name for name, value in vars(images[0]).items() if isinstance(value, Tensor)]
+    plain = False
+
+    def decide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        nonlocal plain
+        image = Signals(images[0].grid, heads=images[0].heads, finite=True, **tensors)  # type: ignore[arg-type]
+        result = method.reduce(image, options)
+        plain = result.plain
+        return {name: value for name, value in vars(result).items() if isinstance(value, Tensor)}
+
+    stacked = {name: torch.stack([getattr(image, name) for image in images]) for name in names}
+    results = torch.vmap(decide)(stacked)
+    return [
+        Reduction(**{name: value[number] for name, value in results.items()}, plain=plain)
+        for number in range(len(images))
+    ]
+
+
+@torch.no_grad()
+def merge(
+    method: ModuleType,
+    signals: Signals,
+    options: ReducerOptions,
+    layer: int,
+    layers: int,
+    count: int | None = None,
+    check: bool = True,
+) -> Reduction:
+    """Decide the merges of one layer, by a method that merges layer by layer, on the rows that earlier layers have left.
+
+    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`. `check`: as of `reduce`; results that are
+    padded for a device are looked at behind the last layer only, where there is no padding left.
+    """
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer {layer} is none of the {layers} that merge")
+    if options.keep == 1 and count is None:
+        return Reduction.identity(signals.n, signals.device)
+    _check(method, signals)
+    result = method.merge(signals, options, layer, layers, count)
+    final = method.budget(signals.grid, options) if count is None else count
+    last = layer == layers - 1
+    return _checked(method, result, final if last else None, check and (last or signals.device.type == "cpu"))
+
+
+def _check(method: ModuleType, signals: Signals) -> None:
+    if absent := missing(method, signals):
+        raise ValueError(f"{method.__name__.rpartition('.')[2]} needs signals that are missing: {', '.join(absent)}")
+
+
+def _checked(method: ModuleType, result: Reduction, count: int | None, check: bool) -> Reduction:
+    if count is not None and len(result.anchor) != count:
+        raise ValueError(f"{method.__name__} kept {len(result.anchor)} tokens, its budget is {count}")
+    return result.check() if check else result

@@ -1,0 +1,59 @@
+"""Coverage: tokens by which every token is best represented, a facility location (after MMTok, arXiv 2508.18264).
+
+Token j represents token i as well as the softmax of i's cosines says, `s_ij = softmax_j(cos(x_i, x_j) / temperature)`. What is
+kept maximizes the sum over all tokens i of the largest `s_ij` among the kept j. The sum is submodular, so the greedy choice,
+always the token that adds most, reaches at least 1 - 1/e of the best sum that there is (Nemhauser, Wolsey and Fisher, 1978).
+Unlike `divprune`, it prefers a token that stands for many to one that stands alone. MMTok covers the question's words, too;
+here the question is not looked at, so an image's result can be reused for another question. Cosines are those of the projected
+rows, where MMTok takes the encoder's.
+
+Costs `n^2 d` multiply-adds for the cosines, `8 n^2` bytes, and at most `n^2` additions for each token kept, on a CPU a part of
+that (`_selecting.lazily`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, share, unit
+from vlmcompress.reduction.methods._selecting import SelectingOptions, cover, selected
+
+STAGE = "projected"
+NEEDS = frozenset({"features"})
+COUNT = "fixed"
+SERVED = True
+BATCHED = True
+
+
+@dataclass(frozen=True)
+class Options(SelectingOptions):
+    """`keep`: share of the tokens; `temperature`: of the softmax, low ones let a token be represented only by its like."""
+
+    temperature: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
+        if not number or not 1e-3 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be a number of at least 0.001, got {self.temperature!r}")
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of tokens to keep: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep the tokens that represent all of them best."""
+    assert signals.features is not None
+    worth = represented(signals.features, options.temperature)
+    return selected(cover(worth, budget(signals.grid, options)), signals, options)
+
+
+def represented(rows: Tensor, temperature: float) -> Tensor:
+    """How well row j of `rows [n, d]` represents row i, `[n, n]`, each row's sum 1."""
+    rows = unit(rows)
+    return (rows @ rows.T / temperature).softmax(1)

@@ -1,0 +1,61 @@
+"""DART as published, within the language model (arXiv 2502.11494): before its layer K = 2 only pivots and what they
+lack go on.
+
+`features` and `query` are the output of layer K - 1 through the model's final norm, of the image's tokens and of the
+text behind it; `keys` and `query_keys` are that layer's keys with heads concatenated, and the L1 norm of the keys
+chooses the pivots. Order of turns and count as in `dart`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmcompress.reduction.methods._base import (
+    Grid,
+    ReducerOptions,
+    Reduction,
+    Signals,
+    check_keep,
+    check_whole,
+    share,
+    top,
+)
+from vlmcompress.reduction.methods.dart import select
+
+STAGE = "llm"
+NEEDS = frozenset({"features", "keys", "query", "query_keys"})
+COUNT = "fixed"
+SERVED = False
+WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers"
+
+
+@dataclass(frozen=True)
+class Options(ReducerOptions):
+    """`keep`: share of the tokens; `pivots`: of the image, `text_pivots`: of the text; `layer`: number of the decoder block,
+    from 0, whose input is reduced."""
+
+    keep: float = 0.5
+    pivots: int = 4
+    text_pivots: int = 4
+    layer: int = 2
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        check_whole("pivots", self.pivots, least=1)
+        check_whole("text_pivots", self.text_pivots)
+        check_whole("layer", self.layer, least=1)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of tokens to keep: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep pivots, the tokens of largest L1 norm of the keys in image and text, and the image's tokens least like them."""
+    assert signals.features is not None and signals.query is not None
+    assert signals.keys is not None and signals.query_keys is not None
+    lead = top(signals.keys.float().abs().sum(-1), options.pivots)
+    ask = top(signals.query_keys.float().abs().sum(-1), options.text_pivots)
+    count = budget(signals.grid, options)
+    return Reduction.keep(select(signals.features, signals.query[ask], lead, count), signals.n)

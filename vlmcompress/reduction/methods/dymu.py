@@ -1,0 +1,134 @@
+"""DyMU's dynamic token merging: ToMe with learnt thresholds, so that simple images become fewer tokens (arXiv
+2504.17040).
+
+In each layer a pair merges when its cosine is above that layer's threshold (at most half the tokens do). Thresholds are
+learnt: `threshold` gives the one that merges r pairs an image on average over a batch, `average` the mean over batches. How
+many tokens an image keeps is known only behind the encoder, unless `merge` is given a count. Matching, order and means as
+in `tome`; the layers behind should attend in proportion to size, by adding `merged.sizes.log()` to the logits of the keys
+(before the softmax; the published code's slow path adds it behind).
+
+The paper's virtual token unmerging is not here: the language model gets one row for each that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, top
+from vlmcompress.reduction.methods.tome import join, match
+
+STAGE = "encoder"
+NEEDS = frozenset({"keys", "heads"})
+COUNT = "adaptive"
+SERVED = (
+    True  # to an exact count, said from the pixels before the encoder runs (`vlmcompress.reduction.methods._counter`)
+)
+
+
+@dataclass(frozen=True)
+class Options(ReducerOptions):
+    """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learnt.
+
+    Or the name of a file with them, which must have been read before anything merges.
+    """
+
+    keep: float = 1 / 3
+    thresholds: tuple[float, ...] | str | None = None
+    learns: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        if self.thresholds is not None and not isinstance(self.thresholds, str):
+            object.__setattr__(self, "thresholds", tuple(self.thresholds))
+            if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in self.thresholds):
+                raise ValueError(f"thresholds must be cosines, numbers from -1 to 1, got {self.thresholds!r}")
+
+    def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
+        """The options with these thresholds; with None they have to be learnt."""
+        return replace(self, thresholds=thresholds)
+
+
+def budget(grid: Grid, options: Options) -> None:
+    """Return None, as the number of kept tokens is not known beforehand."""
+    return None
+
+
+def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
+    """Merge the pairs whose cosine is above the layer's threshold.
+
+    With a `count`, a layer merges no more pairs than leave that many tokens, and at least those that the layers behind,
+    each of which at most halves the tokens, cannot make up for. So the last layer merges exactly the tokens that are
+    still too many, best pairs first, whatever its threshold. Unless the tokens are on a CPU, no shape depends on how many
+    pairs a layer merges then, as the host would have to wait for that: see `_padded`.
+    """
+    assert signals.keys is not None and signals.heads is not None
+    if options.thresholds is None or isinstance(options.thresholds, str):
+        raise ValueError("dymu has no thresholds; learn them on calibration images first")
+    if len(options.thresholds) != layers:
+        raise ValueError(
+            f"there are {len(options.thresholds)} thresholds and {layers} layers that merge: another model's"
+        )
+    if count is not None and not count <= signals.n <= count << (layers - layer):
+        raise ValueError(f"{signals.n} tokens cannot be merged into {count} in {layers - layer} layers")
+    if count is not None and signals.device.type != "cpu":
+        return _padded(signals, options.thresholds[layer], count, layers - layer - 1)
+    scores, partner = match(signals.keys, signals.heads)
+    pairs = int((scores > options.thresholds[layer]).sum())
+    if count is not None:
+        pairs = max(min(pairs, signals.n - count), signals.n - (count << (layers - layer - 1)))
+    return join(top(scores, min(pairs, signals.n // 2)), partner, signals)
+
+
+def _padded(signals: Signals, threshold: float, count: int, behind: int) -> Reduction:
+    """The merges of a layer with `behind` more to come, as rows of which there are as many as there can be at most.
+
+    Those that no token is in stand behind the others. They have the size 0, so that nothing attends to them, and any anchor.
+    Until few layers are left an encoder therefore computes as many rows as without merging: the price of not waiting.
+    """
+    assert signals.keys is not None and signals.heads is not None
+    n, device = signals.n, signals.device
+    sizes = torch.ones(n, device=device) if signals.merged is None else signals.merged.sizes
+    filled = sizes > 0
+    scores, partner = match(signals.keys, signals.heads, filled)
+    left = filled.sum()
+    pairs = (scores > threshold).sum().minimum(left - count).maximum(left - (count << behind)).minimum(left // 2)
+    order = top(scores, len(scores))
+    rank = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=device))
+    parent = torch.arange(n, device=device)
+    parent[::2] = torch.where(rank < pairs, partner, parent[::2])
+    return Reduction.join(parent.where(filled, -1), sizes, min(n, count << behind))
+
+
+def best(signals: Signals) -> Tensor:
+    """The cosines `[a]` of the possible pairs of an image in one layer, which thresholds are learnt from."""
+    assert signals.keys is not None and signals.heads is not None
+    return match(signals.keys, signals.heads)[0]
+
+
+def threshold(scores: Sequence[Tensor], r: float) -> float:
+    """The threshold of one layer for a batch, at which `r` pairs an image merge on average: the highest cosine that does not.
+
+    Args:
+        scores: for each image of the batch, the result of `best` in this layer.
+        r: number of pairs an image, at least 0; may be a fraction.
+
+    The threshold is never below 0, so that tokens that point away from each other stay apart however many pairs are asked for.
+    """
+    falling = torch.cat(list(scores)).float().sort(descending=True).values
+    pairs = round(r * len(scores))
+    return max(0.0, falling[pairs].item()) if pairs < len(falling) else 0.0
+
+
+def average(batches: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Average the thresholds of each batch, layer by layer, for `Options.thresholds`.
+
+    In finding them, a batch must go through each layer with its own threshold, for the layers behind see what that left.
+    """
+    if not batches or len({len(values) for values in batches}) != 1:
+        raise ValueError("thresholds are learnt from at least one batch, with the same layers in each")
+    return tuple(sum(column) / len(batches) for column in zip(*batches, strict=True))

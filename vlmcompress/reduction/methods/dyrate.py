@@ -1,0 +1,55 @@
+"""A training-free stand-in for DyRate: fewer visual tokens while generating, as fewer are looked at (after arXiv
+2501.14204).
+
+DyRate sees that the attention on visual tokens falls as the answer grows, and trains a small predictor that sets the
+rate of each step from the attention's distribution. The predictor is not public; here the rate is the visual attention
+mass itself,
+
+    rate_t = clip(factor * sum(saliency_t), least, 1)      tokens left after step t: rate_t of the image's, at most those left
+
+which is not the paper's method and claims none of its results. `saliency` is the attention of the newest token to the
+tokens left, `merged` says which they are; the most attended stay. What has been dropped never comes back, so a peak
+later does not help.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_whole, top
+
+STAGE = "llm"
+NEEDS = frozenset({"saliency"})
+COUNT = "adaptive"
+SERVED = False
+WHY_NOT = "it drops tokens while generating, from caches that engines do not open"
+
+
+@dataclass(frozen=True)
+class Options(ReducerOptions):
+    """`factor`: share of the tokens for each unit of attention on them; `least`: share that always stays; `layer`: number
+    of the decoder block, from 0, whose input is reduced."""
+
+    factor: float = 2.0
+    least: float = 0.1
+    layer: int = 2
+
+    def __post_init__(self) -> None:
+        for name, high in (("factor", 1e6), ("least", 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
+                raise ValueError(f"{name} must be a number above 0 and at most {high:g}, got {value!r}")
+        check_whole("layer", self.layer, least=1)
+
+
+def budget(grid: Grid, options: Options) -> None:
+    """Return None, as the number of kept tokens is not known beforehand."""
+    return None
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep the most attended of the tokens left before this step."""
+    assert signals.saliency is not None
+    rate = min(1.0, max(options.least, options.factor * signals.saliency.double().sum().item()))
+    return Reduction.keep(top(signals.saliency, math.ceil(rate * math.prod(signals.grid))), signals.n)

@@ -1,0 +1,50 @@
+"""FastV: after the first layers of the language model keep what the last token attends to (arXiv 2403.06764).
+
+`saliency` is the attention of the prompt's last token in layer K - 1, mean over heads; the tokens with the highest go
+on to layer K. Depends on the question, and favours the image's last rows, which stand closest to it. The paper's code
+has a mode that only masks tokens; it saves nothing and is not this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmcompress.reduction.methods._base import (
+    Grid,
+    ReducerOptions,
+    Reduction,
+    Signals,
+    check_keep,
+    check_whole,
+    share,
+    top,
+)
+
+STAGE = "llm"
+NEEDS = frozenset({"saliency"})
+COUNT = "fixed"
+SERVED = False
+WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers"
+
+
+@dataclass(frozen=True)
+class Options(ReducerOptions):
+    """`keep`: share of the tokens; `layer`: K, number of the decoder block, from 0, whose input is reduced."""
+
+    keep: float = 0.5
+    layer: int = 2
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        check_whole("layer", self.layer, least=1)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of tokens to keep: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep the most attended tokens."""
+    assert signals.saliency is not None
+    return Reduction.keep(top(signals.saliency, budget(signals.grid, options)), signals.n)

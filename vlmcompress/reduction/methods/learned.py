@@ -1,0 +1,180 @@
+"""Learned: the tokens that a small network values most, which was trained on images like yours.
+
+`vlmcompress learn-reducer` trains it, so that the language model answers behind the selection as it did with all tokens
+(`hooks.gated`). That a scorer of projected tokens can be trained so is VisionSelector's finding (arXiv 2510.16598); the
+network and its training are our own, and it is much smaller: of `hidden` rows for each of `d` channels.
+
+The network sees a token `x_i` (each channel less its mean over the training images, in units of its spread), the image's
+mean and the token's place, and lets the tokens of an image look at each other once, as what a token is worth depends on
+whether others show the same:
+
+    h_i = GELU(A x_i + a + B mean(x) + C place_i)
+    g_i = h_i + V sum_j softmax_j(q_i k_j / sqrt(hidden)) h_j        q = Q h, k = K h
+    worth_i = w GELU(g_i)
+
+The tokens of highest worth take most of the budget. Several that show the same are all worth much, and what nobody asked about
+in training is worth nothing; so the rest of the budget, the share `cover`, goes to the tokens that represent best what those
+leave out, by the facility location of `coverage`.
+
+The question is not among what it sees, so an image's result can be reused for another question.
+
+Costs `2 n d hidden + 2 n^2 hidden` multiply-adds for `n` tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vlmcompress.reduction.methods import _selecting as selecting
+from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, share, top
+from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
+from vlmcompress.reduction.methods.coverage import represented
+
+STAGE = "projected"
+NEEDS = frozenset({"features"})
+COUNT = "fixed"
+SERVED = True
+BATCHED = True
+
+WAVES = 4
+"""A place is its row and its column, from 0 to 1, and sine and cosine of these at so many frequencies, each twice the last."""
+PLACE = 2 + 4 * WAVES
+TEMPERATURE = 0.2
+"""Of the softmax by which tokens represent each other, as in `coverage`."""
+FIXED = ("mean", "spread")
+"""Tensors of a network that are measured, not trained."""
+
+
+class Network:
+    """The weights of a scorer, name -> tensor (`shapes`), held once for each device."""
+
+    def __init__(self, weights: Mapping[str, Tensor]):
+        self._weights = {torch.device("cpu"): dict(weights)}
+
+    def on(self, device: torch.device) -> Mapping[str, Tensor]:
+        """The weights on a device."""
+        if device not in self._weights:
+            here = self._weights[torch.device("cpu")]
+            self._weights[device] = {name: value.to(device) for name, value in here.items()}
+        return self._weights[device]
+
+
+@dataclass(frozen=True)
+class Options(SelectingOptions):
+    """`keep`: share of the tokens; `scorer`: the file that `vlmcompress learn-reducer` wrote.
+
+    `sha256`: of that file, which a checkpoint carries to tell it from others; found out when the file is read. `cover`: share
+    of what is kept that goes to tokens that cover the image, whatever they are worth; 0.25 was chosen on the demo models'
+    validation questions.
+    """
+
+    scorer: str = dataclasses.field(default="", compare=False)
+    sha256: str = ""
+    cover: float = 0.25
+    network: Network | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.scorer, str):
+            raise ValueError(f"scorer must be the name of a file, got {str(self.scorer)[:40]!r}")
+        if not isinstance(self.sha256, str) or not re.fullmatch(r"([0-9a-f]{64})?", self.sha256):
+            raise ValueError(f"sha256 must be 64 hexadecimal digits, got {str(self.sha256)[:80]!r}")
+        number = isinstance(self.cover, int | float) and not isinstance(self.cover, bool)
+        if not number or not 0 <= self.cover <= 1:
+            raise ValueError(f"cover must be a share, from 0 to 1, got {str(self.cover)[:40]!r}")
+
+    @property
+    def by_channel(self) -> bool:
+        """A network reads single channels."""
+        return True
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of tokens to keep: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep the tokens that are worth most, and with the rest of the budget those that cover the others best."""
+    assert signals.features is not None
+    if options.network is None:
+        raise ValueError("learned has no scorer; train one with `vlmcompress learn-reducer` first")
+    values = worth(options.network.on(signals.features.device), signals.features, signals.grid)
+    return selected(
+        torch.cat(choose(values, signals.features, budget(signals.grid, options), options.cover)), signals, options
+    )
+
+
+def choose(values: Tensor, features: Tensor, count: int, cover: float) -> tuple[Tensor, Tensor]:
+    """Indices of the tokens of highest worth, and of those that cover the image beside them (`coverage`), `count` together.
+
+    Args:
+        values: `[n]`, what the tokens are worth; features: `[n, d]`, the tokens.
+        cover: share of the count that covers the image.
+    """
+    rest = math.floor(cover * count + 0.5)
+    best = top(values, count - rest)
+    return best, selecting.cover(represented(features, TEMPERATURE), rest, covered=best)
+
+
+def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each of a network's tensors, for tokens of `width` channels."""
+    return {
+        "mean": (width,),
+        "spread": (width,),
+        "token": (hidden, width),
+        "bias": (hidden,),
+        "image": (hidden, width),
+        "place": (hidden, PLACE),
+        "query": (hidden, hidden),
+        "key": (hidden, hidden),
+        "value": (hidden, hidden),
+        "worth": (hidden,),
+    }
+
+
+def initial(mean: Tensor, spread: Tensor, hidden: int, seed: int) -> dict[str, Tensor]:
+    """A network's tensors before training, float32.
+
+    Args:
+        mean, spread: `[d]`, of each channel of the tokens of training images: mean and standard deviation.
+    """
+    random = torch.Generator().manual_seed(seed)
+    weights = {"mean": mean.float().clone(), "spread": spread.float().clamp(min=1e-6)}
+    for name, shape in shapes(len(mean), hidden).items():
+        if name not in FIXED:
+            scale = 0.0 if name in ("bias", "value") else shape[-1] ** -0.5
+            weights[name] = torch.randn(shape, generator=random) * scale
+    return weights
+
+
+def worth(weights: Mapping[str, Tensor], features: Tensor, grid: Grid) -> Tensor:
+    """What each of an image's tokens is worth, `[n]` float32.
+
+    Args:
+        weights: see `shapes`.
+        features: `[n, d]`, the tokens in raster order of `grid`.
+    """
+    tokens = (features.float() - weights["mean"]) / weights["spread"]
+    hidden = tokens @ weights["token"].T + weights["bias"] + tokens.mean(0) @ weights["image"].T
+    hidden = F.gelu(hidden + places(grid, features.device) @ weights["place"].T)
+    likeness = (hidden @ weights["query"].T) @ (hidden @ weights["key"].T).T
+    others = (likeness / math.sqrt(hidden.shape[1])).softmax(-1) @ hidden
+    return F.gelu(hidden + others @ weights["value"].T) @ weights["worth"]
+
+
+def places(grid: Grid, device: torch.device | None = None) -> Tensor:
+    """The place of each token in its frame, `[n, PLACE]`: the middle of its row and column, and waves of these."""
+    frames, rows, columns = grid
+    y, x = ((torch.arange(count, device=device) + 0.5) / count for count in (rows, columns))
+    place = torch.stack(torch.meshgrid(y, x, indexing="ij"), -1).reshape(-1, 2)
+    waves = [wave(place * 2**power * math.tau) for power in range(WAVES) for wave in (torch.sin, torch.cos)]
+    return torch.cat([place, *waves], -1).repeat(frames, 1)

@@ -1,0 +1,70 @@
+"""Which views of several are worth encoding for a question, after LiteVLM's patch selection (arXiv 2506.07416),
+untrained.
+
+The tokens here are the views (cameras, pages, crops) of one request: the grid is `(views, 1, 1)`, `features` an
+embedding of each, of its name or of a thumbnail, and `query` embeddings of the question in the same space. A view
+scores its best cosine to the question, plus `lexical` times its entry of `saliency`, how well its name matches the
+question's words (`matches`). The paper trains a small text encoder on a fixed rig of cameras for the first part; this
+needs no training and claims none of its results. At least one view stays. Runs before the encoder, so it saves all that
+a view costs but one token, which engines need; a question about the whole scene suffers. Views without names are alike, and
+then the first ones stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
+
+STAGE = "pixels"
+NEEDS = frozenset({"features", "query"})
+OPTIONAL = frozenset({"saliency"})
+COUNT = "fixed"
+SERVED = True
+NO_BETTER_THAN = "random"
+
+
+@dataclass(frozen=True)
+class Options(ReducerOptions):
+    """`keep`: share of the views; `lexical`: what a name that matches in full adds to the cosine."""
+
+    keep: float = 0.5
+    lexical: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        if isinstance(self.lexical, bool) or not isinstance(self.lexical, int | float) or not 0 <= self.lexical < 1e6:
+            raise ValueError(f"lexical must be a number of at least 0, got {self.lexical!r}")
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of views to keep: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep the views with the highest scores."""
+    assert signals.features is not None and signals.query is not None
+    scores = torch.zeros(signals.n, device=signals.features.device)
+    if len(signals.query):
+        scores = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1)
+    if signals.saliency is not None:
+        scores = scores + options.lexical * signals.saliency.to(scores)
+    return Reduction.keep(top(scores, budget(signals.grid, options)), signals.n)
+
+
+def matches(names: Sequence[str], question: str) -> Tensor:
+    """The share of each name's words that occur in the question, whatever their case, `[views]`; 0 for a name without words."""
+    query_words = set(re.findall(r"\w+", question.lower()))
+    words = [re.findall(r"[^\W_]+", name.lower()) for name in names]
+    return torch.tensor(
+        [
+            sum(word in query_words for word in name_words) / len(name_words) if name_words else 0.0
+            for name_words in words
+        ]
+    )

@@ -1,0 +1,83 @@
+"""PEVLM: blocks of a long video that do not see each other, so that the prompt is encoded in parallel (arXiv
+2506.19651).
+
+Not a reducer of tokens: all stay, at their original positions, and `mask` says which may attend to which. The text
+before the images and the first frames are a sink that all see; a block of frames sees the sink and itself; the question
+behind sees everything; all of it causally. Attention then costs `t / frames` times less on the blocks and the cache
+nothing less. Equal to full attention as long as there is one block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_whole
+
+STAGE = "llm"
+NEEDS: frozenset[str] = frozenset()
+COUNT = "fixed"
+SERVED = False
+WHY_NOT = "its block-sparse attention needs a kernel that engines do not have"
+
+
+@dataclass(frozen=True)
+class Options(ReducerOptions):
+    """`sink`: frames that all see; `frames`: in a block."""
+
+    sink: int = 1
+    frames: int = 8
+
+    def __post_init__(self) -> None:
+        check_whole("sink", self.sink)
+        check_whole("frames", self.frames, least=1)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of tokens to keep: all."""
+    return math.prod(grid)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep all tokens."""
+    return Reduction.identity(signals.n, signals.device)
+
+
+def blocks(grid: Grid, before: int, after: int, options: Options) -> list[int]:
+    """Lengths of sink, blocks and question, for `mask`, of one video between `before` and `after` tokens of text."""
+    frames, tokens = grid[0], grid[1] * grid[2]
+    sink = min(options.sink, frames)
+    starts = range(sink, frames, options.frames)
+    return [before + sink * tokens, *(min(options.frames, frames - start) * tokens for start in starts), after]
+
+
+def parts(images: Sequence[tuple[int, int]], length: int, options: Options) -> list[int]:
+    """Lengths of sink, blocks and question, for `mask`, of several images, each a frame; text belongs to the image behind it.
+
+    Args:
+        images: first token and number of tokens of each, ascending; at least one.
+        length: length of the sequence; the text behind the last image is the question.
+    """
+    ends = [first + tokens for first, tokens in images]
+    sink = min(options.sink, len(ends))
+    edges = [0, ends[sink - 1] if sink else images[0][0]]
+    edges += [ends[min(start + options.frames, len(ends)) - 1] for start in range(sink, len(ends), options.frames)]
+    return [end - start for start, end in zip(edges, [*edges[1:], length], strict=True)]
+
+
+def mask(lengths: Sequence[int]) -> Tensor:
+    """Make the mask `[s, s]` bool, true where the row's token may attend to the column's.
+
+    Args:
+        lengths: tokens of the sink, of each block, and of the question, in the order of the sequence; their sum is `s`.
+    """
+    if len(lengths) < 2 or any(type(length) is not int or length < 0 for length in lengths):
+        raise ValueError(f"lengths are those of the sink, the blocks and the question, got {list(lengths)!r}")
+    part = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    query, key = part[:, None], part[None, :]
+    visible = (key == 0) | (key == query) | (query == len(lengths) - 1)
+    return visible & torch.ones_like(visible).tril()

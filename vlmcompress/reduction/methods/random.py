@@ -1,0 +1,54 @@
+"""A random choice of tokens, the baseline that every method has to beat (and many do not, arXiv 2511.02650).
+
+Looks at nothing: the choice follows from the seed and the grid, so it is the same for all images of one size, in every
+process and on every device. A smaller `keep` keeps a subset of what a larger one keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, check_whole, share, top
+from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
+
+STAGE = "projected"
+NEEDS: frozenset[str] = frozenset()
+OPTIONAL = frozenset({"features"})
+COUNT = "fixed"
+SERVED = True
+
+
+@dataclass(frozen=True)
+class Options(SelectingOptions):
+    """`keep`: share of the tokens; `seed`: which choice."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("seed", self.seed)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of tokens to keep: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Give every token a random score and keep the highest."""
+    order = _order(signals.grid, options.seed).to(signals.device, non_blocking=True)
+    return selected(order[: budget(signals.grid, options)], signals, options)
+
+
+@functools.lru_cache(64)
+def _order(grid: Grid, seed: int) -> Tensor:
+    """The tokens of a grid, the one of highest score first, `[n]`."""
+    draw = random.Random(f"{seed} {grid}")  # Python promises this sequence for good; torch does not
+    scores = torch.tensor([draw.random() for _ in range(math.prod(grid))], dtype=torch.float64)
+    return top(scores, len(scores))

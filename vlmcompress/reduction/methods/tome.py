@@ -1,0 +1,92 @@
+"""ToMe: in every layer of the encoder merge the most similar tokens (arXiv 2210.09461), bipartite soft matching.
+
+Between attention and MLP of each layer the tokens are split into alternate sets A and B; each of A finds the most
+similar of B by cosine of the keys (mean over heads), and the r most similar pairs merge into their size-weighted mean.
+The layers behind should attend in proportion to size: add `merged.sizes.log()` to the logits of the keys.
+
+The total to merge is spread evenly over the layers, and more in the first where half the tokens a layer (all that A
+has) would not do. Deviations: each layer's outputs return to raster order, which a language model needs and which from
+the second layer on splits A and B differently than the published order [A, B] does; a CLS token is the caller's to keep
+aside, so A begins with the first patch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
+
+STAGE = "encoder"
+NEEDS = frozenset({"keys", "heads"})
+COUNT = "fixed"
+SERVED = True
+
+
+@dataclass(frozen=True)
+class Options(ReducerOptions):
+    """`keep`: share of the tokens behind the last layer."""
+
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of tokens to keep: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
+    """Merge this layer's part of the pairs."""
+    assert signals.keys is not None and signals.heads is not None
+    count = budget(signals.grid, options) if count is None else count
+    pairs = schedule(signals.n, count, layers - layer)[0]
+    scores, partner = match(signals.keys, signals.heads)
+    return join(top(scores, pairs), partner, signals)
+
+
+def schedule(n: int, count: int, layers: int) -> list[int]:
+    """Number of pairs that each of `layers` merges so that `n` tokens become `count`.
+
+    Raises ValueError where `n` is less than `count`, or where halving in each layer is not enough.
+    """
+    if count > n:
+        raise ValueError(f"{n} tokens cannot be merged into {count}, which is more")
+    if n > count << layers:
+        raise ValueError(
+            f"{n} tokens cannot be merged into {count} in {layers} layers, each of which merges at most half"
+        )
+    result = []
+    for left in range(layers, 0, -1):
+        even = -(-(n - count) // left)
+        result.append(max(even, n - (count << (left - 1))))
+        n -= result[-1]
+    return result
+
+
+def match(keys: Tensor, heads: int, filled: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Match each even row of `keys [n, dk]` to the most similar odd one: cosines `[a]`, and row numbers `[a]`.
+
+    `filled [n]`: which rows there are; of others, and to others, the cosine is -inf. None: all.
+    """
+    rows = unit(keys.float().view(len(keys), heads, -1).mean(1))
+    if len(rows) < 2:
+        return rows.new_full((len(rows),), -torch.inf), torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    cosines = rows[::2] @ rows[1::2].T
+    if filled is not None:
+        cosines = cosines.where(filled[::2, None] & filled[1::2], -torch.inf)
+    best = cosines.max(1)
+    return best.values, 2 * best.indices + 1
+
+
+def join(chosen: Tensor, partner: Tensor, signals: Signals) -> Reduction:
+    """Merge the rows `2 * chosen` into their partners, each row weighted by the tokens that it stands for."""
+    parent = torch.arange(signals.n, device=partner.device)
+    parent[2 * chosen] = partner[chosen]
+    weight = None if signals.merged is None else signals.merged.sizes
+    return dataclasses.replace(Reduction.join(parent, weight, signals.n - len(chosen)), plain=not len(chosen))

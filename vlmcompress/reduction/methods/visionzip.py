@@ -1,0 +1,73 @@
+"""VisionZip: keep what CLS attends to and merge the rest into a few contextual tokens (arXiv 2412.04467).
+
+The dominant tokens are those with the highest `saliency` (attention from CLS, in the layer whose output is used;
+encoders without CLS: the mean over all tokens). Of the rest, every s-th is a target, s = max(1, rest // contextual),
+and each other one goes to the target with the most similar key (mean over heads, cosine).
+
+As published a contextual token is *target + mean of those that went to it*: a sum of two, about twice as long as a
+token (`merge: sum`); `merge: mean` averages the two, which keeps the scale. Deviations: outputs are in raster order
+where the published code appends the contextual ones, and CLS itself, which has no place in the grid, is not among the
+tokens kept, so that there is one more patch in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
+
+STAGE = "encoder"
+NEEDS = frozenset({"saliency", "keys", "heads"})
+COUNT = "fixed"
+SERVED = True
+NO_BETTER_THAN = "random"
+
+
+@dataclass(frozen=True)
+class Options(ReducerOptions):
+    """`keep`: share of the tokens; `contextual`: share of those kept that are merged ones (10 of 64); `merge`: "sum" or
+    "mean"."""
+
+    keep: float = 1 / 3
+    contextual: float = 10 / 64
+    merge: str = "sum"
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        number = isinstance(self.contextual, int | float) and not isinstance(self.contextual, bool)
+        if not number or not 0 <= self.contextual < 1:
+            raise ValueError(f"contextual must be a number of at least 0 and below 1, got {self.contextual!r}")
+        if self.merge not in ("sum", "mean"):
+            raise ValueError(f"merge must be 'sum' or 'mean', got {self.merge!r}")
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of dominant and contextual tokens together: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep dominant tokens as they are, and merge the rest or, without contextual tokens, drop it."""
+    assert signals.saliency is not None and signals.keys is not None and signals.heads is not None
+    n, device = signals.n, signals.saliency.device
+    count = budget(signals.grid, options)
+    contextual = min(math.floor(options.contextual * count + 0.5), count - 1)
+    dominant = torch.zeros(n, dtype=torch.bool, device=device)
+    dominant[top(signals.saliency, count - contextual)] = True
+    if contextual == 0 or count == n:
+        return Reduction.keep(top(dominant, count) if count < n else torch.arange(n, device=device), n)
+    rest = top(~dominant, n - count + contextual)
+    targets = rest[:: max(1, len(rest) // contextual)][:contextual]
+    rows = unit(signals.keys.float().view(n, signals.heads, -1).mean(1))
+    parent = torch.arange(n, device=device)
+    parent[rest] = targets[(rows[rest] @ rows[targets].T).argmax(1)]
+    parent[targets] = targets
+    joined = Reduction.join(parent, count=count)
+    guests = joined.sizes - 1
+    weight = 1 / guests[joined.target].clamp(min=1)  # together the guests of a target count as much as it does
+    weight.index_fill_(0, joined.anchor, 1.0)
+    scale = None if options.merge == "mean" else torch.where(guests > 0, 2.0, 1.0)
+    return replace(joined, weight=weight, scale=scale)

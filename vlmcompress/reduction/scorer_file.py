@@ -1,0 +1,182 @@
+"""The file of a trained scorer, which `vlmcompress learn-reducer` writes, recipes name and checkpoints carry.
+
+It is a safetensors file with the float32 tensors of `methods.learned.shapes`. Its metadata have one entry,
+`vlmcompress_scorer`, with a JSON object: `schema_version` (1), `model_type`, `source` (the model's name), `width` (channels
+of a token), `hidden`, `keep`, and how it was trained.
+
+A checkpoint carries it as `reducer/scorer.safetensors`: engines take every safetensors file of the folder itself for weights.
+A file may come from anywhere. Nothing in it is code, and its size, names, shapes and numbers are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.methods import learned
+from vlmcompress.utils import folders, json_files
+from vlmcompress.utils.errors import UserError
+
+CARRIED = "reducer/scorer.safetensors"
+"""Where a checkpoint has the file."""
+FACTS, SCHEMA_VERSION = "vlmcompress_scorer", 1
+LARGEST, MOST_HIDDEN = 64 << 20, 1024
+COMMAND = "vlmcompress learn-reducer MODEL --calib DATA --keep 0.25 -o FILE.safetensors"
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What a file holds: the network's weights, facts about it (see the module), and the hash of the file."""
+
+    weights: dict[str, Tensor]
+    facts: dict[str, Any]
+    sha256: str
+
+
+def named(chosen: ReducerChoice) -> ReducerChoice:
+    """The reducer with the hash of the file that it names, so that it can be told from others. UserError for a bad file."""
+    if not chosen.options.scorer:
+        return chosen
+    return _with(chosen, sha256=read(Path(chosen.options.scorer)).sha256)
+
+
+def known(config: Any, chosen: ReducerChoice, folder: Path | None = None) -> ReducerChoice:
+    """The reducer with the network of the file that it names; itself where it goes by none.
+
+    Args:
+        config: the config of the model, as transformers has it.
+        folder: of the checkpoint that carries the reducer; None: the reducer was asked for, and names its file.
+
+    Raises:
+        UserError: no file is named, it is not right, not of this model, or not the one that the checkpoint was written with.
+    """
+    options = chosen.options
+    if options.scorer is None or options.network is not None:
+        return chosen
+    if not options.scorer:
+        raise UserError(
+            f"'{chosen.method}' has no scorer; train one with `{COMMAND}` and name it: scorer=FILE.safetensors"
+        )
+    if folder is not None and options.scorer != CARRIED:
+        raise UserError(f"reduce.scorer is {options.scorer[:80]!r}, should be {CARRIED!r}; export it again")
+    path = Path(options.scorer) if folder is None else folder / CARRIED
+    scorer = read(path)
+    expected = getattr(options, "sha256", "")
+    if expected and expected != scorer.sha256:
+        raise UserError(
+            f"scorer {path} has sha256 {scorer.sha256[:12]}, not {expected[:12]}: it was changed; export it again"
+        )
+    model_facts = {"model_type": config.model_type, "width": config.get_text_config().hidden_size}
+    for key, value in model_facts.items():
+        if scorer.facts[key] != value:
+            raise UserError(
+                f"scorer {path} is of another model, '{scorer.facts['source']}': its {key} is {scorer.facts[key]}, here it is "
+                f"{value}; train one with `{COMMAND}`"
+            )
+    return _with(chosen, sha256=scorer.sha256, network=learned.Network(scorer.weights))
+
+
+def carried(chosen: ReducerChoice, folder: Path | None = None) -> ReducerChoice:
+    """The reducer as a checkpoint's block has it, with the file at its place there; with that of `folder`, to ask for it."""
+    path = CARRIED if folder is None else str(folder / CARRIED)
+    return _with(chosen, scorer=path) if chosen.options.scorer else chosen
+
+
+def content(chosen: ReducerChoice) -> bytes:
+    """The file's bytes, to be written into a checkpoint. UserError where it is not the one that was read before."""
+    assert chosen.options.scorer
+    path = Path(chosen.options.scorer)
+    data = _bytes(path)
+    if hashlib.sha256(data).hexdigest() != getattr(chosen.options, "sha256", ""):
+        raise UserError(f"scorer {path} was changed during the run; start again")
+    return data
+
+
+def save(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Scorer:
+    """Write the file, whole or not at all."""
+    metadata = {FACTS: json.dumps({"schema_version": SCHEMA_VERSION, **facts}, sort_keys=True)}
+    data = safetensors.torch.save({name: value.float().cpu().contiguous() for name, value in weights.items()}, metadata)
+    folders.save(path.parent, {"safetensors": (path.name, data)})
+    return read(path)
+
+
+def read(path: Path) -> Scorer:
+    """Read a file and check all of it. UserError where it is not right."""
+    data = _bytes(path)
+    try:
+        weights = safetensors.torch.load(data)
+        metadata = json_files.parse(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
+    except (SafetensorError, ValueError, AttributeError, KeyError) as error:
+        raise UserError(f"scorer {path} is no safetensors file, or cut off; train one with `{COMMAND}`") from error
+    return Scorer(weights, _checked(path, weights, metadata), hashlib.sha256(data).hexdigest())
+
+
+def is_scorer(path: Path) -> bool:
+    """Whether a file is a scorer that can be read."""
+    try:
+        read(path)
+    except UserError:
+        return False
+    return True
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return json_files.read_bytes(path, LARGEST)
+    except json_files.Unreadable as error:
+        raise UserError(f"cannot read scorer {path}: {error}; train one with `{COMMAND}`") from error
+    except OSError as error:
+        raise UserError(f"cannot read scorer {path} ({type(error).__name__}); train one with `{COMMAND}`") from error
+
+
+def _checked(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The facts of a file, once they, the names, shapes and numbers of its tensors are found to be right."""
+    if FACTS not in metadata:
+        raise UserError(f"{path} holds no scorer; train one with `{COMMAND}`")
+    try:
+        facts = json_files.parse(metadata[FACTS])
+        if (schema := facts.pop("schema_version")) != SCHEMA_VERSION:
+            version = _line(str(schema)[:20])
+            raise UserError(
+                f"scorer {path} is of schema {version}, this vlmcompress reads {SCHEMA_VERSION}; upgrade it"
+            )
+        width, hidden = facts["width"], facts["hidden"]
+        if type(width) is not int or type(hidden) is not int or not (0 < hidden <= MOST_HIDDEN and width > 0):
+            raise ValueError
+        facts |= {name: _line(str(facts[name])) for name in ("model_type", "source")}
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
+        raise UserError(f"scorer {path} does not say what it is of; train one with `{COMMAND}`") from error
+    shapes = learned.shapes(width, hidden)
+    for name in sorted(weights.keys() | shapes.keys()):
+        value = weights.get(name)
+        if value is None or name not in shapes:
+            raise UserError(
+                f"scorer {path}: tensor '{_line(name[:40])}' is {'missing' if value is None else 'unknown'}; train it again"
+            )
+        if tuple(value.shape) != shapes[name] or str(value.dtype) != "torch.float32":
+            raise UserError(
+                f"scorer {path}: tensor '{name}' is {value.dtype} {list(value.shape)}, should be float32 {list(shapes[name])}"
+            )
+        if not value.isfinite().all():
+            raise UserError(f"scorer {path}: tensor '{name}' holds NaN or Inf; train it again")
+    if not (weights["spread"] > 0).all():
+        raise UserError(f"scorer {path}: tensor 'spread' holds numbers that are not above 0; train it again")
+    return facts
+
+
+def _line(text: str) -> str:
+    """The first characters of a text that a stranger may have written, fit for a line of an error."""
+    return "".join(char if char.isprintable() else "?" for char in text[:80])
+
+
+def _with(chosen: ReducerChoice, **changes: Any) -> ReducerChoice:
+    return ReducerChoice(chosen.method, replace(chosen.options, **changes))

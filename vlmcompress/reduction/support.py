@@ -1,0 +1,260 @@
+"""May this reducer go with this model and this engine? `check` answers, once, for all who ask.
+
+It joins three answers: of the model's family (`family_refusal`), of its config (`check_config`), and of vLLM's plugin
+(`engine_refusal`), which goes by literals in the files of methods and families and needs neither torch nor vLLM. So other
+modules of the package are imported within functions here.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.registry import REDUCERS, Registry
+
+if TYPE_CHECKING:
+    from vlmcompress.models import VLM, ModelSpec
+    from vlmcompress.reduction.choice import ReducerChoice
+    from vlmcompress.reduction.methods import ReducerOptions, TokenCounter
+
+SERVED = Registry("vlmcompress.engines.vllm.plugin", "family")
+"""The families that vLLM's plugin serves."""
+PREFIX = "Vlmcompress"  # `reduction.block.PREFIX`, which would bring torch along
+_MIXED = {
+    "block": "which is built for pictures of one size, and those of {family} have any",
+    "resized": "and in {family} tiles are resized behind the encoder, which mixes patches",
+}
+
+
+def check(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transformers", files: bool = True) -> None:
+    """Raise UserError unless a reducer may go with a model and an engine.
+
+    Args:
+        vlm: the model, of which the config and the parameters' shapes are enough.
+        engine: `vllm`, or `transformers`.
+        files: whether to read the thresholds that the reducer names, and check that they are of this model.
+    """
+    if files and isinstance(reducer.options.thresholds, str) and family_refusal(vlm.spec, reducer.method) is None:
+        from vlmcompress.reduction import threshold_file
+
+        reducer = threshold_file.resolve(vlm, reducer)
+    check_config(vlm.spec, vlm.model.config, reducer)
+    if engine == "vllm":
+        for architecture in vlm.model.config.architectures or []:
+            if reason := engine_refusal(architecture, reducer):
+                raise UserError(reason)
+
+
+def family_refusal(spec: ModelSpec, method: str) -> str | None:
+    """The reason why `method` cannot be attached to this family's models, in one line; None when it can. UserError: unknown."""
+    module = REDUCERS.get(method)
+    if spec.visual_grid is None:
+        from vlmcompress.models import all_specs
+
+        families = ", ".join(sorted(other.family for other in all_specs() if other.visual_grid))
+        return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
+    if _fits(spec, module):
+        return None
+    modules = {name: REDUCERS.get(name) for name in REDUCERS.names()}
+    others = ", ".join(name for name, other in modules.items() if _fits(spec, other) and not _weak(other))
+    return f"'{method}' {_unfit(spec, module)}; use {others}"
+
+
+def _weak(module: ModuleType) -> bool:
+    """Whether a method is not worth naming: it saves nothing in engines, or beat no baseline."""
+    return not module.SERVED or getattr(module, "NO_BETTER_THAN", None) is not None
+
+
+def _fits(spec: ModelSpec, module: ModuleType) -> bool:
+    """Whether the method can work in the family's encoder and decoder."""
+    if module.STAGE == "llm":
+        return not spec.mixed_blocks
+    if hasattr(module, "merge"):
+        return spec.vision_joint is not None
+    if chooses_images(module):
+        return spec.visual_grid in ("thw", "patches")
+    return spec.vision_cls or not needs_encoder(module)
+
+
+def _unfit(spec: ModelSpec, module: ModuleType) -> str:
+    """Explain why the method cannot work in the family's encoder or decoder."""
+    if module.STAGE == "llm":
+        return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
+    if hasattr(module, "merge"):
+        return f"merges patches within the encoder, {_MIXED[spec.vision_units].format(family=spec.family)}"
+    if chooses_images(module):
+        return f"leaves out images, and {spec.family} cuts them into tiles"
+    return f"reads attention from CLS, which the encoder of {spec.family} does not have"
+
+
+def needs_encoder(module: ModuleType) -> bool:
+    """Whether the method needs signals from within the encoder."""
+    return module.STAGE == "encoder" or "windowed" in module.NEEDS
+
+
+def listens(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
+    """Whether signals from within this model's encoder are read: those that the method needs, or takes where there are any."""
+    takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
+    return needs_encoder(module) or (takes and spec.vision_cls and _closed(config) is None)
+
+
+def chooses_images(module: ModuleType) -> bool:
+    """Whether the method keeps or drops whole images of a prompt."""
+    return module.STAGE == "pixels"
+
+
+def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
+    """Raise UserError unless the method can be applied to a model, from its family and config without loading it."""
+    tower = config.vision_config.model_type
+    if reason := family_refusal(spec, reducer.method) or dict(spec.unreduced_towers).get(tower):
+        raise UserError(reason)
+    module, options = reducer.module, reducer.options
+    if options.layer is not None:
+        _check_layer(config, options.layer)
+    try:
+        drops = options.drops(config.get_text_config().num_hidden_layers)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if module.STAGE == "llm" and drops:
+        _check_deepstack(config, drops[0][0], options)
+    if hasattr(module, "merge"):
+        _check_merging(spec, config, module, options)
+    elif needs_encoder(module):
+        _check_encoder(config, options)
+
+
+def _check_layer(config: Any, layer: int) -> None:
+    layers = config.get_text_config().num_hidden_layers
+    if layer >= layers:
+        raise UserError(f"layer {layer} is none of the language model's {layers} (from 0); choose a lower one")
+
+
+def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
+    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    if layer < deep:
+        better = f"use layer {deep} or later"
+        if options.layer is None:
+            better = f"the first stage ends before layer {layer}, so use fewer stages"
+        raise UserError(f"layers before {deep} still receive visual features in this model; {better}")
+
+
+def _closed(config: Any) -> str | None:
+    """The reason why an encoder's attention cannot be read, though its family's can; None when it can."""
+    if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
+        return "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
+    if config.vision_config.model_type != "clip_vision_model":
+        kind = config.vision_config.model_type
+        return f"the encoder is a {kind}, without CLS; attach a reducer of the projected tokens"
+    return None
+
+
+def _check_encoder(config: Any, options: ReducerOptions) -> None:
+    if reason := _closed(config):
+        raise UserError(reason)
+    layers = config.vision_config.num_hidden_layers
+    if options.shallow is not None and options.shallow >= layers:
+        raise UserError(
+            f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
+        )
+
+
+def feature_layers(config: Any) -> int:
+    """Number of the encoder's layers that make the features in use."""
+    layer = getattr(config, "vision_feature_layer", -1)  # index among hidden states, one more than layers
+    return layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
+
+
+def strategy(config: Any) -> str:
+    """The encoder's rows that are features: all of them, `full`, or those behind CLS, `default`."""
+    return getattr(config, "vision_feature_select_strategy", "full")
+
+
+def _check_merging(spec: ModelSpec, config: Any, module: ModuleType, options: ReducerOptions) -> None:
+    from vlmcompress.reduction.hooks.units import block
+
+    vision = config.vision_config
+    used = (vision.model_type, strategy(config))
+    if not isinstance(getattr(config, "vision_feature_layer", -1), int):
+        raise UserError("this model joins several encoder layers; attach a reducer of the projected tokens")
+    if block(config) > 1 and feature_layers(config) != vision.num_hidden_layers:
+        raise UserError("this model leaves out encoder layers; attach a reducer of the projected tokens")
+    if used not in spec.merging_towers:
+        raise UserError(
+            f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP or InternViT without CLS "
+            "('default') and a SigLIP ('full'); attach a reducer of the projected tokens"
+        )
+    layers, thresholds = feature_layers(config), options.thresholds
+    if isinstance(thresholds, tuple) and len(thresholds) != layers:
+        raise UserError(
+            f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
+        )
+    least, most = counts(config, module)
+    if module.COUNT == "fixed" and module.budget((1, 1, most), options) < least:
+        raise UserError(
+            f"keep={options.keep:g} of {most} tokens is out of reach: {layers} layers, each of which merges at most half, "
+            f"leave {least}; choose at least keep={least / most:.3g}"
+        )
+
+
+def counts(config: Any, module: ModuleType) -> tuple[int, int]:
+    """The fewest tokens that a method can leave of an image or tile, in each layer at most half where it merges; and all."""
+    from vlmcompress.reduction.hooks.units import tile
+
+    tokens = math.prod(tile(config))
+    return -(-tokens >> feature_layers(config)) if hasattr(module, "merge") else 1, tokens
+
+
+def check_counter(spec: ModelSpec, config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
+    """Raise UserError unless the method can meet the counter's counts in a model of this family and config."""
+    from vlmcompress.reduction.hooks.units import patch
+
+    if not chosen.takes_count:
+        raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")
+    least, most = counts(config, chosen.module)
+    if counter.patch != patch(config) or counter.buckets[0] < least or counter.buckets[-1] > most:
+        raise UserError(
+            f"counts of {counter.buckets[0]} to {counter.buckets[-1]}, of patches of {counter.patch}, are another model's; "
+            f"this one's encoder makes {least} to {most} tokens of patches of {patch(config)}"
+        )
+
+
+def engine_refusal(architecture: str, reducer: ReducerChoice) -> str | None:
+    """The reason why vLLM does not serve a model of `architecture` with `reducer`, in one line; None when it does.
+
+    Needs no vLLM. `architecture` is the name in config.json, of the model or of its reduced form.
+    """
+    method, module = reducer.method, reducer.module
+    architecture = architecture.removeprefix(PREFIX)
+    families = {SERVED.constant(family, "ARCHITECTURE"): family for family in SERVED.names()}
+    if architecture not in families:
+        return f"vLLM does not serve {architecture} with fewer visual tokens yet{did_you_mean('', families)}"
+    family, reason = families[architecture], None
+    if not module.SERVED:
+        reason = f"vLLM cannot serve '{method}' ({module.WHY_NOT})"
+    elif missing := _missing(method, family):
+        reason = f"vLLM does not serve '{method}' with {family} (without {missing})"
+    if reason:
+        return reason + did_you_mean("", [name for name in REDUCERS.names() if _serves(family, name)])
+    return None
+
+
+def served(method: str) -> list[str]:
+    """List the families whose models vLLM serves with tokens reduced by `method`. Imports neither vLLM nor torch."""
+    return [family for family in SERVED.names() if _serves(family, method)]
+
+
+def _serves(family: str, method: str) -> bool:
+    return bool(REDUCERS.constant(method, "SERVED")) and not _missing(method, family)
+
+
+def _missing(method: str, family: str) -> str:
+    """Names of the signals that a method needs and the family's model cannot give it."""
+    signals = SERVED.constant(family, "SIGNALS")
+    stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
+    if adaptive and not SERVED.constant(family, "COUNTED"):
+        return "counts that depend on the image"
+    if stage == "pixels":
+        return "" if "views" in signals else "what it needs before the encoder"
+    return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(signals)))

@@ -1,0 +1,210 @@
+"""Visual tokens of images and videos by the family's own rule, before and after a reducer, and the patches of the encoder.
+
+Images go by `ModelSpec.layout` with the model's processor, videos by `ModelSpec.video` with frames of the size that the
+processor makes of them (checked against the processors of transformers 5.17). Where the folder has no processor, a stand-in has
+the settings that config.json implies (`ModelSpec.placeholders` and `image_processor`); `Rule.notes` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import AutoImageProcessor
+
+from vlmcompress import models
+from vlmcompress.models import Layout, ModelSpec, Piece, square_patches
+from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks.views import tokens_left
+from vlmcompress.reduction.support import chooses_images
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import foreign_errors
+
+Size = tuple[int, int]
+LARGEST = 50_000_000
+"""Pixels of an image or a frame; a blank image of that size is given to the processor."""
+MOST_FRAMES = 100_000
+LARGE = ((4096, 4096), (8192, 2048), (2048, 8192), (1536, 1024), (1024, 1536), (1344, 1344))
+"""Sizes among which the image with the most tokens is looked for."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What a prompt shows: sizes `(width, height)` of its images, and `(frames, width, height)` of its video."""
+
+    images: tuple[Size, ...]
+    video: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Visual tokens of a prompt.
+
+    Attributes:
+        images: layout of each image.
+        film: the grid `(frames, rows, columns)` of the video's tokens; None without one.
+        video: all tokens of the video, a newline behind it included.
+        patches: of each piece that the encoder sees by itself.
+        largest: tokens of the largest image that a request may bring, or of the video where it has more.
+    """
+
+    images: tuple[Layout, ...]
+    film: tuple[int, int, int] | None
+    video: int
+    patches: tuple[int, ...]
+    largest: int
+
+    @property
+    def tokens(self) -> int:
+        """All visual tokens."""
+        return sum(layout.tokens for layout in self.images) + self.video
+
+
+class Rule:
+    """The rule of one model: `count` pictures, and what a reducer leaves of them.
+
+    Attributes:
+        notes: what was assumed, for people.
+    """
+
+    def __init__(self, path: Path, config: Any, spec: ModelSpec | None):
+        """`path`: the model's folder; `config`: its config, as transformers has it; `spec`: None: of no family."""
+        if spec is None:
+            raise UserError(
+                f"visual tokens of '{config.model_type}' are not known here; plan its text with --images-per-request 0"
+            )
+        self.spec, self.config = spec, config
+        self.notes: tuple[str, ...] = ()
+        try:
+            self.processor: Any = models.load_processor(path)
+        except UserError:
+            self.processor, self.notes = _stand_in(path, config, spec)
+
+    def count(self, pictures: Pictures) -> Counted:
+        """Count the tokens of pictures. UserError for sizes that the processor refuses, or a video where none are counted."""
+        layouts = layouts_of(self.spec, self.processor, pictures.images)
+        patches = [count for layout in layouts for piece in layout.pieces for count in self._patches(piece)]
+        film = self._video(*pictures.video) if pictures.video else None
+        video = math.prod(film) + bool(self.spec.newlines) if film else 0
+        if film:
+            frames, rows, columns = film
+            whole = self.spec.visual_grid == "thw"
+            patches += [self._side**2 * rows * columns if whole else square_patches(self.config.vision_config)] * frames
+        largest = max((self._try(size) for size in LARGE), default=0)
+        longest = max([largest, video, *(layout.tokens for layout in layouts)])
+        return Counted(layouts, film, video, tuple(patches), longest)
+
+    def _try(self, size: Size) -> int:
+        try:
+            return layouts_of(self.spec, self.processor, [size])[0].tokens
+        except UserError:
+            return 0
+
+    @property
+    def _side(self) -> int:
+        return self.spec.token_side(self.config) if self.spec.token_side else 1
+
+    def _patches(self, piece: Piece) -> list[int]:
+        """Patches of each picture that the encoder sees for a piece of an image."""
+        if piece.tiles is None:
+            return [piece.rows * piece.columns * self._side**2]
+        return [square_patches(self.config.vision_config)] * piece.tiles
+
+    def _video(self, frames: int, width: int, height: int) -> tuple[int, int, int]:
+        """The grid of a video's tokens."""
+        if width * height > LARGEST or frames > MOST_FRAMES:
+            raise UserError(
+                f"video {frames}x{width}x{height} is larger than {MOST_FRAMES:,} frames of {LARGEST / 1e6:.0f} Mpx"
+            )
+        if self.spec.video is None:
+            raise UserError(
+                f"videos of {self.spec.family} are not counted here; give the frames as --images-per-request"
+            )
+        try:
+            return self.spec.video(self.processor, frames, width, height)
+        except ValueError as error:
+            raise UserError(f"video {frames}x{width}x{height}: the model's processor refuses it ({error})") from error
+
+
+def layouts_of(spec: ModelSpec, processor: Any, sizes: Sequence[Size]) -> tuple[Layout, ...]:
+    """The layouts of a prompt's images by their sizes. UserError for a size that is too large or that the processor refuses."""
+    layouts = []
+    for width, height in sizes:
+        if width * height > LARGEST:
+            raise UserError(f"image {width}x{height} is {width * height / 1e6:.1f} Mpx, more than {LARGEST / 1e6:.0f}")
+        what = f"image {width}x{height}: the model's processor refuses it"
+        with foreign_errors(what, "; see the sizes in vision_config, or copy the processor's files"):
+            layouts.append(spec.layout(processor, width, height, len(sizes)))
+    return tuple(layouts)
+
+
+def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:
+    """Visual tokens that a reducer leaves of a prompt; None where that depends on what an image shows.
+
+    vLLM's plugin reduces a video as one grid, and within the encoder each of its frames. UserError for a reducer that it does
+    not give videos to.
+    """
+    if counted.film and chosen.asks:
+        raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
+    if spec.visual_grid == "anyres" and hasattr(chosen.module, "merge"):
+        return None
+    full = sum(layout.tokens for layout in counted.images)
+    if chooses_images(chosen.module):
+        if len({layout.tokens for layout in counted.images}) > 1:
+            return None
+        return (tokens_left(full, len(counted.images), chosen) if counted.images else 0) + counted.video
+    grids = _grids(counted, chosen)
+    left = [chosen.module.budget(grid, chosen.options) for grid in grids]
+    if None in left:
+        return None
+    return full + counted.video - sum(math.prod(grid) - count for grid, count in zip(grids, left, strict=True))
+
+
+def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
+    """Visual tokens in each decoder block: `left`, unless a method within the language model has another count by block."""
+    grids = _grids(counted, chosen) if chosen and chosen.module.STAGE == "llm" else []
+    counts = [chosen.left(grid, blocks) for grid in grids] if chosen else []
+    if not counts or None in counts:
+        return [left] * blocks
+    rest = counted.tokens - sum(math.prod(grid) for grid in grids)
+    return [rest + sum(block) for block in zip(*counts, strict=True)]
+
+
+def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]]:
+    """The grids that are reduced by themselves, of all images and of the video."""
+    images = [grid for layout in counted.images for grid, _ in layout.grids()]
+    if counted.film is None:
+        return images
+    frames, rows, columns = counted.film
+    return images + ([(1, rows, columns)] * frames if hasattr(chosen.module, "merge") else [counted.film])
+
+
+def _stand_in(path: Path, config: Any, spec: ModelSpec) -> tuple[Any, tuple[str, ...]]:
+    """What the layouts read of a processor, from config.json, and from preprocessor_config.json where that is there alone.
+
+    Second, what was assumed.
+    """
+    notes: tuple[str, ...] = ()
+    image_processor: Any = None
+    if (path / "preprocessor_config.json").is_file():
+        with contextlib.suppress(ValueError, OSError, TypeError, KeyError, AttributeError, ImportError), models.quiet():
+            image_processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
+    if image_processor is None:
+        if spec.image_processor is None:
+            raise UserError(
+                f"visual tokens of {spec.family} depend on its processor; copy preprocessor_config.json from the source"
+            )
+        image_processor = spec.image_processor(config)
+        note = "the folder has no processor: sizes are those of config.json"
+        if spec.visual_grid == "thw":
+            most = image_processor.size["longest_edge"] / 1e6
+            note += f", and an image has up to transformers' {most:.2f} Mpx"
+        notes = (note,)
+    settings = spec.placeholders(config) if spec.placeholders else {}
+    whole = {name: value for name, value in settings.items() if "." not in name}
+    return SimpleNamespace(image_processor=image_processor, **whole), notes

@@ -1,1 +1,0 @@
-"""Runs that compress a model: calibrate it, quantize it, share out bits among its layers."""

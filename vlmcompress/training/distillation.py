@@ -1,0 +1,107 @@
+"""What a model says at its answer tokens, as a teacher with all visual tokens and as a student behind a reducer.
+
+The teacher runs a whole sample at once. The student runs the prompt, which is what its reducer sees, and then the tokens of the
+answer behind it, by the cache that the prompt has filled. So it generates, too: methods that read the text, or decide within
+the language model, never see the answer. The graph goes through both runs and through the cache. Only the last answer of a
+conversation counts; earlier ones are part of the prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.models import VLM
+from vlmcompress.models.data.encode import ANSWER, PIXELS, Inputs
+from vlmcompress.models.devices import float_products
+from vlmcompress.reduction.hooks.calibration_inputs import prompt_length
+
+
+def answer_tokens(batch: Inputs) -> tuple[int, int]:
+    """Of a sample from `encode`: the length of its prompt, and how many tokens of its last answer are predicted, the first at
+    the prompt's last token. 0 of them where it has no answer."""
+    modality = batch["modality"][0]
+    cut = prompt_length(modality)
+    return cut, int((modality[cut - 1 :] == ANSWER).sum()) if cut < len(modality) else 0
+
+
+@torch.no_grad()
+def teacher_logits(vlm: VLM, batch: Inputs) -> Tensor:
+    """Logits `[answer tokens, vocabulary]` of the model as it is, for one sample that has an answer."""
+    return gated_logits(vlm, batch)
+
+
+def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
+    """The same with a graph, and with the gates that are attached, if any (`hooks.gated`).
+
+    These see the image alone, so the answer may stand behind the prompt.
+    """
+    cut, count = answer_tokens(batch)
+    columns = torch.arange(cut - 1, cut - 1 + count, device=vlm.model.device)
+    with float_products(vlm.model):
+        return vlm.model(**placed(vlm, batch), use_cache=False, logits_to_keep=columns).logits[0]
+
+
+def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
+    """Logits `[answer tokens, vocabulary]` of the model with what is attached to it, for one sample that has an answer.
+
+    For a backward pass call it within `graph`.
+    """
+    cut, count = answer_tokens(batch)
+    inputs = placed(vlm, batch)
+    ids = inputs["input_ids"]
+    with float_products(vlm.model):
+        first = vlm.model(**_cut(inputs, cut), use_cache=True, logits_to_keep=1)
+        if count == 1:
+            return first.logits[0]
+        end = cut - 1 + count
+        kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
+        if vlm.spec.positions == "mrope":
+            base: Any = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
+            ahead = (
+                base.rope_deltas if PIXELS & inputs.keys() else 0
+            )  # without images the model leaves an older one there
+            kwargs["position_ids"] = (torch.arange(cut, end, device=ids.device)[None] + ahead)[None].expand(3, -1, -1)
+        rest = vlm.model(input_ids=ids[:, cut:end], past_key_values=first.past_key_values, use_cache=True, **kwargs)
+    return torch.cat([first.logits, rest.logits], 1)[0]
+
+
+@contextlib.contextmanager
+def graph(vlm: VLM) -> Iterator[None]:
+    """Within the context a graph may go through the model's caches. Those of recurrent states are written to in place, and what
+    they held is copied then, which takes time."""
+    copied = torch.autograd.graph.allow_mutation_on_saved_tensors if vlm.spec.mixed_blocks else contextlib.nullcontext
+    with torch.enable_grad(), copied():
+        yield
+
+
+@torch.no_grad()
+def greedy_answer(vlm: VLM, batch: Inputs, most: int) -> str:
+    """The model's own answer to a prompt from `encode_prompt`, of at most `most` tokens."""
+    inputs = placed(vlm, batch)
+    with float_products(vlm.model):
+        tokens = vlm.model.generate(  # type: ignore[operator]
+            **inputs, do_sample=False, num_beams=1, max_new_tokens=most, pad_token_id=0
+        )
+    answer = tokens[0, inputs["input_ids"].shape[1] :]
+    return vlm.processor.tokenizer.decode(answer, skip_special_tokens=True).strip()
+
+
+def placed(vlm: VLM, batch: Inputs) -> Inputs:
+    """The inputs where the model is, and in its type."""
+    device, dtype = vlm.model.device, vlm.model.dtype
+    return {
+        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
+        for name, value in batch.items()
+        if name != "modality"
+    }
+
+
+def _cut(inputs: Inputs, end: int) -> Inputs:
+    """The inputs of the first `end` tokens."""
+    length = inputs["input_ids"].shape[1]
+    return {name: value[:, :end] if value.shape[:2] == (1, length) else value for name, value in inputs.items()}

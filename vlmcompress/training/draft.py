@@ -1,0 +1,307 @@
+"""Train a draft head (`eagle3`, `medusa`) for one checkpoint: quantized, behind the reducer that it carries, or plain.
+
+The target answers the samples' questions itself, greedily, as that is what a draft has to guess; answers of the data are not
+used. Then its hidden states and its distributions over these answers teach the draft, sample by sample. Nothing of the target
+changes. Held-out samples, which show other images, judge the draft; the state with the lowest divergence there is written, in
+the layout that vLLM loads. A draft of another checkpoint of the same sizes may be where training begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.engines import Engine
+from vlmcompress.export import draft_folder, draft_images, manifest
+from vlmcompress.export.draft_folder import Draft
+from vlmcompress.models import VLM
+from vlmcompress.models.data import Sample, data_hash
+from vlmcompress.quantization.plan.calibration_data import data_source
+from vlmcompress.recipe import Recipe
+from vlmcompress.reduction.hooks import attach_carried
+from vlmcompress.training import distillation, eagle3, teacher_cache
+from vlmcompress.training.draft_answers import write_answers
+from vlmcompress.training.draft_lessons import Lessons, load_target
+from vlmcompress.training.draft_write import write_draft
+from vlmcompress.training.recovery_files import RecoveryFiles, model_facts, run_settings
+from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
+from vlmcompress.utils import distributed, folders, identity
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
+
+ALIGNING = 1e-4
+"""The learning rate with which a trained draft goes on for another target; at that of a new one it first gets worse."""
+
+
+@dataclass(frozen=True)
+class DraftTraining:
+    """How a draft is trained: the flags of the verb. UserError for a value that is not right.
+
+    Attributes:
+        steps, batch, lr, every: of the loop (`train_loop.Settings`).
+        answer_tokens: most tokens of an answer that the target writes.
+        vocabulary: most tokens that the draft can guess.
+        kind: `eagle3` or `medusa`.
+        images: what the draft gets of images (`draft_images`).
+        image_vector: whether a vector of the image is added to each row.
+        block_size: tokens of a block of vLLM's cache where the draft is meant to be served.
+
+    With a draft to begin with, the last five are as of that.
+    """
+
+    steps: int = 1000
+    batch: int = 8
+    lr: float = 1e-3
+    every: int = 50
+    answer_tokens: int = 128
+    vocabulary: int = 32000
+    kind: Literal["eagle3", "medusa"] = "eagle3"
+    images: str = "hidden"
+    image_vector: bool = False
+    block_size: int = draft_images.BLOCK
+
+    def __post_init__(self) -> None:
+        check_flags(self, "steps", "batch", "every", "answer_tokens", "vocabulary", "block_size")
+        if self.kind == "medusa" and not draft_images.parse(self.images, self.image_vector).plain:
+            raise UserError(
+                "--kind medusa reads the target's last hidden state alone; leave out --images and --image-vector"
+            )
+
+    @property
+    def samples(self) -> int:
+        """As many samples as are seen once each, with those that are held out."""
+        return teacher_cache.samples_for(self.steps * self.batch)
+
+
+def draft(
+    recipe: Recipe,
+    training: DraftTraining,
+    *,
+    base: Draft | None = None,
+    engine: Engine | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Train a draft for the checkpoint `recipe.model` and write it to the folder `recipe.out`; return the facts beside it.
+
+    Args:
+        recipe: resolved recipe of scheme `none`; its model, data and seed are used.
+        training: how it is trained.
+        base: the draft to begin with.
+        engine: answers the samples' questions; None: transformers does, one by one.
+        resume: go on after an interrupted run with the same settings.
+        overwrite: replace an existing `out` that vlmcompress wrote.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: bad input, a target that vLLM can't speculate on, or training that came to nothing; nothing was written.
+    """
+    out = recipe.output
+    images = base.images if base else draft_images.parse(training.images, training.image_vector, training.block_size)
+    draft_folder.check_target(config := models.read_config(recipe.model), images)
+    if base and (problem := base.mismatch(config)):
+        raise UserError(f"--from {base.folder}: {problem}; leave out --from to train one anew")
+    with timed_phases(), folders.claimed_folder(recipe.model, out, overwrite=overwrite, mark=draft_folder.FACTS):
+        source = data_source(recipe, recipe.model, "draft")
+        assert source is not None
+        with phase("loading"):
+            samples = [replace(sample, answer=None) for sample in teacher_cache.read(source, recipe, reduced=False)]
+            settings = run_settings(recipe, training, _particulars(recipe, samples, base, engine))
+        with distributed.process_group():
+            with phase("loading"), distributed.shared_errors():
+                files = RecoveryFiles(out, settings, resume)
+            target, data = _answered(recipe, samples, source, engine, files, training.answer_tokens, progress)
+            with phase("training"), torch.inference_mode(False):
+                kind, total = base.method if base else training.kind, len(target.model.get_output_embeddings().weight)
+                stored = load_file(base.folder / draft_folder.WEIGHTS) if base else None
+                vocabulary = training.vocabulary if stored is None else guessable(stored, total)
+                lessons = Lessons(target, data, recipe, kind, images, vocabulary)
+                _check_answers(lessons, source)
+                tensors = _first_values(lessons, recipe.seed, stored, base)
+                before = acceptance(lessons, tensors) if base else None
+                log, best = _train(lessons, tensors, training, recipe.seed, files, progress, base is not None)
+                best = {name: tensor.to(target.model.dtype) for name, tensor in best.items()}  # as it is written
+        facts = _facts(recipe, training, data, log, lessons, best)
+        if base:
+            facts["from"] = {"target": dict(base.target), "acceptance": _acceptance(before or [])}
+        if distributed.is_main():
+            with folders.new_folder(out) as folder:
+                write_draft(folder, lessons, best, facts)
+            files.remove()
+        return facts | {"timing": phase_seconds()}
+
+
+def _answered(
+    recipe: Recipe,
+    samples: Sequence[Sample],
+    source: str | Path,
+    engine: Engine | None,
+    files: RecoveryFiles,
+    most: int,
+    progress: Progress,
+) -> tuple[VLM, teacher_cache.Data]:
+    """The loaded target, and the samples with its own answers of at most `most` tokens; see `draft`."""
+    if engine is not None:
+        with phase("answers"), distributed.shared_errors():
+            if distributed.is_main():
+                write_answers(engine, recipe.model, samples, files, most, progress)
+    with phase("loading"), distributed.shared_errors():
+        target = load_target(recipe)
+    with phase("answers"), _reduced(target, recipe.model):
+        return target, teacher_cache.answered(target, samples, source, files, progress, most)
+
+
+def _particulars(
+    recipe: Recipe, samples: Sequence[Sample], base: Draft | None, engine: Engine | None
+) -> dict[str, Any]:
+    return {
+        "--from a draft with the hash": identity.sha256(base.folder / draft_folder.WEIGHTS) if base else "",
+        "--engine": engine.name if engine else "hf",
+        "calibrate.max_length": recipe.calibrate.max_length,
+        "samples with the hash": data_hash(samples),
+        "a model with the files": model_facts(recipe.model),
+    }
+
+
+def _reduced(target: VLM, path: Path) -> contextlib.AbstractContextManager[Any]:
+    """The target behind the reducer that its checkpoint carries, if any."""
+    return attach_carried(target.model, target.processor, path) or contextlib.nullcontext()
+
+
+def _check_answers(lessons: Lessons, source: str | Path) -> None:
+    """Raise UserError where no answer on either side is long enough to guess in."""
+    counts = [distillation.answer_tokens(batch)[1] for batch in lessons.batches]
+    for part in (counts[: lessons.first], counts[lessons.first :]):
+        if max(part, default=0) < 2:
+            raise UserError(
+                f"{source}: the model answers these questions with one token each, which leaves a draft nothing to guess; give "
+                "questions with longer answers"
+            )
+
+
+def guessable(tensors: Mapping[str, Tensor], total: int) -> Tensor:
+    """The ids of the tokens that a draft with these tensors can guess, of `total`."""
+    if "token_map" in tensors:
+        return tensors["token_map"]
+    return tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else torch.arange(total)
+
+
+def _first_values(
+    lessons: Lessons, seed: int, stored: Mapping[str, Tensor] | None, base: Draft | None
+) -> dict[str, Tensor]:
+    """The tensors to train, as they are created or as `base` has them `stored`. UserError: that has others."""
+    tensors = lessons.create(seed)
+    if base and stored is not None:
+        for name, tensor in tensors.items():
+            if name not in stored or stored[name].shape != tensor.shape:
+                raise UserError(f"--from {base.folder}: its {name} is missing or of another shape; train one anew")
+            tensor.copy_(stored[name])
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+
+
+def _train(
+    lessons: Lessons,
+    tensors: dict[str, Tensor],
+    training: DraftTraining,
+    seed: int,
+    files: RecoveryFiles,
+    progress: Progress,
+    aligns: bool,
+) -> tuple[TrainLog, dict[str, Tensor]]:
+    """Train; return how it went, and the best values.
+
+    Where nothing is better than the first ones these are kept if the run `aligns` a trained draft, else UserError.
+    """
+    first = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if aligns else {}
+
+    def loss(index: int) -> Tensor | None:
+        lesson = lessons.lesson(index)
+        return None if lesson is None else eagle3.loss(lessons.guesses(tensors, lesson), lesson)
+
+    def backward(index: int, factor: float) -> float:
+        with torch.enable_grad():
+            value = loss(index)
+            if value is None:
+                return 0.0
+            (value * factor).backward()
+        return float(value.detach())
+
+    def held_out() -> float:
+        with torch.no_grad():
+            values = [loss(index) for index in distributed.shard(lessons.held_out)]
+        sums = [float(value) for value in values if value is not None]
+        total = distributed.all_sum(torch.tensor([sum(sums), len(sums)], dtype=torch.float64))
+        return float(total[0] / total[1].clamp_min(1))
+
+    settings = Settings(training.steps, training.batch, training.lr, training.every, seed)
+    callbacks: dict[str, Any] = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
+    log, best = train(
+        tensors, lessons.first, settings, **callbacks, store=files, progress=progress, label="training the draft"
+    )
+    if not best and math.isfinite(log.first):
+        best = first
+    if not best:
+        raise UserError(
+            f"the draft learnt nothing: {log.ended or 'no measurement was better than before training'}; "
+            "give more data with longer answers, or a lower --lr"
+        )
+    return log, best
+
+
+def _acceptance(shares: Sequence[float]) -> dict[str, Any]:
+    return {"by_position": list(shares), "length": 1 + sum(shares)}
+
+
+def acceptance(lessons: Lessons, tensors: Mapping[str, Tensor]) -> list[float]:
+    """For each step the share of the held-out rows of guesses that are right up to there."""
+    sums = torch.zeros(1 + eagle3.STEPS, dtype=torch.float64)
+    with torch.no_grad():
+        for index in distributed.shard(lessons.held_out):
+            lesson = lessons.lesson(index)
+            if lesson is not None:
+                sums += eagle3.accepted(lessons.guesses(tensors, lesson), lesson).cpu()
+    rows, *right = distributed.all_sum(sums).tolist()
+    return [count / max(rows, 1) for count in right]
+
+
+def _facts(
+    recipe: Recipe,
+    training: DraftTraining,
+    data: teacher_cache.Data,
+    log: TrainLog,
+    lessons: Lessons,
+    best: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """The content of the file beside the draft."""
+    device = lessons.head.device
+    shares = acceptance(lessons, {name: tensor.to(device).float() for name, tensor in best.items()})
+    return {
+        "method": lessons.kind,
+        "target": identity.source_identity(recipe.model) | {"content_sha256": manifest.model_hash(recipe.model)},
+        "reduce": lessons.reducer.plain() if lessons.reducer else None,
+        "taps": list(lessons.shape.taps),
+        "images": lessons.images.settings(),
+        "vocabulary": lessons.shape.vocabulary,
+        "parameters": sum(tensor.numel() for tensor in best.values()),
+        "training": asdict(training) | {"seed": recipe.seed},
+        "samples": {
+            "source": Path(data.source).name,
+            "trained_on": len(data.samples) - data.held_out,
+            "held_out": data.held_out,
+        },
+        "held_out_kl": {"before": log.first, "after": log.best},
+        "acceptance": _acceptance(shares),
+        "steps": log.step,
+        "best_step": log.best_step,
+        "ended": log.ended,
+    }

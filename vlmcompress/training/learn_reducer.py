@@ -1,0 +1,319 @@
+"""Train the scorer of the reducer `learned` on calibration images, by what the model says with all visual tokens.
+
+The model's weights stay as they are. Its next-token distributions at the answers are computed once and kept on disk, as for a
+recovery; then the scorer is trained so that they stay close where the model sees the selection alone (`hooks.gated`). The
+held-out samples judge the selection itself, without noise. No labels are needed: where data have no answers, the model's own
+are taken. Workers of a team (`utils.distributed`) share out the samples, and the first one writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.models import VLM
+from vlmcompress.models.data import Sample, data_hash
+from vlmcompress.models.data.encode import Encoded
+from vlmcompress.quantization.plan.calibration_data import data_source
+from vlmcompress.recipe import Recipe
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.hooks import gated
+from vlmcompress.reduction.hooks.gated import Gate, Gated
+from vlmcompress.reduction.methods import REGISTRY, Grid, Signals, learned, reduce, too_small
+from vlmcompress.reduction.support import family_refusal
+from vlmcompress.training import distillation, teacher_cache
+from vlmcompress.training.recovery_files import RecoveryFiles, model_facts, run_settings
+from vlmcompress.training.teacher_cache import Data
+from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
+from vlmcompress.utils import distributed, folders, hub, identity
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
+
+MEASURED = 64
+"""Samples that mean and spread of the channels are measured on."""
+TEMPERATURES = (0.5, 0.3)
+"""Of the soft selection, at the first and at the last step, in units of the spread of an image's worths."""
+NOISE = 0.3
+"""Standard deviation of what is added to worths where training chooses, in the same units."""
+SPREAD, MOST = 2.25, 0.9
+"""Shares are drawn between a `SPREAD`th of `keep` and so many times it, at most `MOST`, or from `keep` to `to`, evenly in
+their logarithm: trained at one share alone, a scorer orders tokens well at that threshold only."""
+PATIENCE, DIVERGED = 6, 4.0
+COMPARED = ("uniform", "coverage")
+"""Reducers that the outcome names beside it, as they need no training."""
+
+
+@dataclass(frozen=True)
+class ScorerTraining:
+    """How a scorer is trained: the flags of the verb. UserError for a value that is not right."""
+
+    keep: float = 0.25
+    steps: int = 600
+    batch: int = 16
+    lr: float = 1e-3
+    every: int = 50
+    hidden: int = 64
+    to: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep < 1:
+            raise UserError(f"--keep is {self.keep:g}; it should be above 0 and below 1, such as 0.25")
+        if self.to is not None and not self.keep < self.to < 1:
+            raise UserError(f"--to is {self.to:g}; it should be above --keep, {self.keep:g}, and below 1, such as 0.75")
+        check_flags(self, "steps", "batch", "every", "hidden")
+        if self.hidden > scorer_file.MOST_HIDDEN:
+            raise UserError(f"--hidden is {self.hidden}; it should be at most {scorer_file.MOST_HIDDEN}")
+
+    def share(self, place: float) -> float:
+        """A share to train at, of those there are, at a place from 0 to 1."""
+        if self.to is not None:
+            return self.keep * (self.to / self.keep) ** place
+        return min(MOST, self.keep * SPREAD ** (2 * place - 1))
+
+    def judged(self) -> tuple[float, ...]:
+        """The shares at which it is measured: `keep`, or both ends and the middle."""
+        return (self.keep,) if self.to is None else tuple(self.share(place) for place in (0.0, 0.5, 1.0))
+
+    @property
+    def samples(self) -> int:
+        """As many samples as are seen once each, with those that are held out."""
+        return teacher_cache.samples_for(self.steps * self.batch)
+
+
+def learn_reducer(
+    recipe: Recipe,
+    training: ScorerTraining,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Train a scorer for `recipe.model` and write it to the file `recipe.out`; return the facts that it holds.
+
+    Args:
+        recipe: resolved recipe of scheme `none`; its model, data and seed are used.
+        training: how it is trained.
+        resume: go on after an interrupted run with the same settings.
+        overwrite: replace an existing file.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: bad input, or nothing was learnt; nothing was written.
+    """
+    out = recipe.output
+    with timed_phases(), folders.claimed(out, functools.partial(_refuse, recipe, out, overwrite)):
+        source = data_source(recipe, recipe.model, "learn-reducer")
+        assert source is not None
+        with phase("loading"):
+            samples = teacher_cache.read(source, recipe, reduced=True)
+            settings = _settings(recipe, training, samples)
+        with distributed.process_group():
+            taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
+            vlm, files, data = taught.vlm, taught.files, taught.data
+            vlm.model.requires_grad_(False)
+            with phase("training"), torch.inference_mode(False):
+                batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+                log, best, others = _Training(vlm, training, recipe.seed, files, batches, data.held_out).run(progress)
+            distributed.raise_any(None if best else _nothing(log))
+        facts = _facts(recipe, training, vlm, log, data, taught.origin, others)
+        if distributed.is_main():
+            scorer_file.save(out, best, facts)
+            files.remove()
+        return facts | {"timing": phase_seconds()}
+
+
+class _Training:
+    """A run: the model with gates on its visual tokens, and the scorer's tensors."""
+
+    def __init__(
+        self, vlm: VLM, settings: ScorerTraining, seed: int, files: RecoveryFiles, batches: Encoded, held_out: int
+    ) -> None:
+        self.vlm, self.settings, self.seed, self.files, self.batches = vlm, settings, seed, files, batches
+        self.first = len(batches) - held_out
+        self.gated = Gated(vlm)
+        self.step = 0
+        self.weights: dict[str, Tensor] = {}
+
+    def run(self, progress: Progress) -> tuple[TrainLog, dict[str, Tensor], dict[str, float]]:
+        """Train; return how it went, the best tensors, and the held-out divergence behind the reducers `COMPARED`."""
+        settings = self.settings
+        with self.gated:
+            mean, spread = self._spread()
+            start = learned.initial(mean, spread, settings.hidden, self.seed)
+            self.weights = {name: value.to(self.vlm.model.device) for name, value in start.items()}
+            trained = {
+                name: value.requires_grad_() for name, value in self.weights.items() if name not in learned.FIXED
+            }
+            others = {name: self._measured([_chosen_by(name, keep) for keep in settings.judged()]) for name in COMPARED}
+            log, best = train(
+                trained,
+                self.first,
+                Settings(settings.steps, settings.batch, settings.lr, settings.every, self.seed, PATIENCE, DIVERGED),
+                backward=self._backward,
+                held_out=lambda: self._measured([self._hard(keep) for keep in settings.judged()]),
+                changed=self._changed,
+                store=self.files,
+                progress=lambda label, done, total: progress("training the scorer", done, total),
+            )
+        fixed = {name: self.weights[name] for name in learned.FIXED} if best else {}
+        return log, best | fixed, others
+
+    def _changed(self, step: int) -> None:
+        self.step = step
+
+    def _loss(self, index: int, gate: Gate) -> Tensor:
+        self.gated.gate = gate
+        return teacher_cache.divergence(
+            self.files.targets(index), distillation.gated_logits(self.vlm, self.batches[index])
+        )
+
+    def _backward(self, index: int, factor: float) -> float:
+        """Add a sample's gradient, with a share and noise that its number, the step and the seed decide."""
+        # Of whole numbers Python's hash is the same in every process: only those of texts and bytes are salted.
+        random = torch.Generator().manual_seed(hash((self.seed, self.step, index)) % 2**63)
+        first, last = TEMPERATURES
+        temperature = first * (last / first) ** (self.step / self.settings.steps)
+        share = self.settings.share(float(torch.rand((), generator=random)))
+
+        def soft(features: Tensor, grid: Grid) -> Tensor:
+            values = gated.standard(learned.worth(self.weights, features, grid))
+            noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
+            best, cover = self._chosen(values.detach() + noise, features, grid, share)
+            return gated.gates(values, best, temperature).index_fill(0, cover, 1.0)
+
+        with torch.enable_grad():
+            loss = self._loss(index, soft)
+            if loss.requires_grad:  # a sample of text alone has no gates
+                (loss * factor).backward()
+        return float(loss.detach())
+
+    def _hard(self, keep: float) -> Gate:
+        """The gate that leaves what the scorer chooses."""
+
+        def gate(features: Tensor, grid: Grid) -> Tensor:
+            kept = torch.cat(self._chosen(learned.worth(self.weights, features, grid), features, grid, keep))
+            return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
+
+        return gate
+
+    def _chosen(self, values: Tensor, features: Tensor, grid: Grid, keep: float) -> tuple[Tensor, Tensor]:
+        """The tokens that are kept for their worth, and those that cover the image beside them."""
+        options = learned.Options(keep=keep)
+        return learned.choose(values, features, learned.budget(grid, options), options.cover)
+
+    @torch.no_grad()
+    def _measured(self, gates: Sequence[Gate]) -> float:
+        """The mean divergence of the held-out samples that have images behind each of `gates`, in nats."""
+        shown = list(self._shown(distributed.shard(range(self.first, len(self.batches)))))
+        return distributed.all_sum_float(
+            sum(float(self._loss(index, gate)) for index in shown for gate in gates)
+        ) / distributed.all_sum_float(len(shown) * len(gates))
+
+    @torch.no_grad()
+    def _spread(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel of the visual tokens of some samples, `[d]` each."""
+        rows: list[Tensor] = []
+        grids: set[Grid] = set()
+
+        def look(features: Tensor, grid: Grid) -> Tensor:
+            rows.append(features.float().cpu())
+            grids.add(grid)
+            return features.new_ones(len(features), dtype=torch.float32)
+
+        for index in itertools.islice(self._shown(range(self.first)), MEASURED):
+            self.gated.gate = look
+            distillation.gated_logits(self.vlm, self.batches[index])
+        if all(too_small(learned, grid, learned.Options(keep=self.settings.keep)) for grid in grids):
+            most = max(map(math.prod, grids))
+            raise UserError(
+                f"--keep {self.settings.keep:g} of these images, of at most {most} tokens, is no token, so they would be kept "
+                f"whole; give at least {1 / most:.2g}"
+            )
+        every = torch.cat(rows)
+        return every.mean(0), every.std(0, correction=0)
+
+    def _shown(self, indices: Iterable[int]) -> Iterator[int]:
+        """Those of the samples that have images."""
+        return (index for index in indices if "pixel_values" in self.batches[index])
+
+
+def _chosen_by(name: str, keep: float) -> Gate:
+    """Gates of what another reducer keeps."""
+    method = REGISTRY.get(name)
+
+    def gate(features: Tensor, grid: Grid) -> Tensor:
+        kept = reduce(method, Signals(grid, features=features), method.Options(keep=keep)).anchor
+        return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
+
+    return gate
+
+
+def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
+    if out.suffix != ".safetensors":
+        raise UserError(f"{out} is to be a file of a scorer; give it a name that ends in .safetensors")
+    folders.check_apart(recipe.model, out, "source model")  # an engine would take it for weights
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; give another name for the scorer's file")
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} is there already; choose another name, or add --overwrite")
+    if out.exists() and not scorer_file.is_scorer(out):
+        raise UserError(f"{out} is no scorer, so it is not ours to overwrite; choose another name")
+    if reason := family_refusal(models.spec_for(models.read_config(recipe.model)), "learned"):
+        raise UserError(reason)
+
+
+def _settings(recipe: Recipe, settings: ScorerTraining, samples: list[Sample]) -> dict[str, Any]:
+    particulars = {
+        "calibrate.max_length": recipe.calibrate.max_length,
+        "samples with the hash": data_hash(samples),
+        "a model with the files": model_facts(recipe.model),
+    }
+    return run_settings(recipe, settings, particulars)
+
+
+def _nothing(log: TrainLog) -> str:
+    why = f" ({log.ended})" if log.ended else ""
+    return (
+        f"nothing was learnt: no measurement was better than an untrained scorer{why}; give more data, or a lower --lr"
+    )
+
+
+def _facts(
+    recipe: Recipe,
+    settings: ScorerTraining,
+    vlm: VLM,
+    log: TrainLog,
+    data: Data,
+    origin: dict[str, Any],
+    others: dict[str, float],
+) -> dict[str, Any]:
+    """What the file says of itself."""
+    return {
+        "model_type": vlm.model.config.model_type,
+        "source": hub.facts(recipe.model)["source"],
+        "width": vlm.model.config.get_text_config().hidden_size,
+        "hidden": settings.hidden,
+        "keep": settings.keep,
+        "to": settings.to,
+        "training": asdict(settings) | {"seed": recipe.seed},
+        "samples": {
+            "source": origin["source"],
+            "trained_on": len(data.samples) - data.held_out,
+            "held_out": data.held_out,
+            "answers_of_the_teacher": data.written,
+        },
+        "held_out_kl": {"untrained": log.first, "learned": log.best, **others, "unit": "nats per answer token"},
+        "steps": log.step,
+        "best_step": log.best_step,
+        "ended": log.ended,
+        "created_by": identity.versions(),
+    }

@@ -1,0 +1,280 @@
+"""The samples of a training run: read, given the teacher's answers where they have none, and shown to the teacher.
+
+Workers of a team share them out, some samples at a time, and tell each other then whether all is well.
+
+The objective is the Kullback-Leibler divergence of the student's next-token distribution from the teacher's,
+`KL(p || q) = sum_i p_i (log p_i - log q_i)` in nats, the mean over a sample's answer tokens. The teacher's distribution `p` is
+computed once and kept. Of a vocabulary of up to `WHOLE` tokens all of it is kept, and the divergence is exact. Of a larger one
+the `TOP` most likely tokens are kept, and all others together are one more outcome with the mass that is left: the divergence
+between these coarser distributions, which is never more than the exact one, and zero where that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.models import VLM
+from vlmcompress.models.data import Reading, Sample, Samples, load_samples, provenance, video
+from vlmcompress.models.data.encode import Encoded, encode_prompt
+from vlmcompress.models.data.provenance import notes
+from vlmcompress.models.devices import accelerator
+from vlmcompress.recipe import Recipe
+from vlmcompress.training import distillation
+from vlmcompress.training.recovery_files import PART, RecoveryFiles
+from vlmcompress.utils import distributed, hub
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
+from vlmcompress.utils.progress import Progress, phase
+
+FEWEST = 16
+"""Samples that a recovery needs."""
+HELD_OUT, LEAST_HELD_OUT = 0.1, 8
+"""Share of the samples that are held out, and the fewest."""
+ANSWER_TOKENS = 32
+"""Most tokens of an answer that the teacher writes where the data have none."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples that all have answers.
+
+    Attributes:
+        source: where they came from, for messages.
+        samples: those to train on, then the held-out ones.
+        held_out: how many of the last are not trained on.
+        written: how many answers the teacher wrote, as the data had none.
+        skipped: rows that could not be used: name -> why.
+    """
+
+    source: str | Path
+    samples: list[Sample]
+    held_out: int
+    written: int
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TeacherCache:
+    """A teacher, the files of the run, and the samples that it was shown; `origin` describes these for the manifest."""
+
+    vlm: VLM
+    files: RecoveryFiles
+    data: Data
+    origin: dict[str, Any]
+
+
+def samples_for(trained_on: int) -> int:
+    """How many samples there have to be for so many to train on, as a tenth of all is held out."""
+    return trained_on + max(LEAST_HELD_OUT, -(-trained_on // 9))
+
+
+def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
+    """The samples, those that are held out last, and how many these are: a tenth, whose images no other sample shows.
+
+    Questions about one image stay on one side, as what was learnt about an image would tell nothing about others. So that they
+    do, some more may be held out, but never over half of all.
+    """
+    groups = _by_images(samples)
+    least, chosen = max(LEAST_HELD_OUT, round(HELD_OUT * len(samples))), set[int]()
+    for group in reversed(groups):
+        if len(chosen) < least and len(chosen) + len(group) <= max(least, len(samples) // 2):
+            chosen.update(group)
+    trained = [sample for number, sample in enumerate(samples) if number not in chosen]
+    return trained + [samples[number] for number in sorted(chosen)], len(chosen)
+
+
+def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
+    """Numbers of samples in groups that share no image, in the order of each group's last sample (union-find)."""
+    leader, first = list(range(len(samples))), dict[bytes, int]()
+
+    def root(number: int) -> int:
+        while leader[number] != number:
+            leader[number] = number = leader[leader[number]]
+        return number
+
+    for number, sample in enumerate(samples):
+        digests = [hashlib.sha256(image.tobytes()).digest() for image in sample.images]
+        for digest in digests + [shown.digest() for shown in sample.videos]:
+            earlier = first.setdefault(digest, number)
+            leader[root(number)] = root(earlier)
+    groups: dict[int, list[int]] = {}
+    for number in range(len(samples)):
+        groups.setdefault(root(number), []).append(number)
+    return sorted(groups.values(), key=lambda group: group[-1])
+
+
+def read(source: str | Path, recipe: Recipe, *, reduced: bool) -> Samples:
+    """Read the samples that a recipe asks for. UserError: too few of them have images; with `reduced`, some show videos.
+
+    Those without stay: nothing is reduced in them, and they hold the model to its answers to text.
+    """
+    settings = recipe.calibrate
+    options: dict[str, Any] = {"samples": settings.samples, "seed": recipe.seed, "reading": Reading.of(settings)}
+    samples = load_samples(hub.local(source, "dataset"), **options)
+    if reduced:
+        video.refuse(samples)
+    _enough(samples, source)
+    return samples
+
+
+def cache_teacher(
+    recipe: Recipe,
+    source: str | Path,
+    samples: Sequence[Sample],
+    settings: Mapping[str, Any],
+    *,
+    resume: bool,
+    progress: Progress,
+) -> TeacherCache:
+    """Load the recipe's model, and cache its answers and log-probabilities in files beside `recipe.out`.
+
+    `settings`: all that decides the run, by names for messages; a run that goes on has to have the same.
+    """
+    with phase("loading"), distributed.shared_errors():
+        files = RecoveryFiles(recipe.output, settings, resume)
+        vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+        if device := accelerator():
+            vlm.model.to(device)  # type: ignore[arg-type]
+    with phase("teacher"):
+        data = answered(vlm, samples, source, files, progress)
+        return TeacherCache(vlm, files, data, _taught(vlm, data, recipe, files, progress))
+
+
+def answered(
+    vlm: VLM,
+    samples: Sequence[Sample],
+    source: str | Path,
+    files: RecoveryFiles,
+    progress: Progress,
+    most: int = ANSWER_TOKENS,
+) -> Data:
+    """Give each sample an answer, the teacher's own of at most `most` tokens where it has none.
+
+    One to which the teacher says nothing is left out.
+    """
+    answers = files.answers()
+    lacking = [sample for sample in samples if not (sample.answer or "").strip()]
+    turn = PART * distributed.world_size()
+    for start in range(0, len(lacking), turn):
+        with distributed.shared_errors():
+            for number, sample in enumerate(distributed.shard(lacking[start : start + turn]), start=1):
+                if sample.id not in answers:
+                    answers[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), most)
+                progress("writing answers", min(start + number * distributed.world_size(), len(lacking)), len(lacking))
+            files.note_answers(answers)
+    answers = distributed.merge_dicts(answers)
+    unanswered = {sample.id for sample in lacking}
+    every = [replace(row, answer=answers[row.id]) if row.id in unanswered else row for row in samples]
+    kept = [sample for sample in every if (sample.answer or "").strip()]
+    if dropped := len(every) - len(kept):
+        note(f"{dropped} samples are left out: they have no answer, and the model says nothing to them")
+    _enough(kept, source)
+    written, skipped = sum(sample.id in unanswered for sample in kept), getattr(samples, "skipped", {})
+    data = Data(source, *apart(kept), written, skipped)
+    _shown(data)
+    return data
+
+
+def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress: Progress) -> dict[str, Any]:
+    """Cache the teacher's log-probabilities for all samples; returns the manifest's description of the data."""
+    batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+    parts = range(-(-len(batches) // PART))
+    for start in range(0, len(parts), distributed.world_size()):
+        with distributed.shared_errors():
+            for part in distributed.shard(parts[start : start + distributed.world_size()]):
+                if not files.has_part(part):
+                    files.save_part(part, _said(vlm, data, batches, part, progress))
+    options: dict[str, Any] = {"seed": recipe.seed, "processor": vlm.processor, "skipped": data.skipped}
+    origin = provenance(data.samples, batches, hub.local(data.source, "dataset"), **options)
+    for line in notes(origin):
+        note(line)
+    return origin
+
+
+def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress) -> dict[int, dict[str, Tensor]]:
+    """The teacher's targets for the samples of a part, by their numbers."""
+    targets = {}
+    for index in range(part * PART, min((part + 1) * PART, len(batches))):
+        if not distillation.answer_tokens(batches[index])[1]:
+            raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
+        targets[index] = teacher_targets(distillation.teacher_logits(vlm, batches[index]))
+        if targets[index]["logs"].isnan().any():
+            raise UserError(
+                f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
+                "whether its weights are right (`vlmcompress doctor`), or overflow in float16"
+            )
+        progress("asking the teacher", index + 1, len(batches))
+    return targets
+
+
+def _enough(samples: Sequence[Sample], source: str | Path) -> None:
+    shown = sum(sample.visual for sample in samples)
+    if not shown:
+        raise UserError(f"{source} has no images; training needs questions about images")
+    if shown < FEWEST:
+        raise UserError(
+            f"{source} gives {shown} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
+            "held out, and hundreds to be of use"
+        )
+
+
+def _shown(data: Data) -> None:
+    """Raise UserError where all samples with images are on one side: trained on, or held out."""
+    cut = len(data.samples) - data.held_out
+    for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
+        if not any(sample.visual for sample in samples):
+            raise UserError(
+                f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
+                "or another --seed, which decides who is held out"
+            )
+
+
+WHOLE = 1024
+TOP = 64
+_LEAST = 1e-7  # of a mass that is left: a smaller one is what rounding leaves
+
+
+def teacher_targets(logits: Tensor, whole: int = WHOLE, top: int = TOP) -> dict[str, Tensor]:
+    """A teacher's log-probabilities to train by, of `logits [tokens, vocabulary]`.
+
+    Args:
+        whole: the largest vocabulary of which everything is kept.
+        top: how many tokens are kept of a larger one.
+
+    Returns:
+        `logs [tokens, vocabulary]` float32, log-probabilities; or `logs [tokens, top]`, and `ids [tokens, top]` int32.
+    """
+    logs = logits.float().log_softmax(-1)
+    if logits.shape[-1] <= whole:
+        return {"logs": logs.contiguous()}
+    values, ids = logs.topk(top, -1)
+    return {"logs": values.contiguous(), "ids": ids.int().contiguous()}
+
+
+def divergence(kept: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+    """The divergence of a student's `logits [tokens, vocabulary]` from what `teacher_targets` kept: a scalar in nats, float32.
+
+    Raises:
+        ValueError: the two are of different numbers of tokens.
+    """
+    teacher = kept["logs"].to(logits.device)
+    if len(teacher) != len(logits):
+        raise ValueError(f"the teacher has {len(teacher)} answer tokens, the student {len(logits)}")
+    student = logits.float().log_softmax(-1)
+    if "ids" not in kept:
+        return (teacher.exp() * (teacher - student)).sum(-1).mean()
+    ids = kept["ids"].to(logits.device).long()
+    kept_logs = student.gather(-1, ids)
+    loss = (teacher.exp() * (teacher - kept_logs)).sum(-1)
+    left = 1 - teacher.exp().sum(-1)  # the mass of all other tokens
+    others = student.scatter(-1, ids, float("-inf")).logsumexp(-1)
+    rest = left * (left.clamp_min(_LEAST).log() - others)
+    return (loss + torch.where(left > _LEAST, rest, torch.zeros_like(rest))).mean()

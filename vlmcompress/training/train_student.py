@@ -1,0 +1,282 @@
+"""What a recovery trains: the options of the verb, the student's tensors, the training, and what the manifest says of it.
+
+A parameter of a model in 16 bits has a float32 master: gradients are added up there, the optimizer changes it, and the model
+gets it rounded. Linear layers of the language model have adapters (`training.lora`) and stay as they are until these are
+merged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.models import VLM
+from vlmcompress.models.data.encode import Encoded
+from vlmcompress.training import distillation, lora, teacher_cache
+from vlmcompress.training.recovery_files import RecoveryFiles
+from vlmcompress.training.teacher_cache import Data
+from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
+from vlmcompress.utils import distributed
+from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.progress import Progress
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What is trained, and how: the flags of the verb.
+
+    Raises:
+        UserError: a value is not right.
+    """
+
+    train: tuple[str, ...] = ("projector", "norms", "lora")
+    rank: int = 8
+    steps: int = 300
+    batch: int = 4
+    lr: float = 2e-4
+    every: int = 25
+
+    def __post_init__(self) -> None:
+        for name in self.train:
+            if name not in PARTS:
+                raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
+        check_flags(self, "rank", "steps", "batch", "every")
+
+    @property
+    def samples(self) -> int:
+        """As many samples as are seen once each, with those that are held out."""
+        return teacher_cache.samples_for(self.steps * self.batch)
+
+
+@dataclass(frozen=True)
+class Student:
+    """What is trained.
+
+    Attributes:
+        vlm: the model, on its device.
+        names: of the parameters that the checkpoint has.
+        batches: the samples, the held-out ones at the end.
+        held_out: how many these are.
+        attached: a context in which the model runs behind its reducer.
+    """
+
+    vlm: VLM
+    names: Collection[str]
+    batches: Encoded
+    held_out: int
+    attached: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """What training came to.
+
+    Attributes:
+        changed: parameter -> its new value; none where nothing is better than before.
+        after: divergence of the held-out samples with these, in nats.
+        counts: part -> how many numbers of it were trained.
+    """
+
+    log: TrainLog
+    changed: dict[str, Tensor]
+    after: float
+    counts: dict[str, int]
+
+
+def trained(
+    student: Student, training: TrainingOptions, seed: int, files: RecoveryFiles, progress: Progress
+) -> TrainingOutcome:
+    """Train a model behind its reducer, and leave it as the best measurement had it, merged; or as it was."""
+    vlm, batches = student.vlm, student.batches
+    first = len(batches) - student.held_out
+    with distributed.shared_errors():
+        parts = Trained(vlm, training.train, training.rank, seed, student.names)
+
+    def loss(index: int) -> Tensor:
+        return teacher_cache.divergence(files.targets(index), distillation.student_logits(vlm, batches[index]))
+
+    def backward(index: int, factor: float) -> float:
+        with distillation.graph(vlm):
+            divergence = loss(index)
+            if divergence.requires_grad:  # the projector has no part in a sample of text alone
+                (divergence * factor).backward()
+        return float(divergence.detach())
+
+    def measured() -> float:
+        with torch.no_grad():
+            divergence = sum(float(loss(index)) for index in distributed.shard(range(first, len(batches))))
+        return distributed.all_sum_float(divergence) / student.held_out
+
+    settings = Settings(training.steps, training.batch, training.lr, training.every, seed)
+    callbacks: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
+    with torch.inference_mode(False), student.attached():
+        with parts.attached():
+            log, best = train(parts.tensors, first, settings, **callbacks, store=files, progress=progress)
+        if not math.isfinite(log.first):
+            raise UserError(f"there is nothing to start from: {log.ended}; keep more, or choose another reducer")
+        changed = parts.merged(best) if best else {}
+        put(vlm.model, changed)
+        after = measured() if changed else log.first
+    if after < log.first:
+        return TrainingOutcome(log, changed, after, parts.counts)
+    return TrainingOutcome(log, {}, log.first, parts.counts)  # also where rounding to the model's type undid it
+
+
+def facts(training: TrainingOptions, outcome: TrainingOutcome, data: Data) -> dict[str, Any]:
+    """What the manifest says of a recovery."""
+    log = outcome.log
+    return {
+        "settings": asdict(training) | {"train": list(training.train)},
+        "parameters": outcome.counts,
+        "objective": f"KL(teacher || student) at answer tokens, of the teacher's {teacher_cache.TOP} most likely tokens "
+        f"and the rest together; of all tokens where the vocabulary has at most {teacher_cache.WHOLE}",
+        "samples": {
+            "trained_on": len(data.samples) - data.held_out,
+            "held_out": data.held_out,
+            "answers_of_the_teacher": data.written,
+        },
+        "held_out_kl": {
+            "before": log.first,
+            "after": outcome.after,
+            "unit": "nats per answer token, mean over samples",
+        },
+        "steps": log.step,
+        "best_step": log.best_step if outcome.changed else 0,
+        "history": [list(measurement) for measurement in log.history],
+        "ended": log.ended,
+        "changed": bool(outcome.changed),
+    }
+
+
+PARTS = {
+    "projector": "projector",
+    "norms": "norms of the language model",
+    "lora": "adapters of the language model",
+    "tower": "vision tower",
+}
+"""What can be trained -> in words."""
+
+
+class Trained:
+    """The tensors that are trained of a model.
+
+    Args:
+        vlm: the model, on the device that it is trained on.
+        parts: names of `PARTS`.
+        rank: of the adapters.
+        seed: of the adapters' first values.
+        stored: names of the parameters that its checkpoint has; others stay as they are.
+
+    Raises:
+        UserError: the model has nothing of a part.
+    """
+
+    def __init__(self, vlm: VLM, parts: Collection[str], rank: int, seed: int, stored: Collection[str]) -> None:
+        self.model = vlm.model
+        self.counts: dict[str, int] = {}
+        self.masters: dict[str, Tensor] = {}
+        self.adapters: dict[str, Tensor] = {}
+        for part in PARTS:
+            if part not in parts:
+                continue
+            if part == "lora":
+                tensors = self._adapters(vlm, rank, seed, stored)
+                self.adapters = tensors
+            else:
+                names = [name for name in _names(vlm, part) if name in stored and name not in self.masters]
+                tensors = {name: vlm.model.get_parameter(name).detach().float().clone() for name in names}
+                self.masters |= tensors
+            if not tensors:
+                raise UserError(f"--train {part}: the model has no {PARTS[part]} to train; leave it out")
+            self.counts[part] = sum(tensor.numel() for tensor in tensors.values())
+        for tensor in self.tensors.values():
+            tensor.requires_grad_()
+
+    def _adapters(self, vlm: VLM, rank: int, seed: int, stored: Collection[str]) -> dict[str, Tensor]:
+        groups = models.resolve(vlm.model, vlm.spec)
+        linears = [name for group in groups for name in group.linears if f"{name}.weight" in stored]
+        shapes = {name: tuple(vlm.model.get_parameter(f"{name}.weight").shape) for name in linears}
+        made = lora.create(shapes, rank, seed)  # type: ignore[arg-type]
+        return {name: tensor.to(vlm.model.device) for name, tensor in made.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by the name of the parameter, or of the adapter's matrix."""
+        return self.masters | self.adapters
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Within the context the model computes with them, and a backward pass adds their gradients."""
+        with contextlib.ExitStack() as stack:
+            for name, master in self.masters.items():
+                parameter = self.model.get_parameter(name).requires_grad_()
+                stack.callback(parameter.requires_grad_, False)
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._handing(master)).remove)
+            stack.enter_context(lora.attached(self.model, self.adapters))
+            yield
+
+    @torch.no_grad()
+    def changed(self) -> None:
+        """Give the model the present values of the masters, rounded to its type."""
+        for name, master in self.masters.items():
+            self.model.get_parameter(name).copy_(master)
+
+    def _handing(self, master: Tensor) -> Callable[[Tensor], None]:
+        """A hook that moves a parameter's gradient to its master."""
+
+        def hand(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            grad = parameter.grad.float()
+            master.grad = grad if master.grad is None else master.grad + grad
+            parameter.grad = None
+
+        return hand
+
+    @torch.no_grad()
+    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What parameters of the model are with some values of `tensors`: name -> tensor of its type, on its device."""
+        merged = {}
+        for name in self.masters:
+            parameter = self.model.get_parameter(name)
+            merged[name] = values[name].to(parameter.device, parameter.dtype)
+        for layer in lora.layers(self.adapters):
+            weight = self.model.get_parameter(f"{layer}.weight")
+            down, up = (values[f"{layer}.{end}"].to(weight.device) for end in (lora.DOWN, lora.UP))
+            merged[f"{layer}.weight"] = lora.merged(weight, down, up)
+        return merged
+
+
+def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set parameters of a model."""
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+
+
+def _names(vlm: VLM, part: str) -> list[str]:
+    """Names of the parameters of a part, adapters apart."""
+    spec = vlm.spec
+    projector = (*spec.projector, *spec.newlines)
+    names = [name for name, parameter in vlm.model.named_parameters() if parameter.is_floating_point()]
+    if part == "norms":
+        text = spec.layers.rpartition(".")[0]
+        return [name for name in names if _below(name, (text,)) and _of_norm(vlm.model, name)]
+    if part == "projector":
+        return [name for name in names if _below(name, projector)]
+    return [name for name in names if _below(name, spec.vision) and not _below(name, projector)]
+
+
+def _below(name: str, roots: Collection[str]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def _of_norm(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is a norm's."""
+    return "norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()

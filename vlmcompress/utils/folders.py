@@ -1,0 +1,283 @@
+"""Write a folder that is either whole or not there, one run at a time.
+
+It is built in a hidden sibling (`.NAME.vlmcompress-xxxx/tree`, so that the final rename stays on one file system),
+synced, and renamed. Next to `tree` lies `lock`, held locked by the process that writes: a sibling whose `lock` is free
+was left by a killed run and is removed by the next one. When OUT is replaced, the old folder waits in `old` between the
+two renames; a run killed right there leaves OUT absent, and the next run puts `old` back.
+
+A run that works towards OUT for long holds `.NAME.lock` from its start (`claimed`). The lock covers everything that it keeps
+beside OUT: `.NAME.resume`, `.NAME.recover`, `.NAME.statistics` and `.NAME.rotated`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from vlmcompress.utils import distributed, locks
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.text import size
+
+
+class WriteError(UserError):
+    """A file operation that failed while something was written."""
+
+
+@contextlib.contextmanager
+def claimed(out: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Keep OUT and the hidden files beside it to this run within the context.
+
+    Of several workers the first one takes the lock for all; where another run has it, all raise so in
+    `distributed.process_group`.
+
+    Args:
+        out: folder or file that the run writes.
+        check: raises `UserError` for an OUT that must not be written. Called before the lock is taken and, as another run may
+            have been at work until then, again under the lock.
+
+    Raises:
+        UserError: another run holds OUT, or `check` refuses it. A `WriteError` from within says where finished work is kept.
+    """
+    check()
+    with contextlib.ExitStack() as stack:
+        if distributed.is_main():
+            try:
+                stack.enter_context(_lock(out))
+                check()
+            except UserError as error:
+                with distributed.process_group(str(error)):
+                    raise
+        try:
+            yield
+        except WriteError as error:
+            kept = [path for path in (beside(out, "resume"), beside(out, "recover")) if path.is_dir()]
+            if not kept:
+                raise
+            raise UserError(f"{error}; finished work is kept in {kept[0]}: go on with --resume") from error
+
+
+def claimed_folder(source: Path, out: Path, *, overwrite: bool, mark: str) -> contextlib.AbstractContextManager[None]:
+    """`claimed`, for a run that writes the folder OUT as `check` allows it."""
+    return claimed(out, functools.partial(check, source, out, overwrite=overwrite, mark=mark))
+
+
+def beside(out: Path, kind: str) -> Path:
+    """Path of a hidden file or folder (`.NAME.KIND`) that a run keeps beside OUT until OUT is whole."""
+    return out.with_name(f".{out.name}.{kind}")
+
+
+@contextlib.contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """Hold OUT's lock; parent folders made for the lock file are removed again if they stay empty."""
+    with user_errors(out):
+        made = _make_parents(out.absolute().parent)
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                with user_errors(out):
+                    stack.enter_context(locks.held(beside(out, "lock")))
+            except locks.Held as error:
+                raise _busy(out, error.owner, beside(out, "lock")) from None
+            yield
+    finally:
+        _remove_empty(made)
+
+
+def _busy(out: Path, owner: str, lock: Path) -> UserError:
+    where = f" (if it is gone, remove {lock})" if " on " in owner else ""
+    return UserError(
+        f"another run, {owner}, is writing {out} now; wait for it, end it{where}, or choose another output"
+    )
+
+
+def check(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
+    """Raise for an OUT that could not or must not be written, and clean up after killed runs. Cheap; call it first.
+
+    Args:
+        mark: name of a file that only our folders have; only such a folder is replaced.
+        look: nothing will be written now, so leave what killed runs left behind.
+
+    Raises:
+        UserError: OUT exists, is the source or lies inside it (or around it), is being written, or cannot be written.
+    """
+    check_apart(source, out, "source model")
+    with user_errors(out):
+        if not look and distributed.is_main():
+            _recover(out)
+        if os.path.lexists(out):
+            if not overwrite:
+                raise UserError(f"output {out} exists; choose another folder or pass --overwrite")
+            if not out.is_dir():
+                raise UserError(f"output {out} exists and is not a folder; choose another one")
+            if any(out.iterdir()) and not (out / mark).is_file():
+                raise UserError(f"output {out} has no {mark}, so it is not ours to overwrite; choose another folder")
+        parent = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise UserError(f"cannot write {out}: {parent} is not a folder you can write to; choose another output")
+
+
+def check_apart(source: Path, out: Path, what: str) -> None:
+    """Raise `UserError` for an OUT that is `source`, lies inside it or contains it; `what` names `source` in the message."""
+    inner, outer = out.resolve(), source.resolve()
+    if inner == outer or inner.is_relative_to(outer):
+        raise UserError(f"output {out} is inside the {what} {source}; choose a folder outside it")
+    if outer.is_relative_to(inner):
+        raise UserError(f"output {out} contains the {what} {source}; choose another folder")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `out` when the block ends; on any error nothing is left of it.
+
+    Call `check` first. An existing `out` is replaced once the new folder is whole and on disk.
+    """
+    with user_errors(out):
+        made = _make_parents(out.absolute().parent)
+        try:
+            stage = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.absolute().parent))
+            with locks.held(stage / "lock"):
+                try:
+                    tree = stage / "tree"
+                    tree.mkdir()
+                    yield tree
+                    _sync_tree(tree)
+                    if os.path.lexists(out):
+                        os.rename(out, stage / "old")
+                        sync_folder(stage)
+                    os.rename(tree, out)
+                    sync_folder(out.absolute().parent)
+                finally:
+                    _put_back(stage, out)
+                    shutil.rmtree(stage, ignore_errors=True)
+        except BaseException:
+            _remove_empty(made)
+            raise
+        sync_folder(out.absolute().parent)
+
+
+def dump(data: object) -> str:
+    """Render data as the text of a JSON file for people: indented, not escaped, with a line break at the end."""
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def save(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]]) -> dict[str, Path]:
+    """Write files, given as kind -> (name, content), and return kind -> path. Older ones are replaced once all are written."""
+    folder = Path(folder)
+    with user_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = {folder / name: folder / f".{name}.part" for name, _ in texts.values()}
+        try:
+            for name, text in texts.values():
+                part = parts[folder / name]
+                part.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "replace"))
+                sync_file(part)
+            for path, part in parts.items():
+                part.replace(path)
+        finally:
+            for part in parts.values():
+                part.unlink(missing_ok=True)
+    return {kind: folder / name for kind, (name, _) in texts.items()}
+
+
+@contextlib.contextmanager
+def user_errors(out: Path) -> Iterator[None]:
+    """Turn an `OSError` within the context into a `WriteError` about `out`."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise WriteError(f"no space left while writing {out}; free some or choose another output") from error
+        reason = f"{error.strerror or error}{where}"
+        raise WriteError(f"cannot write {out}: {reason}; check the path and its permissions") from error
+
+
+def check_space(out: Path, needed: int, remedy: str = "free some or choose another output") -> None:
+    """Raise `UserError` where OUT's file system has less than `needed` bytes free; `remedy` ends the message."""
+    folder = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(f"no space for {out}: it needs about {size(needed)}, {folder} has {size(free)} free; {remedy}")
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Link a file under another name, so that nothing is lost or copied; copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def bytes_within(folder: Path) -> int:
+    """Bytes of all files in a folder; 0 where there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _prefix(out: Path) -> str:
+    return f".{out.name}.vlmcompress-"
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Create `folder` and its parents; return the folders that were missing, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove_empty(made: list[Path]) -> None:
+    """Remove nested folders, given outermost first, as far as they are empty."""
+    for folder in reversed(made):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _sync_tree(tree: Path) -> None:
+    for folder, _, names in os.walk(tree):
+        for name in names:
+            sync_file(Path(folder, name))
+        sync_folder(Path(folder))
+    sync_folder(tree.parent)
+
+
+def _put_back(stage: Path, out: Path) -> None:
+    """Move OUT's old folder back, where a replacement stopped between its two renames."""
+    if os.path.lexists(stage / "old") and not os.path.lexists(out):
+        os.rename(stage / "old", out)
+
+
+def _recover(out: Path) -> None:
+    """Remove what killed runs left beside `out`; an `out` that was moved aside by one of them is put back."""
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        return
+    for stage in sorted(path for path in parent.iterdir() if path.name.startswith(_prefix(out))):
+        if not (stage / "lock").is_file():
+            continue
+        try:
+            with locks.held(stage / "lock"):
+                _put_back(stage, out)
+                shutil.rmtree(stage)
+        except locks.Held as error:
+            raise _busy(out, error.owner, stage / "lock") from None

@@ -1,0 +1,103 @@
+"""Names, versions and hashes that say which software, model and files a result depends on.
+
+"The same files" has two strengths:
+
+* `unchanged`: names, sizes and times. Free; nobody has written to the files on this machine. For what is quick to make anew:
+  answers of an evaluation, blocks of an interrupted `quantize`, a rotated copy.
+* `content_hash`: SHA-256 of all bytes, each file read once in a process. For runs that take much longer than reading the model
+  once, and between machines.
+
+`source_identity` is neither: it names a model in what is written, and tells one from another by config and shapes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from vlmcompress.utils import hub
+from vlmcompress.utils.model_folder import ADAPTER_CONFIG, processing_files, weight_files
+
+_PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compressed-tensors", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that can change a result; absent ones are left out."""
+    installed = {}
+    for package in _PACKAGES:
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def source_identity(source: Path) -> dict:
+    """Name (on the Hub: id and commit) of the original, hashes of its config and of its headers (names, shapes, places)."""
+    headers = hashlib.sha256()
+    for file in _weights(source):
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            headers.update(stream.read(min(length, file.stat().st_size)))
+    return {
+        **hub.facts(source),
+        "config_sha256": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
+        "headers_sha256": headers.hexdigest(),
+    }
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a folder that a model's answers depend on, sorted by name; not reports."""
+    configs = [path for path in folder.glob("*config.json") if path.name != ADAPTER_CONFIG]
+    return sorted({*_weights(folder), *configs, *(folder / place for place in processing_files(folder))})
+
+
+def unchanged(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of last change of each file: equal as long as nobody writes to them."""
+    stats = [(path.name, path.stat()) for path in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def content_hash(files: Sequence[Path], recorded: Mapping[str, str] | None = None) -> str:
+    """SHA-256 of the names and all bytes of files, in the order given.
+
+    A file that was not written to since is not read again in this process. `recorded`: hashes of files by name, which are not
+    read at all.
+    """
+    hashes = dict(recorded or {})
+    for path in files:
+        if path.name in hashes:
+            continue
+        stat = path.stat()
+        # the time of change of the inode tells of a write even where a tool has put the time of last change back
+        hashes[path.name] = _sha256_once(path.absolute(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return hashlib.sha256(json.dumps({path.name: hashes[path.name] for path in files}).encode()).hexdigest()
+
+
+def model_hash(folder: Path) -> str:
+    """`content_hash` of a model's weights, config, tokenizer and processor."""
+    return content_hash(model_files(folder))
+
+
+def weights_hash(folder: Path) -> str:
+    """`content_hash` of a model's weight files."""
+    return content_hash(_weights(folder))
+
+
+def _weights(folder: Path) -> list[Path]:
+    return [path for path in weight_files(folder) if path.is_file()]
+
+
+@functools.cache
+def _sha256_once(path: Path, size: int, mtime_ns: int, ctime_ns: int) -> str:
+    return sha256(path)

@@ -1,0 +1,64 @@
+"""Read files and JSON, refusing what no reader of ours could use: `Unreadable` is a `ValueError` whose short text says what is
+wrong; the caller adds which file it is and what to do."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+LARGEST = 2 << 30
+"""The most bytes of a file that is read at once: data sets as JSON lines, and reports with pictures, may be large."""
+
+
+class Unreadable(ValueError):
+    """Raised for a file or text that is refused. The message says why, in a few words without the file's name."""
+
+
+def read_bytes(path: str | Path, largest: int = LARGEST) -> bytes:
+    """The content of a regular file of at most `largest` bytes. Raises `Unreadable` for another one, and OSError."""
+    status = Path(path).stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # a folder is refused by `open`
+        raise Unreadable("it is a device or a pipe, not a file")
+    if status.st_size > largest:
+        raise Unreadable(f"it has {status.st_size:,} bytes, more than the {largest:,} that are read")
+    return Path(path).read_bytes()
+
+
+def read_text(path: str | Path, encoding: str = "utf-8") -> str:
+    """The text of a file, as `read_bytes` reads it. `UnicodeDecodeError`, a ValueError, where it is none."""
+    return read_bytes(path).decode(encoding)
+
+
+def read(path: str | Path, *, finite: bool = False) -> Any:
+    """The JSON value in a file; see `parse`. Raises OSError and ValueError (`Unreadable` is one)."""
+    return parse(read_text(path), finite=finite)
+
+
+def parse(text: str | bytes, *, finite: bool = False) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        finite: refuse NaN and Infinity.
+
+    Raises:
+        ValueError: not JSON, nested too deeply, or with a key twice in an object: readers differ in which value they take.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant if finite else None)
+    except RecursionError as error:
+        raise Unreadable("it is nested too deeply") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise Unreadable(f"key '{twice[:80]}' is given twice")
+    return mapping
+
+
+def _constant(name: str) -> NoReturn:
+    raise Unreadable(f"it holds {name}, which is no number")

@@ -1,0 +1,96 @@
+"""Lines for the user: notes on stderr, findings of checks, and texts of errors cut to one line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vlmcompress.utils import distributed
+from vlmcompress.utils.errors import UserError
+
+_UNUSABLE = {errno.ENAMETOOLONG: "the path is too long", errno.ELOOP: "its links lead in a circle"}
+
+
+def shortened(text: str, longest: int = 2000) -> str:
+    """Cut the middle out of a text of more than `longest` characters, so that an error that quotes input stays a line."""
+    half = longest // 2 - 20
+    return text if len(text) <= longest else f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
+
+
+def reason(error: BaseException, longest: int = 300) -> str:
+    """The first line of an error's text, and the next ones as long as a line ends in a colon; its type if it has no text.
+
+    Of more than `longest` characters the sentences that fit are left, or, where not even one does, the words.
+    """
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    count = next((n for n, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    text = " ".join(lines[:count]).rstrip(":")
+    if len(text) <= longest:
+        return text
+    whole = re.match(rf".{{1,{longest - 1}}}[.;](?=\s)", text)
+    return whole[0].rstrip(";.") if whole else text[: longest - 4].rpartition(" ")[0] + " ..."
+
+
+@contextlib.contextmanager
+def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserError) -> Iterator[None]:
+    """Make one line of whatever other people's code (a tokenizer, a processor, a template) raises in the context.
+
+    Args:
+        what, remedy: the line before and after the reason, which stands in brackets.
+        kind: the class of the error.
+
+    Panics of Rust, in which tokenizers are written, are no `Exception`. A lack of memory is no fault of the input's.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except BaseException as error:
+        name = type(error).__name__
+        if name == "OutOfMemoryError" or (not isinstance(error, Exception) and name != "PanicException"):
+            raise
+        raise kind(f"{what} ({reason(error)}){remedy}") from error
+
+
+def unusable(error: BaseException) -> str | None:
+    """The message for an error about a path that no file can have (too long, a loop of links, a NUL, no UTF-8) or about input
+    without an end; None for others.
+
+    Such errors are raised wherever a path is first used, in pathlib or in a library, so they are told apart here and once.
+    """
+    if isinstance(error, OSError) and error.errno in _UNUSABLE:
+        return f"cannot use {_shown(error.filename)}: {_UNUSABLE[error.errno]}; give another one"
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):  # pathlib's, until Python 3.13
+        return f"cannot use {_shown(str(error).split(' from ', 1)[1])}: {_UNUSABLE[errno.ELOOP]}; give another path"
+    if isinstance(error, ValueError) and str(error).startswith("embedded null "):
+        return "cannot use a path with a NUL character in it; give another one"
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        text = error.object[max(0, error.start - 40) : error.end + 40].encode(errors="backslashreplace").decode()
+        return f"cannot write '{text}': a name is not UTF-8; rename what it names"
+    if isinstance(error, RecursionError):
+        return "a file or setting is nested too deeply, or holds itself; make it flat"
+    return None
+
+
+def _shown(name: object) -> str:
+    text = str(name).strip("'")
+    return f"'{text}'" if len(text) <= 200 else f"'{text[:80]}...' of {len(text):,} characters"
+
+
+def note(line: str) -> None:
+    """Print a note on stderr; of several workers the first one does."""
+    if distributed.is_main():
+        print(f"note: {line}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, of a plan or of `doctor`: its name, whether it passed, and in `detail` the reason."""
+
+    name: str
+    ok: bool
+    detail: str

@@ -1,0 +1,126 @@
+"""Plug folders: a file's name is its recipe name.
+
+A family of plug-ins is a package folder (`vlmcompress.quantization.schemes`, ...). Each module in it whose name has no leading
+underscore is one entry, under its file name with `_` written as `-`. Third parties join through entry points of the
+group with the package's name; a name that exists already is an error, never a silent override. An entry may declare other
+names, in lower case, that users know it by: `ALIASES = ("w4a16",)`, a literal.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.utils.errors import UserError, did_you_mean
+
+
+class Registry:
+    """The entries of one plug folder, whose modules are imported on first use. `in` and `for` go by their names.
+
+    Args:
+        package: dotted name of the folder, e.g. `vlmcompress.quantization.schemes`; also the entry-point group.
+        noun: what one entry is called in messages, e.g. `scheme`.
+        table: entries by name, where `package` is one module that holds them instead of a folder of modules.
+    """
+
+    def __init__(self, package: str, noun: str, table: Mapping[str, Any] | None = None):
+        self.package = package
+        self.noun = noun
+        self.table = table or {}
+        self._folder = (
+            Path(__file__).parents[1].joinpath(*package.split(".")[1:])
+        )  # importing it would bring torch along
+
+    @functools.cached_property
+    def _modules(self) -> dict[str, str]:
+        """Map each entry's recipe name to its dotted module name."""
+        modules = dict.fromkeys(self.table, self.package) | {
+            info.name.replace("_", "-"): f"{self.package}.{info.name}"
+            for info in pkgutil.iter_modules([str(self._folder)])
+            if not info.name.startswith("_")
+        }
+        for point in entry_points(group=self.package):
+            if point.name in modules:
+                raise UserError(f"entry point '{point.value}' takes the {self.noun} name '{point.name}', which exists")
+            modules[point.name] = point.value
+        return dict(sorted(modules.items()))
+
+    def names(self) -> list[str]:
+        """All names, sorted, without importing anything."""
+        return list(self._modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules
+
+    def name(self, text: str) -> str:
+        """The name of the entry that `text` stands for, in any case, with `_` for `-`, or as an alias; else `text` itself."""
+        if text in self._modules:
+            return text
+        plain = text.strip().lower().replace("_", "-")
+        return plain if plain in self._modules else self._by_alias.get(plain, text)
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """Other names of an entry."""
+        return tuple(self.constant(name, "ALIASES") or ())
+
+    @functools.cached_property
+    def _by_alias(self) -> dict[str, str]:
+        return {alias: name for name in self._modules for alias in self.aliases(name)}
+
+    def get(self, name: str) -> Any:
+        """The row or the module of `name`; what a module has, the folder's docstring says. Raises `UserError` with the closest
+        name when there is none."""
+        if name not in self._modules:
+            raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
+        return self.table[name] if name in self.table else importlib.import_module(self._modules[name])
+
+    def summary(self, name: str) -> str:
+        """The first sentence of an entry's docstring, read from its file without importing it."""
+        tree = self._tree(name)
+        text = self.get(name).__doc__ if tree is None else ast.get_docstring(tree)
+        paragraph = " ".join((text or "").strip().partition("\n\n")[0].split())
+        return paragraph.partition(". ")[0].rstrip(".")
+
+    def constant(self, name: str, constant: str) -> Any:
+        """The value of a literal that an entry's module defines, read without importing it; None where it defines none."""
+        tree = self._tree(name)
+        if tree is None:
+            return getattr(self.get(name), constant, None)
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if [getattr(target, "id", "") for target in targets] == [constant]:
+                made: Any = node.value  # type: ignore[attr-defined]  # `frozenset({...})` is a literal here, too
+                if isinstance(made, ast.Call) and getattr(made.func, "id", "") == "frozenset":
+                    return frozenset(ast.literal_eval(made.args[0]) if made.args else ())
+                return ast.literal_eval(made)
+        return None
+
+    def _tree(self, name: str) -> ast.Module | None:
+        """The syntax tree of an entry of the package's own; None for one that joined through an entry point."""
+        package, _, module = self._modules[name].rpartition(".")
+        return _parsed(self._folder / f"{module}.py") if package == self.package else None
+
+
+@functools.cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+# Every plug folder's entries, declared here once: the folders themselves import torch, and what lists or checks names must not.
+SCHEMES = Registry("vlmcompress.quantization.schemes", "scheme")
+REDUCERS = Registry("vlmcompress.reduction.methods", "reducer")
+FORMATS = Registry("vlmcompress.export.formats", "format")
+FAMILIES = Registry("vlmcompress.models.families", "model family")
+LLAMACPP = Registry("vlmcompress.export.gguf.families", "family of llama.cpp")
+OPENVINO = Registry("vlmcompress.export.openvino.families", "family of OpenVINO")
+VERBS = Registry("vlmcompress.cli", "verb")
+LAUNCHERS = Registry("vlmcompress.export.launch", "launch file")

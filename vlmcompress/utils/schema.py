@@ -1,0 +1,85 @@
+"""Check what a file says against the type that it should have: a TypedDict, a dataclass, or any annotation of pydantic's.
+
+A type names what is read of a file; further keys may be there, as other versions write more.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from vlmcompress.utils import json_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import reason
+
+
+def _inside(name: str) -> str:
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError("should be a place within the folder")
+    return name
+
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Size = Annotated[int, Field(ge=1, le=2**40)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LogProbability = Annotated[float, Field(le=1)]  # above 0 by rounding alone
+Place = Annotated[str, AfterValidator(_inside)]
+"""The name of a file within a folder."""
+
+
+def check(kind: Any, data: Any, where: str, remedy: str) -> None:
+    """Check that `data`, from JSON, is a value of `kind`; nothing is converted.
+
+    Args:
+        where, remedy: what the message begins and ends with: the file, and what to do.
+
+    Raises:
+        UserError: it is no such value; the message says where it first differs.
+    """
+    try:
+        _adapter(kind).validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise UserError(f"{where}: {problem(error)}; {remedy}") from error
+
+
+def read(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
+    """The JSON value in `path`, once it is found to be one of `kind`; all its keys.
+
+    Args:
+        remedy: the end of the message.
+        version: what `schema_version` has to be; None: there is none.
+
+    Raises:
+        UserError: it cannot be read, is of another version, or not of `kind`.
+    """
+    try:
+        content = json_files.read(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or reason(error)
+        raise UserError(f"{path} is not readable ({why}); {remedy}") from error
+    stored = content.get("schema_version") if isinstance(content, dict) else None
+    if version is not None and stored != version and type(stored) is int:
+        remedy = "update vlmcompress" if stored > version else remedy
+        raise UserError(f"{path} has schema {stored}, this vlmcompress reads {version}; {remedy}")
+    check(kind, content, str(path), remedy)
+    return content
+
+
+def problem(error: ValidationError) -> str:
+    """The first thing that is wrong, like `size.weights_after should be a valid integer`."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"])) or "content"
+    if first["type"] in ("missing", "extra_forbidden"):
+        return f"'{key}' is {'missing' if first['type'] == 'missing' else 'unknown'}"
+    text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{key} {text[:1].lower()}{text[1:]}"
+
+
+@lru_cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

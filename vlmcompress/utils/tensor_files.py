@@ -1,0 +1,232 @@
+"""safetensors files as bytes: read headers, plan shards, write tensors at their place.
+
+A file is `u64 header length | JSON header | data`. The header maps a tensor's name to dtype, shape and byte range, so a
+tensor can be copied from one file to another without being decoded, and a file of any size can be written with one
+tensor in memory. Order and padding are those of the official serializer (tensors by dtype, widest first, then by name;
+header padded with spaces to 8 bytes): equal content gives equal bytes.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vlmcompress.utils import json_files
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.model_folder import SINGLE
+
+# In the serializer's order, which is also by width: later entries come first in a file.
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+FLOATS = ("F16", "BF16", "F32")
+"""Types of unquantized weights."""
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_RANK = {code: rank for rank, code in enumerate(DTYPES)}
+_MAX_HEADER = 100_000_000  # the official reader's limit
+_WRITTEN = 1 << 26  # bytes that are written by one call
+_COPIED = 1 << 24  # bytes that are read by one call
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Type and shape of a stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """The stored form of `tensor`."""
+        return cls(_CODES[tensor.dtype], tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: `start` and `end` are absolute byte positions.
+
+    Attributes:
+        columns: (width, first, end): the bytes hold a matrix `[in, width]`, and the tensor is the transpose of its columns
+            `first` to `end`; None: the bytes are the tensor's own.
+    """
+
+    file: Path
+    name: str
+    spec: Spec
+    start: int
+    end: int
+    columns: tuple[int, int, int] | None = None
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """All tensors of a safetensors file in the order of their bytes. Reads the header only.
+
+    Raises:
+        UserError: not a safetensors file, cut short, or with a header that does not describe the data.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER + 1
+            raw = file.read(length) if length <= min(_MAX_HEADER, size) else b""
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; download or copy the file again") from error
+    try:
+        header = json_files.parse(raw)
+        if any(type(text) is not str for text in (header.pop("__metadata__", None) or {}).values()):
+            raise TypeError("metadata that are no texts")
+        entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError(f"{path} is not a whole safetensors file (bad header); download or copy it again") from error
+    entries.sort(key=lambda entry: (entry.start, entry.end, entry.name))
+    position = 8 + length
+    for entry in entries:
+        if entry.start != position or entry.end - entry.start != entry.spec.nbytes:
+            raise UserError(f"{path} is corrupt: the byte range of '{entry.name}' does not fit; download it again")
+        position = entry.end
+    if position != size:
+        raise UserError(f"{path} has {size} bytes, its header needs {position}; it was cut short, download it again")
+    return entries
+
+
+def _entry(path: Path, name: str, info: dict, base: int) -> Entry:
+    start, end = info["data_offsets"]
+    if not all(type(size) is int and size >= 0 for size in (start, end, *info["shape"])):
+        raise TypeError("a size that is no count")
+    if info["dtype"] not in DTYPES:
+        raise UserError(f"{path}: tensor '{name}' has type {info['dtype']}, which is not known here")
+    return Entry(path, name, Spec(info["dtype"], tuple(info["shape"])), base + start, base + end)
+
+
+def read_tensor(entry: Entry) -> Tensor:
+    """The values of one stored tensor."""
+    with entry.file.open("rb") as file:
+        file.seek(entry.start)
+        data = bytearray(file.read(entry.end - entry.start))
+    return _view(entry, data, 0).contiguous()
+
+
+def map_tensors(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """Tensors by name, memory-mapped from their files, copy-on-write: read on first use, changes stay in memory.
+
+    A tensor that is stored as columns of a matrix is a view that is not contiguous.
+    """
+    files: dict[Path, mmap.mmap] = {}
+    for path in {entry.file for entry in entries.values()}:
+        with path.open("rb") as file:
+            files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {name: _view(entry, files[entry.file], entry.start) for name, entry in entries.items()}
+
+
+def _view(entry: Entry, data: bytearray | mmap.mmap, offset: int) -> Tensor:
+    """The tensor whose bytes begin at `offset` of `data`."""
+    dtype, count = DTYPES[entry.spec.dtype], (entry.end - entry.start) // DTYPES[entry.spec.dtype].itemsize
+    if not count:
+        return torch.empty(entry.spec.shape, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
+    if entry.columns is None:
+        return flat.reshape(entry.spec.shape)
+    width, first, end = entry.columns
+    return flat.reshape(-1, width)[:, first:end].T
+
+
+def to_bytes(tensor: Tensor) -> memoryview:
+    """The little-endian bytes of a tensor."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+def layout(specs: dict[str, Spec]) -> tuple[bytes, dict[str, int]]:
+    """Header bytes of a file with these tensors, and each tensor's absolute byte position."""
+    ordered = sorted(specs, key=lambda name: (-_RANK[specs[name].dtype], name))
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in ordered:
+        end = position + specs[name].nbytes
+        header[name] = {
+            "dtype": specs[name].dtype,
+            "shape": list(specs[name].shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    head = struct.pack("<Q", len(raw)) + raw
+    return head, {name: len(head) + header[name]["data_offsets"][0] for name in ordered}
+
+
+def split(specs: Iterable[tuple[str, Spec]], limit: int) -> list[dict[str, Spec]]:
+    """Fill shards in order until the next tensor would pass `limit` bytes; a larger tensor gets a shard of its own."""
+    shards: list[dict[str, Spec]] = [{}]
+    used = 0
+    for name, spec in specs:
+        if shards[-1] and used + spec.nbytes > limit:
+            shards.append({})
+            used = 0
+        shards[-1][name] = spec
+        used += spec.nbytes
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """The Hugging Face file names of `count` shards."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def write_at(file: int, data: memoryview | bytes, position: int) -> None:
+    """Write all of `data` at a byte position of an open file."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view[:_WRITTEN], position)
+        view, position = view[written:], position + written
+
+
+def copy_at(entry: Entry, file: int, position: int) -> None:
+    """Copy a stored tensor to a byte position of another open file, in chunks of `_COPIED` bytes unless it is `columns`."""
+    if entry.columns is not None:
+        return write_at(file, to_bytes(read_tensor(entry)), position)
+    try:
+        source = entry.file.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {entry.file}: {error.strerror}; restore it and run again") from error
+    with source:
+        source.seek(entry.start)
+        left = entry.end - entry.start
+        while left:
+            block = source.read(min(left, _COPIED))
+            if not block:
+                raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
+            write_at(file, block, position)
+            left, position = left - len(block), position + len(block)

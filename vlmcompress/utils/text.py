@@ -1,0 +1,119 @@
+"""Format sizes, ratios, durations and tables, and parse sizes: every verb and report writes them by these functions.
+
+The size of a model's weights is that of its tensors, without the headers of their files, so that `quantize`, `doctor`, `eval`,
+`bench`, reports and model cards show the same figures for the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from vlmcompress.utils.errors import UserError
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
+
+
+def figures(value: float) -> str:
+    """Write a number in three significant figures, from 1,000 on whole: `0.0123`, `12.0`, `1,234`; tiny ones as `1.2e-5`."""
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    exponent = math.floor(math.log10(float(f"{abs(value):.2e}")) + 1e-12)  # of the rounded value: 9.999 is 10.0
+    if exponent < -3:
+        return f"{value:.1e}".replace("e-0", "e-")
+    return f"{value:,.{max(0, 2 - exponent)}f}"
+
+
+def percentage(share: float) -> str:
+    """Write a share from zero on as a percentage of three figures, in decimals whatever its size: `12.3%`, `0.00134%`,
+    `0.000820%`; anything below a millionth is `<0.0001%`, where figures say nothing any more."""
+    value = float(f"{100 * share:.2e}")
+    if 0 < value < 0.001:
+        return "<0.0001%" if value < 0.0001 else f"{value:.6f}%"
+    return f"{figures(value)}%"
+
+
+def size(count: float) -> str:
+    """Write a number of bytes in decimal units with three figures: `512 B`, `7.12 MB`, `61.0 GB`."""
+    units = iter(("kB", "MB", "GB", "TB"))
+    unit = "B"
+    while count >= 999.5 and unit != "TB":
+        count, unit = count / 1000, next(units)
+    return f"{figures(count) if unit != 'B' else int(count)} {unit}"
+
+
+def times(ratio: float) -> str:
+    """Write a ratio: `1.42x`; below a tenth and from a hundred on in three figures: `0.00441x`, `227x`."""
+    return f"{ratio:.2f}x" if 0.1 <= ratio < 100 else f"{figures(ratio)}x"
+
+
+def smaller(before: float, after: float) -> str:
+    """Compare two sizes, both above zero: `1.96x smaller`, or `1.05x larger`."""
+    return f"{times(before / after)} smaller" if after <= before else f"{times(after / before)} larger"
+
+
+def points(share: float, digits: int = 1) -> str:
+    """Write a difference of shares in percentage points: `-0.013` as `-1.3`; zero as `0.0`, without a sign."""
+    text = f"{100 * share:+.{digits}f}"
+    return text if float(text) else text[1:]
+
+
+def duration(seconds: float) -> str:
+    """Write a duration: `8 s`, `3:05 min`, `2:10 h`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)}:{int(seconds % 60):02d} min"
+    return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
+
+
+def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
+    """Write rows as lines of aligned columns, the last one ragged."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in texts) for i in range(len(texts[0]))] if texts else []
+    return "\n".join(
+        (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        for row in texts
+    )
+
+
+def parse_pixels(text: str, flag: str, least: int = 1, most: int = 2**31) -> tuple[int, int]:
+    """Read the width and height of an image from `1024x768`, or `448` for a square.
+
+    Raises:
+        UserError: it is no size, or a side has fewer than `least` or more than `most` pixels.
+    """
+    match = re.fullmatch(r"(\d{1,10})(?:[x×*](\d{1,10}))?", text.strip().lower(), re.ASCII)
+    width, height = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not least <= min(width, height) <= max(width, height) <= most:
+        limits = f", each from {least} to {most}" if least > 1 else ""
+        raise UserError(f"{flag} {text[:40]} is not a size; write it WIDTHxHEIGHT, like 1024x768{limits}")
+    return width, height
+
+
+def parse_bytes(text: str | int, what: str) -> int:
+    """Read a number of bytes from `5GB`, `200MB`, `1GiB` or a plain number.
+
+    Args:
+        what: names the setting in the error, like `--max-size`.
+
+    Raises:
+        UserError: it is no size, or not above zero.
+    """
+    written = str(text).strip().upper().replace(" ", "")
+    unit = next((unit for unit in _UNITS if written.endswith(unit)), "")
+    try:
+        count = int(float(written.removesuffix(unit)) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        count = 0
+    if count <= 0:
+        raise UserError(f"{what} '{text}' is not a size; write it like 5GB or 500MB")
+    return count
+
+
+def check_size(text: str) -> str:
+    """Return a size like `5GB` as it was written, or raise ValueError if it is none."""
+    if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[KMG]i?B\s*", text, re.IGNORECASE) or not float(re.sub(r"[^\d.]", "", text)):
+        raise ValueError("Input should be a size like 5GB or 500MB")
+    return text

@@ -1,0 +1,282 @@
+"""Workers that do a list of jobs: this process, one job after the other, or those of a Ray cluster, several at once.
+
+    with closing(workers.of("auto")) as crew:
+        for index, outcome in crew.map(function, jobs):
+            ...
+
+A job is a function of one argument; with Ray both go to another process, maybe on another machine, so they have to be
+picklable, and nothing but the result comes back.
+
+On Ray (https://docs.ray.io) one job at a time runs on each GPU, or on each node where there is no GPU. Every job is a Ray task.
+Ray runs it again when its worker or its node dies, at most `RETRIES` times. Arguments and results travel through Ray's object
+store; no folder has to be shared, and no code is uploaded: vlmcompress is installed on each node. Of this process's environment
+the jobs get what decides results: `VLMCOMPRESS_*`, `OMP_*`, and the offline modes of the Hub's libraries where the user has set
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from logging import ERROR
+from typing import Any, Protocol, TypeVar
+
+from vlmcompress.utils import hub, messages
+from vlmcompress.utils.errors import UserError
+
+RETRIES = 3  # of a job whose worker or node was lost
+PASSED_ON = ("VLMCOMPRESS_", "OMP_")  # beginnings of names of environment variables
+OFFLINE = (hub.OFFLINE, "TRANSFORMERS_OFFLINE")
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of jobs that were cancelled
+    "RAY_task_oom_retries": str(RETRIES),  # by itself Ray would try for ever
+}
+NOT_LOADED = (
+    "could not be computed",
+    "failed to import on the worker",
+)  # what Ray says of a task's arguments and function
+PATIENCE = 10.0  # seconds: for a connection, and for a cancelled job to clean up
+NUDGE = 0.5  # seconds
+
+J = TypeVar("J")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The outcome of a job without a result: the message of its `UserError`, or how its workers were lost."""
+
+    reason: str
+
+
+def attempt(function: Callable[[J], R], job: J) -> R | Failed:
+    """Do a job; a `UserError` becomes a `Failed`."""
+    try:
+        return function(job)
+    except UserError as error:
+        return Failed(str(error))
+
+
+class Workers(Protocol):
+    """Workers that do jobs: `name` for people, and `size`, the number of jobs that they do at once."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
+        """Do the jobs, and yield (index of the job, result) as they finish. Closing the generator cancels what is open.
+
+        A job that raises `UserError`, or whose worker is lost again and again, gives a `Failed`. Any other exception of a
+        job is raised here.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the workers."""
+        ...
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """This process alone, which starts a job when its result is asked for."""
+
+    name: str = "in turn"
+    size: int = 1
+
+    def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
+        """Do the jobs one after the other; see `Workers`."""
+        for index in range(len(jobs)):
+            yield index, attempt(function, jobs[index])
+
+    def close(self) -> None:
+        """Do nothing: no other process was started."""
+
+
+def of(address: str | None) -> Workers:
+    """The workers at an address.
+
+    Args:
+        address: None: this process alone. Else Ray's: `auto` (the cluster that this machine is a node of), `HOST:PORT` of a
+            cluster's head, or `local`, which starts one on this machine until `close`.
+
+    Raises:
+        UserError: Ray is not installed, or there is no such cluster.
+    """
+    return InTurn() if address is None else OnRay(address)
+
+
+class OnRay:
+    """The workers of a cluster; `address` as in `of`."""
+
+    def __init__(self, address: str):
+        self._ray, self._leave = _connect(address)
+        self._asks, self.size = shares([node["Resources"] for node in self._ray.nodes() if node["Alive"]])
+        if not self.size:
+            self.close()
+            raise UserError(f"the Ray cluster at '{address}' has no CPU or GPU for jobs; start a node with `ray start`")
+
+    @property
+    def name(self) -> str:
+        return f"ray, {self.size} worker{'s' if self.size > 1 else ''}"
+
+    def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
+        """Do the jobs, `size` of them at once; see `Workers`."""
+        task = self._ray.remote(_done).options(max_retries=RETRIES, scheduling_strategy="SPREAD", **self._asks)
+        waiting, running = iter(range(len(jobs))), {}
+        try:
+            while True:
+                for index in waiting:
+                    running[task.remote(function, jobs[index])] = index
+                    if len(running) == self.size:
+                        break
+                if not running:
+                    return
+                (ready, *_), _ = self._ray.wait(list(running), num_returns=1)
+                index = running.pop(ready)
+                yield index, self._result(ready)
+        finally:
+            self._cancel(list(running))
+
+    def _result(self, ready: Any) -> Any:
+        """The result of a task that has ended. What its function raised is raised here."""
+        from ray import exceptions
+
+        try:
+            return self._ray.get(ready)
+        except exceptions.OutOfMemoryError:
+            return Failed(f"a worker of Ray ran out of memory, {RETRIES + 1} times; give each node more of it")
+        except (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.ObjectLostError) as error:
+            return Failed(f"a worker of Ray was lost, {RETRIES + 1} times ({messages.reason(error)})")
+        except exceptions.RuntimeEnvSetupError as error:
+            raise UserError(f"Ray can't start a job: {messages.reason(error)}") from error
+        except (exceptions.RaySystemError, RuntimeError) as error:
+            said = re.findall(r"^(?:ModuleNotFound|Import|Attribute)Error: (.*)", str(error), re.MULTILINE)
+            if not said or not any(sign in str(error) for sign in NOT_LOADED):
+                raise
+            raise UserError(
+                f"a node of the Ray cluster has no vlmcompress like this one ({said[-1]}); install the same version there"
+            ) from error
+
+    def _cancel(self, open_: list[Any]) -> None:
+        """Cancel tasks: they may clean up for a while, then their processes are killed."""
+        if not open_ or not self._ray.is_initialized():
+            return
+        for force in (False, True):
+            for task in open_:
+                self._ray.cancel(task, force=force)
+            _, open_ = self._ray.wait(open_, num_returns=len(open_), timeout=PATIENCE)
+            if not open_:
+                return
+
+    def close(self) -> None:
+        """Leave the cluster, and end it if it was started here. One that the caller had joined before stays joined."""
+        self._leave()
+
+
+def shares(nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], int]:
+    """The resources of one job and the number of jobs at once, from the nodes' resources as Ray counts them.
+
+    With GPUs a job takes one, and its share of the CPUs of the node where that is least. Without, it takes all CPUs of the
+    smallest node, and there are as many jobs as nodes. Nodes without CPUs (a head that only manages) don't count.
+    """
+    with_gpus = [node for node in nodes if node.get("GPU", 0) >= 1]
+    if with_gpus:
+        cpus = min(int(node.get("CPU", 0) // int(node["GPU"])) for node in with_gpus)
+        return {"num_gpus": 1, "num_cpus": cpus}, sum(int(node["GPU"]) for node in with_gpus)
+    cpus_of = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
+    return {"num_cpus": min(cpus_of, default=0)}, len(cpus_of)
+
+
+def passed_on() -> dict[str, str]:
+    """The environment variables that jobs get from here."""
+    offline = OFFLINE if hub.offline() else ()  # by itself our command line sets them only against surprises
+    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in offline}
+
+
+def _connect(address: str) -> tuple[Any, Callable[[], None]]:
+    """The connected package ray, and a function that disconnects.
+
+    Raises:
+        UserError: ray is not installed, or can't connect.
+    """
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError("ray is not installed; pip install '.[ray]' in the checkout of vlmcompress") from error
+    if ray.is_initialized():
+        return ray, lambda: None
+    _check(address)
+    dashboard = False if address == "local" else None
+    passed: Any = {"env_vars": passed_on()}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, runtime_env=passed, include_dashboard=dashboard, log_to_driver=False, logging_level=ERROR)
+    except Exception as error:  # that, and no subclass, is raised where a node takes too long to start
+        raise UserError(f"can't join the Ray cluster at '{address}': {messages.reason(error)}") from error
+    finally:
+        if on_sigterm is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(
+                signal.SIGTERM, on_sigterm
+            )  # Ray's handler would end this process with code 15, without a word
+    louder = _hush()
+
+    def leave() -> None:
+        ray.shutdown()
+        louder()
+
+    return ray, leave
+
+
+def _hush() -> Callable[[], None]:
+    """Keep Ray from printing to standard output, as it does when a node is lost, whatever `log_to_driver` says.
+
+    Returns:
+        What lets it print again.
+    """
+    from ray._private import worker
+
+    kept: Any = worker.print_to_stdstream
+    worker.print_to_stdstream = lambda *_, **__: None
+
+    def louder() -> None:
+        worker.print_to_stdstream = kept
+
+    return louder
+
+
+def _check(address: str) -> None:
+    """Refuse an address that isn't one, or where nobody listens, for which Ray would wait for long."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise UserError(f"'{address}' is not the address of a Ray cluster; write auto, local or HOST:PORT of its head")
+    try:
+        socket.create_connection((host, int(port)), PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"no Ray cluster answers at {address} ({messages.reason(error)}); is it up?") from error
+
+
+def _done(function: Callable[[J], R], job: J) -> R | Failed:
+    """The task: a job in a worker's process.
+
+    Ray cancels it by `interrupt_main`, which ends no wait for a lock or a queue; a signal does, so one comes now and then.
+    """
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, NUDGE, NUDGE)
+    try:
+        return attempt(function, job)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

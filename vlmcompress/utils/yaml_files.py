@@ -1,0 +1,62 @@
+"""YAML for people: duplicate keys are errors, `1e-4` is a number, and messages name file and line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.json_files import read_text
+from vlmcompress.utils.messages import reason
+
+
+class _Loader(yaml.SafeLoader):
+    """A `yaml.SafeLoader` (no code runs) that refuses duplicate keys and reads `1e-4` as a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is a list or a mapping", key.start_mark)
+            if key.value in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 wants a dot in a float; JSON, YAML 1.2 and everybody's fingers do not.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parse(text: str, where: str) -> Any:
+    """The value of a YAML document. `where` names it in the message of the `UserError` that bad syntax raises."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = " ".join((getattr(error, "problem", None) or str(error)).split())
+        raise UserError(f"{where}{line} is not valid YAML: {problem}") from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a date that is none, a number of thousands of digits; nested too deeply
+        raise UserError(f"{where} is not valid YAML: {reason(error)}") from error
+
+
+def read(path: Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file. `what` says in messages which kind of file it is."""
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or reason(error)
+        raise UserError(f"cannot read {what} {path}: {why}; give a YAML file") from error
+    content = parse(text, f"{what} {path}")
+    if not isinstance(content, dict):
+        raise UserError(f"{what} {path} holds no mapping; write it as lines of `key: value`")
+    return content
