@@ -4,7 +4,6 @@
     scripts/measure/bench_accuracy.py                     both models, all recipes; writes eval/accuracy.json
     scripts/measure/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
-    scripts/measure/bench_accuracy.py --scorers DIR       the recipes with `learned`, too: DIR has MODEL.safetensors
     scripts/measure/bench_accuracy.py --render            print the table from that file
 
 The last stdout line is one JSON object.
@@ -25,7 +24,6 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "accuracy.json"
 MODELS = ("demo-qwen", "demo-llava")
-VERDICTS = {"pass": "yes", "fail": "no", "inconclusive": "can't tell"}
 RECIPES: dict[str, dict] = {
     "fp8": {"scheme": "fp8"},
     "int8": {"scheme": "int8"},
@@ -35,24 +33,15 @@ RECIPES: dict[str, dict] = {
     "awq g32": {"scheme": "awq", "options": {"group_size": 32}},
     "divprune 1/2": {"scheme": "none", "reduce": "divprune:1/2"},
     "divprune 1/4": {"scheme": "none", "reduce": "divprune:1/4"},
-    "divprune 1/9": {"scheme": "none", "reduce": "divprune:1/9"},
     "coverage 1/2": {"scheme": "none", "reduce": "coverage:1/2"},
     "coverage 1/4, merged": {"scheme": "none", "reduce": "coverage:1/4,merge=nearest"},
-    "learned 1/2": {"scheme": "none", "reduce": "learned:1/2"},
-    "learned 1/4": {"scheme": "none", "reduce": "learned:1/4"},
-    "awq g128, learned 1/4": {"scheme": "awq", "reduce": "learned:1/4"},
-    "int8, learned 1/4": {"scheme": "int8", "reduce": "learned:1/4"},
     "awq g128, divprune 1/2": {"scheme": "awq", "reduce": "divprune:1/2"},
-    "awq g128, divprune 1/4": {"scheme": "awq", "reduce": "divprune:1/4"},
     "int8, divprune 1/2": {"scheme": "int8", "reduce": "divprune:1/2"},
-    "int8, divprune 1/4": {"scheme": "int8", "reduce": "divprune:1/4"},
 }
 
 
-def measure(
-    model: str, names: Sequence[str], limit: int | None, folder: Path, scorers: Path | None = None
-) -> list[dict]:
-    """Compress `model` by the named recipes and ask all checkpoints the same questions; `scorers`: folder for `learned`."""
+def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
+    """Compress `model` by the named recipes and ask all checkpoints the same questions."""
     from vlmcompress import engines
     from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate_all
     from vlmcompress.quantization.run import quantize
@@ -61,9 +50,6 @@ def measure(
     source, outs, manifests = ROOT / "eval" / "demo" / model, [], []
     for index, keys in enumerate(RECIPES[name] for name in names):
         outs.append(folder / f"{model}-{index}")
-        keys = dict(keys)
-        if scorers and "learned" in keys.get("reduce", ""):
-            keys["reduce"] += f",scorer={scorers / model}.safetensors"
         recipe = resolve({"model": str(source), "out": str(outs[-1]), **keys}).recipe
         manifests.append(quantize(recipe).manifest)
     rows = []
@@ -79,21 +65,19 @@ def measure(
 
 
 def render(rows: list[dict]) -> str:
-    """Render the results as a Markdown table."""
-    count = rows[0]["overall"]["n"]
-    lines = [
-        f"| model, {count} questions | recipe | weights | exact match | difference to BF16, 95% | within a point? "
-        "| same answers | KL, nats |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        overall = row["overall"]
-        interval = f"{100 * overall['difference']:+.1f} ({100 * overall['low']:+.1f} to {100 * overall['high']:+.1f})"
-        accuracy = f"{100 * overall['candidate']:.1f}% of {100 * overall['baseline']:.1f}%"
-        answers = f"{VERDICTS[overall['verdict']]} | {100 * row['agreement']:.1f}% | {row['divergence']['mean']:.4f}"
-        lines.append(
-            f"| {row['model']} | {row['recipe']} | 1/{row['ratio']:.2f} | {accuracy} | {interval} | {answers} |"
-        )
+    """Render the results as a Markdown table: a row a recipe, differences to BF16 in points with their intervals."""
+    cells = {(row["model"], row["recipe"]): row for row in rows}
+    names = [model.removeprefix("demo-") for model in MODELS]
+    heads = [f"{name}: weights | difference | KL" for name in names]
+    lines = [f"| recipe | {' | '.join(heads)} |", "|---|" + "---:|" * (3 * len(heads))]
+    for recipe in RECIPES:
+        parts = []
+        for row in (cells[model, recipe] for model in MODELS):
+            difference, low, high = (100 * row["overall"][name] for name in ("difference", "low", "high"))
+            passed = " ✓" * (row["overall"]["verdict"] == "pass")
+            parts.append(f"1/{row['ratio']:.2f} | {difference:+.1f} ({low:+.1f} to {high:+.1f}){passed}")
+            parts.append(f"{row['divergence']['mean']:.4f}")
+        lines.append(f"| {recipe} | {' | '.join(parts)} |")
     return "\n".join(lines)
 
 
@@ -105,19 +89,15 @@ def main() -> None:
         "--models", nargs="+", choices=MODELS, default=MODELS, help="measure these, keep the others' rows"
     )
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="the same of recipes")
-    parser.add_argument("--scorers", type=Path, metavar="DIR", help="folder of the scorers of `learned`")
     parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
     args = parser.parse_args()
-    names = [name for name in args.recipes if args.scorers or "learned" not in name]
     if not args.render:
         with tempfile.TemporaryDirectory() as folder:
-            rows = [
-                row for model in args.models for row in measure(model, names, args.limit, Path(folder), args.scorers)
-            ]
+            rows = [row for model in args.models for row in measure(model, args.recipes, args.limit, Path(folder))]
         if RESULTS.exists():
             new = {(row["model"], row["recipe"]) for row in rows}
             rows += [row for row in json.loads(RESULTS.read_text()) if (row["model"], row["recipe"]) not in new]
-        rows.sort(key=lambda row: (MODELS.index(row["model"]), list(RECIPES).index(row["recipe"])))
+        rows.sort(key=lambda row: (MODELS.index(row["model"]), row["recipe"]))
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     rows = json.loads(RESULTS.read_text())
     print(render(rows))

@@ -9,8 +9,7 @@
 
 MODEL is a model's folder. Where its tokenizer knows English, `paragraphs` of `eval/english.py` are what calibration reads and
 what perplexity and divergence are measured on (`text_probe.py`). Where it brings the world's questions (demo models), these are
-asked by teacher forcing (`teacher_forcing.py`), calibration reads the world's samples, and English beside them if it knows it.
-`--variant` plants outliers first (`plant_outliers.py`).
+asked by teacher forcing (`teacher_forcing.py`), calibration reads the world's samples, and English next to them if it knows it.
 
 For each seed statistics are collected once; each method then writes a checkpoint from them (or runs the model itself, see
 `weight_methods.py`), which is loaded and measured. A line of JSON in WORK/rows.jsonl and a file of measures by text and
@@ -32,12 +31,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import methods_table
+import paired
 import torch
 import weights_table
 from weight_methods import FORMATS, METHODS
 from weight_methods import chosen as chosen_methods
-from weights_bench import VARIANTS, Bench, chosen, quantized
+from weights_bench import Bench, chosen, quantized
 
 from vlmcompress.cli._process import quiet_libraries
 from vlmcompress.models.data import bundled
@@ -56,19 +55,21 @@ def measure(args: argparse.Namespace) -> None:
     """Measure what WORK/rows.jsonl has no row of. Seeds are the outer loop: to stop early is to have fewer seeds."""
     args.work.mkdir(parents=True, exist_ok=True)
     path, began = args.work / "rows.jsonl", time.monotonic()
-    done, bench = {row["key"] for row in methods_table.rows(path)}, None
+    done, bench = {row["key"] for row in paired.rows(path)}, None
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for form, method in chosen_methods(args.methods, args.formats):
-            name = f"{args.model.name}-{args.variant}"
+            name = args.model.name
             key = row_key(args, name, form, method, seed)
             if key in done or (METHODS[method].data_free and seed):
                 continue
             if time.monotonic() - began > 60 * args.minutes:
                 return
             bench = bench or Bench(args.model, args)
-            row, reads = METHODS[method], any(METHODS[name].reads_gradients for name in args.methods)
-            needs = calibrate.KINDS - {"entropy"} - (set() if reads and not row.blind else {"gradient"})
-            vlm, facts = quantized(bench, FORMATS[form], row, seed, needs)
+            row, rows = METHODS[method], [METHODS[name] for name in args.methods]
+            unread = (set() if any(row.reads_gradients for row in rows) else {"gradient"}) | (
+                set() if any(row.recipe.get("bits", {}).get("by") == "luq" for row in rows) else {"entropy"}
+            )
+            vlm, facts = quantized(bench, FORMATS[form], row, seed, calibrate.KINDS - unread)
             keep(args, key, {"model": name, "format": form, "method": method, "seed": seed} | facts, bench.measure(vlm))
 
 
@@ -87,10 +88,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--work", type=Path, default=Path("out/weights"), help="where everything is kept")
-    parser.add_argument("--variant", choices=VARIANTS, default="plain", help="where outliers are planted")
     parser.add_argument("--split", choices=("validation", "test"), default="validation")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
-    parser.add_argument("--formats", nargs="+", default=["W4", "W3", "W2", "3.25", "W8A8"], metavar="NAME")
+    parser.add_argument("--formats", nargs="+", default=["W4", "W3", "3.25", "W8A8"], metavar="NAME")
     parser.add_argument("--paragraphs", type=int, default=40, help="texts that are measured on")
     parser.add_argument("--questions", type=int, default=30, help="questions of each family of the world")
     parser.add_argument("--samples", type=int, default=96, help="calibration samples")
@@ -121,7 +121,7 @@ def tabulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     args.model = args.model.resolve()
     if not args.table:
         measure(args)
-    name = f"{args.model.name}-{args.variant}"
+    name = args.model.name
     questions = chosen(args.model, args.split, args.questions) if bundled(args.model, args.split) else []
     rows = weights_table.summarise(args.work, name, args.split, questions)
     if args.save:

@@ -10,7 +10,7 @@ A family has two parts, schemes and reducers, of about a minute each. A part is 
 run that was ended goes on with the rest. Of a scheme, T says that transformers loaded the quantized checkpoint and answered
 a question about an image (t: with the loader of our engine `hf`, where experts are quantized), V that vLLM on this
 machine did. Of a reducer, V says that vLLM answered with it; where it takes a share the prompt must have become shorter.
-What `scripts/measure/equal_to_source.py` found is in the same file. The last stdout line is one JSON object.
+The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
@@ -177,13 +177,11 @@ def counted(families: list[str]) -> dict[str, int]:
 
 def render(results: dict[str, dict]) -> str:
     """Render the results as two Markdown tables."""
-    heads = [*SCHEMES, "experts", "MTP", "as its source", "tests"]
+    heads = [*SCHEMES, "experts", "MTP", "tests"]
     lines = [f"| family | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for family, row in results.items():
         cells = [letters(row["schemes"][scheme]) for scheme in SCHEMES]
-        equal = row.get("equal", {})
-        same = f"{equal['equal']} of {equal['prompts']}" if "prompts" in equal else "?"
-        cells += ["yes" if row["experts"] else "–", row["mtp"] or "–", same, str(row.get("tests", "?"))]
+        cells += ["yes" if row["experts"] else "–", row["mtp"] or "–", str(row.get("tests", "?"))]
         lines.append(f"| {family} | {' | '.join(cells)} |")
     names = [reducer.partition(":")[0] for reducer in REDUCERS]
     lines += ["", f"| family | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
@@ -218,7 +216,7 @@ def letters(cell: Cell) -> str:
 
 
 def keep(family: str, **cells: Any) -> None:
-    """Add to what the file has of a family; the other script may have been at work meanwhile."""
+    """Add to what the file has of a family."""
     results = json.loads(RESULTS.read_text())
     results[family] = results.get(family, {}) | cells
     RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")

@@ -39,15 +39,13 @@ def titles(machine: str) -> str:
 
 
 def render(answers: Answers) -> str:
-    """Render the answers as a Markdown table; formats that vLLM treats alike share a row."""
+    """Render the answers as a Markdown table, of each format its first kind."""
     columns = {head: machines[0] for head, machines in heads(answers).items() if "VLLM_DISABLED" not in head}
-    lines = [f"| format | of which | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
+    lines = [f"| format | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for key, kinds in next(iter(answers.values())).items():
-        rows: dict[tuple[str, ...], list[str]] = {}
-        for kind in kinds:
-            row = tuple(word(answers[machine][key][kind], key) or "–" for machine in columns.values())
-            rows.setdefault(row, []).append(kind)
-        lines += [f"| {key} | {', '.join(kinds)} | {' | '.join(row)} |" for row, kinds in rows.items()]
+        kind = next(iter(kinds))
+        cells = [word(answers[machine][key][kind], key) or "–" for machine in columns.values()]
+        lines.append(f"| {key}, {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
-"""One model under test, quantized by one method after another: what `compare_weights.py` and `bench_methods.py` share.
+"""One model under test, quantized by one method after another, for `compare_weights.py`.
 
-A bench has the model's folder (plain, or with planted outliers), the samples that calibrate it, and what it says in 16 bits
+A bench has the model's folder, the samples that calibrate it, and what it says in 16 bits
 on English texts and on questions about images; `quantized` makes a model by a method, and `Bench.measure` compares it.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import sys
 import time
@@ -22,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import teacher_forcing
 import text_probe
 import torch
-from plant_outliers import drawn, most_visual, plant, write
 from weight_methods import Grid, Row
 
 from eval import english
@@ -33,15 +31,12 @@ from vlmcompress.quantization import calibrate
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 
-VARIANTS = ("plain", "all", "vision")  # as it is; 12 channels a norm times 16, drawn or the most visual ones
-
 
 class Bench:
     """A model under test: its folder, texts and questions, and what it says in 16 bits."""
 
     def __init__(self, source: Path, args: argparse.Namespace):
-        self.args, self.name, self.work = args, f"{source.name}-{args.variant}", args.work
-        self.folder = source if args.variant == "plain" else planted(source, args.variant, args.work)
+        self.args, self.folder, self.name, self.work = args, source, source.name, args.work
         self.world = bundled(source, "calibration")
         self.questions: list[Sample] = chosen(source, args.split, args.questions) if self.world else []
         self.plain = models.load(self.folder)
@@ -141,8 +136,8 @@ def quantized(bench: Bench, grid: Grid | None, row: Row, seed: int, needs: Set[s
         grid: the number format; None: that of the row's own options.
         needs: the statistics that a row of kind `stats` is solved from.
     """
-    if row.kind in ("stock", "autoround"):
-        return _others(bench, grid, row, seed)
+    if row.kind == "stock":
+        return _stock(bench, grid, row, seed)
     out = bench.work / "checkpoint"
     keys = bench.recipe_keys(out, seed) | row.recipe_in(grid)
     facts: dict[str, Any] = {}
@@ -161,20 +156,14 @@ def quantized(bench: Bench, grid: Grid | None, row: Row, seed: int, needs: Set[s
     return vlm, facts
 
 
-def _others(bench: Bench, grid: Grid | None, row: Row, seed: int) -> tuple[VLM, dict[str, Any]]:
-    """Quantize the model by someone else's package, in place: in float32, as CPUs multiply BF16 four times as slowly."""
-    vlm, options = models.load(bench.folder), grid.options if grid else {}
+def _stock(bench: Bench, grid: Grid | None, row: Row, seed: int) -> tuple[VLM, dict[str, Any]]:
+    """Quantize the model by llm-compressor, in place: in float32, as CPUs multiply BF16 four times as slowly."""
+    from stock_methods import run_stock
+
+    vlm = models.load(bench.folder)
     vlm.model.float()
     start = time.process_time()
-    if row.kind == "stock":
-        from stock_methods import run_stock
-
-        run_stock(vlm, bench.samples(seed), row.scheme, **options)
-    else:
-        from auto_round_contender import run_auto_round
-
-        kept = bench.work / "autoround" / re.sub(r"[^\w.]+", "-", f"{bench.name} {grid} {row.options} {seed}")
-        return vlm, run_auto_round(vlm, bench.samples(seed), kept, seed=seed, **options, **row.options)
+    run_stock(vlm, bench.samples(seed), row.scheme, **(grid.options if grid else {}))
     return vlm, {"seconds": round(time.process_time() - start, 1)}
 
 
@@ -188,20 +177,3 @@ def chosen(model: Path, split: str, per_family: int | None) -> list[Sample]:
         if per_family is None or counts[sample.family] <= per_family:
             kept.append(sample)
     return kept
-
-
-def planted(source: Path, variant: str, work: Path) -> Path:
-    """The checkpoint with planted outliers, written once, as `plant_outliers.py` writes it."""
-    out = work / "models" / f"{source.name}-{variant}"
-    if not out.exists():
-        vlm = models.load(source)
-        facts: dict[str, Any] = {"source": source.name, "where": variant, "factor": 16, "channels": 12}
-        if variant == "all":
-            channels, facts["seed"] = drawn(vlm, 12, 0), 0
-        else:
-            batches = encode(load_samples(bundled(source, "calibration"), samples=64, seed=0), vlm)
-            channels, share = most_visual(vlm, batches, 12)
-            facts["visual_share"] = round(share, 3)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write(vlm, plant(vlm, channels, 16), out, facts)
-    return out

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from methods_table import BEYOND, about, difference, numbered, rows
+from paired import BEYOND, about, difference, numbered, rows
 from torch import Tensor
 from weight_methods import FORMATS, METHODS, STOCK
 
@@ -120,33 +120,18 @@ def _paired(loaded: Mapping[Key, Mapping[int, Measures]], pair: Sequence[Key], n
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render the table: a line for each format and method, ratios with their intervals."""
-    heads = (
-        "model",
-        "split",
-        "format",
-        "method",
-        "seeds",
-        "perplexity",
-        "KL text",
-        "to stock",
-        "KL answers",
-        "to stock",
-        "exact",
-        "seconds",
-    )
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row in rows:
-        cells = [row["model"], row["split"], row["format"], row["method"], str(row["seeds"])]
-        large = row.get("perplexity", 0) >= 1e4
-        cells += [
-            _number(row, "perplexity", ".0e" if large else ".1f"),
-            _number(row, "text_kl", ".4f"),
-            _ratio(row, "text_ratio"),
-        ]
-        cells += [_number(row, "answers_kl", ".4f"), _ratio(row, "answers_ratio"), _number(row, "exact", ".1%")]
-        seconds = _number(row, "seconds", ".0f")
-        cells.append(seconds + (f" + {row['statistics_seconds']:.0f}" if "statistics_seconds" in row else ""))
+    """Render the table: a line for each format and method, divergences with their ratios to the better stock method."""
+    lines = [
+        "| format | method | seeds | perplexity | KL text | to stock | test split | KL answers | exact | seconds |"
+    ]
+    lines.append("|" + "---|" * 2 + "---:|" * 8)
+    test = {(row["model"], row["format"], row["method"]): row for row in rows if row["split"] == "test"}
+    for row in (row for row in rows if row["split"] != "test"):
+        cells = [row["format"], row["method"], str(row["seeds"]), _number(row, "perplexity", ".1f")]
+        cells += [_number(row, "text_kl", ".3f"), _ratio(row, "text_ratio")]
+        cells.append(_ratio(test.get((row["model"], row["format"], row["method"]), {}), "text_ratio"))
+        cells += [_number(row, "answers_kl", ".3f"), _number(row, "exact", ".1%")]
+        cells.append(" + ".join(f"{row[name]:.0f}" for name in ("seconds", "statistics_seconds") if name in row))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

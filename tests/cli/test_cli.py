@@ -310,13 +310,13 @@ def test_list_reducers_says_what_their_modules_say(capfd):
 
 
 def test_methods_that_beat_no_baseline_are_labelled():
-    """In eval/reducers.json, with default options at half the tokens, on none of the demo models better beyond chance."""
+    """In eval/reducers.json, with default options at half the tokens, better than chance on no demo model."""
     from vlmcompress.reduction.methods import REGISTRY
 
     figures = json.loads((Path(__file__).resolve().parents[2] / "eval" / "reducers.json").read_text())["figures"]
     won: dict[str, list[bool]] = {}
     for row in figures:
-        if row["keep"] == 0.5 and row["group"] == row["method"] != "random":
+        if row["keep"] == 0.5 and row["group"] == row["method"] and row.get("random"):
             won.setdefault(row["method"], []).append(row["random"][1] > 0)
     labelled = {name for name in REGISTRY.names() if REGISTRY.constant(name, "NO_BETTER_THAN")}
     assert labelled == {name for name, results in won.items() if not any(results)}

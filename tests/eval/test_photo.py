@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from random import Random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,10 +27,6 @@ from eval.photo.vocab import FAMILIES, SIDES, alike, plural
 from tests.kit.places import ROOT
 from vlmcompress.models.data import load_samples
 from vlmcompress.utils.errors import UserError
-
-sys.path.insert(0, str(ROOT / "scripts" / "measure"))
-from photo_kept import tallies
-from photo_vision_bits import set_apart
 
 CACHE = ROOT / "build/photo"
 NAMES = ("apple", "bird", "boat", "cat", "clock", "dog", "fish", "lemon", "sheep", "tree")
@@ -298,33 +292,6 @@ def test_a_projector_is_judged_by_whole_things(drawn_pool, tokens):
         losses.append(far[label] / 32 - chosen)
         assert mine.sum() <= (1 if label == words.nothing else warmup.OF_THING)
     torch.testing.assert_close(targets.loss(said, batch), torch.stack(losses).mean())
-
-
-def test_what_is_kept_is_counted_where_it_stands():
-    """Things are longer than background, so DART's pivots are things and what is least like them is not."""
-    torch.manual_seed(0)
-    item = torch.where(torch.arange(SIDE * SIDE) < 64, 0, -1)
-    features = 0.1 * torch.randn(SIDE * SIDE, 8)
-    features[:64, 0] += 3
-    features[64:, 1] += 1
-    counted = tallies(features, item, 0.25)
-    assert counted["all"] == (64, 256) and counted["pivots"] == (4, 4)
-    assert counted["dart:pivots=4 things"] == (4, 64) and counted["dart, pivots of background things"] == (60, 64)
-    assert counted["uniform gone"] == (0, 1) and counted["likeness of things"][0] > 0.9 * 64
-
-
-def test_channels_that_are_set_apart_are_not_rounded():
-    """Of a layer whose inputs are rounded to whole numbers, one channel comes through as it is, with its own weights."""
-    torch.manual_seed(0)
-    plain, other = (SimpleNamespace(model=SimpleNamespace(model=SimpleNamespace())) for _ in range(2))
-    for vlm in (plain, other):
-        vlm.model.model.vision_tower = torch.nn.Sequential(torch.nn.Linear(6, 5))
-    layer, original = other.model.model.vision_tower[0], plain.model.model.vision_tower[0]
-    layer.register_forward_pre_hook(lambda module, args: (args[0].round(),))
-    x, apart = torch.randn(3, 6) * 4, torch.arange(6) == 2
-    expected = (x.round() * ~apart) @ layer.weight.T + layer.bias + (x * apart) @ original.weight.T
-    set_apart(other, plain, {"0": apart})
-    torch.testing.assert_close(layer(x), expected)
 
 
 @pytest.mark.slow

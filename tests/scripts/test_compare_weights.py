@@ -11,11 +11,9 @@ import torch
 
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
-from vlmcompress.models.data import bundled, encode, load_samples
 from vlmcompress.recipe import resolve
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
-import auto_round_contender
 import text_probe
 import weight_methods
 import weights_table
@@ -81,24 +79,3 @@ def test_unknown_names_are_refused() -> None:
         weight_methods.chosen(["gtpq"], ["W3"])
     with pytest.raises(ValueError, match="there is no 'W5'; choose from W4, "):
         weight_methods.chosen(["gptq"], ["W5"])
-
-
-@pytest.mark.slow
-def test_auto_round_puts_weights_on_the_grid(tmp_path: Path) -> None:
-    """All weights of the decoder, and no others, in eight levels a group; the same ones when read again."""
-    plain, vlm = models.load(DEMOS / "demo-llava", dtype=torch.float32), models.load(DEMOS / "demo-llava")
-    batches = encode(load_samples(bundled(DEMOS / "demo-llava", "calibration"), samples=8, seed=0), vlm)
-    settings = {"bits": 3, "group_size": 64, "symmetric": True, "iters": 2}
-    facts = auto_round_contender.run_auto_round(vlm, batches, tmp_path / "kept.pt", **settings)
-    weights, changed = dict(plain.model.named_parameters()), 0
-    for name, weight in vlm.model.named_parameters():
-        if "language_model.layers" in name and weight.dim() == 2:
-            changed += 1
-            assert max(len(group.unique()) for group in weight.detach()[:4].float().view(-1, 64)) <= 8
-        else:
-            assert torch.equal(weight.float(), weights[name])
-    again = models.load(DEMOS / "demo-llava")
-    assert changed == 28
-    assert auto_round_contender.run_auto_round(again, [], tmp_path / "kept.pt", **settings) == facts
-    for name, weight in again.model.named_parameters():
-        torch.testing.assert_close(weight.float(), vlm.model.get_parameter(name).float(), atol=0.01, rtol=0.01)

@@ -18,7 +18,7 @@ from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
-import methods_table
+import paired
 import teacher_forcing
 
 
@@ -125,9 +125,9 @@ def test_a_difference_counts_images_and_seeds() -> None:
     """Without clusters: the textbook's standard error; every question twice: as few as there are images."""
     torch.manual_seed(0)
     d = torch.randn(1, 40, dtype=torch.float64)
-    alone = methods_table.difference(d, torch.arange(40))
+    alone = paired.difference(d, torch.arange(40))
     assert alone["error"] == pytest.approx(float(d.std(correction=0)) / 40**0.5)
-    twice = methods_table.difference(d.repeat(1, 2), torch.arange(40).repeat(2))
+    twice = paired.difference(d.repeat(1, 2), torch.arange(40).repeat(2))
     assert twice["error"] == pytest.approx(alone["error"]) and twice["z"] == pytest.approx(alone["z"])
-    seeds = methods_table.difference(torch.tensor([[0.0] * 8, [1.0] * 8], dtype=torch.float64), torch.arange(8))
+    seeds = paired.difference(torch.tensor([[0.0] * 8, [1.0] * 8], dtype=torch.float64), torch.arange(8))
     assert seeds["difference"] == 0.5 and seeds["error"] == pytest.approx(0.5)  # std of (0, 1) over sqrt(2)

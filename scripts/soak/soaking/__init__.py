@@ -1,2 +1,0 @@
-"""Parts of `scripts/soak/soak.py`: what is sent (`traffic`, `malformed`), how (`client`), what is right (`verdict`), memory
-(`memory`)."""
