@@ -87,15 +87,14 @@ def render(results: Mapping[str, Any]) -> str:
     summary = summarise(results)
     lines = ["| | visual tokens | TTFT, one client | of full | requests/s, 12 clients | of full | requests that fit |"]
     lines.append("|---|" + "---:|" * 6)
-    for group in (group for group in SHOWN if group in summary["groups"]):
+    for group in (group for group in SHOWN if {"latency", "load"} <= summary["groups"].get(group, {}).keys()):
         latency, load = summary["groups"][group]["latency"], summary["groups"][group]["load"]
         for variant, alone in latency.items():
             cells = [variant, str(alone["visual_tokens"]), f"{alone['ttft_p50_ms'] / 1000:.2f} s"]
             cells += [f"{alone['ttft_ratio']:.2f}", f"{load[variant]['request_throughput']:.2f}"]
             cells += [f"{load[variant]['throughput_ratio']:.2f}", f"{load[variant]['fits_ratio']:.1f} times"]
             lines.append("| " + " | ".join(cells) + " |")
-    if "warm" in summary["groups"]:
-        again = summary["groups"]["warm"]["again"]
+    if again := summary["groups"].get("warm", {}).get("again"):
         ratios = ", ".join(f"{again[v]['throughput_ratio']:.2f} ({v})" for v in again if v != FULL)
         lines += ["", f"Where all was asked before and caches are on, requests/s of full: {ratios}."]
     if "floor" in summary:

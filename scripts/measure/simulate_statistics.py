@@ -35,9 +35,10 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from vlmcompress.evaluation.accuracy import noninferiority
-from vlmcompress.evaluation.accuracy.compare import families
-from vlmcompress.evaluation.accuracy.paired import MeanDifference
+from vlmcompress.evaluation.compare import families
+from vlmcompress.evaluation.paired import MeanDifference
+
+from vlmcompress.evaluation import noninferiority
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "statistics.json"
 MARGIN, LEVEL = 0.01, 0.95
