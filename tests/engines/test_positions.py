@@ -112,13 +112,3 @@ def test_nothing_of_a_step_is_left_for_the_next():
     model.embed_input_ids(torch.zeros(4), [], is_multimodal=torch.zeros(4, dtype=torch.bool))
     positions = torch.arange(4).expand(3, -1)
     assert torch.equal(model.forward(None, positions, None, None), positions)
-
-
-def test_compact_positions_are_those_that_vllm_counts():
-    features, packed, visual, _, _ = prompt(*PROMPT)
-    model = Model(compact=True)
-    positions, delta = model.get_mrope_input_positions([0] * len(visual), features)
-    embeds = model.embed_input_ids(torch.zeros(len(visual)), packed, is_multimodal=visual)
-    assert delta == 0 and torch.equal(positions, torch.arange(len(visual)).expand(3, -1))
-    assert torch.equal(model.forward(None, positions, None, embeds), positions)
-    assert embeds.shape[1] == 2  # the channels of places are cut off all the same

@@ -19,6 +19,8 @@ class Unreadable(ValueError):
 
 def read_bytes(path: str | Path, largest: int = LARGEST) -> bytes:
     """The content of a regular file of at most `largest` bytes. Raises `Unreadable` for another one, and OSError."""
+    if "\0" in str(path):
+        raise Unreadable("its name holds a NUL character")
     status = Path(path).stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # a folder is refused by `open`
         raise Unreadable("it is a device or a pipe, not a file")

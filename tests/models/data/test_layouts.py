@@ -250,7 +250,7 @@ def test_images_in_base64(tmp_path):
 
 def test_texts_and_names_that_are_no_unicode(tmp_path):
     half = '{"question": "\\ud800?", "answer": "x"}'
-    refused(lambda: load_samples(lines(tmp_path, half), samples=1, seed=0), "line 1", "half of a character")
+    refused(lambda: load_samples(lines(tmp_path, half), samples=1, seed=0), "line 1", "half of a surrogate pair")
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "gr\udcfcn.png").write_bytes(FILES[5])

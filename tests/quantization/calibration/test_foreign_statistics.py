@@ -260,8 +260,8 @@ def test_only_statistics_are_overwritten(world, tmp_path):
 def test_statistics_for_what_will_read_them(world, tmp_path):
     """`--for` collects what schemes, rules and balances read, together, and nothing else."""
     command = ["calibrate", str(world / "llava"), "--calib", str(world / "calib.jsonl"), "--samples", "2"]
-    assert cli.main([*command, "-o", str(tmp_path / "stats"), "--for", "int8,auto"]) == 0
-    assert statistics_folder.read(tmp_path / "stats").facts["needs"] == ["absmax", "gradient"]
+    assert cli.main([*command, "-o", str(tmp_path / "stats"), "--for", "int8,mbq"]) == 0
+    assert statistics_folder.read(tmp_path / "stats").facts["needs"] == ["absmax", "absmean", "gradient", "gram"]
     assert needed(["gptq"]) == {"gram"} and needed(["error", "fp8"]) == {"gram"}
     assert needed(["gptq", "mbq", "luq"]) == {"gram", "absmean", "gradient", "entropy"}
     with pytest.raises(

@@ -127,7 +127,7 @@ def test_states_within_the_language_model(family, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_projected(family, monkeypatch):
-    """Features are the projector's rows of the image, and the question is the prompt's words."""
+    """Features are the projector's rows of the image."""
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
     embeds = reference.arguments(vlm, inputs)["inputs_embeds"]
@@ -150,13 +150,8 @@ def test_projected(family, monkeypatch):
         assert len(rest) and torch.equal(rest, vlm.model.model.image_newline.expand_as(rest))
     else:
         assert not len(rest)
-    tokenizer = vlm.processor.tokenizer
-    lines = [number for text, number in tokenizer.get_added_vocab().items() if not text.strip()]  # Gemma's, of newlines
     for signals, unit in zip(calls, attached.seen, strict=True):
-        ids = inputs["input_ids"][unit.row]
-        words = (ids < 256) | torch.isin(ids, torch.tensor(lines, dtype=torch.long))
-        torch.testing.assert_close(signals.query, embeds[unit.row, words])
-        assert signals.grid == unit.grid
+        assert signals.grid == unit.grid and signals.query is None  # which `dart` does not read
 
 
 def test_grids_follow_the_images():

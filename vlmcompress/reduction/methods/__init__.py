@@ -12,7 +12,7 @@ no model and no other image. A module of this folder has
     BATCHED     whether `reduce` is many small steps, through which `reduce_all` takes all images of a call at once by
                 `torch.vmap`; so it changes no tensor in place that has no part of an image in it. Left out by methods of few
                 steps
-    NO_BETTER_THAN  the baseline that it did not beat on any demo model at half the tokens (docs/measurements.md); left
+    NO_BETTER_THAN  the baseline that it did not beat on any demo model at half the tokens (docs/results.md); left
                 out by methods that did, or that were not measured. `list reducers` shows it
     Options     frozen dataclass that extends `ReducerOptions`: the recipe's options, checked when made (ValueError). What the
                 package asks of options (the share, the layer, whether there is something to learn) it asks of that base: a
