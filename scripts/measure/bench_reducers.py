@@ -36,13 +36,14 @@ import reduced_answers
 import reducers_table
 import torch
 from reduced_answers import Asker
-from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.data import Sample, bundled, encode, load_samples
-from vlmcompress.hf_hooks import refusal, scorer_file
-from vlmcompress.hf_hooks.learning import learn
-from vlmcompress.recipe.reducer import ReducerChoice, choose
 
 from vlmcompress import models
+from vlmcompress.cli._process import quiet_libraries
+from vlmcompress.models.data import Sample, bundled, encode, load_samples
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.choice import ReducerChoice, choose
+from vlmcompress.reduction.hooks.learning import learn
+from vlmcompress.reduction.support import family_refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "reducers.json"
@@ -57,7 +58,6 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "random": [{"seed": seed} for seed in range(SEEDS)],
     "coverage": [{}, {"merge": "nearest"}],
     "learned": [{}],
-    "learned-adaptive": [{}],
     "cdpruner": [{}],
     "scope": [{}],
     "dart": [{}, {"pivots": 4}],
@@ -74,7 +74,6 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
 ABOVE = {"pyramiddrop": 0.25}  # shares must be larger, as the first of four stages, one of four blocks, drops nothing
 VSCAN = {"demo-photo": 3}  # its shallow layer; 1 in the other models
 OWN_COUNT: dict[str, list[dict[str, Any]]] = {
-    "pixelprune": [{"tolerance": 16}],
     "dyrate": [{}],
     "litevlm": [{"keep": 0.5}],
     "pool": [{"window": window} for window in ("1x2", "2x2", "3x3")],
@@ -142,7 +141,7 @@ def measure(args: argparse.Namespace) -> None:
                 vlm = models.load(MODELS[model])
                 questions = reduced_answers.prepare(vlm, samples(model, args.split, args.per_family))
                 askers[model] = Asker(vlm, questions)
-            if setting.chosen and refusal(askers[model].vlm.spec, setting.chosen.method):
+            if setting.chosen and family_refusal(askers[model].vlm.spec, setting.chosen.method):
                 continue
             if setting.group == "vscan" and setting.chosen.options.shallow != VSCAN.get(model, 1):
                 continue

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vlmcompress.data import Sample
+
+from vlmcompress.models.data import Sample
 
 BEYOND = 1.96  # standard errors to each side of an interval of 95%
 

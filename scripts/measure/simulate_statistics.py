@@ -35,10 +35,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from vlmcompress.evaluation.compare import families
-from vlmcompress.evaluation.paired import MeanDifference
-
-from vlmcompress.evaluation import noninferiority
+from vlmcompress.evaluation.accuracy import noninferiority
+from vlmcompress.evaluation.accuracy.compare import families
+from vlmcompress.evaluation.accuracy.paired import MeanDifference
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "statistics.json"
 MARGIN, LEVEL = 0.01, 0.95

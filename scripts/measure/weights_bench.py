@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import teacher_forcing
 import text_probe
 import torch
-from vlmcompress.data import Sample, bundled, encode, load_mixed, load_samples
-from vlmcompress.runs import calibrate
-from vlmcompress.runs.quantize import quantize
 from weight_methods import Grid, Row
 
 from eval import english
 from vlmcompress import models
 from vlmcompress.models import VLM
+from vlmcompress.models.data import Sample, bundled, encode, load_mixed, load_samples
+from vlmcompress.quantization import calibrate
+from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 
 

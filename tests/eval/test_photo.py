@@ -9,8 +9,6 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
-from vlmcompress.data import load_samples
-from vlmcompress.errors import UserError
 
 from eval.demo.photo import package, warmup
 from eval.demo.photo.assemble import join, processor_of
@@ -27,6 +25,8 @@ from eval.photo.rows import write_data
 from eval.photo.scene import PATCH, PIXELS, SIDE, sample_scene
 from eval.photo.vocab import FAMILIES, SIDES, alike, plural
 from tests.kit.places import ROOT
+from vlmcompress.models.data import load_samples
+from vlmcompress.utils.errors import UserError
 
 CACHE = ROOT / "build/photo"
 NAMES = ("apple", "bird", "boat", "cat", "clock", "dog", "fish", "lemon", "sheep", "tree")

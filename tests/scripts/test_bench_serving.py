@@ -66,7 +66,8 @@ def group(rows: list[dict], **extra) -> dict:
 
 def test_ratios_are_those_of_a_turn() -> None:
     """A machine that gets three times as slow changes no ratio."""
-    rows = [row(name, turn, share * slow, load, fits=4 / share) for load in ("latency", "load") for turn, slow in enumerate((1.0, 3.0, 1.0))
+    rows = [row(name, turn, share * slow, load, fits=4 / share)
+            for load in ("latency", "load") for turn, slow in enumerate((1.0, 3.0, 1.0))
             for name, share in (("bf16 full", 1.0), ("bf16 dart:1/4", 0.25), ("bf16 uniform:1/1024", 0.1))]  # fmt: skip
     record = group(rows, reducer_ms={"dart:1/4": 5.0})
     summary = serving_table.summarise(record)
