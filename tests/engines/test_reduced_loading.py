@@ -263,7 +263,7 @@ CASES = {
     "one of its own making": Case("it was not refused", version="dev"),
     "a newer one without what the plugin reaches into": Case(
         "in vLLM 0.99.0 model_executor.models.llava.LlavaForConditionalGeneration._process_image_pixels is gone (tokens are "
-        "reduced before the projector or behind it): install one of those, or another vlmcompress",
+        "reduced before the projector or after it): install one of those, or another vlmcompress",
         version="0.99.0",
         edit=(LLAVA, "_process_image_pixels", "_pixels"),
     ),

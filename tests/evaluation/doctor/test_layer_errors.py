@@ -93,10 +93,10 @@ def test_what_balance_did(checkpoints, tmp_path, capfd):
     assert {row["layer"]: row["other"] for row in figures["layers"]} == recorded[1]
     assert figures["change"]["answer"]["ratio"] < 0.8 < 1.2 < figures["change"]["vision"]["ratio"]
     assert figures["differences"] == [] and any("answer tokens" in note for note in figures["notes"])
-    cells = re.findall(r'<rect [^>]*class="(cell[^"]*)"', page.read_text())
+    kinds = re.findall(r'<td(?: class="(\w+)")? style="--shade: [\d.]+" title="[^"]+, block \d', page.read_text())
     layers = len(recorded[0])
-    assert cells.count("cell") == 2 * 3 * layers and cells.count("cell gain") + cells.count("cell loss") == 3 * layers
-    assert cells.count("cell loss") == sum(c["worse"] for c in figures["change"].values())
+    assert kinds.count("") == 2 * 3 * layers and kinds.count("gain") + kinds.count("loss") == 3 * layers
+    assert kinds.count("loss") == sum(c["worse"] for c in figures["change"].values())
 
 
 def test_a_checkpoint_that_saw_no_data(checkpoints, capfd):
