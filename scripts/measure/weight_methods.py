@@ -82,7 +82,6 @@ METHODS: dict[str, Row] = {
     "gptq-plus": Row("gptq-plus"),
     "gptq-plus rotate": Row("gptq-plus", recipe={"rotate": "hadamard"}, kind="run"),
     "gptq-plus run": Row("gptq-plus", kind="run"),
-    "gptq-plus rotate": Row("gptq-plus", recipe={"rotate": "hadamard"}, kind="run"),
     "qronos": Row("qronos", STEPS | {"behind": "blocks", "correct": 0.5}, kind="run"),
     "awq": Row("awq"),
     "mbq": Row("mbq"),
