@@ -5,7 +5,7 @@ real language model. AWQ's candidates scale input channels first, compared by wh
 feedback`); ranges are searched (`clip`); sweeps of local search change codes of a block of columns before the next one is
 rounded (`sweeps`); and codes have zero points, which all of vLLM's kernels for 4-bit weights take.
 
-Cost: solving takes 1.4 times as long as `gptq` on a CPU (`scripts/measure/bench_solve.py`). Loses: it fits the calibration
+Cost: solving takes 1.4 times as long as `gptq` on a CPU. Loses: it fits the calibration
 tokens more closely than either method does, so what is not like those gains less.
 """
 
