@@ -20,9 +20,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from vlmcompress.quantization import schemes as quantizers
+from vlmcompress.quantization import schemes
 from vlmcompress.recipe import Recipe
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 
 INTRO = """\
 # Recipe keys
@@ -62,8 +62,8 @@ def page() -> str:
     sections = [INTRO, "## The recipe\n", _table(Recipe)]
     for name, part in nested.items():
         sections += [f"## `{name}`\n", f"{_plain(_summary(part))}\n", _table(part)]
-    sections += ["## `options`: of each scheme\n", _options(quantizers.REGISTRY)]
-    sections += ["## `reduce`: options of each reducer, beside `method`\n", _options(reducers.REGISTRY)]
+    sections += ["## `options`: of each scheme\n", _options(schemes.REGISTRY)]
+    sections += ["## `reduce`: options of each reducer, beside `method`\n", _options(methods.REGISTRY)]
     return "\n".join(sections).rstrip() + "\n"
 
 

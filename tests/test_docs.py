@@ -30,7 +30,7 @@ from vlmcompress.export import manifest
 from vlmcompress.models.data.samples import to_sample
 from vlmcompress.numerics.statistics import gradients
 from vlmcompress.quantization.calibration import statistics_folder
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import Signals, TokenCounter
 from vlmcompress.utils.registry import Registry
 from vlmcompress.utils.settings import bundled
@@ -342,7 +342,7 @@ def contributed(tmp_path, monkeypatch) -> Path:
 def test_the_example_reducer_is_right(contributed):
     method = Registry("vlmcompress.reduction.methods", "reducer").get("unlike")
     features = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
-    reduction = reducers.reduce(method, Signals((1, 6, 8), features=features), method.Options(0.25))
+    reduction = methods.reduce(method, Signals((1, 6, 8), features=features), method.Options(0.25))
     mean = features.mean(0)
     likeness = {i: float(torch.cosine_similarity(features[i], mean, dim=0)) for i in range(48)}
     assert reduction.anchor.tolist() == sorted(sorted(likeness, key=lambda i: likeness[i])[:12])

@@ -13,7 +13,7 @@ from tests.kit.reduction_data import checkpoint, vlm
 from vlmcompress import cli
 from vlmcompress.models.data.encode import encode_prompt
 from vlmcompress.models.data.samples import Sample
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import parse
 from vlmcompress.reduction.hooks import picture
 from vlmcompress.reduction.hooks.picture import Counts
@@ -28,7 +28,7 @@ def noise(*size: int) -> Image.Image:
     return Image.fromarray(values.byte().numpy())
 
 
-def looked(family: str, images: list[Image.Image], text: str) -> list[reducers.Reduction]:
+def looked(family: str, images: list[Image.Image], text: str) -> list[methods.Reduction]:
     model = vlm(family)
     layouts = [model.spec.layout(model.processor, *image.size, len(images)) for image in images]
     return picture.decide(model, encode_prompt(Sample("x", images, "what is it"), model), layouts, parse(text))
@@ -60,7 +60,7 @@ def test_each_image_as_the_method_decides_on_its_features(family, text):
         image_rows, rows = rows[: layout.tokens], rows[layout.tokens :]
         kept = {number for number, cell in enumerate(layout.cells()) if cell is None}  # newlines stay
         for grid, index in layout.grids():
-            part = reducers.reduce(chosen.module, Signals(grid, features=image_rows[index]), chosen.options)
+            part = methods.reduce(chosen.module, Signals(grid, features=image_rows[index]), chosen.options)
             kept |= {index[number] for number in part.anchor.tolist()}
         assert decision.anchor.tolist() == sorted(kept)
         assert len(decision.target) == layout.tokens and (decision.target >= 0).sum() == len(kept)

@@ -14,7 +14,7 @@ from tests.kit.tiny import build
 from vlmcompress import cli, models
 from vlmcompress.export import tokenizers
 from vlmcompress.export.formats import gguf
-from vlmcompress.export.gguf import tokens as _gguf_tokens
+from vlmcompress.export.gguf import tokens
 from vlmcompress.export.gguf.tokenizer import PATTERNS, metadata
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import FORMATS
@@ -141,9 +141,9 @@ def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):
     source = build("qwen2-vl", tmp_path / "source")
     config = models.build_meta_model(source).config.to_dict()
     keys = metadata(source, config["text_config"]["vocab_size"], config)
-    assert _gguf_tokens.token_ids(keys, ["ab"], gguf._add) == [AutoTokenizer.from_pretrained(source)("ab")["input_ids"]]
+    assert tokens.token_ids(keys, ["ab"], gguf._add) == [AutoTokenizer.from_pretrained(source)("ab")["input_ids"]]
     with pytest.raises(UserError, match="^llama.cpp does not take the tokenizer .*; write another format$"):
-        _gguf_tokens.token_ids(keys | {"tokenizer.ggml.pre": "of our own"}, ["ab"], gguf._add)
+        tokens.token_ids(keys | {"tokenizer.ggml.pre": "of our own"}, ["ab"], gguf._add)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlmcompress.models import all_specs
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import REGISTRY
 from vlmcompress.reduction.support import family_refusal
 
@@ -60,14 +60,14 @@ def traces(model: torch.nn.Module) -> list:
     return traced
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[reducers.Signals]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[methods.Signals]:
     """All signals that a reducer is given from now on."""
-    calls: list[reducers.Signals] = []
-    real = reducers.reduce
+    calls: list[methods.Signals] = []
+    real = methods.reduce
 
     def spy(module, signals, options, count=None):
         calls.append(signals)
         return real(module, signals, options, count)
 
-    monkeypatch.setattr(reducers, "reduce", spy)
+    monkeypatch.setattr(methods, "reduce", spy)
     return calls

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import REGISTRY, Merger, Reduction, Signals, learned
 
 LAYERS = 4
@@ -66,11 +66,11 @@ def run(name, signals, options) -> Reduction:
     """All of a method; of one that merges by layer, in an encoder whose layers leave features and keys as they are."""
     method = REGISTRY.get(name)
     if hasattr(method, "reduce"):
-        return reducers.reduce(method, signals, options)
+        return methods.reduce(method, signals, options)
     merged = Reduction.identity(signals.n)
     for layer in range(LAYERS):
         now = dataclasses.replace(rows(signals, merged), merged=merged)
-        merged = merged.then(reducers.merge(method, now, options, layer, LAYERS))
+        merged = merged.then(methods.merge(method, now, options, layer, LAYERS))
     return merged
 
 
@@ -78,7 +78,7 @@ def served(name: str, image: Signals, **chosen: Any) -> torch.Tensor:
     """The rows that a method leaves of an image, as the engine's plugin asks for them."""
     method, chosen = REGISTRY.get(name), options(name, keep=KEEP, **chosen)
     if hasattr(method, "reduce"):
-        result = reducers.reduce(method, image, chosen, check=False)
+        result = methods.reduce(method, image, chosen, check=False)
         return result.apply(image.features)
     merger = Merger(method, chosen, [image.grid], LAYERS, device=image.device, counts=[COUNT])
     states, keys = image.features[None], image.keys[None]

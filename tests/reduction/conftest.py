@@ -1,3 +1,3 @@
-"""Models of families as fixtures."""
+"""The tiny checkpoints of all families."""
 
-from tests.kit.families import checkpoint  # noqa: F401
+from tests.kit.families import checkpoint, loaded  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vlmcompress.recipe import Recipe
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import compared, layered, parse, read, same
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils.errors import UserError
@@ -31,13 +31,13 @@ def test_understood(text, plain):
     chosen = parse(text)
     assert chosen.plain() == plain
     assert read(plain).plain() == plain
-    assert isinstance(chosen.options, reducers.REGISTRY.get(plain["method"]).Options)
+    assert isinstance(chosen.options, methods.REGISTRY.get(plain["method"]).Options)
 
 
-@pytest.mark.parametrize("method", reducers.REGISTRY.names())
+@pytest.mark.parametrize("method", methods.REGISTRY.names())
 def test_defaults_and_back(method):
     chosen = parse(method)
-    assert chosen.options == reducers.REGISTRY.get(method).Options()
+    assert chosen.options == methods.REGISTRY.get(method).Options()
     assert read({"method": method, **({"keep": "auto"} if chosen.options.keep is not None else {})}) == chosen
     assert parse(str(chosen)) == chosen
 

@@ -87,22 +87,16 @@ class Local(Engine):
             raise UserError(
                 f"sample '{filmed.id}' shows a video, and {self.title} is given none; take --engine vllm or hf"
             )
-        model, requests, settings, label, progress = (
-            Path(job.model),
-            job.requests,
-            job.settings,
-            job.label,
-            job.progress,
-        )
+        model = Path(job.model)
         engine: dict[str, Any] = {}
         answers: dict[str, Answer] = {}
-        unanswered, seconds, crashes, restarts, deadly = list(requests), 0.0, 0, 0, 0
-        refusals = Refusals(str(model), settings.refusals)
+        unanswered, seconds, crashes, restarts, deadly = list(job.requests), 0.0, 0, 0, 0
+        refusals = Refusals(str(model), job.settings.refusals)
         while True:
-            progress(f"{label}: starting {self.title}", len(answers), len(requests))
+            job.progress(f"{job.label}: starting {self.title}", len(answers), len(job.requests))
             began: float | None = None
             alone = crashes > 1
-            asking = replace(settings, max_num_seqs=1) if alone else settings
+            asking = replace(job.settings, max_num_seqs=1) if alone else job.settings
             try:
                 with contextlib.closing(self._run(model, unanswered, job.media, asking)) as events:
                     for event in events:
@@ -113,7 +107,7 @@ class Local(Engine):
                             answer = refusals.add(event["id"], event["message"]) if refused else _answer(event)
                             answers[answer.id] = answer
                             job.on_answer(answer)
-                        progress(label, len(answers), len(requests))
+                        job.progress(job.label, len(answers), len(job.requests))
                 break
             except Crash as crash:
                 unanswered = [request for request in unanswered if request.id not in answers]
@@ -128,7 +122,9 @@ class Local(Engine):
                 if not unanswered:
                     break
                 unanswered = _by_kind(unanswered)
-                progress(f"{label}: {crash}; {len(unanswered)} still to answer", len(answers), len(requests))
+                job.progress(
+                    f"{job.label}: {crash}; {len(unanswered)} still to answer", len(answers), len(job.requests)
+                )
             finally:
                 seconds += time.monotonic() - began if began else 0.0
         return Run(answers, engine | {"restarts": restarts}, round(seconds, 2))

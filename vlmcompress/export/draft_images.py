@@ -24,8 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vlmcompress.reduction import choice as chosen
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import choice, methods
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.utils.errors import UserError
@@ -40,7 +39,7 @@ BLOCK = 16
 """Tokens of a block of vLLM's cache on GPUs; its CPU build has at least 32."""
 _KEYS = {"schema", "images", "vector", "block"}
 WORDS = ("hidden", "all", "none")
-_EVEN = chosen.parse("uniform:0.5")  # where nothing should stay, and the blocks of the cache have room
+_EVEN = choice.parse("uniform:0.5")  # where nothing should stay, and the blocks of the cache have room
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,15 @@ class DraftImages:
         count = len(features)
         if left == count:
             return Reduction.identity(count, features.device)
-        choice = self.rows if isinstance(self.rows, ReducerChoice) else _EVEN
-        options = dataclasses.replace(choice.options, keep=left / count)  # type: ignore[call-arg]
+        reducer = self.rows if isinstance(self.rows, ReducerChoice) else _EVEN
+        options = dataclasses.replace(reducer.options, keep=left / count)  # type: ignore[call-arg]
         signals = Signals(grid=(1, 1, count), features=features, finite=True)
-        return reducers.reduce(choice.module, signals, options, check=False)
+        return methods.reduce(reducer.module, signals, options, check=False)
 
 
 def parse(text: str, vector: bool = False, block: int = BLOCK) -> DraftImages:
     """Read the value of `--images`. UserError for another word, or a reducer that a draft can't have."""
-    rows = text if text in WORDS else _checked(chosen.parse(text), f"--images {text}")
+    rows = text if text in WORDS else _checked(choice.parse(text), f"--images {text}")
     return DraftImages(rows, vector, block)
 
 
@@ -112,7 +111,7 @@ def read(config: Mapping[str, Any]) -> DraftImages:
         raise UserError(f"{where}.schema is {block['schema']!r}, this vlmcompress reads {SCHEMA}; upgrade it")
     rows = block["images"]
     if isinstance(rows, Mapping):
-        rows = _checked(chosen.read(rows, f"{where}.images"), f"{where}.images")
+        rows = _checked(choice.read(rows, f"{where}.images"), f"{where}.images")
     elif rows not in WORDS:
         raise UserError(f"{where}.images is {rows!r}, which is none of {', '.join(WORDS)}; train the draft again")
     if type(block["vector"]) is not bool:
@@ -122,16 +121,16 @@ def read(config: Mapping[str, Any]) -> DraftImages:
     return DraftImages(rows, block["vector"], block["block"])
 
 
-def _checked(choice: ReducerChoice, where: str) -> ReducerChoice:
+def _checked(reducer: ReducerChoice, where: str) -> ReducerChoice:
     """The reducer, if it needs nothing but features and keeps a share that can be chosen."""
-    module, options = choice.module, choice.options
+    module, options = reducer.module, reducer.options
     fits = module.STAGE == "projected" and module.COUNT == "fixed" and not module.NEEDS - {"features"}
     if not fits or options.keep is None or options.scorer is not None:
         raise UserError(
             f"{where}: a draft's tokens are chosen by a method that looks at features alone and keeps a fixed share: "
             "coverage, divprune, cdpruner, dart, scope, uniform or random; or write hidden, all or none"
         )
-    return choice
+    return reducer
 
 
 def mean_feature(features: Tensor) -> Tensor:

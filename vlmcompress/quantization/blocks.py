@@ -166,7 +166,7 @@ def _search(
     sensitivities: Mapping[tuple[int, str], Sensitivity],
     progress: Progress,
 ) -> _SearchResult:
-    """Do the searches that the method needs before the first block (`quantizers.Needs`)."""
+    """Do the searches that the method needs before the first block (`schemes.Needs`)."""
     searches, scales = method.needs.searches, dict[tuple[int, str], Tensor]()
     if "block_scales" in searches:
         from vlmcompress.quantization.calibration.block_search import search_blocks

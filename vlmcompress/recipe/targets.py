@@ -15,7 +15,7 @@ named by `format_key`:
 
 A format is in one of three places: it runs (`kernels`); it runs and rounds activations for nothing, as vLLM computes in
 16 bits, so that it is refused with the reason (`kernels` and `weight_only`); or it does not run (`refused`). Kernels are
-vLLM 0.32's own choice: `scripts/measure/kernel_choice.py` asks it with a pretended platform, docs/results.md has the
+vLLM 0.32's own choice: `scripts/measure/kernel_choice.py` asks it with a pretended platform, docs/planning.md has the
 table, and `tests/recipe/test_kernels.py` holds the rows to it. Only those of the CPU build were run. Attention is read from
 `v1/attention/backends`. Nothing here imports torch.
 """

@@ -4,11 +4,11 @@
     "vlmcompress": {"schema": 1, "model_type": "llava", "reduce": {"method": "dart", "keep": 0.5, "pivots": 8, ...}}
 
 A reducer that keeps a number of tokens that depends on the image, but can be told one (`dymu`), has beside `reduce` a
-`count`: a regression that computes the number from the image's pixels (`reducers.TokenCounter`).
+`count`: a regression that computes the number from the image's pixels (`methods.TokenCounter`).
 
 Only our plugin registers that architecture, so a vLLM without it refuses the checkpoint by that name instead of serving it
 unreduced. transformers goes by `model_type` and looks at neither: `from_pretrained` gives the model with all its visual
-tokens, and `hf_hooks.attach_carried` reduces them as the block says.
+tokens, and `hooks.attach_carried` reduces them as the block says.
 
 A checkpoint may come from anywhere: everything in the block is checked, nothing in it is code.
 """
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlmcompress.reduction import choice as chosen
+from vlmcompress.reduction import choice
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.methods import TokenCounter, read_counter
 from vlmcompress.utils.errors import UserError
@@ -74,7 +74,7 @@ def read(config: Mapping[str, Any]) -> CarriedReducer | None:
         )
     if not isinstance(block["reduce"], Mapping):
         raise UserError(f"{_WHERE}.reduce is no mapping; export it again")
-    reducer = chosen.read(block["reduce"], f"{_WHERE}.reduce")
+    reducer = choice.read(block["reduce"], f"{_WHERE}.reduce")
     _check_reducer(reducer, f"{_WHERE}.reduce", "export it again")
     count = read_counter(block["count"], f"{_WHERE}.count") if "count" in block else None
     if count and not reducer.takes_count:
@@ -83,7 +83,7 @@ def read(config: Mapping[str, Any]) -> CarriedReducer | None:
 
 
 def _check_reducer(reducer: ReducerChoice, where: str, remedy: str) -> None:
-    """Refuse a reducer that has not learnt its thresholds."""
+    """Refuse a reducer that has not learned its thresholds."""
     if reducer.options.learns and not reducer.learnt:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import REGISTRY, Grid, ReducerOptions
 from vlmcompress.reduction.resize import METHOD as RESIZE
 from vlmcompress.reduction.resize import Resize
@@ -124,7 +124,7 @@ class ReducerChoice:
 
     def too_small(self, grid: Grid) -> bool:
         """Whether the kept share of such a grid would round to no token, so that the grid is kept whole."""
-        return reducers.too_small(self.module, grid, self.options)
+        return methods.too_small(self.module, grid, self.options)
 
 
 def parse(text: str) -> ReducerChoice:
@@ -229,14 +229,14 @@ def layered(layers: Sequence[Layer]) -> list[Layer]:
 def _stages(setting: Any, where: str) -> tuple[Any, Any]:
     """Part what `reduce` says into the recipe's `resize` and its reducer, as mappings; None: there is none of that."""
     every = [split(stage, f"{where} {stage}") if isinstance(stage, str) else stage for stage in _listed(setting)]
-    methods = [stage.get("method") if isinstance(stage, Mapping) else None for stage in every]
-    if methods.count(RESIZE) > 1 or len(every) - methods.count(RESIZE) > 1:
-        names = " and ".join(map(str, methods))
-        raise UserError(f"{where}: {names} do not go together; a recipe has {RESIZE} and one other reducer")
-    if RESIZE not in methods:
+    names = [stage.get("method") if isinstance(stage, Mapping) else None for stage in every]
+    if names.count(RESIZE) > 1 or len(every) - names.count(RESIZE) > 1:
+        both = " and ".join(map(str, names))
+        raise UserError(f"{where}: {both} do not go together; a recipe has {RESIZE} and one other reducer")
+    if RESIZE not in names:
         return None, every[0] if every else None
-    if methods[0] != RESIZE:
-        raise UserError(f"{where}: {RESIZE} works on images, before {methods[0]}; name it first")
+    if names[0] != RESIZE:
+        raise UserError(f"{where}: {RESIZE} works on images, before {names[0]}; name it first")
     return {key: value for key, value in every[0].items() if key != "method"}, (every[1] if len(every) > 1 else None)
 
 

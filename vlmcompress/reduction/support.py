@@ -206,8 +206,8 @@ def counts(config: Any, module: ModuleType) -> tuple[int, int]:
     return -(-tokens >> feature_layers(config)) if hasattr(module, "merge") else 1, tokens
 
 
-def check_counter(spec: ModelSpec, config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
-    """Raise UserError unless the method can meet the counter's counts in a model of this family and config."""
+def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
+    """Raise UserError unless the method can meet the counter's counts in a model of this config."""
     from vlmcompress.reduction.hooks.units import patch
 
     if not chosen.takes_count:

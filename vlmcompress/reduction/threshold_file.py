@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from vlmcompress.models import VLM
-from vlmcompress.reduction import choice as choosing
+from vlmcompress.reduction import choice
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.units import block
 from vlmcompress.utils import folders, identity, schema
@@ -111,7 +111,7 @@ def encoder_hash(vlm: VLM) -> str:
 def read(path: Path) -> dict[str, Any]:
     """Read the file's content, with `reduce` as a `ReducerChoice`."""
     content = schema.read(_File, path, f"make them with `{COMMAND}`", version=SCHEMA_VERSION)
-    reducer = choosing.read(content["reduce"], f"thresholds {path}: reduce")
+    reducer = choice.read(content["reduce"], f"thresholds {path}: reduce")
     if reducer.method != METHOD or not reducer.learnt:
         raise UserError(f"{path} holds no thresholds; make them with `{COMMAND}`")
     return content | {"reduce": reducer}

@@ -1,1 +1,1 @@
-"""What is trained: models behind a reducer, the scales of codes, the scorer of a reducer, and draft heads."""
+"""What is trained: models behind a reducer, the scorer of a reducer, and draft heads."""

@@ -19,7 +19,7 @@ from vlmcompress.models.devices import accelerator, float_products
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import scorer_file
-from vlmcompress.reduction.hooks import calibration_inputs as behind_reducer
+from vlmcompress.reduction.hooks import calibration_inputs
 from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
 from vlmcompress.training.eagle3 import DraftShape, Lesson
 from vlmcompress.training.medusa import MedusaShape
@@ -115,7 +115,7 @@ class Lessons:
         head.register_forward_pre_hook(self._read)
         carried = reducer_block.read(models.read_config(recipe.model))
         self.reducer = scorer_file.known(target.model.config, carried.reducer, recipe.model) if carried else None
-        self.model = behind_reducer.decoder(target).model if self.reducer else target.model
+        self.model = calibration_inputs.decoder(target).model if self.reducer else target.model
         self.indices = torch.full((len(self.head),), -1, device=self.head.device)
         self.indices[self.vocabulary] = torch.arange(len(self.vocabulary), device=self.head.device)
 
@@ -180,7 +180,7 @@ class Lessons:
 
     def _lesson(self, batch: Inputs) -> Lesson | None:
         if self.reducer:
-            batch = behind_reducer.reduced(self.target, [batch], self.reducer)[0]
+            batch = calibration_inputs.reduced(self.target, [batch], self.reducer)[0]
         cut, count = distillation.answer_tokens(batch)
         if count < 2:
             return None

@@ -40,9 +40,8 @@ def held(path: Path, *, wait: bool = False) -> Iterator[None]:
     except Timeout:
         raise Held(_owner(path)) from None
     try:
-        if (
-            type(lock) is FileLock
-        ):  # on a file system without flock it has become a SoftFileLock, which writes these lines itself
+        # On a file system without flock it has become a SoftFileLock, which writes these lines itself.
+        if type(lock) is FileLock:
             path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
         yield
     finally:

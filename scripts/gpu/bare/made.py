@@ -107,13 +107,13 @@ def signals(grid: tuple[int, int, int], width: int, device: torch.device, seed: 
 
 def reduced(module: Any, options: Any, image: Any) -> Any:
     """The reduction of an image by a method; by one that merges in the encoder's layers, in `LAYERS` of these."""
-    from vlmcompress.reduction import methods as reducers
+    from vlmcompress.reduction import methods
 
     if hasattr(module, "reduce"):
-        return reducers.reduce(module, image, options)
-    merged = reducers.Reduction.identity(image.n, image.device)
+        return methods.reduce(module, image, options)
+    merged = methods.Reduction.identity(image.n, image.device)
     for layer in range(LAYERS):
         left = {name: merged.apply(getattr(image, name)) for name in ("features", "keys", "saliency", "windowed")}
         now = dataclasses.replace(image, merged=merged, **left)
-        merged = merged.then(reducers.merge(module, now, options, layer, LAYERS))
+        merged = merged.then(methods.merge(module, now, options, layer, LAYERS))
     return merged

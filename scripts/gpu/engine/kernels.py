@@ -68,11 +68,11 @@ def run(place: Place, shape: str) -> dict[str, Any]:
 
 def format_key(name: str) -> str:
     """The format of a scheme, as targets name it."""
-    from vlmcompress.quantization import schemes as quantizers
     from vlmcompress.recipe import targets
+    from vlmcompress.utils import registry
 
     scheme, options = SCHEMES[name]
-    module = quantizers.REGISTRY.get(scheme)
+    module = registry.SCHEMES.get(scheme)
     return targets.format_key(module.scheme(module.Options(**options)))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from tests.kit import rtn
 from tests.kit.tiny import build
 from vlmcompress import models
-from vlmcompress.export import formats as exporters
+from vlmcompress.export import formats
 from vlmcompress.export.formats import Reader, Writer, awq, fp8, gptq, gptq_v2, modelopt
 from vlmcompress.export.layer_targets import layers_of, misnamed
 from vlmcompress.models.layer_names import Kept, Layers
@@ -192,7 +192,7 @@ def test_one_scheme_or_several():
     four, eight = SCHEMES["w4-symmetric-64"], SCHEMES["w8-symmetric-64"]
     names = {(f"model.layers.{i}.mlp.down_proj",): four if i else eight for i in range(3)}
     layers = Layers([], [Kept(("lm_head",), False)], names, kv_cache=True)
-    counts = {name: len(exporters.problems(FORMATS.get(name), layers)) for name in FORMATS.names()}
+    counts = {name: len(formats.problems(FORMATS.get(name), layers)) for name in FORMATS.names()}
     assert counts == {
         "awq": 3,
         "bf16": 1,

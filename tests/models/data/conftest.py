@@ -1,4 +1,4 @@
-"""The tiny checkpoints of all families, and an image file."""
+"""An image file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.families import checkpoint, loaded  # noqa: F401
 from tests.kit.pictures import file_of, picture
 
 

@@ -10,7 +10,7 @@ from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import MODALITIES, NEEDS, GroupStats
-from vlmcompress.quantization import schemes as quantizers
+from vlmcompress.quantization import schemes
 from vlmcompress.quantization.calibration.predict import Predictor, evenly, input_noise
 from vlmcompress.quantization.schemes import REGISTRY
 
@@ -30,11 +30,9 @@ def observed(seed: int = 0) -> tuple[dict[str, torch.Tensor], GroupStats]:
 def finished(name: str, options, weights: list[torch.Tensor], stats: GroupStats) -> list[torch.Tensor]:
     """The weight errors of a group that was really quantized, in terms of the unscaled input."""
     module = REGISTRY.get(name)
-    scale = quantizers.smooth(module, weights, stats, options).scale
+    scale = schemes.smooth(module, weights, stats, options).scale
     scaled = weights if scale is None else [w * scale for w in weights]
-    solved = quantizers.solve(
-        module, scaled, stats if scale is None else stats.rescaled(scale), options, torch.bfloat16
-    )
+    solved = schemes.solve(module, scaled, stats if scale is None else stats.rescaled(scale), options, torch.bfloat16)
     errors = [q.dequantize(torch.float32) - w for q, w in zip(solved.weights, scaled, strict=True)]
     return errors if scale is None else [error / scale for error in errors]
 
@@ -121,11 +119,11 @@ def test_what_methods_share_changes_no_prediction(squares):
     for name, options in methods:
         module = REGISTRY.get(name)
         scheme_options, rows, used = module.Options(**options), predictor.rows, stats
-        scale = quantizers.smooth(module, rows, stats, scheme_options).scale
+        scale = schemes.smooth(module, rows, stats, scheme_options).scale
         if scale is not None:
             rows, used = [row * scale for row in rows], stats.rescaled(scale)
         expected, input_noises = 0.0, module.scheme(scheme_options).activations
-        errors = quantizers.sketch(module, rows, used, scheme_options, torch.bfloat16, {})
+        errors = schemes.sketch(module, rows, used, scheme_options, torch.bfloat16, {})
         for row, dw, gram, factor in zip(rows, errors, predictor.grams, predictor.factors, strict=True):
             dw = dw if scale is None else dw / scale
             expected += factor * float(torch.einsum("oi,ij,oj->", dw.double(), gram.double(), dw.double()))

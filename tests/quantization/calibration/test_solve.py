@@ -11,7 +11,7 @@ from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import SAMPLE, GroupStats
 from vlmcompress.numerics.statistics.tokens import splits
-from vlmcompress.quantization import schemes as quantizers
+from vlmcompress.quantization import schemes
 from vlmcompress.quantization.calibration.solve import QuantMethod, apply, solve_block
 from vlmcompress.quantization.schemes import Needs
 from vlmcompress.utils.errors import UserError
@@ -67,7 +67,7 @@ def observe(block: Block, x: Tensor, needs: frozenset[str]) -> dict[str, GroupSt
 
 
 def solve(block: Block, scheme: str, x: Tensor, **options):
-    module = quantizers.REGISTRY.get(scheme)
+    module = schemes.REGISTRY.get(scheme)
     method = QuantMethod(module, module.Options(**options))
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
     norms = {"norm": block.norm.weight}
@@ -83,7 +83,7 @@ def test_weights_are_multiplied_by_what_the_norm_was_divided_by(block, scheme, o
     weight = (block.norm.weight - offset).bfloat16()
     block.norm.weight.data = weight.float() + offset
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
-    module = quantizers.REGISTRY.get(scheme)
+    module = schemes.REGISTRY.get(scheme)
     method = QuantMethod(module, module.Options())
     stats = observe(block, x, method.needs.statistics)
     result = solve_block(
@@ -99,7 +99,7 @@ def test_weights_are_multiplied_by_what_the_norm_was_divided_by(block, scheme, o
 
 
 def test_broken_statistics_name_the_layer(block):
-    module = quantizers.REGISTRY.get("awq")
+    module = schemes.REGISTRY.get("awq")
     method = QuantMethod(module, module.Options())
     stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs.statistics)
     stats["down"]._gram["text"][3, 3] = float("inf")
@@ -156,7 +156,7 @@ def test_inputs_stay_as_they_are(block):
 
 def test_no_folding_into_a_layer_that_is_left_alone(block):
     """`up` is skipped, so `down` must not be smoothed: nothing could take the scale in."""
-    module = quantizers.REGISTRY.get("awq")
+    module = schemes.REGISTRY.get("awq")
     method = QuantMethod(module, module.Options())
     stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs.statistics)
     result = solve_block([DOWN], {"down": block.down.weight}, stats, method, torch.float32)
@@ -165,7 +165,7 @@ def test_no_folding_into_a_layer_that_is_left_alone(block):
 
 
 def test_without_data_the_error_is_that_of_the_weight(block):
-    module = quantizers.REGISTRY.get("rtn")
+    module = schemes.REGISTRY.get("rtn")
     result = solve_block([DOWN], {"down": block.down.weight}, {}, QuantMethod(module, module.Options()), torch.float32)
     difference = result.weights["down"].dequantize(torch.float32) - block.down.weight
     expected = difference.square().sum() / block.down.weight.square().sum()
@@ -174,7 +174,7 @@ def test_without_data_the_error_is_that_of_the_weight(block):
 
 def test_a_group_can_have_a_method_of_its_own(block):
     """Oracle: each group solved in a run in which all groups have its method; here nothing is smoothed."""
-    gptq, rtn = (quantizers.REGISTRY.get(name) for name in ("gptq", "rtn"))
+    gptq, rtn = (schemes.REGISTRY.get(name) for name in ("gptq", "rtn"))
     four, two = QuantMethod(gptq, gptq.Options(group_size=64)), QuantMethod(rtn, rtn.Options(bits=2, group_size=32))
     mixed = QuantMethod(gptq, four.options, others={(0, "down"): two})
     x = torch.randn(TOKENS, WIDTH)

@@ -14,8 +14,7 @@ import torch
 from tests.kit import reference
 from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny, wide
 from vlmcompress.models import VLM
-from vlmcompress.reduction import choice as chosen
-from vlmcompress.reduction import threshold_file
+from vlmcompress.reduction import choice, threshold_file
 from vlmcompress.reduction.hooks import attach, learning
 from vlmcompress.utils.errors import UserError
 
@@ -164,7 +163,7 @@ def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
     """On one batch the share is kept on average; a file of them is read by its model, and by no other encoder."""
     vlm, file = wide(family), tmp_path / "dymu.json"
     batches = [encode(vlm, prompt) for prompt in (ONE, TWO, NONE)]
-    learnt = learning.learn(vlm, batches, chosen.parse("dymu:0.5"))
+    learnt = learning.learn(vlm, batches, choice.parse("dymu:0.5"))
     kept = learning.kept(vlm, batches, learnt)
     assert len(learnt.options.thresholds) == 2 and abs(sum(kept) / len(kept) - 8) < 0.5 and len(set(kept)) > 1
     counts = []
@@ -174,7 +173,7 @@ def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
             counts += [len(unit.reduction.anchor) for unit in attached.seen]
     assert counts == kept
     threshold_file.save(file, vlm, learnt, [8], {"source": "here"})
-    named = chosen.parse(f"dymu:thresholds={file}")
+    named = choice.parse(f"dymu:thresholds={file}")
     with attach(vlm, named) as attached:
         assert attached.options.thresholds == learnt.options.thresholds
     with pytest.raises(UserError, match="another model.*its encoder has image_size"):
@@ -185,7 +184,7 @@ def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
 def test_counts_from_pixels_are_met_exactly(family):
     vlm = wide(family)
     batches = [encode(vlm, prompt) for prompt in (ONE, TWO)]
-    learnt = learning.learn(vlm, batches, chosen.parse("dymu:0.6"))
+    learnt = learning.learn(vlm, batches, choice.parse("dymu:0.6"))
     counter = learning.counter(vlm, batches, learnt)
     assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
     said = [counter.count(picture) for inputs in batches for picture in learning.pictures(vlm, inputs)]

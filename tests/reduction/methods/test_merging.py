@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kit.reducer_data import LAYERS, best, cosine, digest, options, rows, run, signals, threads
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import Reduction, dymu, tome, visionzip, vscan
 
 
@@ -150,7 +150,7 @@ def test_tome(keep):
         keys = head_mean(rows(s, merged).keys, s.heads)
         now = dataclasses.replace(rows(s, merged), merged=merged)
         slow, size = slow_tome_layer(slow, size, keys, pairs)
-        merged = merged.then(reducers.merge(tome, now, tome.Options(keep=keep), layer, LAYERS))
+        merged = merged.then(methods.merge(tome, now, tome.Options(keep=keep), layer, LAYERS))
         assert merged.sizes.tolist() == size
         assert torch.allclose(merged.apply(x), slow, atol=1e-5)
     assert torch.equal(merged.target, got.target)
@@ -191,7 +191,7 @@ def test_dymu_merges_exactly_the_pairs_above_the_threshold():
         if cosine(keys[a], keys[b]) > 0.75:
             edges[a] = b
     assert 0 < len(edges) < 24
-    got = reducers.merge(dymu, s, dymu.Options(thresholds=(0.75,)), 0, 1)
+    got = methods.merge(dymu, s, dymu.Options(thresholds=(0.75,)), 0, 1)
     assert got.anchor.tolist() == [i for i in range(48) if i not in edges]
     assert all(got.target[a] == got.target[b] for a, b in edges.items())
 
@@ -205,9 +205,9 @@ def test_dymu_keeps_more_of_a_rich_image_than_of_a_plain_one():
 
 def test_dymu_odd_count_merges_at_most_half():
     flat = dataclasses.replace(signals((1, 1, 9)), keys=torch.ones(9, 16))
-    assert len(reducers.merge(dymu, flat, dymu.Options(thresholds=(0.0,)), 0, 1).anchor) == 5
+    assert len(methods.merge(dymu, flat, dymu.Options(thresholds=(0.0,)), 0, 1).anchor) == 5
     single = signals((1, 1, 1))
-    assert len(reducers.merge(dymu, single, dymu.Options(thresholds=(-1.0,)), 0, 1).anchor) == 1
+    assert len(methods.merge(dymu, single, dymu.Options(thresholds=(-1.0,)), 0, 1).anchor) == 1
 
 
 def test_dymu_thresholds_merge_what_was_asked_for_on_average():
@@ -216,7 +216,7 @@ def test_dymu_thresholds_merge_what_was_asked_for_on_average():
     scores = [dymu.best(image) for image in images]
     tau = dymu.threshold(scores, r=7.5)
     assert tau == sorted(torch.cat(scores).tolist(), reverse=True)[45]
-    kept = [len(reducers.merge(dymu, image, dymu.Options(thresholds=(tau,)), 0, 1).anchor) for image in images]
+    kept = [len(methods.merge(dymu, image, dymu.Options(thresholds=(tau,)), 0, 1).anchor) for image in images]
     assert sum(48 - count for count in kept) == 45 and len(set(kept)) > 1
 
 
@@ -280,7 +280,7 @@ def test_dymu_padded_for_a_device_merges_the_same(grid, count, ties):
 
 def merge_step(s, merged, chosen, layer, count):
     now = dataclasses.replace(rows(s, merged), merged=merged)
-    return reducers.merge(dymu, now, chosen, layer, LAYERS, count)
+    return methods.merge(dymu, now, chosen, layer, LAYERS, count)
 
 
 def merge_all(s, chosen, count):
@@ -296,7 +296,7 @@ def test_an_exact_count_out_of_reach_is_refused():
     with pytest.raises(ValueError, match="cannot be merged into 49"):
         merge_all(signals(), options("dymu"), 49)
     with pytest.raises(ValueError, match="48 tokens cannot be merged into 49, which is more"):
-        reducers.merge(tome, signals(), tome.Options(), 0, LAYERS, 49)
+        methods.merge(tome, signals(), tome.Options(), 0, LAYERS, 49)
     with pytest.raises(ValueError, match="9 tokens cannot be merged into 10, which is more"):
         tome.schedule(9, 10, 3)
 
@@ -307,7 +307,7 @@ def test_tome_to_a_count_that_is_given(count):
     got = Reduction.identity(48)
     for layer in range(LAYERS):
         now = dataclasses.replace(rows(s, got), merged=got)
-        got = got.then(reducers.merge(tome, now, tome.Options(keep=0.5), layer, LAYERS, count))
+        got = got.then(methods.merge(tome, now, tome.Options(keep=0.5), layer, LAYERS, count))
     assert torch.equal(got.target, run("tome", s, tome.Options(keep=count / 48)).target)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kit.reducer_data import LAYERS, options, run, signals
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import REGISTRY, ReducerOptions, Signals
 
 NAMES = REGISTRY.names()
@@ -89,7 +89,7 @@ def test_dtype_of_the_signals_does_not_matter(name):
     method, wide, chosen = REGISTRY.get(name), signals(), options(name)
     narrow = dataclasses.replace(wide, **{field: getattr(wide, field).bfloat16() for field in FLOATS})
     if hasattr(method, "merge"):
-        assert same(*(reducers.merge(method, image, chosen, 0, LAYERS) for image in (wide, narrow)))
+        assert same(*(methods.merge(method, image, chosen, 0, LAYERS) for image in (wide, narrow)))
     else:
         assert same(run(name, wide, chosen), run(name, narrow, chosen))
 
@@ -99,8 +99,8 @@ def test_only_needed_signals_are_read(name):
     method, full = REGISTRY.get(name), signals()
     used = method.NEEDS | getattr(method, "OPTIONAL", frozenset())
     bare = dataclasses.replace(full, **{field: None for field in (*FLOATS, "heads") if field not in used})
-    step = (lambda s: reducers.merge(method, s, options(name), 0, LAYERS)) if hasattr(method, "merge") else None
-    step = step or (lambda s: reducers.reduce(method, s, options(name)))
+    step = (lambda s: methods.merge(method, s, options(name), 0, LAYERS)) if hasattr(method, "merge") else None
+    step = step or (lambda s: methods.reduce(method, s, options(name)))
     assert same(step(bare), step(full))
     for field in method.NEEDS:
         with pytest.raises(ValueError, match=f"needs signals that are missing: {field}"):

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.export.formats import Parts
-from vlmcompress.export.gguf import REGISTRY, Facts, Family
-from vlmcompress.export.gguf import tokens as _gguf_tokens
+from vlmcompress.export.gguf import REGISTRY, Facts, Family, tokens
 from vlmcompress.export.gguf.blocks import block_type, pack, row_bytes
 from vlmcompress.export.gguf.plan import Plan, check_complete, planned
 from vlmcompress.export.gguf.tokenizer import added_tokens, metadata
@@ -123,7 +122,7 @@ def token_ids(folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> 
         keys = {name: field.contents() for name, field in fields if name.startswith("tokenizer.")}
     else:
         keys = metadata(folder, config["text_config"]["vocab_size"], config)
-    return _gguf_tokens.token_ids(keys, texts, _add)
+    return tokens.token_ids(keys, texts, _add)
 
 
 def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:

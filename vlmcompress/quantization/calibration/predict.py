@@ -38,7 +38,7 @@ from torch import Tensor
 
 from vlmcompress.numerics import ActFormat
 from vlmcompress.numerics.statistics.inputs import GroupStats, quadratic
-from vlmcompress.quantization import schemes as quantizers
+from vlmcompress.quantization import schemes
 from vlmcompress.quantization.schemes import Quantizer, QuantizerOptions, Smoothing
 
 ROWS = 64  # rows of a group that errors are computed on, about
@@ -111,11 +111,11 @@ class Predictor:
             return 0.0
         rows, stats, smoothing = self.rows, self._of(module, options), Smoothing()
         if smooths:
-            smoothing = quantizers.smooth(module, list(rows), stats, options, self.scale_dtype)
+            smoothing = schemes.smooth(module, list(rows), stats, options, self.scale_dtype)
         if (scale := smoothing.scale) is not None:
             rows, stats = [row * scale for row in rows], stats.rescaled(scale)
         total, prepared = 0.0, self._prepared if scale is None else {}
-        errors = quantizers.sketch(module, rows, stats, options, self.scale_dtype, prepared, smoothing.factor)
+        errors = schemes.sketch(module, rows, stats, options, self.scale_dtype, prepared, smoothing.factor)
         for row, dw, gram, factor in zip(rows, errors, self.grams, self.factors, strict=True):
             if gram is None:
                 continue

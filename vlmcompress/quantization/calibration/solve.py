@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlmcompress.models import HEAD, Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
 from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization import schemes as quantizers
+from vlmcompress.quantization import schemes
 from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions, Smoothing
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
@@ -65,8 +65,8 @@ class QuantMethod:
     @property
     def rounds_inputs(self) -> bool:
         """Whether an engine rounds the inputs of some layers."""
-        schemes = (self.scheme, *(other.scheme for other in self.others.values()))
-        return any(scheme and scheme.activations for scheme in schemes)
+        parts = (self.scheme, *(other.scheme for other in self.others.values()))
+        return any(scheme and scheme.activations for scheme in parts)
 
 
 @dataclass
@@ -177,7 +177,7 @@ def _solve_group(
     if stats is not None and "absmax" in stats.needs:
         result.maxima[first] = stats.owners()
     with _naming(group):
-        solution = quantizers.solve(method.module, weights, stats, method.options, scale_dtype, factor)
+        solution = schemes.solve(method.module, weights, stats, method.options, scale_dtype, factor)
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     if stats is not None and stats.borrowed:
         result.warnings.append(
@@ -213,7 +213,7 @@ def _smoothing(
         return Smoothing(scales.get(group.name))
     weights = [current[name] for name in group.linears]
     with _naming(group):
-        return quantizers.smooth(chosen.module, weights, stats, chosen.options, scale_dtype)
+        return schemes.smooth(chosen.module, weights, stats, chosen.options, scale_dtype)
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from vlmcompress import models
-from vlmcompress.export import adapter, rotate, tokenizers
-from vlmcompress.export import formats as exporters
+from vlmcompress.export import adapter, formats, rotate, tokenizers
 from vlmcompress.numerics.statistics.inputs import CROSS
 from vlmcompress.quantization.plan import statistics_match
 from vlmcompress.quantization.plan.shape_checks import shape_problems
@@ -140,10 +139,10 @@ def vision_tower(survey: Survey) -> Iterator[str]:
 def stored_format(survey: Survey) -> Iterator[str]:
     """Whether the format of the files can hold the schemes."""
     exporter, source = survey.recipe.exporter, survey.source
-    yield from exporters.problems(exporter, survey.layers)
+    yield from formats.problems(exporter, survey.layers)
     config, reducer = source.meta_model.config.to_dict(), survey.recipe.reduce
     plain = reducer.plain() if reducer else None
-    reasons = exporters.files_problems(exporter, source.path, source.spec.family, config, plain)
+    reasons = formats.files_problems(exporter, source.path, source.spec.family, config, plain)
     yield from reasons
     if not reasons and (problem := tokenizers.compare(exporter, source.path, config).problem):
         yield problem

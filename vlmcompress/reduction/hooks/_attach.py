@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.models import VLM
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.units import Call, Reduced, Unit, prompt_text, units, whole
 from vlmcompress.reduction.methods import Reduction, Signals
@@ -190,12 +190,12 @@ class Attachment(Generic[Held]):
 
         options: those of this decision, where a method makes several.
         """
-        if not self._told and reducers.too_small(self.module, unit.grid, self.options):
+        if not self._told and methods.too_small(self.module, unit.grid, self.options):
             self._told = True
             grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
             text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
             warnings.warn(text, KeptWhole, stacklevel=2)
-        result = reducers.reduce(self.module, signals, options or self.options)
+        result = methods.reduce(self.module, signals, options or self.options)
         total = result if signals.merged is None else signals.merged.then(result)
         self.seen.append(Reduced(**vars(unit), reduction=total))
         return result

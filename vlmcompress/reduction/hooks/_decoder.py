@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.hooks._attach import Attachment, full_mask
 from vlmcompress.reduction.hooks.tap import joined, received, tap
 from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
@@ -272,7 +272,7 @@ class Generating(Inside):
         """Reduce an image further, by the newest token's `attention [n]` on its tokens."""
         done = unit.reduction
         signals = Signals(unit.grid, saliency=attention[done.anchor], merged=done)
-        return replace(unit, reduction=done.then(reducers.reduce(self.module, signals, self.options)))
+        return replace(unit, reduction=done.then(methods.reduce(self.module, signals, self.options)))
 
     def _cut(self, cache: Any, slots: Tensor, width: int) -> None:
         """Cut the caches of block K and those behind it from `width` slots to `slots [b, m]`."""

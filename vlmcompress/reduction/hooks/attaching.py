@@ -49,7 +49,7 @@ def attach(
     method = threshold_file.known(vlm, scorer_file.known(vlm.model.config, method))
     if counter is None:
         return _kind(method.module)(vlm, method.module, method.options)
-    check_counter(vlm.spec, vlm.model.config, method, counter)
+    check_counter(vlm.model.config, method, counter)
     return Merging(vlm, method.module, method.options, counter)
 
 

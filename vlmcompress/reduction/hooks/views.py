@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.reduction import methods as reducers
+from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.units import Call, Reduced, Unit
@@ -77,7 +77,7 @@ def stays(chosen: ReducerChoice, tokenizer: Any, embed: Callable[[Tensor], Tenso
     features = [rows(name).mean(0) if name else query.new_zeros(query.shape[1]) for name in words.names]
     scores = matches([tokenizer.decode(name) for name in words.names], tokenizer.decode(words.question))
     signals = Signals((len(features), 1, 1), features=torch.stack(features), query=query, saliency=scores)
-    return (reducers.reduce(chosen.module, signals, chosen.options).target >= 0).tolist()
+    return (methods.reduce(chosen.module, signals, chosen.options).target >= 0).tolist()
 
 
 def stand_in(tokenizer: Any) -> int:

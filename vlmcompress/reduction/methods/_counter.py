@@ -3,7 +3,7 @@
 An engine reserves an image's tokens before it encodes it, and where their number depends on what the image shows (DyMU), the
 method knows it only behind the encoder. A ridge regression on cheap statistics of the pixels, fitted on calibration images to
 the method's own counts, predicts it; rounded up to a bucket, it is the exact count that the method then meets
-(`reducers.merge` or `reducers.reduce` with a count). Too high a count costs tokens, too low a one costs detail, so predictions
+(`methods.merge` or `methods.reduce` with a count). Too high a count costs tokens, too low a one costs detail, so predictions
 are moved up by `margin`, the residual that a share of the calibration images stays under.
 
 Statistics are computed from the processor's output rounded to bfloat16, so that every engine and type gets the same:

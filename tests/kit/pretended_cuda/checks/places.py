@@ -28,7 +28,7 @@ from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.reduction.choice import parse
-from vlmcompress.reduction.hooks import calibration_inputs as behind_reducer
+from vlmcompress.reduction.hooks import calibration_inputs
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import silent
@@ -58,7 +58,7 @@ def learn_thresholds(folder: Path) -> None:
 
 RTN = QuantMethod(SCHEMES.get("rtn"), SCHEMES.get("rtn").Options(group_size=32))
 PHASES: dict[str, Callable[[SimpleNamespace], Any]] = {
-    "behind a reducer": lambda it: behind_reducer.reduced(it.vlm, it.rows, parse("divprune:0.5")),
+    "behind a reducer": lambda it: calibration_inputs.reduced(it.vlm, it.rows, parse("divprune:0.5")),
     "thresholds": lambda it: learn_thresholds(it.folder),
     "vision attention": lambda it: tower_attention.scales(
         qwen := load(it.folder / "qwen2-5-vl"), encoded(samples()[:2], qwen)

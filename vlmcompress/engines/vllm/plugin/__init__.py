@@ -11,7 +11,7 @@ weights, and on a processor without AVX-512 it lets that build read 4-bit weight
 Each module here without a leading underscore is a family. It defines, as literals,
 
     ARCHITECTURE    name of the architecture that it reduces
-    SIGNALS         fields of `reducers.Signals` that it can give a method; "views" where it can leave out whole images
+    SIGNALS         fields of `methods.Signals` that it can give a method; "views" where it can leave out whole images
     VIDEOS          True where videos are served, too; left out otherwise
     COUNTED         True where a method within the encoder may keep a number of tokens that depends on the image, and that its
                     pixels say (`_processing.Counting`); left out otherwise

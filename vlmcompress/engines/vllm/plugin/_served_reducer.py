@@ -16,8 +16,7 @@ from vlmcompress import __version__
 from vlmcompress.models import spec_for
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import hooks as hooks  # before `support`: the two import each other
-from vlmcompress.reduction import methods as reducers
-from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction import methods, scorer_file
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
 from vlmcompress.reduction.support import check_config, check_counter, chooses_images, engine_refusal
@@ -54,7 +53,7 @@ class ServedReducer:
             check_config(spec, hf_config, reducer)
             reducer = scorer_file.known(hf_config, reducer, hub.local(hf_config.name_or_path, "model"))
             if carried.count:
-                check_counter(spec, hf_config, reducer, carried.count)
+                check_counter(hf_config, reducer, carried.count)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         if reducer.takes_count and carried.count is None:
@@ -98,7 +97,7 @@ class ServedReducer:
         signals = [Signals(**image, finite=True) for image in images]
         if self.views:  # it was decided before, and these images stay
             return [Reduction.identity(image.n, image.device) for image in signals]
-        return reducers.reduce_all(self.chosen.module, signals, self.chosen.options, check=False)
+        return methods.reduce_all(self.chosen.module, signals, self.chosen.options, check=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:
