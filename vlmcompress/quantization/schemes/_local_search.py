@@ -25,22 +25,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import Format, remainder, to_codes
+from vlmcompress.numerics import Format, to_codes
 from vlmcompress.quantization.schemes._fused import kernels
 
 STRIP = 16  # columns of which each row changes one code at a time
-_TIE = 1e-6  # what a change counts for less than the same one a column earlier: of equal ones the first is made
+TIE = 1e-6  # what a change counts for less than the same one a column earlier: of equal ones the first is made
 
 
 def search(
     codes: Tensor,
     errors: Tensor,
-    targets: Tensor,
+    z: Tensor,
     matrix: Tensor,
     pivots: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    groups: Tensor,
+    steps: Tensor,
     fmt: Format,
     sweeps: int,
 ) -> None:
@@ -48,21 +46,19 @@ def search(
 
     Args:
         codes: `[columns, out]` float32, changed in place; so are their `errors [columns, out]`.
-        targets: `[columns, out]`, what the codes were rounded from.
+        z: `[columns, out]`, what the codes were rounded from less their values. What they were rounded from has the errors of
+            all columns before in it, so this is the z of the module.
         matrix: `[columns, columns]` and `pivots [columns]`, the block's part of `_columns.Feedback`.
-        scales, zeros: `[n_groups, out]`; `groups`: `[columns]`, int32, which of them a column has.
+        steps: `[columns, out]`, the scale of each code.
         sweeps: how many times to go through the block.
     """
-    # `targets` have the errors of all columns before them, so z_i is what rounding took from the target.
-    steps = scales.index_select(0, groups)
-    z = remainder(targets, codes, steps, None if zeros is None else zeros.index_select(0, groups))
     # L, unit lower triangular, of the block; upper = L^T diag(R_ii^2); slopes p = upper z and curvature K = upper L.
     lower = matrix.tril(-1)
     lower.diagonal().fill_(1)
     upper = lower.T * pivots.square()
     fused = kernels(codes.device, fmt)
     change = fused.descend if fused and len(codes) <= fused.SEARCHED else descend
-    change(codes, errors, upper @ z, upper @ lower, steps, fmt, sweeps, STRIP, _TIE)
+    change(codes, errors, upper @ z, upper @ lower, steps, fmt, sweeps)
 
 
 def descend(
@@ -73,22 +69,14 @@ def descend(
     steps: Tensor,
     fmt: Format,
     sweeps: int,
-    width: int,
-    tie: float,
 ) -> None:
-    """Do the sweeps of `search` by strips of `width` columns.
-
-    Args:
-        slopes: half the slopes `[columns, out]`, which follow the changes.
-        steps: `[columns, out]`, the scales of all codes.
-        tie: what a change counts for less than the same one a column earlier.
-    """
+    """Do the sweeps of `search` by strips; `slopes`: half the slopes `[columns, out]`, which follow the changes."""
     diagonal = curvature.diagonal()[:, None]
-    halves = diagonal * (0.5 + tie * torch.arange(len(codes), device=codes.device)[:, None])
+    halves = diagonal * (0.5 + TIE * torch.arange(len(codes), device=codes.device)[:, None])
     rates = (diagonal * steps).reciprocal_()
-    strips = [*range(0, len(codes), width)]
+    strips = [*range(0, len(codes), STRIP)]
     for number, a in enumerate(strips * sweeps):
-        strip, behind = slice(a, a + width), slice(0 if number < len(strips) * (sweeps - 1) else a, None)
+        strip, behind = slice(a, a + STRIP), slice(0 if number < len(strips) * (sweeps - 1) else a, None)
         # q_j + p_j / K_jj is where f is least; p is in units of weights, codes are in steps. Rounded and clamped it is a code.
         change = codes[strip] - to_codes(torch.addcmul(codes[strip], slopes[strip], rates[strip]), fmt)
         c = change * steps[strip]
