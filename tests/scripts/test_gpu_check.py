@@ -237,9 +237,9 @@ def test_an_empty_state_says_so(tmp_path: Path) -> None:
 
 
 def test_the_docs_have_the_table_of_the_results() -> None:
-    text = (ROOT / "docs" / "results.md").read_text()
+    text = (ROOT / "docs" / "gpu.md").read_text()
     (section,) = re.findall(r"<!-- gpu -->\n(.*?)\n<!-- /gpu -->", text, re.DOTALL)
-    assert section.strip() == table.render(record.read(check.RESULTS)), "put scripts/gpu_check --render into the docs"
+    assert section.strip() == table.render(record.read(check.RESULTS)), "put scripts/gpu_check --render into docs/gpu.md"
 
 
 def test_the_table_shows_what_was_found() -> None:
