@@ -134,7 +134,11 @@ def evaluate(
     """
     tested = _reducing(engine, reduce, candidate) if reduce else _engine(engine)
     if speculative is not None:
-        tested = _speculating(tested, speculative, candidate)
+        if tested.name != "vllm" or not isinstance(tested, Local):
+            raise UserError(f"--speculative-config is for vLLM, not for {tested.name}; leave one of the two out")
+        config = speculation.checked(Path(hub.local(candidate)), speculative)
+        name = f"vllm, {config.get('method', 'draft_model')}"
+        tested = dataclasses.replace(tested, name=name, speculative=json.dumps(config))
     before = _engine(baseline_engine or engine)
     _check_spread(ray, tested, before)
     options = accuracy.EvalOptions(
@@ -185,15 +189,6 @@ def _check_spread(ray: str | None, *sides: Engine) -> None:
     served = [engine.name for engine in sides if not engine.local]
     if ray is not None and served:
         raise UserError(f"--ray starts engines on the nodes of a cluster, and {served[0]} runs already; leave one out")
-
-
-def _speculating(engine: Engine, speculative: str, model: str | Path) -> Engine:
-    """The engine with speculative decoding. UserError: engine or model does not support it."""
-    if engine.name != "vllm" or not isinstance(engine, Local):
-        raise UserError(f"--speculative-config is for vLLM, not for {engine.name}; leave one of the two out")
-    config = speculation.checked(Path(hub.local(model)), speculative)
-    name = f"vllm, {config.get('method', 'draft_model')}"
-    return dataclasses.replace(engine, name=name, speculative=json.dumps(config))
 
 
 def _reducing(engine: str | Engine, reduce: str, model: str | Path) -> Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlmcompress.cli._outcome import OK, Outcome
@@ -35,7 +35,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """List all names, or those of one kind."""
     entries = {kind: find() for kind, find in KINDS.items() if args.what in (None, kind)}
-    return OK, entries, _text(entries)
+    text = "\n\n".join(f"{what}\n{table([_row(entry) for entry in rows])}" for what, rows in entries.items())
+    return OK, entries, text
 
 
 def _registered(registry: Registry) -> Entries:
@@ -102,11 +103,6 @@ KINDS: dict[str, Callable[[], Entries]] = {
     "suites": _suites,
     "gates": _gates,
 }
-
-
-def _text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
-    """One table a kind."""
-    return "\n\n".join(f"{what}\n{table([_row(entry) for entry in rows])}" for what, rows in entries.items())
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:

@@ -105,7 +105,20 @@ def examine(
         media.mkdir()
         if engine == "llamacpp":
             reference = Path(source or "")
-            exact, reduced = _is_exact_gguf(folder, reference), False
+            if not llamacpp_server.is_gguf(folder):
+                raise UserError(f"{folder} has no model.gguf; write it by export --format gguf")
+            if llamacpp_server.is_gguf(reference):
+                raise UserError(
+                    f"--source {reference} is GGUF, too; give the checkpoint that {folder} was exported from"
+                )
+            blocks = [
+                json_files.read(path / "config.json").get("quantization_config") or {} for path in (reference, folder)
+            ]
+            if bool(blocks[0]) != ("bits" in blocks[1]):
+                raise UserError(
+                    f"one of {folder} and --source {reference} is quantized; give a checkpoint with the same weights"
+                )
+            exact, reduced = not blocks[0], False
             requests = make_questions(media, prompts, data, seed)
         else:
             config = models.read_config(folder)
@@ -135,18 +148,6 @@ def examine(
             alone = Settings(**settings, max_num_seqs=BATCH)
         answers = engines.get(engine).answer(folder, requests, media=media, settings=alone).answers
     return findings + judge(expected, answers, EXACT[engine] if exact else ROUNDED[reduced])
-
-
-def _is_exact_gguf(folder: Path, source: Path) -> bool:
-    """Whether neither a GGUF checkpoint nor its source is quantized. UserError: they have not the same weights."""
-    if not llamacpp_server.is_gguf(folder):
-        raise UserError(f"{folder} has no model.gguf; write it by export --format gguf")
-    if llamacpp_server.is_gguf(source):
-        raise UserError(f"--source {source} is GGUF, too; give the checkpoint that {folder} was exported from")
-    blocks = [json_files.read(path / "config.json").get("quantization_config") or {} for path in (source, folder)]
-    if bool(blocks[0]) != ("bits" in blocks[1]):
-        raise UserError(f"one of {folder} and --source {source} is quantized; give a checkpoint with the same weights")
-    return not blocks[0]
 
 
 def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits: Limits) -> list[Finding]:

@@ -131,7 +131,8 @@ def server(
         UserError: see `command`, or the server does not come up.
     """
     from vlmcompress.engines.local import keep_log, start_process, stop_process
-    from vlmcompress.engines.vllm.serve import HOST, Server, free_port, name, wait
+    from vlmcompress.engines.vllm.serve import HOST, Server, free_port, wait
+    from vlmcompress.export.readers import served_name
 
     folder, port, began = Path(model), free_port(), time.monotonic()
     url = f"http://{HOST}:{port}"
@@ -141,7 +142,7 @@ def server(
         running = start_process(arguments, dict(os.environ), log, piped=False)
         try:
             wait(running, folder, url, timeout, log, "llama.cpp's server")
-            yield Server(url, name(folder), log, running.pid, round(time.monotonic() - began, 2))
+            yield Server(url, served_name(folder), log, running.pid, round(time.monotonic() - began, 2))
         finally:
             stop_process(running, grace=20.0)
             keep_log(log)

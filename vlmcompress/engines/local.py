@@ -183,7 +183,18 @@ class Local(Engine):
     def _watch(
         self, worker: subprocess.Popen, log: Path, model: Path, start_timeout: float, answer_timeout: float
     ) -> Generator[dict]:
-        lines, limit, started = _lines(worker), start_timeout, False
+        lines: queue.Queue[bytes | None] = queue.Queue()
+
+        def read() -> None:
+            assert worker.stdout is not None
+            with worker.stdout as stream:
+                for line in stream:
+                    if line.startswith(b"{"):
+                        lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()  # so that waiting for a line can time out
+        limit, started = start_timeout, False
         while True:
             try:
                 line = _next(lines, worker, limit)
@@ -221,22 +232,6 @@ def _by_kind(requests: Sequence[Request]) -> list[Request]:
 def _answer(event: dict) -> Answer:
     fields = {name: value for name, value in event.items() if name != "event"}
     return Answer(**fields | {"first": first_tokens(fields["first"]) if fields.get("first") else None})
-
-
-def _lines(worker: subprocess.Popen) -> queue.Queue[bytes | None]:
-    """A queue of the worker's output, line by line, then None, so that waiting for a line can time out."""
-    lines: queue.Queue[bytes | None] = queue.Queue()
-
-    def read() -> None:
-        assert worker.stdout is not None
-        with worker.stdout as stream:
-            for line in stream:
-                if line.startswith(b"{"):
-                    lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
 
 
 def _next(lines: queue.Queue[bytes | None], worker: subprocess.Popen, limit: float) -> bytes | None:

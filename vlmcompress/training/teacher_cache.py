@@ -179,7 +179,13 @@ def answered(
     _enough(kept, source)
     written, skipped = sum(sample.id in unanswered for sample in kept), getattr(samples, "skipped", {})
     data = Data(source, *apart(kept), written, skipped)
-    _shown(data)
+    cut = len(data.samples) - data.held_out
+    for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
+        if not any(sample.visual for sample in samples):
+            raise UserError(
+                f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
+                "or another --seed, which decides who is held out"
+            )
     return data
 
 
@@ -224,17 +230,6 @@ def _enough(samples: Sequence[Sample], source: str | Path) -> None:
             f"{source} gives {shown} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
             "held out, and hundreds to be of use"
         )
-
-
-def _shown(data: Data) -> None:
-    """Raise UserError where all samples with images are on one side: trained on, or held out."""
-    cut = len(data.samples) - data.held_out
-    for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
-        if not any(sample.visual for sample in samples):
-            raise UserError(
-                f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
-                "or another --seed, which decides who is held out"
-            )
 
 
 WHOLE = 1024

@@ -177,27 +177,23 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
     targets = list(dict.fromkeys(map(str, target))) if isinstance(target, list) else [str(target)]
     last = next(turn for turn in reversed(request.messages) if turn["role"] == "user")
     files = [Path(part[part["type"]]["url"]).stem for part in request.media()]
+    value = 0.0 if answer.refused else row.get(name)
+    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+        raise UserError(
+            f"task {place.task}: its metric {name} gives {str(value)[:60]} for sample '{place.id}', not a number in "
+            "0 to 1; name a metric of single samples first in metric_list"
+        )
     return Sample(
         id=place.id,
         family=place.family,
         question="".join(part["text"] for part in last["content"] if part["type"] == "text").strip(),
         expected=SEPARATOR.join(targets),
         text=answer.text.strip(),
-        score=0.0 if answer.refused else _score(place, row, name),
+        score=float(value),
         parsed=bool(row.get("parsed", True)) or bool(answer.refused),
         image="+".join(files) or f"text:{place.id}",
         answer=answer,
     )
-
-
-def _score(place: Place, row: Mapping[str, Any], name: str) -> float:
-    value = row.get(name)
-    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
-        raise UserError(
-            f"task {place.task}: its metric {name} gives {str(value)[:60]} for sample '{place.id}', not a number in "
-            "0 to 1; name a metric of single samples first in metric_list"
-        )
-    return float(value)
 
 
 def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> str:

@@ -45,12 +45,13 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 
 NORMAL = NormalDist()
 # Trapezoidal rule of `below_zero`: step and number of nodes, and the bend of its hyperbola. Relative errors are below 1e-9.
 _STEP, _NODES, _BEND = 0.1, 121, 0.5
 _SINH, _COSH = np.sinh(_STEP * np.arange(_NODES)), np.cosh(_STEP * np.arange(_NODES))
-_EXACT = 1e-9  # error of limits, in normal deviates and in means
+_EXACT = 1e-10  # error of limits
 
 
 def sums_by_image(
@@ -200,33 +201,18 @@ def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> floa
 
 
 def _root(p_value: Callable[[float], float], inner: float, width: float, end: float, tail: float) -> float:
-    """The mean between `inner` and `end` at which a p-value falls to `tail`, searched within `width` of `inner` first.
-
-    Regula falsi (the Illinois algorithm; Dowell and Jarratt, BIT 11, 1971) on normal deviates, which are nearly linear.
-    """
+    """The mean between `inner` and `end` at which a p-value falls to `tail`, searched within `width` of `inner` first."""
 
     def deviate(mean: float) -> float:
         return NORMAL.inv_cdf(min(max(p_value(mean), 1e-300), 1 - 1e-15)) - NORMAL.inv_cdf(tail)
 
     outer = end * min(end * inner + width, 1.0)
-    at_inner, at_outer = deviate(inner), deviate(outer)
-    if at_outer > 0:
+    if (at_outer := deviate(outer)) > 0:
         outer, at_outer = end, deviate(end)
-    if at_outer >= 0 or at_inner <= 0:
+    if at_outer >= 0 or deviate(inner) <= 0:
         return outer if at_outer >= 0 else inner
-    middle, last = inner, 0
-    for _ in range(60):
-        middle = (inner * at_outer - outer * at_inner) / (at_outer - at_inner)
-        at_middle = deviate(middle)
-        if abs(at_middle) < _EXACT or abs(outer - inner) < _EXACT:
-            break
-        if at_middle > 0:
-            inner, at_inner = middle, at_middle
-            at_outer, last = (at_outer / 2 if last > 0 else at_outer), 1
-        else:
-            outer, at_outer = middle, at_middle
-            at_inner, last = (at_inner / 2 if last < 0 else at_inner), -1
-    return middle
+    # Normal deviates are nearly linear in the mean, so few evaluations do.
+    return float(brentq(deviate, inner, outer, xtol=_EXACT))
 
 
 def sign_flip_p(sums: Iterable[int]) -> float:

@@ -176,31 +176,24 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
         with quiet():
             if file.suffix not in YAML:
                 return _manager(metadata).load([name])["tasks"]
-            group = _group(file)
+            from lm_eval.tasks._yaml_loader import load_yaml
+
+            if not file.is_file():
+                raise UserError(
+                    f"suite {file} does not exist; give a file that does, or a name (vlmcompress list suites)"
+                )
+            keys = load_yaml(file, resolve_func=False)
+            data = "group" in keys or {"dataset_path", "custom_dataset"} & keys.keys()
+            if not keys.get("task") or not data:
+                raise UserError(
+                    f"suite {file} is no task file: it has no {'dataset_path' if keys.get('task') else 'task'}; {EXAMPLES}"
+                )
+            group = keys.get("group")
             return _manager(metadata, [file.parent] if group else []).load([group or name])["tasks"]
     except UserError:
         raise
     except Exception as error:  # whatever a task file's own functions, or its data, raise
         raise UserError(f"suite {name} can't be loaded: {_why(error)}") from error
-
-
-def _group(file: Path) -> str | None:
-    """The name of the group that a task file defines, as lm-eval finds groups by name only; None for a task.
-
-    Raises:
-        UserError: there is no such file, or it defines neither a group nor a task with data.
-    """
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    if not file.is_file():
-        raise UserError(f"suite {file} does not exist; give a file that does, or a name (vlmcompress list suites)")
-    keys = load_yaml(file, resolve_func=False)
-    data = "group" in keys or {"dataset_path", "custom_dataset"} & keys.keys()
-    if not keys.get("task") or not data:
-        raise UserError(
-            f"suite {file} is no task file: it has no {'dataset_path' if keys.get('task') else 'task'}; {EXAMPLES}"
-        )
-    return keys.get("group")
 
 
 def _why(error: Exception) -> str:

@@ -73,7 +73,14 @@ def markdown(findings: Findings) -> str:
         heading = f"## How {escape(results.candidate.name)} was made"
         sections += [heading, table(["", ""], findings.made, right=())]
     sections += ["## Method", "\n".join(f"- {escape(line)}" for line in [*findings.method, findings.about])]
-    return _within(sections)
+    kept, size = [], 0
+    for section in sections:
+        size += len(section.encode()) + 2
+        if size > LIMIT:
+            kept.append("*The rest did not fit; report.html and results.json have all of it.*")
+            break
+        kept.append(section)
+    return "\n\n".join(kept) + "\n"
 
 
 def card_section(findings: Findings) -> str:
@@ -142,15 +149,3 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence
 def escape(text: str) -> str:
     """The text as one line of Markdown in which nothing is markup."""
     return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(words.printable(text).split()))
-
-
-def _within(sections: Sequence[str]) -> str:
-    """Sections up to `LIMIT`, with a note on those left out."""
-    kept, size = [], 0
-    for section in sections:
-        size += len(section.encode()) + 2
-        if size > LIMIT:
-            kept.append("*The rest did not fit; report.html and results.json have all of it.*")
-            break
-        kept.append(section)
-    return "\n\n".join(kept) + "\n"

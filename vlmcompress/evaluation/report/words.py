@@ -28,11 +28,6 @@ _METRICS = {
     "output_throughput": "output tokens/s",
     "goodput": "requests/s within the SLO",
 }
-_INTERVALS = {
-    "gaffke": "Gaffke's bounds",
-    "tango": "Tango's score interval",
-    "likelihood": "an empirical-likelihood score interval",
-}
 _WORST: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -249,7 +244,7 @@ def accuracy_method(suite: Suite) -> str:
         f"at most {suite.max_tokens} tokens each; metric {suite.metric}",
         suite.scoring.rstrip("."),
         "Samples without an id go by a hash of their content" * suite.derived_ids,
-        f"Intervals of the paired difference are by {_INTERVALS[c.method]}{clusters * (c.clusters < c.n)}; p = {c.p:.3g}",
+        f"Intervals of the paired difference are by Gaffke's bounds{clusters * (c.clusters < c.n)}; p = {c.p:.3g}",
         "A family counts as failed only after correction for the number of families (Holm)"
         * any(family.adjusted_p is not None for family in suite.families.values()),
         f"A true drop of {100 * c.detectable:.1f} points would be seen four times in five",

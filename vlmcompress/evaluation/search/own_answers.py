@@ -93,11 +93,32 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
     _check_sources(parts, prompts, out, setup)
     files = {}
     for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
-        rows = _rows(images, prompts, first=name == CALIBRATION)
+        first = name == CALIBRATION
+        rows = [
+            {
+                "id": f"{number}-{turn}",
+                "image": str(path.resolve()),
+                "question": prompts[(EACH * number + turn) % len(prompts)],
+            }
+            for number, path in enumerate(images)
+            for turn in range(1 if first else min(EACH, len(prompts)))
+        ]
         files[name] = out / name
         if not files[name].is_file():
             if name != CALIBRATION:
-                rows = _answered(rows, out, setup, progress)
+                questions = save(
+                    out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))}
+                )
+                plain = dataclasses.replace(setup, suite=None, data=str(questions["asked"]))
+                answers = {
+                    sample.id: sample.text
+                    for sample in evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
+                }
+                questions["asked"].unlink()
+                answered = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
+                if not answered:
+                    raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
+                rows = answered
             save(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
     return files
 
@@ -114,30 +135,3 @@ def _check_sources(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup
         if changed := [key for key in sources if before.get(key) != sources[key]]:
             raise UserError(f"{out} has questions of another {' and '.join(changed)}; choose another output")
     save(out, {"sources": (SOURCES, dump(sources))})
-
-
-def _rows(images: Sequence[Path], prompts: Sequence[str], *, first: bool) -> list[dict[str, str]]:
-    """Questions about images, prompts in turn; of the first prompt alone or of `EACH`."""
-    return [
-        {
-            "id": f"{number}-{turn}",
-            "image": str(path.resolve()),
-            "question": prompts[(EACH * number + turn) % len(prompts)],
-        }
-        for number, path in enumerate(images)
-        for turn in range(1 if first else min(EACH, len(prompts)))
-    ]
-
-
-def _answered(rows: list[dict[str, str]], out: Path, setup: Setup, progress: Progress) -> list[dict[str, str]]:
-    """Give questions the original's answers; those that it says nothing to are left out."""
-    questions = save(out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))})
-    plain = dataclasses.replace(setup, suite=None, data=str(questions["asked"]))
-    answers = {
-        sample.id: sample.text for sample in evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
-    }
-    questions["asked"].unlink()
-    answered = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
-    if not answered:
-        raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
-    return answered

@@ -122,7 +122,20 @@ def find(request: Request, progress: Progress) -> Searched:
             live = LiveTrials(setup, crew, log, gains, before, score, progress, reserve)
             result = search(where, live, Rules(request.margin, count, images))
         rate = gains.rate(result.winner.candidate) if result.winner else None
-        data = outcome.plain(result, _described(request, base, gains), where.left_out, rate)
+        data = outcome.plain(
+            result,
+            {
+                "model": hub.facts(base["model"])["source"],
+                "target": base.get("target"),
+                "max_drop": request.margin,
+                "optimize": request.goal,
+                "gains": gains.source,
+                "seed": request.seed,
+                "engine": request.engine,
+            },
+            where.left_out,
+            rate,
+        )
         winner = _placed(request, setup, result, progress)
         log.finish()
     return Searched(result, data, winner, setup)
@@ -131,19 +144,6 @@ def find(request: Request, progress: Progress) -> Searched:
 def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
     """What trials depend on: the contents of the model, the questions and the calibration data, wherever they lie."""
     suite = setup.suite
-    return {
-        "model": model_hash(setup.model),
-        "data": questions.content_hash(),
-        "suite": content_hash([Path(suite)]) if suite and Path(suite).is_file() else suite,
-        "calibration": _calibration(setup),
-        "seed": setup.seed,
-        "engine": setup.engine,
-        "questions": len(questions),
-    }
-
-
-def _calibration(setup: Setup) -> dict[str, Any]:
-    """The settings of the calibration, with hashes in the places of paths."""
     settings = resolve({**setup.base, "scheme": "none"}).recipe.calibrate
     images = settings.data or bundled(setup.model, "calibration")
     described = settings.model_dump(exclude={"data", "text", "stats"})
@@ -154,7 +154,15 @@ def _calibration(setup: Setup) -> dict[str, Any]:
         described["samples_sha256"] = data_hash([*samples, *texts])
     if settings.stats:
         described["stats_sha256"] = content_hash([Path(settings.stats) / STATISTICS])
-    return described
+    return {
+        "model": model_hash(setup.model),
+        "data": questions.content_hash(),
+        "suite": content_hash([Path(suite)]) if suite and Path(suite).is_file() else suite,
+        "calibration": described,
+        "seed": setup.seed,
+        "engine": setup.engine,
+        "questions": len(questions),
+    }
 
 
 def setup_of(request: Request) -> Setup:
@@ -169,18 +177,6 @@ def setup_of(request: Request) -> Setup:
 def _absolute(value: Any) -> Any:
     """The absolute path of a file or folder that is there; anything else as it is."""
     return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
-
-
-def _described(request: Request, base: Mapping[str, Any], gains: Measured | Modelled) -> dict[str, Any]:
-    return {
-        "model": hub.facts(base["model"])["source"],
-        "target": base.get("target"),
-        "max_drop": request.margin,
-        "optimize": request.goal,
-        "gains": gains.source,
-        "seed": request.seed,
-        "engine": request.engine,
-    }
 
 
 def _target(request: Request) -> str | None:

@@ -21,7 +21,7 @@ from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint
 from vlmcompress.evaluation.speed import runs
 from vlmcompress.numerics import label
 from vlmcompress.quantization.plan.plan import make_plan
-from vlmcompress.recipe import Recipe, resolve, targets
+from vlmcompress.recipe import resolve, targets
 from vlmcompress.reduction.visual_count import Pictures
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
@@ -107,7 +107,22 @@ class Modelled:
         scheme = recipe.number_formats
         row = Weights(recipe.scheme, label(scheme), targets.format_key(scheme), plan.bytes_after, scheme)
         try:
-            capacity = plan_capacity(self._model, self._request(recipe), formats=[row])
+            share = math.sqrt(recipe.resize.keep) if recipe.resize and recipe.resize.keep else 1.0
+            width, height = (max(28, round(side * share)) for side in self.load.image)
+            name = self.rates or recipe.target
+            capacity = plan_capacity(
+                self._model,
+                Request(
+                    pictures=Pictures(((width, height),)),
+                    text=self.load.text,
+                    out=self.load.out,
+                    target=targets.get(name) if name else None,
+                    target_name=name,
+                    kv_cache=recipe.kv_cache or "auto",
+                    reduce=recipe.reduce,
+                ),
+                formats=[row],
+            )
         except UserError:
             return None
         if recipe.reduce and len(capacity.loads) == 1:  # how many tokens are left depends on what an image shows
@@ -116,20 +131,6 @@ class Modelled:
         loaded = weight_bytes.loaded_bytes(row, self._model.stored)
         times = _seconds(capacity, self.load.out) if served and served.requests >= 1 else (None, None)
         return Figures(loaded, USERS * load.filled, *times)
-
-    def _request(self, recipe: Recipe) -> Request:
-        share = math.sqrt(recipe.resize.keep) if recipe.resize and recipe.resize.keep else 1.0
-        width, height = (max(28, round(side * share)) for side in self.load.image)
-        name = self.rates or recipe.target
-        return Request(
-            pictures=Pictures(((width, height),)),
-            text=self.load.text,
-            out=self.load.out,
-            target=targets.get(name) if name else None,
-            target_name=name,
-            kv_cache=recipe.kv_cache or "auto",
-            reduce=recipe.reduce,
-        )
 
 
 def _seconds(capacity: Capacity, out: int) -> tuple[float | None, float | None]:

@@ -135,7 +135,7 @@ class SuccessiveHalving:
     def run(self) -> Standing | None:
         """Run to the end. Returns the winner; None where no candidate is better than the original within the floor."""
         first = [Standing(candidate, self.trials.gain(candidate) or 1.0) for candidate in singles(self.factors)]
-        self._enter(first)
+        self.standings |= {standing.candidate.name: standing for standing in first}
         self._ask(first, self.rules.first)
         going = self._joined()
         for number, questions in enumerate(self.rules.rungs):
@@ -149,9 +149,6 @@ class SuccessiveHalving:
             else:
                 self.standings[name].gain, self.standings[name].measured = gain, True
         return self._winner([candidate for candidate in going if not candidate.out])
-
-    def _enter(self, new: Sequence[Standing]) -> None:
-        self.standings |= {standing.candidate.name: standing for standing in new}
 
     def _ask(self, going: Sequence[Standing], questions: int) -> None:
         """Ask candidates, update the posteriors, and put those out that failed or are refuted."""
@@ -170,9 +167,6 @@ class SuccessiveHalving:
         for standing in going:
             if standing.trial is None:
                 standing.out = "no time left to try it"
-        self._update_posteriors()
-
-    def _update_posteriors(self) -> None:
         tried = {name: standing for name, standing in self.standings.items() if standing.questions}
         evidence = {
             name: standing.trial.evidence
@@ -215,7 +209,7 @@ class SuccessiveHalving:
                 posterior,
                 [standing.trial.evidence for standing in parts if standing.trial and standing.trial.evidence],
             )
-        self._enter(predicted)
+        self.standings |= {standing.candidate.name: standing for standing in predicted}
         return self._best([*alone.values(), *predicted], self.rules.joint, "predicted to be behind others")
 
     def _best(self, going: Sequence[Standing], keep: int, why: str) -> list[Standing]:
