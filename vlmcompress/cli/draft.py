@@ -113,7 +113,14 @@ def run(args: argparse.Namespace) -> Outcome:
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
     assert recipe.out is not None
-    base = _base(args)
+    base = None
+    if args.base is not None:
+        from vlmcompress.export.draft_folder import Draft
+
+        for name in ("kind", "images", "image_vector", "block_size", "vocabulary"):
+            if getattr(args, name) != DEFAULTS[name]:
+                raise UserError(f"--{name.replace('_', '-')} is as in the draft that --from names; leave it out")
+        base = Draft.of(Path(hub.local(args.base)))
     if training.kind == "medusa":
         note("vLLM serves Medusa heads up to 0.32; 0.33 has none any more. --kind eagle3 stays")
     from vlmcompress.engines.vllm import available
@@ -152,15 +159,3 @@ def run(args: argparse.Namespace) -> Outcome:
         rows.insert(1, ("before", f"{earlier['acceptance']['length']:.2f} tokens a step, by the draft of --from"))
     weak = "It is hardly ever right; give it more data with longer answers."
     return OK, data, written_text(data, [table(rows)], args.verbose, [weak] * (acceptance["length"] < 1.2))
-
-
-def _base(args: argparse.Namespace) -> Any:
-    """The draft to begin with, if one is named."""
-    from vlmcompress.export.draft_folder import Draft
-
-    if args.base is None:
-        return None
-    for name in ("kind", "images", "image_vector", "block_size", "vocabulary"):
-        if getattr(args, name) != DEFAULTS[name]:
-            raise UserError(f"--{name.replace('_', '-')} is as in the draft that --from names; leave it out")
-    return Draft.of(Path(hub.local(args.base)))

@@ -51,14 +51,13 @@ def _registered(registry: Registry) -> Entries:
 def _targets() -> Entries:
     from vlmcompress.recipe import targets
 
-    machines = [(name, targets.get(name)) for name in targets.REGISTRY.names()]
-    return [{"name": name, "about": f"{m.title}: {_defaults(m.schemes)}"} for name, m in machines]
-
-
-def _defaults(schemes: Mapping[Any, str]) -> str:
-    """The scheme of each goal, said once where it is one: `gptq-plus by default, int8 for throughput`."""
-    default, throughput = schemes[None], schemes["throughput"]
-    return default if throughput == default else f"{default} by default, {throughput} for throughput"
+    entries = []
+    for name in targets.REGISTRY.names():
+        machine = targets.get(name)
+        default, throughput = machine.schemes[None], machine.schemes["throughput"]
+        schemes = default if throughput == default else f"{default} by default, {throughput} for throughput"
+        entries.append({"name": name, "about": f"{machine.title}: {schemes}"})
+    return entries
 
 
 def _recipes() -> Entries:

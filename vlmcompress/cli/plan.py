@@ -113,6 +113,12 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
     images = args.images_per_request if args.images_per_request is not None else int(args.video is None)
     if images > 10_000:
         raise UserError(f"--images-per-request {images} is more than a request can hold; give up to 10,000")
+    video = None
+    if args.video is not None:
+        match = re.fullmatch(r"([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})", args.video)
+        if not match:
+            raise UserError(f"--video {args.video[:40]} is not a size; write it FRAMESxWIDTHxHEIGHT, like 16x640x360")
+        video = int(match[1]), int(match[2]), int(match[3])
     texts = {"--memory": args.memory, "--reserve": args.reserve, "--kv-cache-memory": args.kv_cache_memory}
     memory, reserve, space = (text and parse_bytes(text, flag) for flag, text in texts.items())
     draft = None
@@ -121,7 +127,7 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
 
         draft = Draft.of(Path(hub.local(args.draft)))
     return {
-        "pictures": ((image,) * images, _video(args.video)),
+        "pictures": ((image,) * images, video),
         "text": args.text_tokens,
         "out": args.out_tokens,
         "target": targets.get(args.target) if args.target else None,
@@ -135,16 +141,6 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         "space": space,
         "vocabulary": {key: value for key in ("head", "embeddings") if (value := getattr(args, key, None))},
     }
-
-
-def _video(text: str | None) -> tuple[int, int, int] | None:
-    """Frames, width and height of a video like 16x640x360."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})", text)
-    if not match:
-        raise UserError(f"--video {text[:40]} is not a size; write it FRAMESxWIDTHxHEIGHT, like 16x640x360")
-    return int(match[1]), int(match[2]), int(match[3])
 
 
 def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:

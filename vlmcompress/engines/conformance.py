@@ -161,6 +161,7 @@ def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits:
     for name in gaps:
         first, theirs = answers[name].first or {}, expected[name].first or {}
         chosen, token = max(first, key=first.__getitem__), max(theirs, key=theirs.__getitem__)
+        # A near tie may fall either way: each of the two values is off by up to the median that is allowed.
         if theirs[token] - theirs.get(chosen, -1e9) > 2 * limits.median:
             others.append(name)
     within, enough = sum(gap <= limits.most for gap in gaps.values()), limits.share * len(gaps)

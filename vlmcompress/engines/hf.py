@@ -95,6 +95,7 @@ class Engine:
         self.processor = AutoProcessor.from_pretrained(folder, **local)
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "left"
+        # `generate` ends at the generation config's tokens alone, vLLM at the tokenizer's end token, too.
         ends = model.generation_config.eos_token_id
         self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
         positions, limit = model.config.get_text_config().max_position_embeddings, settings["max_model_len"]
@@ -172,7 +173,7 @@ class Engine:
                 max_new_tokens=min(max(limits), self.longest - padded),
                 eos_token_id=sorted(self.ends),
                 pad_token_id=min(self.ends, default=0),
-                logits_processor=[first],
+                logits_processor=[first],  # `output_logits` would keep those of every step
             )[:, padded:]
         dropped = [0] * len(batch)
         for unit in self.attached.seen if self.attached and count(batch[0], "image_url") else ():

@@ -79,6 +79,7 @@ class Engine(Rendered):
             "prompt": {"prompt_string": prompt, "multimodal_data": images} if images else prompt,
             "n_predict": request["max_tokens"] or settings["max_tokens"],
             "temperature": 0.0,
+            # llama-server's /completion: `n_probs` tokens of the whole distribution, before any sampler where temperature is 0.
             "n_probs": settings["logprobs"],
             "cache_prompt": False,
             "return_tokens": True,

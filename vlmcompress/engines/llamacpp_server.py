@@ -49,7 +49,8 @@ def parameters(folder: Path, *, context: int, slots: int, limits: tuple[int, int
     params.n_ctx, params.n_parallel = context * slots, slots
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.warmup = params.fit_params = False
-    params.cache_ram_mib = 0  # prompts of other slots
+    # llama-server shares n_ctx among its slots; `cache_ram_mib` keeps prompts of other slots, which a benchmark must not meet.
+    params.cache_ram_mib = 0
     if limits:
         params.image_min_tokens, params.image_max_tokens = limits
     return params

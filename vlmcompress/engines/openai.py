@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
 import mimetypes
 import os
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from vlmcompress.engines import MEDIA, Answer, Engine, Job, Refusals, Request, Run, first_tokens, media_file
+from vlmcompress.engines import Answer, Engine, Job, Refusals, Request, Run, first_tokens, media_file
 from vlmcompress.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -132,8 +133,18 @@ class _Session:
         options: dict[str, Any] = {"max_tokens": request.max_tokens or self.job.settings.max_tokens, "temperature": 0.0}
         if self.job.settings.logprobs:
             options |= {"logprobs": True, "top_logprobs": self.job.settings.logprobs}
-        messages: Any = [m | {"content": self._content(request.id, m["content"])} for m in request.messages]
         sample = f"sample '{request.id}'"
+        messages: Any = copy.deepcopy(request.messages)
+        for part in Request(request.id, messages).media():  # images and videos as data: addresses
+            try:
+                path = media_file(part[part["type"]]["url"], self.job.media)
+                encoded = base64.b64encode(path.read_bytes()).decode()
+            except ValueError as error:
+                raise UserError(f"{sample}: {error}") from error
+            except OSError as error:
+                raise UserError(f"{sample}: {path} can't be read ({error.strerror})") from error
+            kind = mimetypes.guess_type(path.name)[0] or "image/png"
+            part[part["type"]] = {"url": f"data:{kind};base64,{encoded}"}
         try:
             raw = await self.client.chat.completions.with_raw_response.create(
                 model=str(self.job.model), messages=messages, **options
@@ -154,28 +165,6 @@ class _Session:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             body = " ".join(raw.text.split())[:200]
             raise UserError(f"{self.url} gave no chat completion for {sample} but: {body or 'nothing'}") from error
-
-    def _content(self, sample: str, content: Any) -> Any:
-        """Convert a message's content to have images and videos as data: addresses."""
-        if isinstance(content, str):
-            return content
-        return [
-            {"type": part["type"], part["type"]: {"url": self._data(sample, part[part["type"]]["url"])}}
-            if part["type"] in MEDIA
-            else part
-            for part in content
-        ]
-
-    def _data(self, sample: str, address: str) -> str:
-        try:
-            path = media_file(address, self.job.media)
-        except ValueError as error:
-            raise UserError(f"sample '{sample}': {error}") from error
-        try:
-            encoded = base64.b64encode(path.read_bytes()).decode()
-        except OSError as error:
-            raise UserError(f"sample '{sample}': {path} can't be read ({error.strerror})") from error
-        return f"data:{mimetypes.guess_type(path.name)[0] or 'image/png'};base64,{encoded}"
 
 
 def _parse(body: Any) -> Answer:

@@ -20,11 +20,7 @@ from vlmcompress.engines.rendered import Rendered, answers, description
 
 __all__ = ["ENGINE", "PACKAGE", "answers", "start"]
 PACKAGE = "openvino_genai"
-EXACT = {
-    "INFERENCE_PRECISION_HINT": "f32",
-    "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-    "KV_CACHE_PRECISION": "f32",
-}
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "KV_CACHE_PRECISION": "f32"}
 ENVIRONMENT = OFFLINE | {"VISION_PREPROCESS": "CPP"}
 ENGINE = Local(
     name="openvino",
@@ -90,7 +86,9 @@ class Engine(Rendered):
     def _generate(self, prompt: str, images: list, max_tokens: int, **options):
         from openvino_genai import GenerationConfig
 
-        config = GenerationConfig()  # that of the folder may sample, or punish repetitions
+        # Options alone change the folder's generation config, which may sample or punish repetitions. A config of its own takes
+        # the place of that, and has to name the tokens that end an answer.
+        config = GenerationConfig()
         ends = {*self.pipeline.get_generation_config().stop_token_ids, self.pipeline.get_tokenizer().get_eos_token_id()}
         options |= {"stop_token_ids": ends, "apply_chat_template": False, **self.pruned}
         config.update_generation_config(max_new_tokens=max_tokens, **options)

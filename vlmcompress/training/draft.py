@@ -139,13 +139,7 @@ def draft(
                 stored = load_file(base.folder / draft_folder.WEIGHTS) if base else None
                 vocabulary = training.vocabulary if stored is None else guessable(stored, total)
                 lessons = Lessons(target, data, recipe, kind, images, vocabulary)
-                counts = [distillation.answer_tokens(batch)[1] for batch in lessons.batches]
-                for part in (counts[: lessons.first], counts[lessons.first :]):
-                    if max(part, default=0) < 2:
-                        raise UserError(
-                            f"{source}: the model answers these questions with one token each, which leaves a draft "
-                            "nothing to guess; give questions with longer answers"
-                        )
+                _check_answers(lessons, source)
                 tensors = lessons.create(recipe.seed)
                 if base and stored is not None:
                     for name, tensor in tensors.items():
@@ -186,6 +180,17 @@ def _answered(
         target = load_target(recipe)
     with phase("answers"), attach_carried(target.model, target.processor, recipe.model) or contextlib.nullcontext():
         return target, teacher_cache.answered(target, samples, source, files, progress, most)
+
+
+def _check_answers(lessons: Lessons, source: str | Path) -> None:
+    """Raise UserError where no answer on either side is long enough to guess in."""
+    counts = [distillation.answer_tokens(batch)[1] for batch in lessons.batches]
+    for part in (counts[: lessons.first], counts[lessons.first :]):
+        if max(part, default=0) < 2:
+            raise UserError(
+                f"{source}: the model answers these questions with one token each, which leaves a draft "
+                "nothing to guess; give questions with longer answers"
+            )
 
 
 def guessable(tensors: Mapping[str, Tensor], total: int) -> Tensor:

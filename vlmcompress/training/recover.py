@@ -14,20 +14,17 @@ from pathlib import Path
 
 from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST
-from vlmcompress.models import VLM
 from vlmcompress.models.data import data_hash
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.inputs import Learned, Result, fit_counter, fit_reducer, fit_resize
 from vlmcompress.quantization.plan.calibration_data import data_source
-from vlmcompress.quantization.plan.plan import Plan, make_plan
+from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.write import Recovery, write_checkpoint
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, resizing
-from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.training import teacher_cache
 from vlmcompress.training.recovery_files import model_facts, run_settings
-from vlmcompress.training.teacher_cache import Data
 from vlmcompress.training.train_student import Student, TrainingOptions, facts, trained
 from vlmcompress.utils import distributed, folders
 from vlmcompress.utils.errors import UserError
@@ -95,7 +92,16 @@ def _recovered(
         taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
         files, data = taught.files, taught.data
         with phase("reducer"), distributed.shared_errors():
-            vlm, recipe, batches, count = _behind(taught.vlm, work, data, progress)
+            # reducer and resize learn from the samples, as they do when a checkpoint is quantized
+            vlm = taught.vlm
+            resize = fit_resize(recipe.resize, vlm, data.samples)
+            vlm = resizing.resized(vlm, resize) if resize else vlm
+            batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+            learns = work.visual_tokens is not None and work.visual_tokens.learns
+            few = batches[:LEARNT_FROM] if learns else []
+            reducer = fit_reducer(recipe.reduce, vlm, few, progress)
+            count = fit_counter(work.visual_tokens, reducer, vlm, few)
+            recipe = recipe.model_copy(update={"reduce": reducer, "resize": resize})
         with phase("training"):
             student = Student(
                 vlm,
@@ -107,7 +113,6 @@ def _recovered(
             outcome = trained(student, training, recipe.seed, files, progress)
     if not distributed.is_main():
         return Result(out, {})
-    reducer, resize = recipe.reduce, recipe.resize
     origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
     origin |= {"resize": resize.model_dump()} if resize else {}
     types = {name: DTYPES[work.source.stored[work.source.names[name]].dtype] for name in outcome.changed}
@@ -126,16 +131,3 @@ def _recovered(
     )
     files.remove()
     return Result(out, written)
-
-
-def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Recipe, Encoded, TokenCounter | None]:
-    """The student's model with its processor, the recipe and the samples, once reducer and `resize` have learnt from these."""
-    recipe = work.recipe
-    resize = fit_resize(recipe.resize, vlm, data.samples)
-    vlm = resizing.resized(vlm, resize) if resize else vlm
-    batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-    learns = work.visual_tokens is not None and work.visual_tokens.learns
-    few = batches[:LEARNT_FROM] if learns else []
-    reducer = fit_reducer(recipe.reduce, vlm, few, progress)
-    count = fit_counter(work.visual_tokens, reducer, vlm, few)
-    return vlm, recipe.model_copy(update={"reduce": reducer, "resize": resize}), batches, count

@@ -328,6 +328,7 @@ def check_length(max_model_len: int | None, config: Mapping[str, Any]) -> None:
     Positions that a config scales (YaRN, dynamic RoPE, ...) are vLLM's to work out; VLLM_ALLOW_LONG_MAX_MODEL_LEN is its way
     out.
     """
+    # vLLM 0.32 `config/model.py::_get_and_verify_max_len` raises a ValueError, in whose traceback the reason is the last line.
     text = config.get("text_config") or config
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     scaled = any(scaling.get(key) not in (None, "default", "mrope") for key in ("rope_type", "type"))

@@ -27,6 +27,7 @@ def start(job: dict):
         options = {
             "max_model_len": settings["max_model_len"],
             "max_num_seqs": settings["max_num_seqs"] or (32 if cpu else 256),
+            # vLLM's own default is 20, and a request for more is refused.
             "max_logprobs": max(20, settings["logprobs"]),
             "dtype": settings["dtype"],
             "seed": settings["seed"],

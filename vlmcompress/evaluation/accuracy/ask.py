@@ -94,6 +94,7 @@ def ask_suite(
         answer = _JournalledEngine(model, engine, settings or Settings(), journal, progress, label, Path(media))
         lm = EngineLM(answer, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media))
         for task in suite.tasks.values():
+            # As lm-eval's `evaluator.py::simple_evaluate` does before it calls `evaluate`, which takes no None.
             task.set_config("num_fewshot", task.config.num_fewshot or 0)
             task.set_fewshot_seed(suite.seed)
         with quiet():
@@ -112,10 +113,17 @@ def ask_suite(
         _sample(place, rows[key], metric(suite.tasks[place.task]), lm.requests[place.id], lm.answers[place.id])
         for key, place in places.items()
     )
+    metrics: dict[str, dict[str, float]] = {}
+    for task, results in evaluation["results"].items():
+        numbers = metrics.setdefault(task, {})
+        for name, value in results.items():  # `name,filter`; the first filter counts, and no standard errors
+            plain, comma, _ = name.partition(",")
+            if comma and not plain.endswith("_stderr") and isinstance(value, int | float):
+                numbers.setdefault(plain, float(value))
     return SuiteAnswers(
         samples=samples,
         sha256=_fingerprint(samples, lm.requests),
-        metrics={task: _numbers(metrics) for task, metrics in evaluation["results"].items()},
+        metrics=metrics,
         engine=answer.about,
         seconds=answer.seconds,
         resumed=answer.resumed,
@@ -203,13 +211,3 @@ def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> 
         messages = journals.without_folders(requests[sample.id].messages)
         digest.update(json.dumps([sample.id, sample.family, messages, sample.expected]).encode())
     return digest.hexdigest()
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """A task's metrics from lm-eval's results (`name,filter` -> value), of its first filter and without standard errors."""
-    numbers: dict[str, float] = {}
-    for name, value in metrics.items():
-        plain, comma, _ = name.partition(",")
-        if comma and not plain.endswith("_stderr") and isinstance(value, int | float):
-            numbers.setdefault(plain, float(value))
-    return numbers

@@ -150,6 +150,7 @@ def quiet() -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level, bar = logger.level, building.tqdm
     logger.setLevel(logging.ERROR)
+    # `build_all_requests` (lm-eval 0.4.13, `api/task.py`) shows its bar by the module's own `tqdm`, and has no switch for it.
     building.tqdm = lambda iterable, **_: iterable
     try:
         yield
@@ -176,6 +177,7 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
         with quiet():
             if file.suffix not in YAML:
                 return _manager(metadata).load([name])["tasks"]
+            # Private in lm-eval 0.4.13; `TaskManager.load` takes a group by its name alone, which stands in the file.
             from lm_eval.tasks._yaml_loader import load_yaml
 
             if not file.is_file():
@@ -193,15 +195,11 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # whatever a task file's own functions, or its data, raise
-        raise UserError(f"suite {name} can't be loaded: {_why(error)}") from error
-
-
-def _why(error: Exception) -> str:
-    """What was wrong with a task file or its data, in a line."""
-    text = " ".join(str(error).split())[:300]
-    if isinstance(error, TypeError | AttributeError):  # Python's message names no key
-        return f"a key has a value of the wrong kind ({text}); {EXAMPLES}"
-    return f"{type(error).__name__}: {text}"
+        text = " ".join(str(error).split())[:300]
+        why = f"{type(error).__name__}: {text}"
+        if isinstance(error, TypeError | AttributeError):  # Python's message names no key
+            why = f"a key has a value of the wrong kind ({text}); {EXAMPLES}"
+        raise UserError(f"suite {name} can't be loaded: {why}") from error
 
 
 def _custom(file: Path, reading: Reading, limit: int | None, seed: int) -> LoadedSuite:
@@ -244,6 +242,7 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
         documents = [(identity, row[2]) for identity, row in zip(ids, rows, strict=True) if row[0] == task]
         indices = [index for index, (identity, _) in enumerate(documents) if identity in chosen]
         if indices:
+            # lm-eval 0.4.13 `api/task.py`: `eval_docs` runs `process_docs` over `dataset[test_split]` whenever it is read.
             # the selected documents are already processed
             loaded.dataset = {
                 loaded.config.test_split or loaded.config.validation_split: loaded.eval_docs.select(indices)
@@ -278,6 +277,7 @@ def stratified(samples: Sequence[Sample], limit: int | None, seed: int) -> list[
         groups.setdefault(sample.family or WITHOUT_FAMILY, []).append(sample)
     shares = {name: limit * len(group) / len(samples) for name, group in groups.items()}
     quota = {name: int(share) for name, share in shares.items()}
+    # Hamilton's method: whole parts first, the rest to the largest remainders, by name where they are equal.
     by_remainder = sorted(shares, key=lambda name: (quota[name] - shares[name], name))
     for name in by_remainder[: limit - sum(quota.values())]:
         quota[name] += 1

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.report.findings import Findings, SuiteFindings
+from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.results import Verdict
 from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.text import figures, percentage, points, size
@@ -25,23 +25,20 @@ def terminal(findings: Findings) -> str:
     """Accuracy of each suite and the gate's rules, for a terminal."""
     results = findings.results
     parts = [f"{results.candidate.name} against {results.baseline.name}"]
-    parts += [_terminal_suite(suite) for suite in findings.suites]
+    for s in findings.suites:
+        interval = f"difference ({s.overall.level:.0%} interval), points"
+        rows: list[tuple[object, ...]] = [("family", "samples", "baseline", "candidate", interval, "")]
+        for name, c, judged in s.rows:
+            verdict = f"{words.VERDICTS[c.verdict]}, margin {100 * c.margin:.4g}" if judged else ""
+            rows.append((name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", words.change(c), verdict))
+        suspect = [f"{what}: {b} of the baseline's, {c} of the candidate's" for what, (b, c) in s.suspect if b or c]
+        lines = [f"{s.suite.name}: {s.suite.metric}", columns(rows), *(f"  {line}" for line in s.notes + suspect)]
+        parts.append("\n".join(lines))
     if gate := results.gate:
         rules = [(r.name, words.VERDICTS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules]
         table = columns([("rule", "verdict", "found", "limit", ""), *rules])
         parts.append(f"gate {gate.name}: {words.VERDICTS[gate.verdict]}\n{table}")
     return "\n\n".join(parts)
-
-
-def _terminal_suite(s: SuiteFindings) -> str:
-    interval = f"difference ({s.overall.level:.0%} interval), points"
-    rows: list[tuple[object, ...]] = [("family", "samples", "baseline", "candidate", interval, "")]
-    for name, c, judged in s.rows:
-        verdict = f"{words.VERDICTS[c.verdict]}, margin {100 * c.margin:.4g}" if judged else ""
-        rows.append((name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", words.change(c), verdict))
-    suspect = [f"{what}: {b} of the baseline's, {c} of the candidate's" for what, (b, c) in s.suspect if b or c]
-    lines = [f"{s.suite.name}: {s.suite.metric}", columns(rows), *(f"  {line}" for line in s.notes + suspect)]
-    return "\n".join(lines)
 
 
 def markdown(findings: Findings) -> str:

@@ -90,10 +90,18 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
     Raises:
         UserError: the original cannot be asked or says nothing at all, or files there were made of something else.
     """
-    _check_sources(parts, prompts, out, setup)
+    paths = [*parts.calibration, *parts.search, *parts.confirm]
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    places = [str(path.resolve()) for path in paths]
+    sources = {"model": model_hash(setup.model), "images": [hashes, places], "prompts": list(prompts)}
+    if (out / SOURCES).is_file():
+        before = json_files.read(out / SOURCES)
+        if changed := [key for key in sources if before.get(key) != sources[key]]:
+            raise UserError(f"{out} has questions of another {' and '.join(changed)}; choose another output")
+    save(out, {"sources": (SOURCES, dump(sources))})
     files = {}
     for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
-        first = name == CALIBRATION
+        each = 1 if name == CALIBRATION else min(EACH, len(prompts))
         rows = [
             {
                 "id": f"{number}-{turn}",
@@ -101,7 +109,7 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
                 "question": prompts[(EACH * number + turn) % len(prompts)],
             }
             for number, path in enumerate(images)
-            for turn in range(1 if first else min(EACH, len(prompts)))
+            for turn in range(each)
         ]
         files[name] = out / name
         if not files[name].is_file():
@@ -121,17 +129,3 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
                 rows = answered
             save(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
     return files
-
-
-def _check_sources(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup) -> None:
-    """Note what the questions in `out` are made of. UserError: those that are there were made of something else."""
-    images = [
-        hashlib.sha256(path.read_bytes()).hexdigest() for path in (*parts.calibration, *parts.search, *parts.confirm)
-    ]
-    places = [str(path.resolve()) for path in (*parts.calibration, *parts.search, *parts.confirm)]
-    sources = {"model": model_hash(setup.model), "images": [images, places], "prompts": list(prompts)}
-    if (out / SOURCES).is_file():
-        before = json_files.read(out / SOURCES)
-        if changed := [key for key in sources if before.get(key) != sources[key]]:
-            raise UserError(f"{out} has questions of another {' and '.join(changed)}; choose another output")
-    save(out, {"sources": (SOURCES, dump(sources))})

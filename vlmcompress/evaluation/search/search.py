@@ -167,7 +167,10 @@ def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
 
 def setup_of(request: Request) -> Setup:
     """What the trials share. Paths are absolute, as workers elsewhere have other working directories."""
-    base = {**request.base, "model": str(Path(hub.local(request.base["model"])).absolute()), "target": _target(request)}
+    target = request.base.get("target") or (None if torch.cuda.is_available() else "cpu")
+    if target is not None:
+        targets.get(target)
+    base = {**request.base, "model": str(Path(hub.local(request.base["model"])).absolute()), "target": target}
     calibrate = {key: _absolute(value) for key, value in base.get("calibrate", {}).items()}
     base = {key: value for key, value in (base | {"calibrate": calibrate}).items() if value is not None}
     work = request.out.absolute() / WORK
@@ -179,31 +182,16 @@ def _absolute(value: Any) -> Any:
     return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
 
 
-def _target(request: Request) -> str | None:
-    """The target; where none is named, the CPU on a machine without a GPU."""
-    named = request.base.get("target")
-    if named is not None:
-        targets.get(named)
-        return str(named)
-    return None if torch.cuda.is_available() else "cpu"
-
-
-def _here(name: str | None) -> bool:
-    """Whether a target is this machine."""
-    if name is None:
-        return True
-    target = targets.get(name)
-    if not torch.cuda.is_available():
-        return target.is_cpu
-    return target.capability == torch.cuda.get_device_capability()
-
-
 def _gains(request: Request, setup: Setup) -> Measured | Modelled:
     """What says the gains: shapes for memory and for other machines, else this machine."""
     target, modelled = setup.base.get("target"), Modelled(setup, request.goal, request.load)
+    here = target is None  # whether the target is this machine
+    if target is not None:
+        machine, has_gpu = targets.get(target), torch.cuda.is_available()
+        here = machine.capability == torch.cuda.get_device_capability() if has_gpu else machine.is_cpu
     figures = modelled.figures(Candidate())
     is_modelled = figures is not None and figures.of(request.goal) is not None
-    if request.goal == "memory" or request.speed == "modelled" or (not request.speed and not _here(target)):
+    if request.goal == "memory" or request.speed == "modelled" or (not request.speed and not here):
         if not is_modelled:
             unknown = f"how fast {target} is, is not known" if target else "no --target names this GPU"
             raise UserError(f"--speed modelled: {unknown}; use --speed measured there")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from vlmcompress.engines.vllm.served_model import Model, open_model
 from vlmcompress.evaluation.capacity import weight_bytes
-from vlmcompress.evaluation.capacity.capacity import Capacity, Request, plan_capacity
+from vlmcompress.evaluation.capacity.capacity import Request, plan_capacity
 from vlmcompress.evaluation.capacity.weight_bytes import Weights
 from vlmcompress.evaluation.results import Ratio
 from vlmcompress.evaluation.search.candidate import Candidate
@@ -107,6 +107,7 @@ class Modelled:
         scheme = recipe.number_formats
         row = Weights(recipe.scheme, label(scheme), targets.format_key(scheme), plan.bytes_after, scheme)
         try:
+            # `keep` is a share of the pixels, so each side shrinks by its root.
             share = math.sqrt(recipe.resize.keep) if recipe.resize and recipe.resize.keep else 1.0
             width, height = (max(28, round(side * share)) for side in self.load.image)
             name = self.rates or recipe.target
@@ -129,17 +130,13 @@ class Modelled:
             return None
         served, load = capacity.rows[0].served.get(capacity.served), capacity.loads[capacity.served]
         loaded = weight_bytes.loaded_bytes(row, self._model.stored)
-        times = _seconds(capacity, self.load.out) if served and served.requests >= 1 else (None, None)
-        return Figures(loaded, USERS * load.filled, *times)
-
-
-def _seconds(capacity: Capacity, out: int) -> tuple[float | None, float | None]:
-    """Time to the first token, and seconds that one of many requests takes: its prefill, and its share of common steps."""
-    served = capacity.rows[0].served[capacity.served]
-    if served.prefill is None or served.full_step is None:
-        return served.prefill, None
-    many = max(1, min(math.floor(served.requests), capacity.defaults.sequences))
-    return served.prefill, served.prefill + out * served.full_step / many
+        first = request = None
+        if served and served.requests >= 1:
+            first = served.prefill
+            if first is not None and served.full_step is not None:  # a request's prefill, and its share of common steps
+                many = max(1, min(math.floor(served.requests), capacity.defaults.sequences))
+                request = first + self.load.out * served.full_step / many
+        return Figures(loaded, USERS * load.filled, first, request)
 
 
 @dataclass

@@ -106,6 +106,8 @@ def dead_leaves(size: tuple[int, int], seed: int) -> Image.Image:
     pen = ImageDraw.Draw(image)
     smallest, largest = 3.0, max(width, height) / 3
     # r^-3 has 1/r^2 as its tail: inverse transform between the smallest and the largest radius.
+    # Dead leaves with radii ~ r^-3 have the 1/f^2 power spectrum of photographs (Lee, Mumford and Huang, IJCV 41, 2001).
+    # Enough discs to cover the canvas six times, by their mean area 2 pi ln(largest / smallest) / mass.
     mass = smallest**-2 - largest**-2
     area = 2 * np.pi * np.log(largest / smallest) / mass
     tail = draw.uniform(largest**-2, smallest**-2, int(6 * ((width * height) ** 0.5 + 2 * largest) ** 2 / area))

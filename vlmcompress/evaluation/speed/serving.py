@@ -55,11 +55,7 @@ ALWAYS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
 MOST_SLOTS = 8  # requests at once of llama.cpp's server, which has as many as there are clients
 SILENCE = 1800.0  # seconds in which the engine must be up, then answer a burst
 # Unlike for answers, the engine's core is a process of its own: requests are prepared while it works on others.
-OFFLINE_ENGINE = replace(
-    VLLM,
-    name="vllm-offline",
-    environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"),
-)
+OFFLINE_ENGINE = replace(VLLM, name="vllm-offline", environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"))
 
 
 @dataclass(frozen=True)
@@ -250,7 +246,7 @@ def run_offline(
                 "enable_prefix_caching": False,  # as in the server's cold runs
                 "mm_processor_cache_gb": 0,
                 "speculative_config": speculative and json.loads(speculative),
-                "disable_log_stats": not speculative,
+                "disable_log_stats": not speculative,  # `LLM.get_metrics` asserts that they are on
             },
         }
         bursts = [{"id": n, "messages": plan.prompts.burst(n, plan.requests)} for n in (plan.repeats, *repeats)]
