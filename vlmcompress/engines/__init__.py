@@ -163,8 +163,8 @@ class Engine:
         Raises:
             UserError: the engine can't start, fails, stalls, or refuses more requests than the settings allow.
         """
-        given = {name: value for name, value in options.items() if value is not None}
-        return self._answer(Job(model, requests, Path(media), **given))
+        fields = {name: value for name, value in options.items() if value is not None}
+        return self._answer(Job(model, requests, Path(media), **fields))
 
     def _answer(self, job: Job) -> Run:
         """What each engine does for `answer`."""
