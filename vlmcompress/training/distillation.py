@@ -41,6 +41,7 @@ def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
     These see the image alone, so the answer may stand behind the prompt.
     """
     cut, count = answer_tokens(batch)
+    # Position t predicts token t + 1: logits from the last token of the prompt to the last but one of the answer.
     columns = torch.arange(cut - 1, cut - 1 + count, device=vlm.model.device)
     with float_products(vlm.model):
         return vlm.model(**placed(vlm, batch), use_cache=False, logits_to_keep=columns).logits[0]

@@ -234,11 +234,9 @@ def _train(
         total = distributed.all_sum(torch.tensor([sum(sums), len(sums)], dtype=torch.float64))
         return float(total[0] / total[1].clamp_min(1))
 
-    settings = Settings(training.steps, training.batch, training.lr, training.every, seed)
-    callbacks: dict[str, Any] = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
-    log, best = train(
-        tensors, lessons.first, settings, **callbacks, store=files, progress=progress, label="training the draft"
-    )
+    settings = Settings.of(training, seed, "training the draft")
+    callbacks: dict[str, Any] = {"backward": backward, "held_out": held_out}
+    log, best = train(tensors, lessons.first, settings, **callbacks, store=files, progress=progress)
     if not best and math.isfinite(log.first):
         best = first
     if not best:

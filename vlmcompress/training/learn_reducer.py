@@ -182,12 +182,12 @@ class _Training:
             log, best = train(
                 trained,
                 self.first,
-                Settings(settings.steps, settings.batch, settings.lr, settings.every, self.seed, PATIENCE, DIVERGED),
+                Settings.of(settings, self.seed, "training the scorer", patience=PATIENCE, diverged=DIVERGED),
                 backward=self._backward,
                 held_out=lambda: self._measured([self._hard(keep) for keep in settings.judged()]),
                 changed=self._changed,
                 store=self.files,
-                progress=lambda label, done, total: progress("training the scorer", done, total),
+                progress=progress,
             )
         fixed = {name: self.weights[name] for name in learned.FIXED} if best else {}
         return log, best | fixed, others
@@ -210,6 +210,8 @@ class _Training:
         share = self.settings.share(float(torch.rand((), generator=random)))
 
         def soft(features: Tensor, grid: Grid) -> Tensor:
+            # Noisy worths draw which tokens stay (perturbed top-k). The model sees this hard selection, the gradient is of a
+            # soft one (`gates`; straight-through, arXiv 1308.3432), which gets harder as the temperature falls.
             values = gated.standard(learned.worth(self.weights, features, grid))
             noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
             best, cover = self._chosen(values.detach() + noise, features, grid, share)

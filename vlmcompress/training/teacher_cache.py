@@ -85,6 +85,7 @@ def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
     groups = _by_images(samples)
     least, chosen = max(LEAST_HELD_OUT, round(HELD_OUT * len(samples))), set[int]()
     for group in reversed(groups):
+        # Whole groups go to the held-out side until it has its share, unless that takes it beyond half of all.
         if len(chosen) < least and len(chosen) + len(group) <= max(least, len(samples) // 2):
             chosen.update(group)
     trained = [sample for number, sample in enumerate(samples) if number not in chosen]
@@ -268,6 +269,8 @@ def divergence(kept: Mapping[str, Tensor], logits: Tensor) -> Tensor:
         return (teacher.exp() * (teacher - student)).sum(-1).mean()
     ids = kept["ids"].to(logits.device).long()
     kept_logs = student.gather(-1, ids)
+    # KL of the coarser distributions: the kept tokens one by one, and one outcome for all others. By the data processing
+    # inequality it is at most the exact one.
     loss = (teacher.exp() * (teacher - kept_logs)).sum(-1)
     left = 1 - teacher.exp().sum(-1)  # the mass of all other tokens
     others = student.scatter(-1, ids, float("-inf")).logsumexp(-1)

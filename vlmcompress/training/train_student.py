@@ -114,7 +114,7 @@ def trained(
             divergence = sum(float(loss(index)) for index in distributed.shard(range(first, len(batches))))
         return distributed.all_sum_float(divergence) / student.held_out
 
-    settings = Settings(training.steps, training.batch, training.lr, training.every, seed)
+    settings = Settings.of(training, seed)
     callbacks: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
     with torch.inference_mode(False), student.attached():
         with parts.attached():

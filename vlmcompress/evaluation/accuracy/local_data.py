@@ -149,6 +149,7 @@ def _read(location: str, split: str, changed: int) -> Any:
             files = _files(path, split)
             if files[0].suffix == ".parquet":
                 tables = [pq.read_table(file) for file in files]
+                # Without `load_dataset`, which copies the table into a cache of its own and asks the Hub for its script.
                 dataset = datasets.Dataset(InMemoryTable(pa.concat_tables(tables, promote_options="permissive")))
             else:
                 dataset = datasets.Dataset.from_list([row for file in files for row in _json_lines(file)])

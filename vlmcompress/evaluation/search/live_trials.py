@@ -107,6 +107,7 @@ class LiveTrials:
         for done, candidate in enumerate(candidates):
             key = f"speed {self.gains.goal} {candidate.folder}"
             if (measured := self.log.note(key)) is None:
+                # At least one finalist is measured; the confirmation needs most of the reserve.
                 if self.log.left < (0.6 * self.reserve + took if gains else 0.0):
                     self.late = True
                     break
