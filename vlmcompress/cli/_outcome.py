@@ -5,25 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from vlmcompress.utils.messages import Finding
 from vlmcompress.utils.text import duration, table
 
 Outcome = tuple[int, Any, str]
 """Exit code, data for `--json`, text for people."""
 
 OK, GATE, BAD_INPUT, INTERNAL, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 4, 130
-
-
-class Finding(Protocol):
-    """A finding of `check`, or a check of `doctor`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ok(self) -> bool: ...
-    @property
-    def detail(self) -> str: ...
 
 
 def findings_text(title: str, findings: Sequence[Finding]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +112,8 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
         return evaluate(
             args.out,
             args.baseline or args.out,
-            suites=_suites(args.suite),
+            # one --suite may name several with commas, as lm-eval's --tasks does
+            suites=[suite for text in args.suite for suite in ([text] if Path(text).exists() else text.split(","))],
             data=args.data,
             columns=getattr(args, "columns", None),
             skip_bad=getattr(args, "skip_bad", 0),
@@ -128,8 +129,3 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             journal=Path(args.report) / JOURNAL if args.report else None,
             progress=progress,
         )
-
-
-def _suites(names: Sequence[str]) -> list[str]:
-    """The suites of all `--suite` flags, each of which may name several with commas, as in lm-eval."""
-    return [suite for text in names for suite in ([text] if Path(text).exists() else text.split(","))]

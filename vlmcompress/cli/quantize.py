@@ -45,7 +45,12 @@ def run(args: argparse.Namespace) -> Outcome:
     values = _flags.recipe_values(args)
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
     if args.tp != 1:
-        _check_devices(resolved, _flags.devices(args))
+        _process.import_transformers()
+        from vlmcompress.quantization.plan import devices
+        from vlmcompress.quantization.plan.plan import make_plan
+
+        if problem := devices.problem(make_plan(resolved.recipe), _flags.devices(args)):
+            raise UserError(problem)
     if args.dry_run:
         return _planned(resolved, values, args.recipe, args.overwrite)
     if resolved.recipe.out is None:
@@ -60,16 +65,6 @@ def run(args: argparse.Namespace) -> Outcome:
         print(f"warning: {line}", file=sys.stderr)
     data = result(done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - args.began)
     return OK, data, text(data, args.verbose)
-
-
-def _check_devices(resolved: Resolved, tp: int) -> None:
-    """Raise `UserError` where vLLM could not share what the recipe gives out among `tp` devices."""
-    _process.import_transformers()
-    from vlmcompress.quantization.plan import devices
-    from vlmcompress.quantization.plan.plan import make_plan
-
-    if problem := devices.problem(make_plan(resolved.recipe), tp):
-        raise UserError(problem)
 
 
 def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, overwrite: bool) -> Outcome:
