@@ -29,7 +29,7 @@ from vlmcompress.numerics import Format, to_codes
 from vlmcompress.quantization.schemes._fused import kernels
 
 STRIP = 16  # columns of which each row changes one code at a time
-TIE = 1e-6  # what a change counts for less than the same one a column earlier: of equal ones the first is made
+_TIE = 1e-6  # what a change counts for less than the same one a column earlier: of equal ones the first is made
 
 
 def search(
@@ -58,7 +58,7 @@ def search(
     upper = lower.T * pivots.square()
     fused = kernels(codes.device, fmt)
     change = fused.descend if fused and len(codes) <= fused.SEARCHED else descend
-    change(codes, errors, upper @ z, upper @ lower, steps, fmt, sweeps)
+    change(codes, errors, upper @ z, upper @ lower, steps, fmt, sweeps, STRIP, _TIE)
 
 
 def descend(
@@ -69,14 +69,21 @@ def descend(
     steps: Tensor,
     fmt: Format,
     sweeps: int,
+    width: int,
+    tie: float,
 ) -> None:
-    """Do the sweeps of `search` by strips; `slopes`: half the slopes `[columns, out]`, which follow the changes."""
+    """Do the sweeps of `search` by strips of `width` columns.
+
+    Args:
+        slopes: half the slopes `[columns, out]`, which follow the changes.
+        tie: what a change counts for less than the same one a column earlier.
+    """
     diagonal = curvature.diagonal()[:, None]
-    halves = diagonal * (0.5 + TIE * torch.arange(len(codes), device=codes.device)[:, None])
+    halves = diagonal * (0.5 + tie * torch.arange(len(codes), device=codes.device)[:, None])
     rates = (diagonal * steps).reciprocal_()
-    strips = [*range(0, len(codes), STRIP)]
+    strips = [*range(0, len(codes), width)]
     for number, a in enumerate(strips * sweeps):
-        strip, behind = slice(a, a + STRIP), slice(0 if number < len(strips) * (sweeps - 1) else a, None)
+        strip, behind = slice(a, a + width), slice(0 if number < len(strips) * (sweeps - 1) else a, None)
         # q_j + p_j / K_jj is where f is least; p is in units of weights, codes are in steps. Rounded and clamped it is a code.
         change = codes[strip] - to_codes(torch.addcmul(codes[strip], slopes[strip], rates[strip]), fmt)
         c = change * steps[strip]

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmcompress.numerics import Format
-from vlmcompress.quantization.schemes._local_search import STRIP, TIE
 
 SEARCHED = 256  # most columns that `descend` searches
 _COLUMNS = 128  # most columns of a program of the others
@@ -130,11 +129,13 @@ def descend(
     steps: Tensor,
     fmt: Format,
     sweeps: int,
+    width: int,
+    tie: float,
 ) -> None:
     """Change codes of a block of at most `SEARCHED` columns for the better; see `_local_search.descend`."""
     columns, out = codes.shape
     _descend[(triton.cdiv(out, _FEW),)](
-        codes, errors, slopes, curvature.contiguous(), steps, columns, out, STRIP, sweeps * triton.cdiv(columns, STRIP), TIE,
+        codes, errors, slopes, curvature.contiguous(), steps, columns, out, width, sweeps * triton.cdiv(columns, width), tie,
         fmt.qmin, fmt.qmax, COLUMNS=max(16, triton.next_power_of_2(columns)), ROWS=_FEW, FP4=fmt.fp4, num_warps=8,
     )  # fmt: skip
 
