@@ -86,7 +86,8 @@ def compare(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Compariso
             differences.append(
                 (
                     text,
-                    f"of {shortened(repr(text), 120)} it makes {parts[0]} from token {at + 1} on, the model's tokenizer {parts[1]}",
+                    f"of {shortened(repr(text), 120)} it makes {parts[0]} from token {at + 1} on, the model's tokenizer "
+                    f"{parts[1]}",
                 )
             )
     if not differences:
