@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -177,7 +177,10 @@ def write_folder(
     """Write `out`, which `folders.check` has allowed, with copies of the other files of `files` (None: `source`); return its
     manifest."""
     limit, warnings = parse_bytes(shard_size, "shard_size"), list[str]()
-    copied = [(file, place) for file, place in _other_files(files or source) if str(place) not in content.extra_files]
+    folder = files or source
+    # The source's model card is kept under another name.
+    places = {place: Path(card.SOURCE_CARD) if str(place) == card.CARD else place for place in companions(folder)}
+    copied = [(folder / name, place) for name, place in places.items() if str(place) not in content.extra_files]
     needed = sum(tensor.spec.nbytes for tensor in content.tensors)
     folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))
     with folders.new_folder(out) as tree:
@@ -228,12 +231,6 @@ def _parts(tree: Path, content: Content, title: str) -> Parts:
 
     specs = {name: tensor.spec for name, tensor in plain.items()}
     return Parts(specs, read, content.quantized, config, processor.image_processor.to_dict(), title)
-
-
-def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
-    """List the files to copy, with their place in the output; the source's model card is kept under another name."""
-    for place in companions(source):
-        yield source / place, Path(card.SOURCE_CARD) if str(place) == card.CARD else place
 
 
 def plan_tensors(checkpoint: Checkpoint) -> list[OutputTensor]:
@@ -367,7 +364,15 @@ def write_weights(
         with (tree / file_name).open("wb") as file:
             tensor_files.write_at(file.fileno(), header, 0)
             for name, spec in specs.items():
-                _write_tensor(by_name[name], file.fileno(), positions[name], layer_tensors)
+                origin = by_name[name].origin
+                if isinstance(origin, Entry):  # bytes as they are, copied within the kernel where the system can
+                    tensor_files.copy_at(origin, file.fileno(), positions[name])
+                else:
+                    made = origin() if callable(origin) else origin
+                    value = layer_tensors(made[0])[made[1]] if isinstance(made, tuple) else made
+                    if Spec.of(value) != spec:
+                        raise ValueError(f"{name}: planned as {spec}, made as {Spec.of(value)}")
+                    tensor_files.write_at(file.fileno(), tensor_files.to_bytes(value), positions[name])
                 done += spec.nbytes
                 if progress:
                     progress(done, total)
@@ -376,20 +381,6 @@ def write_weights(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(tree / INDEX, index)
     return total
-
-
-def _write_tensor(
-    tensor: OutputTensor, file: int, position: int, layer_tensors: Callable[[str], dict[str, Tensor]]
-) -> None:
-    origin = tensor.origin
-    if isinstance(origin, Entry):
-        tensor_files.copy_at(origin, file, position)
-        return
-    made = origin() if callable(origin) else origin
-    value = layer_tensors(made[0])[made[1]] if isinstance(made, tuple) else made
-    if Spec.of(value) != tensor.spec:
-        raise ValueError(f"{tensor.name}: planned as {tensor.spec}, made as {Spec.of(value)}")
-    tensor_files.write_at(file, tensor_files.to_bytes(value), position)
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -122,6 +122,8 @@ def make_plan(
     if problems and refuse:
         raise UserError(problems[0])
     schemes = None if surveyed.undecided else surveyed.schemes
+    embedding = Group(0, "embedding", (embedding_name(surveyed.source.meta_model),))
+    vocabulary = [group for group in (surveyed.head, embedding) if group and group.linears[0] in surveyed.schemes]
     undecided_bytes = surveyed.budget.largest if surveyed.budget and surveyed.undecided else None
     return Plan(
         **{field.name: getattr(surveyed, field.name) for field in fields(surveyed)},
@@ -129,7 +131,7 @@ def make_plan(
         rows=[
             *_rows(surveyed.source, "decoder", surveyed.groups, schemes),
             *_rows(surveyed.source, "vision", surveyed.vision_groups, surveyed.schemes),
-            *_rows(surveyed.source, "vocabulary", _vocabulary(surveyed), surveyed.schemes),
+            *_rows(surveyed.source, "vocabulary", vocabulary, surveyed.schemes),
         ],
         bytes_after=surveyed.bytes_written if undecided_bytes is None else undecided_bytes,
         peak_bytes=peak_bytes(surveyed),
@@ -162,28 +164,18 @@ def peak_bytes(survey: Survey) -> int:
     hidden = (config.get("text_config") or config).get("hidden_size") or 0
     tokens = 0 if statistics else calibrate.samples * (calibrate.max_length or SAMPLE_TOKENS)
     second_stream = (streams - 1) * (6 * block + 2 * tokens * hidden)
-    return resident + 4 * grams + tokens * (6 * hidden + _pixel_bytes(config)) + second_stream
+    # Float32 pixels of a patch for each token that its merger leaves, in samples of which half is visual.
+    vision = config.get("vision_config") or {}
+    patch = vision.get("patch_size") or 14
+    patch = patch[0] if isinstance(patch, list) else patch
+    merge = (vision.get("spatial_merge_size") or 1) ** 2
+    pixels = 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
+    return resident + 4 * grams + tokens * (6 * hidden + pixels) + second_stream
 
 
 def _reads_inputs(survey: Survey) -> bool:
     """Whether the scheme, the KV cache or the budget go by the inputs of layers."""
     return bool(survey.method.needs.statistics or survey.recipe.kv_cache or survey.recipe.bits)
-
-
-def _pixel_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of float32 pixels for each token of a sample that is half visual."""
-    vision = config.get("vision_config") or {}
-    patch = vision.get("patch_size") or 14
-    patch = patch[0] if isinstance(patch, list) else patch
-    merge = (vision.get("spatial_merge_size") or 1) ** 2
-    return 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
-
-
-def _vocabulary(survey: Survey) -> list[Group]:
-    """The output head and the token embedding, where they are quantized."""
-    embedding = Group(0, "embedding", (embedding_name(survey.source.meta_model),))
-    groups = [*([survey.head] if survey.head else []), embedding]
-    return [group for group in groups if group.linears[0] in survey.schemes]
 
 
 def _rows(source: Source, part: str, groups: Sequence[Group], schemes: Mapping[str, Scheme] | None) -> list[Row]:

@@ -53,8 +53,10 @@ def search(
         scales, zeros: `[n_groups, out]`; `groups`: `[columns]`, int32, which of them a column has.
         sweeps: how many times to go through the block.
     """
+    # `targets` have the errors of all columns before them, so z_i is what rounding took from the target.
     steps = scales.index_select(0, groups)
     z = remainder(targets, codes, steps, None if zeros is None else zeros.index_select(0, groups))
+    # L, unit lower triangular, of the block; upper = L^T diag(R_ii^2); slopes p = upper z and curvature K = upper L.
     lower = matrix.tril(-1)
     lower.diagonal().fill_(1)
     upper = lower.T * pivots.square()
@@ -87,10 +89,13 @@ def descend(
     strips = [*range(0, len(codes), width)]
     for number, a in enumerate(strips * sweeps):
         strip, behind = slice(a, a + width), slice(0 if number < len(strips) * (sweeps - 1) else a, None)
+        # q_j + p_j / K_jj is where f is least; p is in units of weights, codes are in steps. Rounded and clamped it is a code.
         change = codes[strip] - to_codes(torch.addcmul(codes[strip], slopes[strip], rates[strip]), fmt)
         c = change * steps[strip]
         gain = torch.addcmul(slopes[strip], c, halves[strip]).mul_(c)  # half of how f changes: the least is the best
+        # One code of each row of the strip, and none where nothing gains: changes of two columns are not independent.
         best = gain.le_(gain.amin(0).clamp_(max=-torch.finfo(gain.dtype).tiny))
         codes[strip].addcmul_(change, best, value=-1)
         errors[strip].add_(c.mul_(best))
+        # In the last sweep the slopes of columns that come no more are left as they are.
         slopes[behind].addmm_(curvature[behind, strip], c)
