@@ -221,13 +221,13 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
     lines = [f"  weights   {f'{size(after)}, as they were' if before == after else changed}"]
     if done["reduce"] or done["resize"]:
-        from vlmcompress.quantization.plan.visual_tokens import tokens_text
+        from vlmcompress.quantization.plan.visual_tokens import VisualTokens
         from vlmcompress.reduction.choice import read
         from vlmcompress.reduction.resize import Resize
 
         reducer = read(done["reduce"]) if done["reduce"] else None
         resize = Resize(**done["resize"]) if done["resize"] else None
-        lines.append(f"  images    {tokens_text(reducer, done['visual_tokens'], resize)}")
+        lines.append(f"  images    {VisualTokens(reducer, False, done['visual_tokens'], resize).text}")
     lines.append(f"  devices   {devices_text(done['devices'])}")
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
