@@ -24,15 +24,6 @@ def findings_text(title: str, findings: Sequence[Finding]) -> str:
     return f"{title}\n{table(rows)}\n{len(findings)} things looked at, {verdict}."
 
 
-def phases_text(timing: Mapping[str, float], seconds: float) -> list[str]:
-    """Lines about the time that each phase took, of `seconds` in all."""
-    rest = {"other": seconds - sum(timing.values())}
-    return [
-        f"  {'' if number else 'time':<9} {name:<18} {spent:8.1f} s {spent / max(seconds, 1e-9):5.0%}"
-        for number, (name, spent) in enumerate([*timing.items(), *rest.items()])
-    ]
-
-
 def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, remarks: Sequence[str] = ()) -> str:
     """The text of a run that wrote something.
 
@@ -42,7 +33,12 @@ def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, r
         verbose: add the time that each phase took.
         remarks: lines before the commands that come next.
     """
-    phases = phases_text(done["timing"], done["seconds"]) if verbose else []
+    seconds, timing = done["seconds"], done["timing"] if verbose else {}
+    spent = {**timing, "other": seconds - sum(timing.values())} if verbose else {}
+    phases = [
+        f"  {'' if number else 'time':<9} {name:<18} {part:8.1f} s {part / max(seconds, 1e-9):5.0%}"
+        for number, (name, part) in enumerate(spent.items())
+    ]
     commands = ["Next:", *(f"  {command}" for command in done["next"])]
     return "\n".join([f"Wrote {done['out']} in {duration(done['seconds'])}.", *lines, *phases, *remarks, *commands])
 

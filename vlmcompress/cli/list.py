@@ -17,14 +17,10 @@ Entries = list[dict[str, Any]]
 _RESIZE: dict[str, Any] = {
     "name": "resize",
     "about": "Make images smaller before the encoder, alone or before a reducer.",
-}
-_RESIZE |= {
     "stage": "processor",
     "count": "measured",
     "served": True,
-    "vllm": None,
-    "why_not": None,
-    "no_better_than": None,
+    **dict.fromkeys(("vllm", "why_not", "no_better_than")),
 }
 
 

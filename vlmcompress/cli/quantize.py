@@ -45,11 +45,12 @@ def run(args: argparse.Namespace) -> Outcome:
     values = _flags.recipe_values(args)
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
     if args.tp != 1:
+        count = _flags.devices(args)
         _process.import_transformers()
         from vlmcompress.quantization.plan import devices
         from vlmcompress.quantization.plan.plan import make_plan
 
-        if problem := devices.problem(make_plan(resolved.recipe), _flags.devices(args)):
+        if problem := devices.problem(make_plan(resolved.recipe), count):
             raise UserError(problem)
     if args.dry_run:
         return _planned(resolved, values, args.recipe, args.overwrite)

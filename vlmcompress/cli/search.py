@@ -155,9 +155,10 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
     from vlmcompress.evaluation.search.search import WORK, find
 
     with closing(ProgressBar()) as progress:
-        done = find(search_request, progress)
-        code, data = OK, done.data | {"reference": reference}
-        if done.winner and search_request.confirm:
+        data, winner = find(search_request, progress)
+        code = OK
+        data["reference"] = reference
+        if winner and search_request.confirm:
             from vlmcompress.api import evaluate
             from vlmcompress.cli._conclude import EXIT, conclude
             from vlmcompress.evaluation.accuracy import gate as gates
@@ -165,7 +166,7 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
             gate = gates.chosen(None, search_request.margin)
             model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
             results = evaluate(
-                done.winner,
+                winner,
                 model,
                 suites=[search_request.suite] if search_request.suite else (),
                 data=search_request.confirm,
@@ -195,7 +196,7 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
             }
     if args.price is not None:
         data["price_per_hour"] = args.price
-    if not done.winner:
+    if not winner:
         tried = [candidate for candidate in data["candidates"] if not candidate["why"].startswith("predicted")]
         code = (
             GATE

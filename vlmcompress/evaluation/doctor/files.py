@@ -220,9 +220,9 @@ def _layers(subject: _Subject) -> str:
             if local == "weight_shape" and tensor_files.read_tensor(entry).tolist() != [rows, columns]:
                 raise UserError(f"tensor '{entry.name}' does not say {[rows, columns]}")
     # Layers that an engine makes one matrix of have one global scale: of several vLLM takes the largest.
-    for group in subject.fused:
+    for fused in subject.fused:
         for scale in ("weight_global_scale", "input_global_scale"):
-            names = [subject.names[key] for name in group.linears if (key := f"{name}.{scale}") in subject.names]
+            names = [subject.names[key] for name in fused.linears if (key := f"{name}.{scale}") in subject.names]
             values = {name: float(tensor_files.read_tensor(subject.entries[name])) for name in names}
             if len(set(values.values())) > 1:
                 text = ", ".join(f"{name} {value:.6g}" for name, value in values.items())

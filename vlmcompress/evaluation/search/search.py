@@ -37,7 +37,7 @@ from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.text import duration
 
 WINNER, RECIPE = "winner", "recipe.yaml"
-__all__ = ["QUESTIONS", "WORK", "Request", "Searched", "find", "setup_of"]
+__all__ = ["QUESTIONS", "WORK", "Request", "find", "setup_of"]
 _LEAST = 30
 """Questions without which nothing can be said."""
 _CHANCE = 0.1
@@ -83,18 +83,8 @@ class Request:
         return int(self.base.get("seed", 0))
 
 
-@dataclass(frozen=True)
-class Searched:
-    """A search's end: what it found, the same as data, the winner's folder (None without one), and the questions' setup."""
-
-    result: SearchResult
-    data: dict[str, Any]
-    winner: Path | None
-    setup: Setup
-
-
-def find(request: Request, progress: Progress) -> Searched:
-    """Run a search, or go on with one that was interrupted.
+def find(request: Request, progress: Progress) -> tuple[dict[str, Any], Path | None]:
+    """Run a search, or go on with one that was interrupted; return what it found, as data, and the winner's folder.
 
     Raises:
         UserError: bad input, or the original cannot be asked. The folder keeps what was found until then.
@@ -138,7 +128,7 @@ def find(request: Request, progress: Progress) -> Searched:
         )
         winner = _placed(request, setup, result, progress)
         log.finish()
-    return Searched(result, data, winner, setup)
+    return data, winner
 
 
 def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
