@@ -70,11 +70,7 @@ def _metadata(
     keys: dict[str, Any] = {"model": "llama" if pieces else "gpt2", "pre": "default" if pieces else _splitting(content)}
     keys |= {"tokens": tokens, "token_type": kinds}
     if pieces:
-        # SentencePiece's scores: llama.cpp joins the pair of the highest one, so the earlier a merge, the higher.
-        rank: dict[str, int] = {}
-        for place, merge in enumerate(model["merges"]):
-            rank.setdefault("".join(merge.split(" ", 1) if isinstance(merge, str) else merge), place)
-        keys["scores"] = [-float(rank[token]) if token in rank else -1e4 - len(merges) for token in tokens]
+        keys["scores"] = _scores(tokens, model["merges"])
         # A text gets a space in front by either of two steps.
         steps = [content.get("normalizer") or {}, content.get("pre_tokenizer") or {}]
         steps += [inner for step in steps for inner in step.get("normalizers", ())]
@@ -115,6 +111,14 @@ def _tokens(content: Mapping[str, Any], vocabulary: int, pieces: bool) -> tuple[
         tokens.append(f"[PAD{index}]" if token is None else token)
         kinds.append(kind)
     return tokens, kinds
+
+
+def _scores(tokens: list[str], merges: list) -> list[float]:
+    """SentencePiece's score of each token: llama.cpp joins the pair of the highest one, so the earlier a merge, the higher."""
+    rank: dict[str, int] = {}
+    for place, merge in enumerate(merges):
+        rank.setdefault("".join(merge.split(" ", 1) if isinstance(merge, str) else merge), place)
+    return [-float(rank[token]) if token in rank else -1e4 - len(merges) for token in tokens]
 
 
 def _splitting(content: Mapping[str, Any]) -> str:
