@@ -135,6 +135,7 @@ def misread(
     stored = {name: disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in layers}
     in_engine = {alias: spec.engine_name(name) for name in layers for alias in (name, stored[name])}
     wrong = []
+    # transformers goes by memory names, tools by names of tensors; vLLM by its own, to which it renames exact entries alone.
     for aliases, renamed in (({}, {}), (stored, {}), (in_engine, in_engine)):
         groups = {
             key: {"targets": [renamed.get(target, target) for target in group["targets"]]}

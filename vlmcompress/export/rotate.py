@@ -12,6 +12,7 @@ embedding must not have. So it becomes a matrix of its own, and config.json says
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,20 +58,27 @@ def changes(of: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) ->
         gains: reads the weight of a norm.
     """
     r1 = rotations.stream(of.width)
+
+    def absorbed(
+        norm: str, weight: Tensor
+    ) -> Tensor:  # [out, in]: it read g * rms(x), and is to read rms(x R): W diag(g) R
+        return r1.rows(weight * gains(f"{norm}.weight").to(weight))
+
+    def both(first: Change | None, then: Change, value: Tensor) -> Tensor:
+        return then(value if first is None else first(value))
+
     made: dict[str, Change] = dict.fromkeys(of.rows, r1.rows)
     made |= {f"{norm}.weight": torch.ones_like for norm in of.norms}
     for linear, norm in of.readers.items():
-        # [out, in]: it read g * rms(x) and is to read rms(x R), which has the same size: W diag(g) R.
-        made[f"{linear}.weight"] = lambda weight, norm=norm: r1.rows(weight * gains(f"{norm}.weight").to(weight))
+        made[f"{linear}.weight"] = functools.partial(absorbed, norm)
     for linear in of.writers:
         made[f"{linear}.weight"], made[f"{linear}.bias"] = r1.columns, r1.rows  # R^T W and b R
     for block, values in enumerate(of.values):
         r2 = [rotations.head(block, head, values.width) for head in range(values.kv_heads)]
         for name, change in _value_changes(values, r2).items():
-            first = made.get(
-                name, lambda value: value
-            )  # v reads the stream and o writes it: R1 first, on the other side
-            made[name] = lambda value, first=first, change=change: change(first(value))
+            made[name] = functools.partial(
+                both, made.get(name), change
+            )  # R1 on one side of the matrix, R2 on the other
     return made
 
 

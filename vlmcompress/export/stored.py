@@ -111,6 +111,7 @@ class Stored(Mapping[str, Quantized]):
                 f"quantization_config has {key}, and the checkpoint has no scales of keys and values; take it out of the "
                 "config where the weights alone are wanted"
             )
+        # A tensor is of a quantized layer, of the KV cache, or plain; the last have to be the model's in name and shape.
         cached = {entry.name for pair in kv_scales.values() for entry in pair}
         layers = _layers(meta_model, spec, [e for e in entries if e.name not in cached], block, reader)
         inside = {entry.name for layer in layers.values() for entry in layer.entries.values()}
@@ -261,6 +262,7 @@ def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str,
             raise UserError(f"checkpoint lacks tensor '{prefix}.{local}' of a quantized layer; download it again")
         actual = tensors[local].spec
         floats = actual.dtype in tensor_files.FLOATS and spec.dtype in tensor_files.FLOATS
+        # Writers differ in sides of 1: a scale of the matrix is [], [1] or [1, 1].
         sides = [[side for side in shape if side != 1] for shape in (actual.shape, spec.shape)]
         if not (floats or actual.dtype == spec.dtype) or sides[0] != sides[1]:
             raise UserError(

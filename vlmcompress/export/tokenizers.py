@@ -82,11 +82,12 @@ def compare(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Compariso
         if ours != theirs:
             pairs = zip(ours, theirs, strict=False)
             at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(ours), len(theirs)))
-            made, own = list(theirs[at : at + 4]), list(ours[at : at + 4])
+            parts = list(theirs[at : at + 4]), list(ours[at : at + 4])
             differences.append(
                 (
                     text,
-                    f"of {shortened(repr(text), 120)} it makes {made} from token {at + 1} on, the model's tokenizer {own}",
+                    f"of {shortened(repr(text), 120)} it makes {parts[0]} from token {at + 1} on, the model's tokenizer "
+                    f"{parts[1]}",
                 )
             )
     if not differences:

@@ -145,6 +145,7 @@ def write(
     tensors = plan_tensors(checkpoint)
     names = [entry.name for entry in source.entries.values()]
     config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **checkpoint.settings}
+    # Tensors that stay are copied as bytes, so config.json has to say what they are: types, ties, heads that draft.
     config = untied(config) if source.spec.lm_head in quantized else config  # such a head shares no weight
     config = source.float_type.config(config)
     if checkpoint.reducer:
@@ -323,6 +324,7 @@ def output_specs(
         except (UserError, ValueError):
             continue  # a shape that the scheme cannot have; the plan reports it
         specs |= {f"{name}:{local}": spec for local, spec in layer.items()}
+    # Scales of keys and values have the type of the layers beside them.
     dtype = next((stored[names[f"{name}.weight"]].dtype for name in schemes), "BF16")
     return specs | {f"kv_cache:{i}": Spec(dtype, (2,)) for i in range(kv_layers)}
 

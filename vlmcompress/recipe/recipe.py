@@ -254,6 +254,7 @@ def resolve(
         from vlmcompress.reduction import choice as reducer  # which brings torch along
 
         layers = reducer.layered(layers)
+    # A target's scheme fills in what command line and file leave open, and a format's group size what the scheme does.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
@@ -276,7 +277,7 @@ def resolve(
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
-    fields = {"options": _options(recipe.scheme, options, origins)}
+    fields: dict[str, Any] = {"options": _options(recipe.scheme, options, origins)}
     if reduce is not None:
         fields["reduce"] = reducer.merged(reduce, origins)
     recipe = recipe.model_copy(update=fields)

@@ -7,7 +7,7 @@ in the recipe that the run hands on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vlmcompress.models import Group, Source, embedding_name
@@ -126,7 +126,7 @@ def make_plan(
     vocabulary = [group for group in (surveyed.head, embedding) if group and group.linears[0] in surveyed.schemes]
     undecided_bytes = surveyed.budget.largest if surveyed.budget and surveyed.undecided else None
     return Plan(
-        **{field.name: getattr(surveyed, field.name) for field in fields(surveyed)},
+        **vars(surveyed),
         problems=problems,
         rows=[
             *_rows(surveyed.source, "decoder", surveyed.groups, schemes),
@@ -158,6 +158,7 @@ def peak_bytes(survey: Survey) -> int:
     if not ("gram" in statistics.facts["needs"] if statistics else _reads_inputs(survey)):
         return resident
     streams = 2 if CROSS in survey.method.needs.statistics else 1
+    # A group's layers read one input, so it has one Gram matrix [in, in]: of each of three modalities, and of each stream.
     squares = [[group[0][1] ** 2 for group in groups if group] for groups in shapes]
     grams = max((3 * streams * sum(sides) + 2 * max(sides, default=0) for sides in squares), default=0)
     config, calibrate = survey.source.config, survey.recipe.calibrate

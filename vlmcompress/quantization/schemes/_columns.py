@@ -119,8 +119,9 @@ def _quantize_columns(
             # and that within the block is taken column by column.
             visit(block_targets, rows[a:b], q, matrix[a:b, a:b], scales, zeros, groups[a:b], fmt)
             if sweeps:
-                factor = matrix[a:b, a:b], feedback.pivots[a:b]
-                search(q, rows[a:b], block_targets, *factor, scales, zeros, groups[a:b], fmt, sweeps)
+                steps = scales.index_select(0, groups[a:b])
+                z = remainder(block_targets, q, steps, None if zeros is None else zeros.index_select(0, groups[a:b]))
+                search(q, rows[a:b], z, matrix[a:b, a:b], feedback.pivots[a:b], steps, fmt, sweeps)
             codes[a:b] = q
     return codes.index_select(0, order.argsort()).T.contiguous()
 
