@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from tests.kit import calibration_rows, tiny
+from tests.kit import calibration_rows
 from tests.kit.command_line import run
 from tests.kit.edits import other_weights
 from tests.kit.inputs import encode
@@ -23,12 +23,6 @@ from vlmcompress.reduction.hooks import attach, attach_carried
 from vlmcompress.training import learn_reducer
 
 FEW = ("--steps", 12, "--every", 4, "--batch", 4, "--hidden", 8, "--lr", 0.01)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
 
 
 @pytest.fixture(scope="module")

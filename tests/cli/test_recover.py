@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.kit import calibration_rows, tiny
+from tests.kit import calibration_rows
 from tests.kit.command_line import run
 from tests.kit.edits import other_weights
 from tests.kit.next_steps import follow
@@ -25,12 +25,6 @@ from vlmcompress.training.recover import TrainingOptions, recover
 from vlmcompress.utils.errors import UserError
 
 FEW = ("--steps", 4, "--every", 2, "--batch", 2)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
 
 
 @pytest.fixture(scope="module")

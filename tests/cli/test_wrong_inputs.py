@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -243,7 +244,14 @@ def commands() -> Iterator[tuple[str, str]]:
     yield f"{BENCH} --requests 0", "--requests 0: must be at least 1"
     yield f"{BENCH} --report calib.jsonl", "calib.jsonl.*(Not a directory|File exists)"
     yield f"bench nothing --baseline {DEMO}", "no such checkpoint folder"
-    yield f"doctor {DEMO} --source nothing", "--source .*nothing is not a folder"
+    for flags, message in {
+        "--source nothing": "--source .*nothing is not a folder",
+        "--engine vllm --prompts 2": "--prompts is 2; take at least 4",
+        "--engine vllm --source x": "--source is for examining files; leave out --engine vllm",
+        "--engine sglang": "--engine: no 'sglang'",
+        "--prompts 9": "--prompts is for asking an engine; add --engine vllm",
+    }.items():
+        yield f"doctor {DEMO} {flags}", message
     yield "report nothing -o page", "nothing"
     for flags, message in {
         "ct --format awk -o new": "unknown format 'awk'; did you mean 'awq'",
@@ -351,6 +359,25 @@ def commands() -> Iterator[tuple[str, str]]:
         "-o llava/scorer.safetensors": "is inside the source model",
     }.items():
         yield f"{LEARN} {flags}", message
+
+
+def formats() -> Iterator[tuple[str, str, str]]:
+    """What a format of another engine has no place for: family, command, and what is said."""
+    for form, family, flags, message in (
+        ("openvino", "qwen", "--scheme int8", "use a weight-only scheme"),
+        ("openvino", "qwen", "--scheme rtn --bits 3", "integer weights of 4 or 8 bits"),
+        ("openvino", "qwen", "--scheme rtn --kv-cache fp8", "leave out kv_cache"),
+        ("openvino", "qwen", "--scheme none --reduce divprune:0.5", "has no reducer of visual tokens but cdpruner"),
+        ("openvino", "qwen", "--scheme none --reduce cdpruner:1/3", "drops whole percents"),
+        ("openvino", "llava", "--scheme none --reduce cdpruner:0.5", "drops no visual tokens of the family llava"),
+        ("openvino", "internvl", "--scheme rtn", "max_patches = 12, the processor by 4"),
+        ("openvino", "glm4v", "--scheme rtn", "not written for the family glm4v"),
+        ("gguf", "qwen2_vl", "--scheme int8", "activations"),
+        ("gguf", "qwen2_vl", "--scheme rtn --reduce divprune:0.5", "llama.cpp has no place"),
+        ("gguf", "qwen", "--scheme rtn", "112 pixels"),
+        ("gguf", "glm4v", "--scheme rtn", "not written for the family glm4v"),
+    ):
+        yield family, f"quantize {family} -o new --format {form} {flags}", message
 
 
 def paths() -> Iterator[tuple[str, Spoil | None, list[str]]]:
@@ -571,6 +598,10 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
 CASES: dict[str, tuple[Spoil | None, str | list[str], str]] = {
     **FILES,
     **{command[:80] or "no verb": (None, command, message) for command, message in commands()},
+    **{
+        command: (None if family in ("qwen", "llava") else partial(tiny.build, family, family), command, message)
+        for family, command, message in formats()
+    },
     **{name: (spoil, command, "") for name, spoil, command in paths()},
 }
 

@@ -108,20 +108,6 @@ def test_a_reduced_checkpoint_passes(reduced, quick_engines) -> None:
     assert findings[2].detail == "10 prompts with equal counts of tokens"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--engine", "vllm", "--prompts", "2"], "--prompts is 2; take at least 4"),
-        (["--engine", "vllm", "--source", "x"], "--source is for examining files; leave out --engine vllm"),
-        (["--engine", "sglang"], "--engine: no 'sglang'"),
-        (["--prompts", "9"], "--prompts is for asking an engine; add --engine vllm"),
-    ],
-)
-def test_bad_calls_of_doctor(arguments, text, capfd):
-    assert cli.main(["doctor", str(DEMOS / "demo-llava"), *arguments]) == 2
-    assert text in capfd.readouterr().err
-
-
 def test_doctor_without_an_engine(tmp_path, monkeypatch, capfd):
     """One line that says what to do, before any model is loaded."""
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))

@@ -236,27 +236,6 @@ def test_equal_inputs_give_equal_files(tmp_path):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(
-    ("family", "flags", "reason"),
-    [
-        (FAST, ["--scheme", "int8"], "use a weight-only scheme"),
-        (FAST, ["--scheme", "rtn", "--bits", "3"], "integer weights of 4 or 8 bits"),
-        (FAST, ["--scheme", "rtn", "--kv-cache", "fp8"], "leave out kv_cache"),
-        (FAST, ["--scheme", "none", "--reduce", "divprune:0.5"], "has no reducer of visual tokens but cdpruner"),
-        (FAST, ["--scheme", "none", "--reduce", "cdpruner:1/3"], "drops whole percents"),
-        ("llava", ["--scheme", "none", "--reduce", "cdpruner:0.5"], "drops no visual tokens of the family llava"),
-        ("internvl", ["--scheme", "rtn"], "max_patches = 12, the processor by 4"),
-        ("glm4v", ["--scheme", "rtn"], "not written for the family glm4v"),
-    ],
-)
-def test_what_openvino_lacks_is_refused_in_one_line(family, flags, reason, tmp_path, capsys):
-    source = build(family, tmp_path / "source")
-    assert main(["quantize", str(source), *flags, "--format", "openvino", "-o", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and reason in error
-    assert not (tmp_path / "out").exists()
-
-
 def test_where_openvino_is_missing_a_line_says_how_to_get_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(exporter, "PACKAGES", ("no_such_package",))
     source = build(FAST, tmp_path / "source")

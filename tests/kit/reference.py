@@ -5,6 +5,8 @@ Nothing is shortened here, so positions, caches and padding are the model's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.models import VLM
-from vlmcompress.reduction.hooks import Reduced
+from vlmcompress.reduction.hooks import Reduced, attach
 
 Stages = list[tuple[int, list[Reduced]]]
 """What is left of each image from a decoder block on, ascending."""
@@ -143,3 +145,27 @@ def logits_under(vlm, inputs, square, first=0):
     for hook in hooks:
         hook.remove()
     return vlm.model.lm_head(hidden)
+
+
+def compare_with_loop(
+    vlm: VLM,
+    inputs: dict[str, Tensor],
+    method: str,
+    options: Mapping[str, Any],
+    loop: Callable[..., AbstractContextManager[list]],
+) -> tuple[list[Reduced], Tensor, list]:
+    """Compare merging in the encoder with a loop that does it there row by row, behind the model's own placing of rows.
+
+    Args:
+        loop: puts the loop into the model while its context is open, and gives a list that it fills.
+
+    Returns:
+        The units as they were reduced, the language model's inputs `[b, s, d]` in the loop, and the loop's list.
+    """
+    with attach(vlm, method, options) as attached:
+        reduced = vlm.model(**inputs).logits
+    with loop(vlm, method, options) as filled:
+        embeds = arguments(vlm, inputs)["inputs_embeds"]
+        full = logits(vlm, inputs, attached.stages)
+    compare(reduced, full, inputs["attention_mask"], attached.seen)
+    return attached.seen, embeds, filled

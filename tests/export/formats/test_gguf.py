@@ -126,23 +126,6 @@ def test_the_format_has_the_group_size_unless_the_recipe_says(written):
     assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "gguf"
 
 
-@pytest.mark.parametrize(
-    ("family", "flags", "reason"),
-    [
-        ("qwen2_vl", ["--scheme", "int8"], "activations"),
-        ("qwen2_vl", ["--scheme", "rtn", "--reduce", "divprune:0.5"], "llama.cpp has no place"),
-        ("qwen2_5_vl", ["--scheme", "rtn"], "112 pixels"),
-        ("glm4v", ["--scheme", "rtn"], "not written for the family glm4v"),
-    ],
-)
-def test_what_llama_cpp_lacks_is_refused_in_one_line(family, flags, reason, tmp_path, capsys):
-    source = build(family, tmp_path / "source")
-    assert main(["quantize", str(source), *flags, "--format", "gguf", "-o", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and reason in error
-    assert not (tmp_path / "out").exists()
-
-
 def test_scores_order_merges_as_sentencepiece_does():
     scores = dict(zip(["ab", "ab", "abab", "x"], _scores(["ab", "ab", "abab", "x"], ["a b", "ab ab"]), strict=True))
     assert scores["ab"] > scores["abab"] > scores["x"]

@@ -11,10 +11,11 @@ TILES = [f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)]
 SPECIALS = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *TILES)
 
 
-def model() -> T.PreTrainedModel:
-    return T.Idefics3ForConditionalGeneration(
-        T.Idefics3Config(
-            vision_config=T.Idefics3VisionConfig(
+def model(name: str = "Idefics3", tied: bool = False) -> T.PreTrainedModel:
+    config, tower = getattr(T, f"{name}Config"), getattr(T, f"{name}VisionConfig")
+    return getattr(T, f"{name}ForConditionalGeneration")(
+        config(
+            vision_config=tower(
                 hidden_size=128,
                 intermediate_size=256,
                 num_hidden_layers=2,
@@ -22,11 +23,11 @@ def model() -> T.PreTrainedModel:
                 image_size=SIZE,
                 patch_size=14,
             ).to_dict(),
-            text_config=T.LlamaConfig(**GQA, tie_word_embeddings=False).to_dict(),
+            text_config=T.LlamaConfig(**GQA, tie_word_embeddings=tied).to_dict(),
             image_token_id=259,
             scale_factor=2,
             pad_token_id=257,
-            tie_word_embeddings=False,
+            tie_word_embeddings=tied,
         )
     )
 

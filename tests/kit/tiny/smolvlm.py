@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import transformers as T
 
-from tests.kit.tiny._text import GQA, chat_template, tokenizer
+from tests.kit.tiny import idefics3
+from tests.kit.tiny._text import chat_template, tokenizer
 from tests.kit.tiny.idefics3 import SIZE, SPECIALS
 
 
 def model() -> T.PreTrainedModel:
-    return T.SmolVLMForConditionalGeneration(
-        T.SmolVLMConfig(
-            vision_config=T.SmolVLMVisionConfig(
-                hidden_size=128,
-                intermediate_size=256,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                image_size=SIZE,
-                patch_size=14,
-            ).to_dict(),
-            text_config=T.LlamaConfig(**GQA, tie_word_embeddings=True).to_dict(),
-            image_token_id=259,
-            scale_factor=2,
-            pad_token_id=257,
-            tie_word_embeddings=True,
-        )
-    )
+    return idefics3.model("SmolVLM", tied=True)
 
 
 def processor() -> T.ProcessorMixin:

@@ -107,20 +107,15 @@ def test_equals_every_patch_in_its_place(family, method, options):
     """The loop's rows behind the model's own shuffle and projector, of each token left all but one hidden."""
     vlm = wide(family)
     inputs = encode(vlm, ONE, TWO, NONE)
-    with attach(vlm, method, options) as attached:
-        reduced = vlm.model(**inputs).logits
-    with looped(vlm, method, options) as groups:
-        embeds = reference.arguments(vlm, inputs)["inputs_embeds"]
-        full = reference.logits(vlm, inputs, attached.stages)
-    reference.compare(reduced, full, inputs["attention_mask"], attached.seen)
-    assert len(groups) == len(attached.seen) > 2
-    for unit, expected in zip(attached.seen, groups, strict=True):
+    units, embeds, groups = reference.compare_with_loop(vlm, inputs, method, options, looped)
+    assert len(groups) == len(units) > 2
+    for unit, expected in zip(units, groups, strict=True):
         rows, target = embeds[unit.row, unit.columns], unit.reduction.target.tolist()
         torch.testing.assert_close(rows, rows[unit.reduction.anchor][unit.reduction.target], atol=1e-9, rtol=1e-9)
         mine = [{block for block in range(16) if target[block] == row} for row in range(len(unit.reduction.anchor))]
         assert mine == [{*group} for group in expected]
         assert unit.reduction.anchor.tolist() == [group[0] for group in expected]  # what others were merged into
-    counts = {len(unit.reduction.anchor) for unit in attached.seen}
+    counts = {len(unit.reduction.anchor) for unit in units}
     assert counts == {6} if method == "tome" else len(counts) > 1  # else padding is not tested
 
 

@@ -119,18 +119,13 @@ def test_equals_layers_in_a_loop(family, method, options):
     """The loop's rows, placed by the model's own code, of each row all but one hidden."""
     vlm = model(family)
     inputs = encode(vlm, ONE, TWO, NONE)
-    with attach(vlm, method, options) as attached:
-        reduced = vlm.model(**inputs).logits
-    with looped(vlm, method, options) as counts:
-        embeds = reference.arguments(vlm, inputs)["inputs_embeds"]
-        full = reference.logits(vlm, inputs, attached.stages)
-    reference.compare(reduced, full, inputs["attention_mask"], attached.seen)
-    for unit in attached.seen:
+    units, embeds, counts = reference.compare_with_loop(vlm, inputs, method, options, looped)
+    for unit in units:
         rows, result = embeds[unit.row, unit.columns], unit.reduction
         assert torch.equal(rows, rows[result.anchor][result.target])
         assert len(rows.unique(dim=0)) == len(result.anchor)
     if family != "llava-next":
-        assert [len(unit.reduction.anchor) for unit in attached.seen] == counts
+        assert [len(unit.reduction.anchor) for unit in units] == counts
         assert method == "tome" or len(set(counts)) > 1  # else padding is not tested
 
 
