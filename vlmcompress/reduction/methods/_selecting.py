@@ -82,7 +82,7 @@ class _AllImages(torch.autograd.Function):
 
 def for_all_images(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """`choose` for the tensors of an image; it takes and returns those of several, `[images, ...]`."""
-    return _AllImages.apply(choose, *tensors)  # type: ignore[no-any-return]
+    return _AllImages.apply(choose, *tensors)
 
 
 @functools.cache
@@ -117,7 +117,7 @@ def cover(
             images = zip(columns, best, taken, weight, strict=True)
             return torch.stack([lazily(*image, count, slack) for image in images])
         fused = kernels(columns.device, max(columns.shape[1:]))
-        return (fused.cover if fused else stepwise)(columns, best, taken, weight, count, slack)  # type: ignore[no-any-return]
+        return (fused.cover if fused else stepwise)(columns, best, taken, weight, count, slack)
 
     return for_all_images(choose, columns, best, taken, weight)
 

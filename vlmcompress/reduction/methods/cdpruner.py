@@ -57,7 +57,7 @@ def select(features: Tensor, count: int) -> Tensor:
 
     def choose(kernel: Tensor, left: Tensor) -> Tensor:
         fused = kernels(kernel.device, kernel.shape[1])
-        return (fused.span if fused else _steps)(kernel, left, count, OWN)  # type: ignore[no-any-return]
+        return (fused.span if fused else _steps)(kernel, left, count, OWN)
 
     return for_all_images(choose, rows @ rows.T, left)
 

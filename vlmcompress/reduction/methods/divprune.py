@@ -50,7 +50,7 @@ def select(features: Tensor, count: int) -> Tensor:
 
     def choose(distance: Tensor) -> Tensor:
         fused = kernels(distance.device, distance.shape[1])
-        return (fused.spread if fused else _steps)(distance, count)  # type: ignore[no-any-return]
+        return (fused.spread if fused else _steps)(distance, count)
 
     return for_all_images(choose, apart)
 
