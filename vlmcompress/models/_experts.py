@@ -70,7 +70,9 @@ class Experts(nn.ModuleList):
         output = torch.zeros_like(hidden_states)
         experts: Any = self
         for number, expert in enumerate(experts):
+            # The tokens that chose this expert, and as which of their k choices; [rows].
             rows, place = torch.where(top_k_index == number)
+            # In calibration every expert sees all tokens, so that rare ones have statistics; only those that chose it count.
             tokens = torch.arange(len(hidden_states), device=hidden_states.device) if self.all_tokens else rows
             if not len(tokens):
                 continue
@@ -171,6 +173,7 @@ def _parts(entry: Entry, parent: str, names: tuple[str, ...], transposed: bool) 
     step = (entry.end - entry.start) // count
     out, width = (columns, rows) if transposed else (rows, columns)
     spec = Spec(entry.spec.dtype, (out // len(names), width))
+    # Experts lie one after another, [experts, ...]; transposed parts are columns of each, the others rows.
     for number in range(count):
         start = entry.start + number * step
         for place, name in enumerate(names):

@@ -166,6 +166,7 @@ def open_model(
     """
     path, content = Path(path), read_config(path)
     spec, stored = mixture(content), stored_tensors(path)
+    # The class by `model_type`, as AutoModelForImageTextToText would choose it.
     config, kind = _class(path, content, trust_remote_code)
     if dtype in (None, "auto"):
         weights = [entry.spec for name, entry in stored.items() if "scale" not in name.rpartition(".")[2]]
@@ -181,11 +182,13 @@ def open_model(
         compressed(meta_model, content.get("quantization_config") or {})
     with contextlib.ExitStack() as opened:
         files = {file: opened.enter_context(safe_open(file, "pt")) for file in {entry.file for entry in plain.values()}}
+        # Slices, which transformers reads one by one as it fills the model: the weights are in memory once.
         tensors = {flattened(name): files[entry.file].get_slice(name) for name, entry in plain.items()}
         opened.enter_context(_packed_embeddings())
         if spec:
             opened.enter_context(quiet())  # it would report the experts as lacking
         options |= {"config": config, "state_dict": tensors, "dtype": dtype, "output_loading_info": True}
+        # No path: with one, transformers would look for weight files and adapters itself.
         model, info = kind.from_pretrained(None, **options)
     model.name_or_path = model.config.name_or_path = str(path)  # where tools on transformers look for the files
     if spec and meta_model is not None:
@@ -212,6 +215,8 @@ def _lacking(info: Mapping[str, Any]) -> set[str]:
 @contextlib.contextmanager
 def _packed_embeddings() -> Iterator[None]:
     """Let transformers 5.17 initialize an embedding that has no `weight`, as of linear layers it does."""
+    # transformers/modeling_utils.py::PreTrainedModel._init_weights reads `weight` of every embedding; one that is quantized
+    # has `weight_packed`. Goes when it asks for the attribute first.
     plain = PreTrainedModel._init_weights
 
     def initialize(self: PreTrainedModel, module: nn.Module) -> None:
@@ -229,6 +234,7 @@ def compressed(meta_model: PreTrainedModel, block: Mapping[str, Any]) -> None:
     """Give a meta model (shapes only) the layers that transformers builds for a `quantization_config` of compressed-tensors."""
     if not block.get("config_groups") and not block.get("kv_cache_scheme"):
         return
+    # transformers' quantizer turns modules into those of compressed-tensors, as `from_pretrained` does of such a checkpoint.
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
         quantizer = AutoHfQuantizer.from_config(CompressedTensorsConfig.from_dict(dict(block)), pre_quantized=True)
         quantizer.validate_environment()

@@ -139,7 +139,7 @@ class ModelSpec:
             `anyres`, by `layout` from `image_sizes`; None where they cannot be reduced.
         kv_scales: whether vLLM's class reads scales of an FP8 cache of keys and values from a checkpoint.
         mixed_blocks: layers besides causal attention that mix tokens in the decoder, in words; None where there are none.
-        vision_cls: whether the tower has a CLS token, and blocks whose `self_attn` gives its attention.
+        vision_cls: model type of the tower that has a CLS token and blocks whose `self_attn` gives its attention; None: none.
         vision_units: what a visual token is made of: one row of the tower's output (`patch`), those of a square (`block`), or a
             mean of some where tiles are scaled down behind the tower (`resized`).
         vision_whole: whether each of several devices has the whole tower, as where vLLM runs transformers' module; else its
@@ -191,7 +191,7 @@ class ModelSpec:
     visual_grid: Literal["patches", "thw", "tiles", "shapes", "anyres"] | None = None
     kv_scales: bool = True
     mixed_blocks: str | None = None
-    vision_cls: bool = False
+    vision_cls: str | None = None
     vision_units: Literal["patch", "block", "resized"] = "block"
     vision_whole: bool = False
     vision_joint: tuple[str, str] | None = None

@@ -95,8 +95,10 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
             if group.name not in templates:
                 raise _refused(spec, f"nothing is known about {group.linears[0]}")
             if group.smooth and group.smooth_kind == "norm":
+                # A reader sees norm(x) * gain: W (gain * R'Rx) needs the gain in W before W is rotated.
                 residual.readers |= dict.fromkeys(group.linears, group.smooth)
             elif all(meta_model.get_submodule(linear).out_features == width for linear in group.linears):
+                # A writer adds to the stream, so its outputs are rotated.
                 residual.writers += group.linears
             else:
                 raise _refused(spec, f"{group.linears[0]} reads the stream without a norm that is known")
@@ -208,6 +210,7 @@ def _check_norm(module: nn.Module, name: str, spec: ModelSpec) -> None:
         twice = norm(x)
         weight.fill_(1.0)
         plain = norm(x)
+        # RMSNorm commutes with every rotation; LayerNorm, which subtracts the mean, does not. One reflection tells them apart.
         mirrored = norm(_mirrored(x, v))
     if not torch.allclose(twice, 2 * plain, atol=1e-4):
         raise _refused(spec, f"{name} does not multiply by its weight")

@@ -75,7 +75,7 @@ def _fits(spec: ModelSpec, module: ModuleType) -> bool:
         return spec.vision_joint is not None
     if chooses_images(module):
         return spec.visual_grid in ("thw", "patches")
-    return spec.vision_cls or not needs_encoder(module)
+    return spec.vision_cls is not None or not needs_encoder(module)
 
 
 def _unfit(spec: ModelSpec, module: ModuleType) -> str:
@@ -97,7 +97,7 @@ def needs_encoder(module: ModuleType) -> bool:
 def listens(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
     """Whether signals from within this model's encoder are read: those that the method needs, or takes where there are any."""
     takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
-    return needs_encoder(module) or (takes and spec.vision_cls and _closed(config) is None)
+    return needs_encoder(module) or (takes and spec.vision_cls is not None and _closed(spec, config) is None)
 
 
 def chooses_images(module: ModuleType) -> bool:
@@ -111,10 +111,11 @@ def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
     if reason := family_refusal(spec, reducer.method) or dict(spec.unreduced_towers).get(tower):
         raise UserError(reason)
     module, options = reducer.module, reducer.options
-    if options.layer is not None:
-        _check_layer(config, options.layer)
+    blocks = config.get_text_config().num_hidden_layers
+    if options.layer is not None and options.layer >= blocks:
+        raise UserError(f"layer {options.layer} is none of the language model's {blocks} (from 0); choose a lower one")
     try:
-        drops = options.drops(config.get_text_config().num_hidden_layers)
+        drops = options.drops(blocks)
     except ValueError as error:
         raise UserError(str(error)) from error
     if module.STAGE == "llm" and drops:
@@ -122,16 +123,17 @@ def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
     if hasattr(module, "merge"):
         _check_merging(spec, config, module, options)
     elif needs_encoder(module):
-        _check_encoder(config, options)
-
-
-def _check_layer(config: Any, layer: int) -> None:
-    layers = config.get_text_config().num_hidden_layers
-    if layer >= layers:
-        raise UserError(f"layer {layer} is none of the language model's {layers} (from 0); choose a lower one")
+        if reason := _closed(spec, config):
+            raise UserError(reason)
+        layers = config.vision_config.num_hidden_layers
+        if options.shallow is not None and options.shallow >= layers:
+            raise UserError(
+                f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
+            )
 
 
 def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
+    # Deepstack (Qwen3-VL) adds a level of the encoder to the visual rows of each of the first blocks, so these need them all.
     deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if layer < deep:
         better = f"use layer {deep} or later"
@@ -140,24 +142,13 @@ def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
         raise UserError(f"layers before {deep} still receive visual features in this model; {better}")
 
 
-def _closed(config: Any) -> str | None:
+def _closed(spec: ModelSpec, config: Any) -> str | None:
     """The reason why an encoder's attention cannot be read, though its family's can; None when it can."""
     if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
         return "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
-    if config.vision_config.model_type != "clip_vision_model":
-        kind = config.vision_config.model_type
+    if (kind := config.vision_config.model_type) != spec.vision_cls:
         return f"the encoder is a {kind}, without CLS; attach a reducer of the projected tokens"
     return None
-
-
-def _check_encoder(config: Any, options: ReducerOptions) -> None:
-    if reason := _closed(config):
-        raise UserError(reason)
-    layers = config.vision_config.num_hidden_layers
-    if options.shallow is not None and options.shallow >= layers:
-        raise UserError(
-            f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
-        )
 
 
 def feature_layers(config: Any) -> int:

@@ -44,10 +44,12 @@ class Attachment(Generic[Held]):
         self._caches: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         self.text: nn.Module = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
+        # `model.model` in transformers: what `generate` and `forward` both call with pixels and ids.
         base = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
         _ATTACHED.add(vlm.model)
         self._keep_pixels()
         try:
+            # The hooks that every stage has: on the whole model, on the part with encoder and decoder, on the decoder alone.
             self._before(vlm.model, self._no_labels)
             self._before(base, self._begin)
             self._before(self.text, self._enter)
@@ -150,6 +152,7 @@ class Attachment(Generic[Held]):
             return None
         cache = kwargs.get("past_key_values")
         slots = cache.get_seq_length() if cache is not None else 0
+        # A cache object may be used again for another prompt; what was known of it is of the prompt before.
         if cache is not None and not slots:
             self._caches.pop(cache, None)  # emptied, and filled anew
         past = self._caches.get(cache) if slots else None
@@ -166,6 +169,7 @@ class Attachment(Generic[Held]):
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Hook after the language model: remember which tokens its cache lacks."""
+        # Models return the cache also where they made it themselves, so only here it is known which object it is.
         cache = getattr(output, "past_key_values", None)
         if cache is not None and self._new is not None:
             self._caches[cache] = self._new
@@ -175,6 +179,7 @@ class Attachment(Generic[Held]):
         """Refuse prompts longer than a sliding window: it counts slots, so that dropped tokens would widen it."""
         config: Any = self.text.config
         window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        # transformers' `layer_types` says which blocks slide; without it `sliding_window` holds for all.
         slides = kinds is None or "sliding_attention" in kinds
         if slides and isinstance(window, int) and slots > window:
             raise UserError(

@@ -62,6 +62,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
         self._drops = self.options.drops(len(blocks))
         turns = {layer: turn for turn, (layer, _) in enumerate(self._drops)}
         for layer in turns:
+            # FastV's layer K - 1, whose attention decides what block K gets.
             self._undo.append(tap(blocks[layer - 1].self_attn, self._listen))
         for number in range(min(turns), len(blocks)):
             self._before(blocks[number], functools.partial(self._shorten, turns.get(number)))
@@ -136,6 +137,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
             slots = self._new or (Slots.identity(mask.shape[0], mask.shape[1], mask.device),) * len(self._drops)
             self._new = (*slots[:turn], layout, *slots[turn + 1 :])
         hidden, visible = new.pick(hidden), layout.mask(mask)
+        # transformers makes one mask for all blocks, of the full length; blocks from here on need one of their own length.
         causal = create_causal_mask(
             config=config,
             inputs_embeds=hidden,
@@ -249,6 +251,7 @@ class Generating(Inside):
         old += [
             (before, Reduced(**vars(unit), reduction=reduction)) for unit, reduction in zip(units, whole, strict=True)
         ]
+        # [b, t], of the newest token on everything in the cache.
         attention = self._attention(heard, mask, before)
         left = [(start, self._fewer(unit, attention[unit.row, start + unit.columns])) for start, unit in old]
         self.seen = [unit for start, unit in left if start == left[-1][0]]
@@ -283,6 +286,8 @@ class Generating(Inside):
         for layer in layers:
             index = slots[:, None, :, None]
             layer.keys, layer.values = (torch.take_along_dim(part, index, 2) for part in (layer.keys, layer.values))
+            # transformers/cache_utils.py::DynamicSlidingWindowLayer counts the tokens it has seen apart from the ones it
+            # holds.
             if layer.is_sliding:
                 layer.cumulative_length = slots.shape[1]
 
@@ -315,6 +320,7 @@ class Blocks(Attachment[Slots]):
         rows_parts = [self._parts(units, row, tokens) for row in range(len(mask))]
         if all(parts is None for parts in rows_parts):
             return kwargs
+        # A mask of four dimensions is taken by transformers as it is (`masking_utils.py::_preprocess_mask_arguments`).
         visible = mask[:, None].repeat(1, tokens, 1)  # [b, s, before + s]
         plain = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
         for row_mask, parts in zip(visible, rows_parts, strict=True):

@@ -44,6 +44,8 @@ class Layers:
         every: Any = vlm.model.get_submodule(vlm.spec.vision_layers)
         assert vlm.spec.vision_joint is not None
         attention, norm = vlm.spec.vision_joint
+        # The bias of sizes is a float mask `[b, 1, 1, keys]`, which transformers' sdpa kernel adds to the logits; flash
+        # attention takes none.
         kernel = every[0].get_submodule(attention).config._attn_implementation
         if kernel != "sdpa":
             raise UserError(f"attention '{kernel}' takes no sizes; load the model with attn_implementation='sdpa'")
@@ -82,6 +84,7 @@ class Layers:
     def _join(self, number: int, module: nn.Module, args: tuple) -> None:
         """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
         if self.merger is not None:
+            # The layer computes `residual + mlp(norm(x))` with `residual = x`: replacing x's data shortens both.
             args[0].data = self.merger.merge(number, args[0].data, self._keys, self._heads)
 
     def _spread(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
@@ -177,6 +180,7 @@ class Merging(Early):
         assert self._call is not None
         config, sizes = self.vlm.model.config, self._call.get("image_sizes")
         base: Any = self.vlm.model.get_submodule(self.vlm.spec.layers.split(".")[0])
+        # transformers' own packing of tiles (it cuts padding away and adds newlines), run on row numbers instead of features.
         images, _ = base.pack_image_features(
             rows.split(_tiles(self.vlm, sizes)), sizes, config.vision_feature_select_strategy, rows.new_full((1,), -1)
         )

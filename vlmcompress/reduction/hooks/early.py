@@ -26,6 +26,7 @@ class Early(Attachment[Slots]):
             return
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
         last = feature_layers(config) - 1
+        # The layer whose output is used, as in VisionZip: for LLaVA's `vision_feature_layer=-2` the last but one.
         self._undo.append(tap(layers[last].self_attn, self._last))
         shallow = self.options.shallow
         if shallow is not None and shallow != last:
@@ -46,6 +47,7 @@ class Early(Attachment[Slots]):
 
     def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
         """Note the attention of CLS, the first token, and the patches' keys, in the layer whose output is used."""
+        # The query of CLS alone, [b, heads, d]: one row of the attention map instead of n, whatever kernel runs.
         saliency = received(query[:, :, 0], key, scale)[:, 1:]
         self._encoder |= {"saliency": saliency, "keys": joined(key)[:, 1:], "heads": key.shape[1]}
         if self._same:
@@ -73,6 +75,7 @@ class Early(Attachment[Slots]):
             return None
         slots = []
         for rows, result in zip(output, self._merged, strict=True):
+            # transformers' `get_placeholder_mask` counts features against placeholders, so there have to be as many as before.
             image = rows.new_zeros(len(result.target), *rows.shape[1:])  # one by one, so that gradients pass
             image[result.anchor] = rows
             slots.append(image)
@@ -89,6 +92,7 @@ class Early(Attachment[Slots]):
         mask = full_mask(kwargs, before)
         real = mask[:, before:].bool()
         embeds, changes = self._apply(embeds, units, real)
+        # [b, s]: text and anchors stay, the other visual tokens go.
         keep = torch.ones_like(real)
         for unit, result in changes:
             keep[unit.row, unit.columns] = False
@@ -97,15 +101,20 @@ class Early(Attachment[Slots]):
         if not dropped and past is None:
             return kwargs
         new = Slots.of(keep, real) if dropped else Slots.identity(rows, tokens, embeds.device)
+        # What the cache holds, the tokens generated since (all kept), and what is left of this call.
         layout = held.then(before - held.length, new)
         self._new = layout if dropped else past
         positions = self._positions(kwargs, before, slots)
+        # The decoder's rows become fewer here, and nowhere else.
         embeds = new.pick(embeds)
         return (
             kwargs
             | self._deepstack(kwargs, changes, new)
             | {
                 "inputs_embeds": embeds,
+                # A mask of ones, never None: with neither mask nor cache, `find_packed_sequence_indices` of
+                # transformers/masking_utils.py takes gaps between positions for borders between packed sequences.
+                # Goes when positions may have gaps there.
                 "attention_mask": self._mask(embeds, layout.mask(mask), cache, new),
                 "position_ids": new.pick(positions, positions.ndim - 1),
             }
@@ -121,6 +130,8 @@ class Early(Attachment[Slots]):
         if kinds is None:
             return mask
         kinds = new.pick(kinds) * new.valid
+        # transformers/models/gemma3/modeling_gemma3.py::create_masks_for_generate is what the model itself calls with these
+        # types.
         make: Any = model.create_masks_for_generate
         return make(model.config, embeds, mask, cache, None, token_type_ids=kinds)
 
@@ -163,9 +174,11 @@ class Early(Attachment[Slots]):
         visual, levels = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
         if visual is None or not levels:
             return {}
+        # Padding repeats some column, which may be visual.
         kept = new.pick(visual) & new.valid
         reduced = []
         for level in levels:
+            # [visual tokens, d] -> [b, s, d], as a unit names its tokens by their columns.
             full = level.new_zeros(*visual.shape, level.shape[-1])
             full[visual] = level
             for unit, result in changes:

@@ -108,6 +108,7 @@ def level(worth: Tensor, count: int, temperature: float) -> Tensor:
     """Find the level at which `sigmoid((worth - level) / temperature)` adds up to `count`, a scalar; by bisection."""
     low, high = worth.min() - 20 * temperature, worth.max() + 20 * temperature
     for _ in range(STEPS):
+        # The sum of gates falls as the level rises. 40 halvings reach float32's last bit, without a wait for the device.
         middle = (low + high) / 2
         above = torch.sigmoid((worth - middle) / temperature).sum() > count
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
@@ -127,7 +128,9 @@ def gates(values: Tensor, chosen: Tensor, temperature: float) -> Tensor:
         chosen: `[k]`, indices of what is kept.
         temperature: of the soft selection, in the same units.
     """
+    # The level is held fixed for the gradient: a token gains by its own worth, not by lowering the bar.
     soft = torch.sigmoid((values - level(values.detach(), len(chosen), temperature)) / temperature)
+    # Straight through: forward the hard choice, backward the gradient of the soft one.
     hard = torch.zeros_like(soft).index_fill(0, chosen, 1.0)
     return hard + (soft - soft.detach())
 

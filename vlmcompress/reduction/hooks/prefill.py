@@ -51,6 +51,7 @@ def prefill(vlm: VLM, attached: Attachment, inputs: Mapping[str, Tensor]) -> Pre
         arguments.update(kwargs, columns=None if layout is None else layout.columns[0])
         raise _Reached
 
+    # After the reducer's own hooks, which were registered before.
     hook = attached.text.register_forward_pre_hook(reached, with_kwargs=True)  # behind the reducer's own
     try:
         with contextlib.suppress(_Reached):

@@ -76,6 +76,7 @@ def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Re
     def left(setting: ImageSetting) -> int:
         return _total(spec, setting.applied(processor), counted)
 
+    # A setting with more tokens an image nearly always leaves more of these images' tokens; the loop below mends the rest.
     place = bisect.bisect_right(every, resize.keep * now, key=left) - 1
     while place > 0 and left(every[place]) > resize.keep * now:  # where a larger setting had fewer tokens
         place -= 1

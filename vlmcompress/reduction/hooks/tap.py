@@ -31,6 +31,8 @@ def tap(attention: nn.Module, listener: Listener) -> Callable[[], None]:
     kernel = attention_config._attn_implementation
     if kernel not in AttentionInterface():
         raise UserError(f"attention '{kernel}' cannot be read; load the model with attn_implementation='sdpa'")
+    # transformers/modeling_utils.py::AttentionInterface is the public registry; a module finds its kernel by the name in its
+    # config at each call, so a copy of the config with another name is enough.
     AttentionInterface.register(_NAME, _run)
     config: Any = copy.copy(attention_config)
     config._attn_implementation = _NAME
@@ -60,6 +62,7 @@ def received(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = Non
         mask: `[b, t]` bool, true for keys that the query may attend to.
     """
     b, heads, d = query.shape
+    # As the kernels do: in bfloat16 the softmax of thousands of keys has no two digits.
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = query.to(wide).view(b, key.shape[1], heads // key.shape[1], d)
     logits = torch.einsum("bkgd,bktd->bkgt", grouped, key.to(wide)) * scale

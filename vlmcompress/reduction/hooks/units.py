@@ -78,6 +78,7 @@ def units(vlm: VLM, call: Call) -> list[Unit]:
     ids = call.get("input_ids")
     if ids is None:
         raise UserError("images came with inputs_embeds; give input_ids, which say where the visual tokens are")
+    # Row-major, which is the order in which transformers' `masked_scatter` puts features in.
     where = (ids == getattr(vlm.model.config, vlm.spec.image_token)).nonzero()
     parts, start = [], 0
     for number, (tokens, grids) in enumerate(_images(vlm, call, len(where))):
@@ -154,6 +155,7 @@ def whole(units: Sequence[Reduced], device: torch.device | None = None) -> Reduc
     for unit in units:
         index, result = here(unit.columns) - first, unit.reduction
         anchor, target = index[here(result.anchor)], here(result.target)
+        # From numbers within the unit to numbers within the image, whose newlines are in no unit.
         parent[index] = torch.where(target < 0, target, anchor[target.clamp(min=0)])
         weight[index] = here(result.weight)
         if result.scale is not None:
@@ -203,8 +205,10 @@ class Slots:
         The padding is on the left, unless the full sequences are padded on the right.
         """
         left = keep & mask
+        # The host waits here once a prompt: the shape of the decoder's inputs depends on it.
         width = max(1, int(left.sum(1).max()))
         right = not bool(mask[:, -1].all())
+        # A stable sort by kept or not moves what is kept to one side and keeps its order; [b, s].
         order = left.int().sort(dim=1, descending=right, stable=True).indices
         columns = order[:, :width] if right else order[:, -width:]
         return Slots(columns, left.gather(1, columns), left.shape[1])

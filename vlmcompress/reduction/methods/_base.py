@@ -66,6 +66,7 @@ class Reduction:
             if not ((parent < 0) | kept[parent.clamp(min=0)]).all():
                 raise ValueError("a token is merged into one that is not kept")
             count = int(kept.sum())
+        # Kept tokens in raster order are numbered 0, 1, ...; each other token gets the number of its parent.
         row = kept.cumsum(0) - 1  # output row of each kept token
         target = torch.where(parent < 0, parent, row[parent.clamp(min=0)])
         weight = torch.ones(n, device=parent.device) if weight is None else weight.float()
@@ -104,11 +105,13 @@ class Reduction:
         if self.plain and self.scale is None:
             return out
         sizes = self.sizes.to(x.device)
+        # Only rows that are merged or scaled are computed; the others keep their bits.
         merged = sizes > 1 if self.scale is None else (sizes > 1) | (self.scale.to(x.device) != 1)
         if not x.is_floating_point():
             if merged.any():
                 raise ValueError("whole numbers have no mean; positions are those of the anchors")
             return out
+        # bfloat16 has 8 bits: a sum of a few hundred tokens in it would lose the last ones.
         wide = x.double() if x.dtype == torch.float64 else x.float()
         wide = wide.reshape(len(x), -1)
         total = _accumulate(wide * self.coefficients.to(wide)[:, None], self.target.to(x.device), len(merged))
@@ -124,6 +127,8 @@ class Reduction:
     def coefficients(self) -> Tensor:
         """Coefficients `[n]` float32: output row r is the sum of `coefficients_i x_i` over the tokens i whose target is r."""
         safe = self.target.clamp(min=0)
+        # [n]: a token's weight over the sum of weights of its output; `safe` gives dropped tokens an index that is then
+        # masked.
         factor = self.weight / self.totals[safe]
         factor = factor if self.scale is None else factor * self.scale[safe]
         return factor.masked_fill(self.target < 0, 0.0)
@@ -135,12 +140,14 @@ class Reduction:
                 f"the second reduction is of {len(other.target)} tokens, the first leaves {len(self.anchor)}"
             )
         safe = self.target.clamp(min=0)
+        # A token that was dropped before stays dropped; every other one goes where its output goes.
         target = torch.where(self.target < 0, self.target, other.target[safe])
         inner, outer = self.totals[safe], other.weight[safe]
         weight = self.weight * outer / inner  # multiplied first: sizes stay whole numbers, so means of means stay exact
         if self.scale is None and other.scale is None:
             return Reduction(target, self.anchor[other.anchor], weight, plain=self.plain and other.plain)
         first = self._scale()
+        # A scaled output enters the second mean with its scale, so the mean of means is scaled by their weighted mean.
         scale = _accumulate(other.weight * first, other.target, len(other.anchor)) / other.totals
         scale = scale if other.scale is None else scale * other.scale
         return Reduction(target, self.anchor[other.anchor], weight * first[safe], scale)
@@ -215,6 +222,7 @@ class Signals:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         floats = {name: x for name, x in values.items() if isinstance(x, Tensor) and x.is_floating_point()}
         if floats and not finite:
+            # All checks in one tensor, so that the host waits for the device once and not for each signal.
             hold = torch.stack([x.isfinite().all().to(self.device) for x in floats.values()]).tolist()  # one wait
             for right, name in zip(hold, floats, strict=True):
                 if not right:
@@ -351,6 +359,7 @@ def unit(x: Tensor) -> Tensor:
     So tiny and huge rows are exact too, and a scale of 2^k changes no bit.
     """
     x = x.float()
+    # The squares of a norm overflow from 2^64 on and vanish below 2^-75 in float32; after this division they don't.
     x = x / x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return x / x.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -361,6 +370,7 @@ def _accumulate(values: Tensor, target: Tensor, m: int) -> Tensor:
     The result has the same bits in every call, with any number of threads.
     """
     out = torch.zeros(m + 1, *values.shape[1:], dtype=values.dtype, device=values.device)
+    # One row more than there are outputs takes in what is dropped, so that no index has to be filtered.
     rows = target % (m + 1)  # -1 becomes the row behind the last
     if values.is_cuda and values.is_floating_point():
         # index_put_ sorts the rows first, in a dozen kernels; index_add_ would add in whatever order its threads run.

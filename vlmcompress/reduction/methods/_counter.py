@@ -68,6 +68,7 @@ class TokenCounter:
 
 def features(pixels: Tensor, patch: int) -> Tensor:
     """Compute the statistics `[14]` float64 of an image `[3, height, width]` of at least 2 x 2 patches."""
+    # Engines hand out pixels in bfloat16 or float32: rounded to the coarser one first, both give the same count.
     image = pixels.detach().cpu().to(torch.bfloat16).double()
     rows, columns = image.shape[1] // patch, image.shape[2] // patch
     image = image[:, : rows * patch, : columns * patch]
@@ -116,8 +117,10 @@ def fit_counter(
     y = torch.tensor(counts).double()
     mean, scale = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
     z = (x - mean) / scale
+    # Ridge regression in closed form, (Z'Z + penalty I) w = Z'(y - mean); the bias is not penalized.
     weights = torch.linalg.solve(z.T @ z + penalty * torch.eye(z.shape[1]).double(), z.T @ (y - y.mean()))
     residuals = (y - y.mean() - z @ weights).sort().values
+    # The residual that the share `within` of the images does not exceed; never below 0.
     margin = max(0.0, residuals[min(len(y) - 1, math.ceil(within * len(y)) - 1)].item())
     buckets = {max(least, math.ceil(tokens * step / STEPS)) for step in range(1, STEPS + 1)}
     fitted: dict[str, Any] = {"weights": weights, "mean": mean, "scale": scale}

@@ -75,6 +75,7 @@ class Merger:
         """
         if self._whole:
             return None
+        # Proportional attention of ToMe: softmax(q k + log size); CLS has size 1, and log 0 = -inf hides padding.
         ones = self.merged[0].weight.new_ones(self.aside)
         sizes = [
             torch.cat([ones, reduction.sizes.float().repeat_interleave(self._square)]) for reduction in self.merged
@@ -92,6 +93,7 @@ class Merger:
         for image, count in enumerate(self.counts):
             signals = self.signals(image, keys, heads)
             steps.append(merge(self.method, signals, self.options, layer, self.layers, count, check=False))
+            # [tokens, side * side, d] -> means block by block, then patches in a row again.
             rows = steps[-1].apply(self._blocks(image, states)).flatten(0, 1)
             parts.append(torch.cat([states[image, : self.aside], rows]))
         self.merged = [reduction.then(step) for reduction, step in zip(self.merged, steps, strict=True)]
@@ -107,6 +109,7 @@ class Merger:
         """Give each patch its row, in raster order: `[images, rows, d]` become `[images, aside + patches, d]`."""
         if self._whole:
             return states
+        # Every patch of a token that was merged gets the token's row, as pixel shuffle asks for the whole grid.
         full = states.new_empty(len(states), self.aside + len(self.merged[0].target) * self._square, states.shape[2])
         full[:, : self.aside] = states[:, : self.aside]
         for image, merged in enumerate(self.merged):

@@ -56,6 +56,7 @@ def reduce_all(
     alike = getattr(method, "BATCHED", False) and len(shapes) == 1 < len(images) and options.keep != 1
     if not alike or images[0].device.type == "cpu":
         return [reduce(method, image, options, check) for image in images]
+    # Tables of cosines are [n, n] in float32: 2^26 entries are 256 MB.
     most, results = max(1, _ENTRIES // images[0].n ** 2), list[Reduction]()
     for start in range(0, len(images), most):
         results += _at_once(method, images[start : start + most], options)
@@ -114,6 +115,7 @@ def merge(
     _check(method, signals)
     result = method.merge(signals, options, layer, layers, count)
     final = method.budget(signals.grid, options) if count is None else count
+    # Only after the last layer the number of rows is what it has to be.
     last = layer == layers - 1
     return _checked(method, result, final if last else None, check and (last or signals.device.type == "cpu"))
 

@@ -50,8 +50,10 @@ def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Redu
     if signals.features is None:
         raise ValueError("merge=nearest needs signals that are missing: features")
     rows = unit(signals.features)
+    # [n, m] cosines of all tokens to the kept ones.
     likeness, nearest = (rows @ rows[kept.anchor].T).max(1)
     parent = torch.where(likeness >= options.similar, kept.anchor[nearest], -1)
+    # A kept token could be nearer to a copy of it than to itself by rounding.
     parent[kept.anchor] = kept.anchor
     return Reduction.join(parent, count=len(index))
 
@@ -80,7 +82,7 @@ class _AllImages(torch.autograd.Function):
 
 def for_all_images(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """`choose` for the tensors of an image; it takes and returns those of several, `[images, ...]`."""
-    return _AllImages.apply(choose, *tensors)  # type: ignore[no-any-return]
+    return _AllImages.apply(choose, *tensors)
 
 
 @functools.cache
@@ -115,7 +117,7 @@ def cover(
             images = zip(columns, best, taken, weight, strict=True)
             return torch.stack([lazily(*image, count, slack) for image in images])
         fused = kernels(columns.device, max(columns.shape[1:]))
-        return (fused.cover if fused else stepwise)(columns, best, taken, weight, count, slack)  # type: ignore[no-any-return]
+        return (fused.cover if fused else stepwise)(columns, best, taken, weight, count, slack)
 
     return for_all_images(choose, columns, best, taken, weight)
 
@@ -159,9 +161,11 @@ def lazily(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: 
     free = len(taken) - int(taken.sum())
     chosen = []
     for step in range(count):
+        # At first all gains are new.
         if step:  # at first all are new
             front = bound.topk(min(_FRONT, free - step)).indices
             bound[front] = gains(front)
+            # Whoever could still win: bounds that reach the largest new gain, less the slack.
             old = bound >= bound[front].amax() * (1 - slack)
             old[front] = False
             if len(rest := old.nonzero().squeeze(1)):
@@ -172,6 +176,7 @@ def lazily(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: 
             if slack
             else bound.argmax(0, keepdim=True)
         )
+        # The new token covers each row at least as well as the ones before.
         best = torch.maximum(best, columns[token][0])
         bound[token] = -torch.inf
         chosen.append(token)

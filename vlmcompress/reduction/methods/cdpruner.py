@@ -57,7 +57,7 @@ def select(features: Tensor, count: int) -> Tensor:
 
     def choose(kernel: Tensor, left: Tensor) -> Tensor:
         fused = kernels(kernel.device, kernel.shape[1])
-        return (fused.span if fused else _steps)(kernel, left, count, OWN)  # type: ignore[no-any-return]
+        return (fused.span if fused else _steps)(kernel, left, count, OWN)
 
     return for_all_images(choose, rows @ rows.T, left)
 
@@ -81,5 +81,7 @@ def _steps(kernel: Tensor, left: Tensor, count: int, floor: float) -> Tensor:
         rest = rest - (torch.einsum("bi,bin->bn", column, before) if images > 1 else column[0] @ before[0])
         row = torch.div(rest, left.gather(1, token).sqrt_(), out=factor[:, i])
         lowest.scatter_(1, token, -torch.inf)  # together with the next line: a chosen token is not chosen again
+        # Chen, Zhang and Zhou, algorithm 1: d_i^2 <- d_i^2 - e_i^2, with e the new row. d_i^2 is what i multiplies the
+        # determinant by.
         left = torch.maximum(left.scatter(1, token, -torch.inf) - row.square(), lowest)
     return chosen[..., 0].T

@@ -56,4 +56,5 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 def represented(rows: Tensor, temperature: float) -> Tensor:
     """How well row j of `rows [n, d]` represents row i, `[n, n]`, each row's sum 1."""
     rows = unit(rows)
+    # [n, n], row i: what represents token i, shared out among all that resemble it.
     return (rows @ rows.T / temperature).softmax(1)

@@ -60,7 +60,8 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep pivots, the tokens of largest L1 norm of the features, and those least like them."""
     assert signals.features is not None
     count = budget(signals.grid, options)
-    lead = top(_size(signals.features), options.pivots or max(1, round(LED * count)))
+    # Pivots: largest L1 norm, of the rows here, of the keys in the paper; float32, as thousands of channels add up.
+    lead = top(signals.features.float().abs().sum(-1), options.pivots or max(1, round(LED * count)))
     return selected(select(signals.features, signals.features[:0], lead, count), signals, options)
 
 
@@ -73,6 +74,7 @@ def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tenso
         pivots: `[p]` indices of the image's pivots in the order of their turns.
         count: number of tokens to keep; with fewer than `p`, the first pivots.
     """
+    # With a budget below the number of pivots only the first of them are kept.
     pivots = pivots[:count]
     rows = unit(features)
     likeness = torch.cat([rows[pivots], unit(query.to(features.device))]) @ rows.T  # [p + q, n] cosines
@@ -80,12 +82,10 @@ def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tenso
     picks, turns, chosen = count - len(pivots), len(likeness), [pivots]
     for turn, cosine in enumerate(likeness[:picks]):  # with fewer picks than turns the later ones get none
         quota = picks // turns + (turn < picks % turns)
+        # Tokens that are taken are infinitely similar, so `argmin` never takes them again.
         free = cosine + taken
+        # The least similar ones, not the most: what the pivot does not show yet.
         picked = free.argmin(0, keepdim=True) if quota == 1 else free.sort(stable=True).indices[:quota]
         taken = taken.scatter(0, picked, torch.inf)
         chosen.append(picked)
     return torch.cat(chosen)
-
-
-def _size(x: Tensor) -> Tensor:
-    return x.float().abs().sum(-1)

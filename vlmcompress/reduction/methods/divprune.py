@@ -43,13 +43,14 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 def select(features: Tensor, count: int) -> Tensor:
     """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
+    # [n, n] cosine distance, the paper's d(i, j); float32, as in bfloat16 near duplicates would all have distance 0.
     distance = 1 - rows @ rows.T
     # A token is no neighbour of its own; once it is chosen, this is its distance from the nearest kept one.
     apart = distance.masked_fill(torch.eye(len(rows), dtype=torch.bool, device=rows.device), -torch.inf)
 
     def choose(distance: Tensor) -> Tensor:
         fused = kernels(distance.device, distance.shape[1])
-        return (fused.spread if fused else _steps)(distance, count)  # type: ignore[no-any-return]
+        return (fused.spread if fused else _steps)(distance, count)
 
     return for_all_images(choose, apart)
 
@@ -63,5 +64,6 @@ def _steps(distance: Tensor, count: int) -> Tensor:
     for number, (token, row) in enumerate(zip(chosen.unbind(), rows.unbind(), strict=True)):
         torch.argmax(nearest, 1, keepdim=True, out=token)
         away = distance.gather(1, row)[:, 0]
+        # min over the kept set of d(i, j), one token more in it; the next token is its maximum over i (max-min).
         nearest = torch.minimum(nearest, away, out=nearest) if number else away
     return chosen[..., 0].T

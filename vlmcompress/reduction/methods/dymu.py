@@ -78,6 +78,7 @@ def merge(signals: Signals, options: Options, layer: int, layers: int, count: in
     if count is not None and signals.device.type != "cpu":
         return _padded(signals, options.thresholds[layer], count, layers - layer - 1)
     scores, partner = match(signals.keys, signals.heads)
+    # DToMe: the number of pairs follows from the image, by the layer's threshold on the cosine of each edge.
     pairs = int((scores > options.thresholds[layer]).sum())
     if count is not None:
         pairs = max(min(pairs, signals.n - count), signals.n - (count << (layers - layer - 1)))
@@ -93,11 +94,13 @@ def _padded(signals: Signals, threshold: float, count: int, behind: int) -> Redu
     assert signals.keys is not None and signals.heads is not None
     n, device = signals.n, signals.device
     sizes = torch.ones(n, device=device) if signals.merged is None else signals.merged.sizes
+    # Rows of size 0 are padding of an earlier layer.
     filled = sizes > 0
     scores, partner = match(signals.keys, signals.heads, filled)
     left = filled.sum()
     pairs = (scores > threshold).sum().minimum(left - count).maximum(left - (count << behind)).minimum(left // 2)
     order = top(scores, len(scores))
+    # The turn of each pair by falling cosine; the first `pairs` of them merge, a number that stays on the device.
     rank = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=device))
     parent = torch.arange(n, device=device)
     parent[::2] = torch.where(rank < pairs, partner, parent[::2])
@@ -119,6 +122,7 @@ def threshold(scores: Sequence[Tensor], r: float) -> float:
 
     The threshold is never below 0, so that tokens that point away from each other stay apart however many pairs are asked for.
     """
+    # One threshold for the batch: all edges of all its images in one list, the r * B best of which merge.
     falling = torch.cat(list(scores)).float().sort(descending=True).values
     pairs = round(r * len(scores))
     return max(0.0, falling[pairs].item()) if pairs < len(falling) else 0.0

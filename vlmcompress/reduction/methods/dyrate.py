@@ -51,5 +51,6 @@ def budget(grid: Grid, options: Options) -> None:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the most attended of the tokens left before this step."""
     assert signals.saliency is not None
+    # float64, as the sum of thousands of small attentions decides on a count. The host has to know it: this waits.
     rate = min(1.0, max(options.least, options.factor * signals.saliency.double().sum().item()))
     return Reduction.keep(top(signals.saliency, math.ceil(rate * math.prod(signals.grid))), signals.n)

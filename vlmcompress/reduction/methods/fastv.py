@@ -47,4 +47,5 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the most attended tokens."""
     assert signals.saliency is not None
+    # The paper averages the attention over all later tokens (phi_attn); its code, and this, takes the last token's.
     return Reduction.keep(top(signals.saliency, budget(signals.grid, options)), signals.n)

@@ -120,6 +120,7 @@ def choose(values: Tensor, features: Tensor, count: int, cover: float) -> tuple[
         values: `[n]`, what the tokens are worth; features: `[n, d]`, the tokens.
         cover: share of the count that covers the image.
     """
+    # The tokens of worth come first, so that what covers the image need not repeat what they show.
     rest = math.floor(cover * count + 0.5)
     best = top(values, count - rest)
     return best, selecting.cover(represented(features, TEMPERATURE), rest, covered=best)
@@ -163,9 +164,12 @@ def worth(weights: Mapping[str, Tensor], features: Tensor, grid: Grid) -> Tensor
         weights: see `shapes`.
         features: `[n, d]`, the tokens in raster order of `grid`.
     """
+    # [n, d]; float32, as channels of large mean lose their differences in bfloat16.
     tokens = (features.float() - weights["mean"]) / weights["spread"]
+    # h_i, [n, hidden]: token, image and place each by a matrix of its own.
     hidden = tokens @ weights["token"].T + weights["bias"] + tokens.mean(0) @ weights["image"].T
     hidden = F.gelu(hidden + places(grid, features.device) @ weights["place"].T)
+    # [n, n], one head of attention among the image's tokens.
     likeness = (hidden @ weights["query"].T) @ (hidden @ weights["key"].T).T
     others = (likeness / math.sqrt(hidden.shape[1])).softmax(-1) @ hidden
     return F.gelu(hidden + others @ weights["value"].T) @ weights["worth"]

@@ -52,6 +52,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     assert signals.features is not None and signals.query is not None
     scores = torch.zeros(signals.n, device=signals.features.device)
     if len(signals.query):
+        # [views, words] cosines; a view is as relevant as its best word.
         scores = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1)
     if signals.saliency is not None:
         scores = scores + options.lexical * signals.saliency.to(scores)

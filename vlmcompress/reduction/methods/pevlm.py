@@ -79,5 +79,6 @@ def mask(lengths: Sequence[int]) -> Tensor:
         raise ValueError(f"lengths are those of the sink, the blocks and the question, got {list(lengths)!r}")
     part = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     query, key = part[:, None], part[None, :]
+    # The sink is part 0, the question the last part; everything else sees the sink and itself.
     visible = (key == 0) | (key == query) | (query == len(lengths) - 1)
     return visible & torch.ones_like(visible).tril()

@@ -53,6 +53,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     device = signals.device
     row, column = _middles(height, rows, device), _middles(width, columns, device)
     first = torch.arange(frames, device=device) * (height * width)
+    # [frames, height, width]: each token's parent is the middle of its window, in the row and in the column.
     parent = first[:, None, None] + row[:, None] * width + column
     return Reduction.join(parent.flatten(), count=budget(signals.grid, options))
 

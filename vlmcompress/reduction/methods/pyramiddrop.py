@@ -49,6 +49,7 @@ class Options(ReducerOptions):
         if self.ratio is not None:
             if isinstance(self.ratio, bool) or not 0 < self.ratio <= 1:
                 raise ValueError(f"ratio must be a number above 0 and at most 1, got {self.ratio!r}")
+            # The geometric series of shares ratio^s over equal stages, divided by their number.
             mean = 1.0 if self.ratio == 1 else (1 - self.ratio**self.stages) / (1 - self.ratio) / self.stages
             object.__setattr__(self, "keep", mean)
         check_keep(self.keep)
@@ -105,6 +106,7 @@ def _ratio(keep: float, lengths: list[int]) -> float:
             f"keep={keep:g} is out of reach, as the first of {len(lengths)} stages, {lengths[0]} of {blocks} blocks, holds all "
             f"tokens; choose more than {lengths[0] / blocks:.3g}{remedy}"
         )
+    # The mean rises with the ratio, so bisection finds it; in closed form it is the root of a polynomial of degree stages - 1.
     low, high = 0.0, 1.0
     for _ in range(64):  # to the last bit
         middle = (low + high) / 2

@@ -43,6 +43,7 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Give every token a random score and keep the highest."""
     order = _order(signals.grid, options.seed).to(signals.device, non_blocking=True)
+    # A prefix of one order for all shares: what a smaller share keeps a larger one keeps, too.
     return selected(order[: budget(signals.grid, options)], signals, options)
 
 

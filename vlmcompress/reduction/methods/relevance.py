@@ -60,6 +60,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     if count <= steps.regions:
         shown = torch.zeros_like(worth, dtype=torch.bool).index_fill_(0, top(worth, count), True)
         return _joined(torch.where(shown[cells[0]], cells[0], -1), count)
+    # Greedy by worth for each token; `widest` keeps a region's finer steps after its coarser ones.
     order = top(worth[region] / widest, len(region))
     before = size[order].cumsum(0) - size[order]  # tokens that the steps before cost
     apart = torch.zeros_like(size)
@@ -119,6 +120,7 @@ def _worth(signals: Signals, regions: Tensor, number: int, sharpness: float) -> 
     match = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1).double()
     best = torch.full((number,), -torch.inf, dtype=torch.float64, device=match.device)
     best = best.scatter_reduce(0, regions, match, "amax")
+    # Stretched to 0...1 over the image, as the range of cosines differs from model to model.
     low, high = best.amin(), best.amax()
     return (sharpness * (best - low) / torch.where(high > low, high - low, 1.0)).exp()
 

@@ -58,6 +58,7 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the tokens of largest gain times saliency."""
     assert signals.features is not None
+    # gain_i * saliency_i^alpha is what a step maximizes; without a saliency all weights are 1.
     weight = None if signals.saliency is None else emphasis(signals.saliency, options.alpha)
     kept = select(signals.features, weight, budget(signals.grid, options))
     return selected(kept, signals, options)
@@ -72,4 +73,5 @@ def emphasis(saliency: Tensor, alpha: float) -> Tensor:
 def select(features: Tensor, weight: Tensor | None, count: int) -> Tensor:
     """Choose `count` of rows `[n, d]`, whose gains count `weight [n]` times; indices in the order of their choice."""
     rows = unit(features)
+    # The maxima of `cover` begin at 0, so tokens that point away from each other cover nothing.
     return cover(rows @ rows.T, count, weight, SLACK)

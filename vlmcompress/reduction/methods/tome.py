@@ -63,7 +63,9 @@ def schedule(n: int, count: int, layers: int) -> list[int]:
         )
     result = []
     for left in range(layers, 0, -1):
+        # As many a layer as the rest allows, rounded up, so that the first layers merge the remainder.
         even = -(-(n - count) // left)
+        # And no fewer than the layers after this one, which can halve the tokens at most, need.
         result.append(max(even, n - (count << (left - 1))))
         n -= result[-1]
     return result
@@ -74,12 +76,15 @@ def match(keys: Tensor, heads: int, filled: Tensor | None = None) -> tuple[Tenso
 
     `filled [n]`: which rows there are; of others, and to others, the cosine is -inf. None: all.
     """
+    # The metric of ToMe: keys averaged over heads, then normalized; [n, dk / heads].
     rows = unit(keys.float().view(len(keys), heads, -1).mean(1))
     if len(rows) < 2:
         return rows.new_full((len(rows),), -torch.inf), torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    # A is the even, B the odd tokens (bipartite soft matching): [a, b] cosines, none within A or within B.
     cosines = rows[::2] @ rows[1::2].T
     if filled is not None:
         cosines = cosines.where(filled[::2, None] & filled[1::2], -torch.inf)
+    # Each token of A draws one edge, to its most similar token of B; several may go to the same one.
     best = cosines.max(1)
     return best.values, 2 * best.indices + 1
 
@@ -87,6 +92,8 @@ def match(keys: Tensor, heads: int, filled: Tensor | None = None) -> tuple[Tenso
 def join(chosen: Tensor, partner: Tensor, signals: Signals) -> Reduction:
     """Merge the rows `2 * chosen` into their partners, each row weighted by the tokens that it stands for."""
     parent = torch.arange(signals.n, device=partner.device)
+    # The r best edges merge; the other tokens are their own parents and stay.
     parent[2 * chosen] = partner[chosen]
+    # x = sum(size * x) / sum(size): a token that stands for several counts as often in the mean.
     weight = None if signals.merged is None else signals.merged.sizes
     return dataclasses.replace(Reduction.join(parent, weight, signals.n - len(chosen)), plain=not len(chosen))

@@ -46,6 +46,7 @@ def _index(grid: Grid, count: int) -> Tensor:
     frames, rows, columns = grid
     index = []
     for frame, left in enumerate(_spread(count, frames)):
+        # As many rows as make cells square, but enough that no row needs more tokens than it has columns.
         used = min(rows, left, max(math.ceil(left / columns), round(math.sqrt(left * rows / columns))))
         for row, tokens in zip(_centres(used, rows), _spread(left, used), strict=True):
             start = (frame * rows + row) * columns

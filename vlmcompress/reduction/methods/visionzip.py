@@ -55,17 +55,21 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     n, device = signals.n, signals.saliency.device
     count = budget(signals.grid, options)
     contextual = min(math.floor(options.contextual * count + 0.5), count - 1)
+    # Dominant tokens: the most attended ones.
     dominant = torch.zeros(n, dtype=torch.bool, device=device)
     dominant[top(signals.saliency, count - contextual)] = True
     if contextual == 0 or count == n:
         return Reduction.keep(top(dominant, count) if count < n else torch.arange(n, device=device), n)
     rest = top(~dominant, n - count + contextual)
+    # Contextual tokens: a uniform sample of the rest, in raster order.
     targets = rest[:: max(1, len(rest) // contextual)][:contextual]
     rows = unit(signals.keys.float().view(n, signals.heads, -1).mean(1))
     parent = torch.arange(n, device=device)
+    # [rest, contextual] cosines of keys; each of the rest joins its most similar target.
     parent[rest] = targets[(rows[rest] @ rows[targets].T).argmax(1)]
     parent[targets] = targets
     joined = Reduction.join(parent, count=count)
+    # Tokens that came to a target: a mean of their own, which is then added to the target (a scale of 2 of the mean of two).
     guests = joined.sizes - 1
     weight = 1 / guests[joined.target].clamp(min=1)  # together the guests of a target count as much as it does
     weight.index_fill_(0, joined.anchor, 1.0)

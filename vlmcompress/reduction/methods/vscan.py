@@ -72,9 +72,11 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     kept = torch.zeros(signals.n, dtype=torch.bool, device=signals.saliency.device)
     window = windows(signals.grid, options.window, kept.device)
     kept[local(signals.windowed, window, count // 2, math.prod(_tiles(signals.grid, options.window)))] = True
+    # Global scan, among what the local scan has left.
     rest = signals.saliency.float().masked_fill(kept, -torch.inf)
     kept[top(rest, count - count // 2)] = True
     rows, anchors = unit(signals.features), top(kept, count)
+    # Every dropped token joins its most similar kept one; the mean (kept + sum) / (1 + number) is that of `join`.
     nearest = anchors[(rows @ rows[anchors].T).argmax(1)]
     return Reduction.join(torch.where(kept, torch.arange(signals.n, device=kept.device), nearest), count=count)
 
@@ -106,6 +108,7 @@ def local(scores: Tensor, window: Tensor, count: int, number: int | None = None)
     """
     order = top(scores, len(scores))
     owner = window.to(order.device)[order]
+    # Tokens in order of score, grouped by window: a token's place in its group is its rank there.
     by_window = owner.sort(stable=True)
     first = torch.searchsorted(by_window.values, by_window.values)  # where the window's own run begins
     rank = torch.empty_like(order)  # rank of a token within its window

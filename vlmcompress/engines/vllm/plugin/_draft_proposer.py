@@ -136,6 +136,7 @@ class Proposer(EagleProposer):
         """Give the last row of a prompt that this step leaves unfinished the token that follows there."""
         for name, first, stop in zip(names, starts[:-1], starts[1:], strict=True):
             request = self.runner.requests[name]
+            # The runner counts a step's tokens as computed only after it, so this is the step's first row plus its length.
             end = request.num_computed_tokens + stop - first
             if end < request.num_prompt_tokens:
                 self.input_ids[stop - 1] = request.get_token_id(end)
@@ -246,6 +247,7 @@ class Proposer(EagleProposer):
                 total += len(piece.embeds)
             ends.append(total)
         taken, put = torch.tensor(source).to(self.device), torch.tensor(target).to(self.device)
+        # A row's slot in the cache: rows of text keep theirs, rows of images are computed from their places.
         slot_mapping = cad.slot_mapping.new_empty(total)
         slot_mapping[put] = cad.slot_mapping[taken]
         ids, positions, hidden = self.input_ids[taken], self.positions[taken], self.hidden_states[taken]
@@ -256,12 +258,14 @@ class Proposer(EagleProposer):
             self.positions[window], self.hidden_states[window] = rows.positions, rows.hidden
             slot_mapping[window] = own_slots
         loc = torch.tensor(ends, dtype=cad.query_start_loc_cpu.dtype)
+        # Each request's last row moves by as many rows as the requests before it lost or won.
         moved = torch.tensor([after - before for after, before in zip(ends[1:], starts[1:], strict=True)])
         short = torch.tensor([part.short for part in parts], dtype=torch.int32)
         upper = cad.seq_lens_cpu_upper_bound
         changed = cad.replace(
             query_start_loc=loc.to(self.device),
             query_start_loc_cpu=loc,
+            # The draft's cache lacks what is left out of images, so its attention reads so much less.
             seq_lens=cad.seq_lens - short.to(self.device),
             seq_lens_cpu_upper_bound=None if upper is None else upper - short,
             num_actual_tokens=total,

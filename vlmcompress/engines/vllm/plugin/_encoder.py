@@ -110,6 +110,7 @@ class TileMerging(EncoderMerging):
 
     def take(self, tiles: int) -> Reduction:
         """What to keep of the next `tiles` tiles of the latest run: of tokens that have become one, all equal, one."""
+        # After `_spread` each patch of a merged token has the same row, so one of them, the anchor, stands for all.
         parts = [next(self._found) for _ in range(tiles)]
         return Reduction.concat([Reduction.keep(reduction.anchor, len(reduction.target)) for reduction in parts])
 

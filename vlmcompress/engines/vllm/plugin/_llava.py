@@ -117,6 +117,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
                 columns = sent(index, rows.device)
                 tiles.append({"grid": grid, "features": rows[columns], **signals})
                 units[-1].append(Unit(0, columns, grid, 0, (0, len(rows))))
+        # All tiles of all images of the step at once: those of one shape share every kernel.
         results = iter(self.reducer.reduce_all(tiles))
         return [
             whole([Reduced(**vars(unit), reduction=next(results)) for unit in parts], parts[0].columns.device)

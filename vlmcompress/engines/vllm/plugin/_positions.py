@@ -46,6 +46,7 @@ def pack(rows: Tensor, places: Tensor, most: int | None = None) -> Tensor:
         raise ValueError(
             f"a token's place within its image is beyond {LIMIT - 1:,}; use smaller images or shorter videos"
         )
+    # [k, 3 coordinates, 3 digits]; vLLM casts the encoder's output to the model's type, whatever it holds.
     digits = torch.stack([places // BASE**power % BASE for power in range(DIGITS)], -1).flatten(1)
     return torch.cat([rows, digits.to(rows)], 1)
 
@@ -91,7 +92,9 @@ class OriginalPositions(ResumableModel):
         parts, done, base = [], 0, 0
         for feature in sorted(mm_features, key=lambda feature: feature.mm_position.offset):
             text = feature.mm_position.offset - done
+            # The extent is that of the whole grid, max(t, h, w), as in transformers' `get_rope_index`, whatever is kept.
             places, extent = self.span(feature)
+            # Text counts on from the position after the image before it; an image's tokens all begin at its first position.
             parts += [_text(text, base), places + base + text]
             base += text + extent
             done += text + feature.mm_position.length
@@ -129,6 +132,7 @@ class OriginalPositions(ResumableModel):
     ) -> Any:
         """Run the model with the places of this step's tokens added to `positions [3, s]`."""
         tokens = positions.shape[-1]
+        # Into one buffer, as a CUDA graph replays the addresses it was recorded with.
         whole = torch.add(positions, self._places[:, :tokens], out=self._positions[:, :tokens])
         return super().forward(input_ids, whole, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
 
@@ -224,6 +228,7 @@ def lengthened(table: Tensor, rows: int) -> Tensor:
 
     Row p + n follows from rows p and n by the sums of angles; all are multiples of one scale, which scaled RoPE may have.
     """
+    # Each doubling multiplies rounding; float64 keeps the result exact to float32's last bits over ten of them.
     wide = table.double()
     scale = wide[0, : table.shape[1] // 2]  # cosines of 0
     while len(wide) < rows:

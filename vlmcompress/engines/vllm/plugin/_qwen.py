@@ -42,6 +42,7 @@ def _rate(config: Any) -> float:
 def places(grid: Grid, pace: float) -> np.ndarray:
     """M-RoPE positions `[n, 3]` int64 of tokens, counted from the first; frames are `pace` apart, rounded down."""
     indices = np.indices(grid)
+    # transformers' `get_rope_index` casts t * tokens_per_second * seconds to whole numbers, so it rounds down.
     indices[0] = (indices[0] * pace).astype(np.int64)
     return indices.reshape(DIMS, -1).T
 
@@ -144,6 +145,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
                 f"{self.reducer.chosen} kept {len(result.anchor)} of {math.prod(grid)} tokens, not {count}"
             )
         where = torch.from_numpy(places(grid, pace))
+        # A merged token keeps the position of its anchor.
         anchors = sent(where, rows.device)[result.anchor]
         return pack(result.apply(rows), anchors, int(where.max()))
 

@@ -94,6 +94,7 @@ class ServedReducer:
 
     def reduce_all(self, images: Sequence[Mapping[str, Any]]) -> list[Reduction]:
         """Decide the reductions of several images, for each of which there are the arguments of `reduce`."""
+        # A look for NaN would make the host wait for the encoder, and vLLM prepares the next step meanwhile.
         signals = [Signals(**image, finite=True) for image in images]
         if self.views:  # it was decided before, and these images stay
             return [Reduction.identity(image.n, image.device) for image in signals]
