@@ -2,7 +2,7 @@
 
 Pieces are made small where the code reads their size at call time. Elsewhere in `tests/`: what runs samples in batches
 (`calibration/test_batching.py`), divides requests (`engines/test_data_parallel.py`) or images (`hf_hooks/test_thresholds.py`),
-or asks for the first bytes of a file on the Hub (`common/test_hub.py`).
+or asks for the first bytes of a file on the Hub (`tests/utils/test_hub.py`).
 """
 
 from __future__ import annotations
