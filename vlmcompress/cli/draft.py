@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if training.kind == "medusa":
         note("vLLM serves Medusa heads up to 0.32; 0.33 has none any more. --kind eagle3 stays")
     engine = engines.get("vllm") if (args.engine or _there()) == "vllm" else None
-    options: dict[str, Any] = {"base": base, "engine": engine, "resume": args.resume, "overwrite": args.overwrite}
+    options: dict[str, Any] = {"base": base, "engine": engine, "restart": args.restart, "overwrite": args.overwrite}
     with closing(ProgressBar()) as progress:
         facts = draft(recipe, training, **options, progress=progress)
     if not distributed.is_main():

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 GROUP = "measure"
 PLACE = 31
-KEPT_BY = "report"
 
 
 def options(parser: Parser) -> None:
@@ -73,6 +72,7 @@ def options(parser: Parser) -> None:
         help="of the choice that --limit makes, and of few-shot examples; default: 0",
     )
     _flags.judging(parser)
+    _flags.restartable(parser)
     parser.add_argument(
         "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
     )
@@ -126,6 +126,7 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             score=args.score,
             margins=margins,
             journal=Path(args.report) / JOURNAL if args.report else None,
+            restart=args.restart,
             progress=progress,
         )
 

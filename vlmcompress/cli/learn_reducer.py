@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> Outcome:
     recipe = resolve(values | {"scheme": "none"}).recipe
     assert recipe.out is not None
     with closing(ProgressBar()) as progress:
-        facts = learn_reducer(recipe, training, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        facts = learn_reducer(recipe, training, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began, recipe.calibrate.data)

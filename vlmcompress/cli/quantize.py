@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.quantization.run import quantize
 
     with closing(ProgressBar()) as progress:
-        done = quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        done = quantize(resolved.recipe, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     for line in done.manifest["warnings"]:

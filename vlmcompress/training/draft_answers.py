@@ -10,18 +10,19 @@ from typing import Any
 
 from vlmcompress.engines import Answer, Engine, Request, Settings
 from vlmcompress.models.data import Sample
-from vlmcompress.training.recovery_files import PART, RecoveryFiles
+from vlmcompress.training.teacher_cache import PART, answers_in, keep_answers
 from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.work_folder import WorkFolder
 
 
 def write_answers(
-    engine: Engine, model: Path, samples: Sequence[Sample], files: RecoveryFiles, most: int, progress: Progress
+    engine: Engine, model: Path, samples: Sequence[Sample], work: WorkFolder, most: int, progress: Progress
 ) -> None:
-    """Have `engine` answer the samples that `files` has no answer to, greedily, by at most `most` tokens.
+    """Have `engine` answer the samples that `work` has no answer to, greedily, by at most `most` tokens.
 
     UserError: the engine can't start or refuses a question; what was answered is kept.
     """
-    answers = files.answers()
+    answers = answers_in(work)
     lacking = [sample for sample in samples if sample.id not in answers]
     if not lacking:
         return
@@ -29,7 +30,7 @@ def write_answers(
     def keep(answer: Answer) -> None:
         answers[answer.id] = answer.text.strip()
         if len(answers) % PART == 0:
-            files.note_answers(answers)
+            keep_answers(work, answers)
 
     try:
         with tempfile.TemporaryDirectory(prefix="vlmcompress-images-") as folder:
@@ -38,7 +39,7 @@ def write_answers(
             options: dict[str, Any] = {"label": "writing answers", "progress": progress, "on_answer": keep}
             engine.answer(model, requests, media=folder, settings=settings, **options)
     finally:
-        files.note_answers(answers)
+        keep_answers(work, answers)
 
 
 def _messages(sample: Sample, folder: Path) -> Iterator[dict[str, Any]]:

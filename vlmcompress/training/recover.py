@@ -10,7 +10,6 @@ team (`utils.distributed`) share out the samples, and the first one writes.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch import Tensor
 from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import VLM
-from vlmcompress.models.data import Sample, data_hash
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.inputs import Learned, Result, fit_counter, fit_reducer, fit_resize
 from vlmcompress.quantization.plan.calibration_data import data_source
@@ -29,13 +27,13 @@ from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, resizing
 from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.training import teacher_cache
-from vlmcompress.training.recovery_files import model_facts, run_settings
-from vlmcompress.training.teacher_cache import Data
+from vlmcompress.training.teacher_cache import Data, run_settings
 from vlmcompress.training.train_student import Student, TrainingOptions, facts, trained
-from vlmcompress.utils import distributed, folders
+from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
 from vlmcompress.utils.tensor_files import DTYPES
+from vlmcompress.utils.work_folder import WorkFolder, claimed_folder
 
 LEARNT_FROM = 128
 """Most samples that a reducer learns its numbers from."""
@@ -45,7 +43,7 @@ def recover(
     recipe: Recipe,
     training: TrainingOptions,
     *,
-    resume: bool = False,
+    restart: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Result:
@@ -54,7 +52,7 @@ def recover(
     Args:
         recipe: resolved recipe of scheme `none`; its model, data, seed, reducer and `resize` are used.
         training: what is trained, and how.
-        resume: go on after an interrupted run with the same settings.
+        restart: begin anew where an interrupted run left finished work, which is used otherwise.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
@@ -63,44 +61,50 @@ def recover(
     Raises:
         UserError: bad input; nothing was written.
     """
-    with timed_phases(), folders.claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST):
-        return _recovered(recipe, training, recipe.output, resume, overwrite, progress)
+    claim = claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST, restart=restart)
+    with timed_phases(), claim as work:
+        return _recovered(recipe, training, work, overwrite, progress)
 
 
 def _recovered(
-    recipe: Recipe, training: TrainingOptions, out: Path, resume: bool, overwrite: bool, progress: Progress
+    recipe: Recipe, training: TrainingOptions, work: WorkFolder, overwrite: bool, progress: Progress
 ) -> Result:
-    work = _planned(recipe, training)
+    plan = _planned(recipe, training)
     source = data_source(recipe, recipe.model, "recover")
     assert source is not None
     with phase("loading"):
         samples = teacher_cache.read(source, recipe, reduced=recipe.reduce is not None)
-        settings = _settings(recipe, training, samples)
+        particulars = {
+            "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
+            "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
+        }
+        settings = run_settings("recover", recipe, training, samples, particulars)
     with distributed.process_group():
-        taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
-        files, data = taught.files, taught.data
+        work.begin(settings)
+        taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
+        data = taught.data
         with phase("reducer"), distributed.shared_errors():
-            vlm, recipe, batches, count = _behind(taught.vlm, work, data, progress)
+            vlm, recipe, batches, count = _behind(taught.vlm, plan, data, progress)
         with phase("training"):
-            student = Student(vlm, work.source.names, batches, data.held_out, lambda: _reduced(vlm, recipe, count))
-            outcome = trained(student, training, recipe.seed, files, progress)
+            student = Student(vlm, plan.source.names, batches, data.held_out, lambda: _reduced(vlm, recipe, count))
+            outcome = trained(student, training, recipe.seed, work, progress)
     if not distributed.is_main():
-        return Result(out, {})
+        return Result(work.out, {})
     reducer, resize = recipe.reduce, recipe.resize
     origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
     origin |= {"resize": resize.model_dump()} if resize else {}
     written = write_checkpoint(
-        work,
+        plan,
         Learned(recipe, count),
         vlm,
-        files,
+        work,
         origin,
-        Recovery(_as_stored(outcome.changed, work), facts(training, outcome, data)),
+        Recovery(_as_stored(outcome.changed, plan), facts(training, outcome, data)),
         overwrite=overwrite,
         progress=progress,
     )
-    files.remove()
-    return Result(out, written)
+    work.remove()
+    return Result(work.out, written)
 
 
 def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
@@ -111,36 +115,25 @@ def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
         raise UserError(
             f"{recipe.model} is quantized already; recover the 16-bit original, then quantize what that gives"
         )
-    work = make_plan(recipe)
+    plan = make_plan(recipe)
     merges = recipe.reduce is not None and hasattr(recipe.reduce.module, "merge")
     if merges and "tower" in training.train:
         raise UserError(
             f"--train tower: {recipe.reduce} merges tokens within the tower, where no gradient passes; leave it out"
         )
-    return work
+    return plan
 
 
-def _settings(recipe: Recipe, training: TrainingOptions, samples: list[Sample]) -> dict[str, Any]:
-    particulars = {
-        "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
-        "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
-        "calibrate.max_length": recipe.calibrate.max_length,
-        "samples with the hash": data_hash(samples),
-        "a model with the files": model_facts(recipe.model),
-    }
-    return run_settings(recipe, training, particulars)
-
-
-def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Recipe, Encoded, TokenCounter | None]:
+def _behind(vlm: VLM, plan: Plan, data: Data, progress: Progress) -> tuple[VLM, Recipe, Encoded, TokenCounter | None]:
     """The student's model with its processor, the recipe and the samples, once reducer and `resize` have learnt from these."""
-    recipe = work.recipe
+    recipe = plan.recipe
     resize = fit_resize(recipe.resize, vlm, data.samples)
     vlm = resizing.resized(vlm, resize) if resize else vlm
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-    learns = work.visual_tokens is not None and work.visual_tokens.learns
+    learns = plan.visual_tokens is not None and plan.visual_tokens.learns
     few = batches[:LEARNT_FROM] if learns else []
     reducer = fit_reducer(recipe.reduce, vlm, few, progress)
-    count = fit_counter(work.visual_tokens, reducer, vlm, few)
+    count = fit_counter(plan.visual_tokens, reducer, vlm, few)
     return vlm, recipe.model_copy(update={"reduce": reducer, "resize": resize}), batches, count
 
 
@@ -149,7 +142,7 @@ def _reduced(vlm: VLM, recipe: Recipe, count: TokenCounter | None) -> contextlib
     return attach(vlm, recipe.reduce, counter=count) if recipe.reduce else contextlib.nullcontext()
 
 
-def _as_stored(values: dict[str, Tensor], work: Plan) -> dict[str, Tensor]:
+def _as_stored(values: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
     """Values of parameters, in the types in which the source stores them."""
-    types = {name: DTYPES[work.source.stored[work.source.names[name]].dtype] for name in values}
+    types = {name: DTYPES[plan.source.stored[plan.source.names[name]].dtype] for name in values}
     return {name: value.to("cpu", types[name]).contiguous() for name, value in values.items()}

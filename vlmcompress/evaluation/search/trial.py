@@ -7,8 +7,8 @@ not even after a kill, and two processes can share the folder.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from vlmcompress.evaluation import sides
 from vlmcompress.evaluation.accuracy import tasks
 from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
-from vlmcompress.evaluation.accuracy.journal import open_journal
 from vlmcompress.evaluation.search.candidate import Candidate, digest
 from vlmcompress.models.data import Reading
 from vlmcompress.numerics.statistics.inputs import NEEDS
@@ -31,6 +30,7 @@ from vlmcompress.training.recover import TrainingOptions as Recovery
 from vlmcompress.training.recover import recover
 from vlmcompress.utils import folders, locks
 from vlmcompress.utils.progress import Progress, silent
+from vlmcompress.utils.work_folder import OtherWork, open_journal
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,7 @@ def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = s
     if not candidate.choices:
         return setup.model
     out = setup.work / f"checkpoint-{candidate.folder}"
-    with _one_process_at_a_time(out):
-        if not out.exists():
-            quantize(_recipe(setup, candidate, out, progress), resume=True, progress=progress)
-    return out
+    return _made(out, lambda: _recipe(setup, candidate, out, progress), quantize, progress)
 
 
 def _recipe(setup: Setup, candidate: Candidate, out: Path, progress: Progress) -> Recipe:
@@ -140,25 +137,28 @@ def _statistics(setup: Setup, keys: Mapping[str, Any], progress: Progress) -> Pa
     """Collect what all schemes behind one reducer read, once."""
     out = setup.work / f"statistics-{_statistics_key(keys)}"
     plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
-    with _one_process_at_a_time(out):
-        if not out.exists():
-            calibrate(resolve({**plain, "scheme": "none", "out": str(out)}).recipe, resume=True, progress=progress)
-    return out
+    return _made(out, lambda: resolve({**plain, "scheme": "none", "out": str(out)}).recipe, calibrate, progress)
 
 
 def _recovered(setup: Setup, candidate: Candidate, progress: Progress) -> Path:
     """Train the original behind a candidate's reducer, once for all schemes."""
     reducer_keys = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
     out = setup.work / f"recovered-{digest(reducer_keys)}"
-    with _one_process_at_a_time(out):
+    keys = {**setup.base, **reducer_keys, "scheme": "none", "out": str(out)}
+    train = functools.partial(recover, training=setup.recovery)
+    return _made(out, lambda: resolve(keys).recipe, train, progress)
+
+
+def _made(out: Path, recipe: Callable[[], Recipe], make: Callable[..., object], progress: Progress) -> Path:
+    """The folder `out` of a recipe, made unless it is there, by one process at a time, while the others wait for it.
+
+    Where a worker with other versions or threads left it half done it is begun anew: the search made it, not the user.
+    """
+    with locks.held(folders.beside(out, "turn"), f"making {out}", wait=True):
         if not out.exists():
-            recipe = resolve({**setup.base, **reducer_keys, "scheme": "none", "out": str(out)}).recipe
-            recover(recipe, setup.recovery, resume=True, progress=progress)
+            chosen = recipe()
+            try:
+                make(chosen, progress=progress)
+            except OtherWork:
+                make(chosen, restart=True, progress=progress)
     return out
-
-
-@contextlib.contextmanager
-def _one_process_at_a_time(out: Path) -> Iterator[None]:
-    """Let one process at a time make a folder; the others wait for it."""
-    with locks.held(folders.beside(out, "turn"), wait=True):
-        yield
