@@ -10,24 +10,18 @@ team (`utils.distributed`) share out the samples, and the first one writes.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
-
-from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST
-from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.inputs import Learned, Result, fit_counter, fit_reducer, fit_resize
 from vlmcompress.quantization.plan.calibration_data import data_source
-from vlmcompress.quantization.plan.plan import Plan, make_plan
+from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.write import Recovery, write_checkpoint
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, resizing
-from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.training import teacher_cache
-from vlmcompress.training.teacher_cache import Data, run_settings
 from vlmcompress.training.train_student import Student, TrainingOptions, facts, trained
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
@@ -69,46 +63,6 @@ def recover(
 def _recovered(
     recipe: Recipe, training: TrainingOptions, work: WorkFolder, overwrite: bool, progress: Progress
 ) -> Result:
-    plan = _planned(recipe, training)
-    source = data_source(recipe, recipe.model, "recover")
-    assert source is not None
-    with phase("loading"):
-        samples = teacher_cache.read(source, recipe, reduced=recipe.reduce is not None)
-        particulars = {
-            "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
-            "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
-        }
-        settings = run_settings("recover", recipe, training, samples, particulars)
-    with distributed.process_group():
-        work.begin(settings)
-        taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
-        data = taught.data
-        with phase("reducer"), distributed.shared_errors():
-            vlm, recipe, batches, count = _behind(taught.vlm, plan, data, progress)
-        with phase("training"):
-            student = Student(vlm, plan.source.names, batches, data.held_out, lambda: _reduced(vlm, recipe, count))
-            outcome = trained(student, training, recipe.seed, work, progress)
-    if not distributed.is_main():
-        return Result(work.out, {})
-    reducer, resize = recipe.reduce, recipe.resize
-    origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
-    origin |= {"resize": resize.model_dump()} if resize else {}
-    written = write_checkpoint(
-        plan,
-        Learned(recipe, count),
-        vlm,
-        work,
-        origin,
-        Recovery(_as_stored(outcome.changed, plan), facts(training, outcome, data)),
-        overwrite=overwrite,
-        progress=progress,
-    )
-    work.remove()
-    return Result(work.out, written)
-
-
-def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
-    """The plan of a checkpoint with the reducer alone. UserError for what cannot be recovered, or served."""
     if recipe.reduce is None and recipe.resize is None:
         raise UserError("recover: nothing to recover from; say with --reduce what the model is to run behind")
     if models.read_config(recipe.model).get("quantization_config"):
@@ -121,28 +75,56 @@ def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
         raise UserError(
             f"--train tower: {recipe.reduce} merges tokens within the tower, where no gradient passes; leave it out"
         )
-    return plan
-
-
-def _behind(vlm: VLM, plan: Plan, data: Data, progress: Progress) -> tuple[VLM, Recipe, Encoded, TokenCounter | None]:
-    """The student's model with its processor, the recipe and the samples, once reducer and `resize` have learnt from these."""
-    recipe = plan.recipe
-    resize = fit_resize(recipe.resize, vlm, data.samples)
-    vlm = resizing.resized(vlm, resize) if resize else vlm
-    batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-    learns = plan.visual_tokens is not None and plan.visual_tokens.learns
-    few = batches[:LEARNT_FROM] if learns else []
-    reducer = fit_reducer(recipe.reduce, vlm, few, progress)
-    count = fit_counter(plan.visual_tokens, reducer, vlm, few)
-    return vlm, recipe.model_copy(update={"reduce": reducer, "resize": resize}), batches, count
-
-
-def _reduced(vlm: VLM, recipe: Recipe, count: TokenCounter | None) -> contextlib.AbstractContextManager[Any]:
-    """The model behind the recipe's reducer, as an engine runs it."""
-    return attach(vlm, recipe.reduce, counter=count) if recipe.reduce else contextlib.nullcontext()
-
-
-def _as_stored(values: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
-    """Values of parameters, in the types in which the source stores them."""
-    types = {name: DTYPES[plan.source.stored[plan.source.names[name]].dtype] for name in values}
-    return {name: value.to("cpu", types[name]).contiguous() for name, value in values.items()}
+    source = data_source(recipe, recipe.model, "recover")
+    assert source is not None
+    with phase("loading"):
+        samples = teacher_cache.read(source, recipe, reduced=recipe.reduce is not None)
+        particulars = {
+            "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
+            "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
+        }
+        settings = teacher_cache.run_settings("recover", recipe, training, samples, particulars)
+    with distributed.process_group():
+        work.begin(settings)
+        taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
+        data = taught.data
+        with phase("reducer"), distributed.shared_errors():
+            # reducer and resize learn from the samples, as they do when a checkpoint is quantized
+            vlm = taught.vlm
+            resize = fit_resize(recipe.resize, vlm, data.samples)
+            vlm = resizing.resized(vlm, resize) if resize else vlm
+            batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+            learns = plan.visual_tokens is not None and plan.visual_tokens.learns
+            few = batches[:LEARNT_FROM] if learns else []
+            reducer = fit_reducer(recipe.reduce, vlm, few, progress)
+            count = fit_counter(plan.visual_tokens, reducer, vlm, few)
+            recipe = recipe.model_copy(update={"reduce": reducer, "resize": resize})
+        with phase("training"):
+            student = Student(
+                vlm,
+                plan.source.names,
+                batches,
+                data.held_out,
+                lambda: attach(vlm, recipe.reduce, counter=count) if recipe.reduce else contextlib.nullcontext(),
+            )
+            outcome = trained(student, training, recipe.seed, work, progress)
+    if not distributed.is_main():
+        return Result(work.out, {})
+    origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
+    origin |= {"resize": resize.model_dump()} if resize else {}
+    types = {name: DTYPES[plan.source.stored[plan.source.names[name]].dtype] for name in outcome.changed}
+    written = write_checkpoint(
+        plan,
+        Learned(recipe, count),
+        vlm,
+        work,
+        origin,
+        Recovery(
+            {name: value.to("cpu", types[name]).contiguous() for name, value in outcome.changed.items()},
+            facts(training, outcome, data),
+        ),
+        overwrite=overwrite,
+        progress=progress,
+    )
+    work.remove()
+    return Result(work.out, written)
