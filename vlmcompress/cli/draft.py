@@ -112,7 +112,6 @@ def run(args: argparse.Namespace) -> Outcome:
     training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
-    assert recipe.out is not None
     base = None
     if args.base is not None:
         from vlmcompress.export.draft_folder import Draft

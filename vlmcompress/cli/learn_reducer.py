@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> Outcome:
     training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"}, to=args.to)  # type: ignore[arg-type]
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
-    assert recipe.out is not None
     with closing(ProgressBar()) as progress:
         facts = learn_reducer(recipe, training, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():

@@ -54,8 +54,6 @@ def run(args: argparse.Namespace) -> Outcome:
             raise UserError(problem)
     if args.dry_run:
         return _planned(resolved, values, args.recipe, args.overwrite)
-    if resolved.recipe.out is None:
-        raise UserError("no output folder given; add -o OUT")
     from vlmcompress.quantization.run import quantize
 
     with closing(ProgressBar()) as progress:
