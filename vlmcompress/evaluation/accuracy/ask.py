@@ -223,10 +223,10 @@ class _JournalledEngine:
             answers |= run.answers
             self.about, self.seconds = run.engine, self.seconds + run.seconds
         if self._journal is not None:  # for a later run that finds all its answers in the journal
-            key = f"engine {self._identity.engine} {self._identity.model}"
+            about = f"engine {self._identity.engine} {self._identity.model}"
             if self.about:
-                self._journal.write(key, self.about)
-            written = self._journal.read(key)
+                self._journal.write(about, self.about)
+            written = self._journal.read(about)
             self.about = written if isinstance(written, dict) else {}
         return answers
 
