@@ -45,12 +45,12 @@ from vlmcompress.utils.progress import Progress, silent
 __all__ = ["KINDS", "Recipe", "Result", "Results", "UserError", "attach", "calibrate", "evaluate", "load", "quantize"]
 
 
-def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
+def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
     """Write the checkpoint that a recipe asks for.
 
     Args:
         recipe: what to do; its `out` names the folder to write.
-        resume: go on after an interrupted run with the same recipe, model and data.
+        restart: begin anew where an interrupted run left finished work, which is used otherwise.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
@@ -60,14 +60,14 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     Raises:
         UserError: bad input; nothing was written.
     """
-    return _quantize(recipe, resume=resume, overwrite=overwrite, progress=progress)
+    return _quantize(recipe, restart=restart, overwrite=overwrite, progress=progress)
 
 
 def calibrate(
     recipe: Recipe,
     *,
     needs: Collection[str] | None = None,
-    resume: bool = False,
+    restart: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Result:
@@ -78,13 +78,13 @@ def calibrate(
         needs: names of the statistics to collect, from `KINDS`; None: `gram`, `absmax` and `absmean`, all that a scheme
             reads without options. `mbq` and the balances `auto` and `mbq` read `gradient`, too, and `bits.by` luq and
             qvlm `entropy`.
-        resume, overwrite, progress: as in `quantize`.
+        restart, overwrite, progress: as in `quantize`.
 
     Raises:
         UserError: bad input; nothing was written.
     """
     return _calibrate(
-        recipe, needs=NEEDS if needs is None else needs, resume=resume, overwrite=overwrite, progress=progress
+        recipe, needs=NEEDS if needs is None else needs, restart=restart, overwrite=overwrite, progress=progress
     )
 
 
@@ -106,6 +106,7 @@ def evaluate(
     score: str = "auto",
     margins: Mapping[str, float] | None = None,
     journal: str | Path | None = None,
+    restart: bool = False,
     progress: Progress = silent,
 ) -> Results:
     """Ask a candidate and its baseline the same questions and compare their answers in pairs.
@@ -127,6 +128,7 @@ def evaluate(
         score: how answers to `data` of your own are scored: `auto`, or see `vlmcompress eval --help`.
         margins: the drop in accuracy that is allowed, as a share, by suite; "" for all others.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
+        restart: ask all anew, and empty the journal.
         progress: called with (label, done, total).
 
     Raises:
@@ -162,6 +164,7 @@ def evaluate(
         score=score,
         margin=margins,
         journal=Path(journal) if journal else None,
+        restart=restart,
         progress=progress,
         reading=Reading(columns or {}, skip_bad),
     )

@@ -94,7 +94,7 @@ class Bench:
         if not (out / "statistics.json").exists():
             start = time.process_time()
             keys = self.recipe_keys(out, seed) | {"scheme": "gptq"}
-            calibrate.calibrate(resolve(keys).recipe, needs=needs, resume=True)
+            calibrate.calibrate(resolve(keys).recipe, needs=needs)
             out.with_name(f"{out.name}.seconds").write_text(str(time.process_time() - start))
         return out
 

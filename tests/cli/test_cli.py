@@ -318,7 +318,7 @@ def test_exit_codes(capfd, monkeypatch, error, code, message):
 def test_interrupted_quantize_says_how_to_go_on(capfd, monkeypatch):
     monkeypatch.setattr(cli.VERBS.get("quantize"), "run", raising(KeyboardInterrupt()))
     assert cli.main(["quantize", "m", "--scheme", "rtn"]) == 130
-    assert capfd.readouterr().err == "interrupted; continue with --resume\n"
+    assert capfd.readouterr().err == "interrupted; the same command goes on from here\n"
     assert cli.main(["quantize", "m", "--scheme", "rtn", "--dry-run"]) == 130
     assert capfd.readouterr().err == "interrupted\n"
 

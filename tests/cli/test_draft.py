@@ -219,9 +219,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(plain, data, tmp_path, cap
     with monkeypatch.context() as patch:
         patch.setattr(eagle3, "loss", interrupted)
         assert run(capsys, *arguments, "-o", out)[0] == 130 and not out.exists()
-    code, _, err = run(capsys, *arguments, "-o", out, "--resume", "--vocabulary", 40)
-    assert code == 2 and "--resume: the interrupted run had --vocabulary 50, this one has 40" in err
-    assert run(capsys, *arguments, "-o", out, "--resume")[0] == 0
+    code, _, err = run(capsys, *arguments, "-o", out, "--vocabulary", 40)
+    assert code == 2 and "an interrupted run with --vocabulary 50, this one has 40; give the same" in err
+    assert run(capsys, *arguments, "-o", out)[0] == 0
     whole, part = (safetensors.torch.load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", out))
     assert whole.keys() == part.keys() and all(torch.equal(whole[name], part[name]) for name in whole)
     ids = whole["d2t"] + torch.arange(50)

@@ -47,7 +47,12 @@ def test_stopped_by_a_signal(capfd, monkeypatch):
         return verb
 
     calls = [
-        (signal.SIGTERM, ["quantize", "m", "--scheme", "rtn"], 143, "stopped by SIGTERM; continue with --resume\n"),
+        (
+            signal.SIGTERM,
+            ["quantize", "m", "--scheme", "rtn"],
+            143,
+            "stopped by SIGTERM; the same command goes on from here\n",
+        ),
         (signal.SIGHUP, ["list"], 129, "stopped by SIGHUP\n"),
         (signal.SIGHUP, ["search", "m", "-o", "x"], 129, "stopped by SIGHUP; the same command goes on from here\n"),
     ]

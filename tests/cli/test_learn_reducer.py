@@ -129,12 +129,12 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, ca
     with monkeypatch.context() as patch:
         patch.setattr(learn_reducer._Training, "_backward", interrupted)
         assert run(capsys, *arguments, "-o", out)[0] == 130 and not out.exists()
-    code, _, err = run(capsys, *arguments, "-o", out, "--resume", "--lr", "0.02")
-    assert code == 2 and "--resume: the interrupted run had --lr 0.01, this one has 0.02" in err
+    code, _, err = run(capsys, *arguments, "-o", out, "--lr", "0.02")
+    assert code == 2 and "keeps the work of an interrupted run with --lr 0.01, this one has 0.02" in err
     with other_weights(models["llava"]):
-        code, _, err = run(capsys, *arguments, "-o", out, "--resume")
-        assert code == 2 and "--resume: the interrupted run had a model with the files {" in err
-    assert run(capsys, *arguments, "-o", out, "--resume")[0] == 0
+        code, _, err = run(capsys, *arguments, "-o", out)
+        assert code == 2 and "keeps the work of an interrupted run with model.content_sha256 " in err
+    assert run(capsys, *arguments, "-o", out)[0] == 0
     assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 
 

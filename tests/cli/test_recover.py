@@ -61,7 +61,7 @@ def test_what_is_written(models, data, tmp_path, capsys, name):
     again = tmp_path / "int4"
     code, _, err = run(capsys, "quantize", out, "--reduce", "divprune:0.25", "--scheme", "rtn", "-o", again)
     assert code == 0, err
-    assert not (tmp_path / ".out.recover").exists()
+    assert not (tmp_path / ".out.work").exists()
 
 
 def test_the_student_says_what_the_model_generates_behind_its_reducer(models, data):
@@ -112,13 +112,13 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, ca
     whole = recover(recipe("whole"), training)
     with pytest.raises(KeyboardInterrupt):
         recover(recipe("resumed"), training, progress=broken)
-    arguments = ("--reduce", "divprune:0.25", "--calib", data, "--samples", 24, "-o", tmp_path / "resumed", "--resume")
+    arguments = ("--reduce", "divprune:0.25", "--calib", data, "--samples", 24, "-o", tmp_path / "resumed")
     code, _, err = run(capsys, "recover", model, *arguments, *FEW)
-    assert code == 2 and "--resume: the interrupted run had --steps 6, this one has 4; give the same" in err
-    with other_weights(model), pytest.raises(UserError, match="the interrupted run had a model with the files {"):
-        recover(recipe("resumed"), training, resume=True)
+    assert code == 2 and "keeps the work of an interrupted run with --steps 6, this one has 4; give the same" in err
+    with other_weights(model), pytest.raises(UserError, match="an interrupted run with model.content_sha256 "):
+        recover(recipe("resumed"), training)
     steps = []
-    resumed = recover(recipe("resumed"), training, resume=True, progress=lambda *report: steps.append(report))
+    resumed = recover(recipe("resumed"), training, progress=lambda *report: steps.append(report))
     assert [done for label, done, _ in steps if label == "recovering"] == [5, 6]
     weights = [(report.out / "model.safetensors").read_bytes() for report in (whole, resumed)]
     assert weights[0] == weights[1] and whole.manifest["recovery"] == resumed.manifest["recovery"]
@@ -133,8 +133,9 @@ def test_a_run_behind_another_scorer_is_no_going_on(models, data, tmp_path):
     def trained(seed: int) -> None:
         scorer_file.save(path, learned.initial(torch.zeros(width), torch.ones(width), 4, seed), facts)
 
-    def broken(_label: str, _done: int, _total: int) -> None:
-        raise KeyboardInterrupt
+    def broken(label: str, _done: int, _total: int) -> None:
+        if label == "recovering":  # all that the teacher says is kept by then
+            raise KeyboardInterrupt
 
     keys = {"data": str(data), "samples": 24}
     reduce = f"learned:0.5,scorer={path}"
@@ -143,10 +144,10 @@ def test_a_run_behind_another_scorer_is_no_going_on(models, data, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         recover(recipe, TrainingOptions(), progress=broken)
     with pytest.raises(KeyboardInterrupt):
-        recover(recipe, TrainingOptions(), resume=True, progress=broken)
+        recover(recipe, TrainingOptions(), progress=broken)
     trained(seed=1)
-    with pytest.raises(UserError, match="--resume: the interrupted run had a reducer's file with the hash "):
-        recover(recipe, TrainingOptions(), resume=True)
+    with pytest.raises(UserError, match="an interrupted run with a reducer's file with the hash "):
+        recover(recipe, TrainingOptions())
 
 
 def test_the_model_answers_where_the_data_do_not(models, data, tmp_path, capsys):

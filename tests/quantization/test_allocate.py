@@ -198,19 +198,17 @@ def test_interrupted_and_resumed(world, tmp_path):
     command += ["--set", "options.group_size=32", "--set", "bits.budget=3.9", "--calib", str(world / "calib.jsonl")]
     command += ["--samples", "4"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    hidden = tmp_path / ".broken.statistics" / statistics_folder.NAME
+    hidden = tmp_path / ".broken.work" / "statistics" / statistics_folder.NAME
     while not hidden.exists() and run.poll() is None:
         time.sleep(0.02)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    with locks.held(folders.beside(out, "lock"), wait=True):  # the program's fork ends a little later
+    with locks.held(folders.beside(out, "lock"), "waiting", wait=True):  # the program's fork ends a little later
         pass
     assert hidden.exists() and not out.exists()
     kept = hidden.stat().st_mtime_ns
     captured = []
-    quantize(
-        recipe(world, out, {"budget": 3.9}, stats=False), resume=True, progress=lambda *what: captured.append(what[0])
-    )
+    quantize(recipe(world, out, {"budget": 3.9}, stats=False), progress=lambda *what: captured.append(what[0]))
     assert "predicting" in captured and captured.index("predicting") < captured.index("calibrating")
     assert not hidden.exists() and kept
     for path in whole.glob("*.safetensors"):

@@ -15,16 +15,17 @@ import pytest
 from safetensors import safe_open
 
 from tests.kit import calibration_rows, forks, tiny
+from tests.kit.work import begun
 from tests.kit.workers import start
 from vlmcompress import cli
 from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration import statistics_folder
-from vlmcompress.quantization.calibration.block_store import BlockStore
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize, space_needed
 from vlmcompress.recipe import resolve
-from vlmcompress.utils import block_files, folders
+from vlmcompress.utils import folders
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.work_folder import claimed
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +55,11 @@ def test_at_every_offset(world: Path, tmp_path: Path) -> None:
 
     def intrude(label: str, done: int, total: int) -> None:
         moments.append(label)
-        for resume in (False, True):
+        for restart in (False, True):
             with pytest.raises(
                 UserError, match=f"another run, process {os.getpid()}, is writing {out} now; wait for it"
             ):
-                quantize(recipe(world, out, samples=4), resume=resume, overwrite=True)
+                quantize(recipe(world, out, samples=4), restart=restart, overwrite=True)
 
     assert quantize(recipe(world, out), progress=intrude).manifest["calibration"]["samples"] == 6
     assert {"calibrating", "writing"} <= set(moments) and len(moments) > 8
@@ -105,7 +106,7 @@ def test_every_verb_that_keeps_work_beside_out(world: Path, tmp_path: Path, caps
         "search": ["--data", data],
         "auto": ["--images", str(images)],
     }
-    with folders.claimed(out):
+    with claimed(out):
         assert cli.main([verb, str(world / "model"), "-o", str(out), *extra[verb]]) == 2
     shown = capsys.readouterr().err
     assert f"another run, process {os.getpid()}, is writing {out} now" in shown and shown.count("\n") == 1
@@ -116,7 +117,7 @@ def test_workers_are_told_together(world: Path, tmp_path: Path) -> None:
     """Of two workers one looks at the lock. Both end, and one line is said."""
     out = tmp_path / "out"
     call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]
-    with folders.claimed(out):
+    with claimed(out):
         (code, _, err), (other, _, silent) = ended_soon(start(*call))
     assert (code, other) == (2, 2), err + silent
     assert err.startswith(f"error: another run, process {os.getpid()}, ") and err.count("\n") == 1 and not silent
@@ -130,21 +131,23 @@ def ended_soon(workers: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
 def test_without_locks_no_file_of_another_run_is_read(world: Path, tmp_path: Path, monkeypatch) -> None:
     """The second net, as where neither process sees the other's lock: a run that another one took the folder from ends at its
     next block, and one that finds the other's block in its own folder refuses it."""
-    kept = tmp_path / ".out.resume"
+    kept = tmp_path / ".out.work"
 
     def taken(label: str, done: int, total: int) -> None:
         if label == "calibrating" and (kept / "layer-0000.safetensors").exists():
-            BlockStore(kept, "another", resume=False)
+            begun(tmp_path / "out", restart=True, samples="another")
 
-    with pytest.raises(UserError, match="is of another run: two worked in .*without --resume"):
+    with pytest.raises(UserError, match="is of another run: two worked in .*with --restart"):
         quantize(recipe(world, tmp_path / "out"), progress=taken)
-    assert not (tmp_path / "out").exists() and (kept / "fingerprint").read_text() == "another", "not its own to remove"
+    assert not (tmp_path / "out").exists() and "another" in (kept / "settings.json").read_text(), (
+        "not its own to remove"
+    )
 
     block = kept / "layer-0000.safetensors"
 
     def keep(label: str, done: int, total: int) -> None:
         if label == "writing":
-            shutil.copy(tmp_path / ".other.resume" / block.name, tmp_path)
+            shutil.copy(tmp_path / ".other.work" / block.name, tmp_path)
 
     def foreign(label: str, done: int, total: int) -> None:
         if block.exists() and label != "writing":
@@ -154,18 +157,18 @@ def test_without_locks_no_file_of_another_run_is_read(world: Path, tmp_path: Pat
     with pytest.raises(UserError, match="layer-0000.safetensors is of another run"):
         quantize(recipe(world, tmp_path / "out"), progress=foreign)
     with pytest.raises(UserError, match="layer-0000.safetensors is of another run"):
-        quantize(recipe(world, tmp_path / "out"), resume=True)
+        quantize(recipe(world, tmp_path / "out"))
 
 
 def test_notes_of_another_run_are_refused(tmp_path: Path) -> None:
     """Gradients, entropies and a teacher's answers are notes: they say whose they are as blocks do."""
-    store = block_files.BlockFiles(tmp_path / "mine", "mine", resume=False)
-    store.note("gradients", [1, 2])
-    assert block_files.BlockFiles(tmp_path / "mine", "mine", resume=True).noted("gradients") == [1, 2]
-    block_files.BlockFiles(tmp_path / "other", "other", resume=False).note("gradients", [3])
-    shutil.copy(tmp_path / "other" / "gradients.json", tmp_path / "mine")
+    work = begun(tmp_path / "mine", seed=0)
+    work.note("gradients", [1, 2])
+    assert begun(tmp_path / "mine", seed=0).noted("gradients") == [1, 2]
+    begun(tmp_path / "other", seed=1).note("gradients", [3])
+    shutil.copy(tmp_path / ".other.work" / "gradients.json", work.folder)
     with pytest.raises(UserError, match="gradients.json is of another run"):
-        store.noted("gradients")
+        work.noted("gradients")
 
 
 def test_statistics_that_are_replaced_while_they_are_read(world: Path, tmp_path: Path) -> None:
@@ -185,10 +188,10 @@ def test_statistics_that_are_replaced_while_they_are_read(world: Path, tmp_path:
 
 def test_no_room(world: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """Found out before a weight is read; the estimate is what the blocks and OUT take. A write that fails later names the
-    folder with the finished blocks, and `--resume` goes on there."""
+    folder with the finished blocks, and the same command goes on there."""
     work, out = recipe(world, tmp_path / "out"), tmp_path / "out"
     needed, blocks = space_needed(make_plan(work), out), []
-    quantize(work, progress=lambda *_: blocks.append(folders.bytes_within(tmp_path / ".out.resume")))
+    quantize(work, progress=lambda *_: blocks.append(folders.bytes_within(tmp_path / ".out.work")))
     written = folders.bytes_within(out) + max(blocks)
     assert 0.8 * written < needed < 1.25 * written
     full = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
@@ -212,5 +215,7 @@ def test_no_room(world: Path, tmp_path: Path, monkeypatch, capsys) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     shown = capsys.readouterr().err
-    assert "no space left while writing" in shown and f"kept in {tmp_path}/.late.resume: go on with --resume" in shown
-    assert cli.main([*call, "--resume"]) == 0 and weights(tmp_path / "late").keys() == weights(out).keys()
+    assert (
+        "no space left while writing" in shown and f"kept in {tmp_path}/.late.work: the same command goes on" in shown
+    )
+    assert cli.main(call) == 0 and weights(tmp_path / "late").keys() == weights(out).keys()

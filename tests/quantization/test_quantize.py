@@ -132,7 +132,7 @@ def test_layers_that_stay_as_they_are_take_part_in_smoothing(world, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["awq", "qronos"])
 def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path, scheme):
-    """Stop in the middle of the second block, go on with `resume`: the weights equal those of a run in one piece."""
+    """Stop in the middle of the second block, go on with the same command: the weights equal those of a run in one piece."""
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     options = {"options": {"group_size": 64}}
     quantize(recipe(world, whole, scheme, **options))
@@ -144,10 +144,10 @@ def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path, sche
     with pytest.raises(KeyboardInterrupt):
         quantize(recipe(world, halved, scheme, **options), progress=stop)
     assert not halved.exists()
-    assert len(list((tmp_path / ".halved.resume").glob("layer-*.safetensors"))) == 1
-    quantize(recipe(world, halved, scheme, **options), resume=True)
+    assert len(list((tmp_path / ".halved.work").glob("layer-*.safetensors"))) == 1
+    quantize(recipe(world, halved, scheme, **options))
     assert weights(halved) == weights(whole)
-    assert not (tmp_path / ".halved.resume").exists()
+    assert not (tmp_path / ".halved.work").exists()
 
 
 def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
@@ -169,7 +169,7 @@ def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
     "signal_number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_killed_at_any_moment(world, tmp_path, signal_number):
-    """OUT is not there after `kill -9`, Ctrl-C or `kill`, and `--resume` finishes the work."""
+    """OUT is not there after `kill -9`, Ctrl-C or `kill`, and the same command finishes the work."""
     out = tmp_path / "out"
     command = ["quantize", str(world / "llava"), "-o", str(out), "--scheme", "gptq"]
     command += ["--calib", str(world / "calib.jsonl"), "--samples", "6"]
@@ -178,18 +178,22 @@ def test_killed_at_any_moment(world, tmp_path, signal_number):
     slow = ["nice", "-n", "19", forks.python(*forks.OURS), "-m", "vlmcompress", *command]
     process = subprocess.Popen(slow, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob(".out.resume/layer-0000*")) and process.poll() is None and time.monotonic() < deadline:
+    while not list(tmp_path.glob(".out.work/layer-0000*")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal_number)
     _, said = process.communicate(timeout=60)
     if process.returncode == 0:
         pytest.fail("the run ended before it could be killed")
-    with locks.held(folders.beside(out, "lock"), wait=True):  # the program's fork ends a little later
+    with locks.held(folders.beside(out, "lock"), "waiting", wait=True):  # the program's fork ends a little later
         pass
     assert not out.exists()
     if signal_number != signal.SIGKILL:
-        assert process.returncode == 128 + signal_number and "--resume" in said and "Traceback" not in said
-    assert cli.main([*command, "--resume"]) == 0
+        assert (
+            process.returncode == 128 + signal_number
+            and "the same command goes on from here" in said
+            and "Traceback" not in said
+        )
+    assert cli.main(command) == 0
     assert not [check for check in doctor.diagnose(out) if not check.ok]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

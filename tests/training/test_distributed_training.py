@@ -143,7 +143,7 @@ def test_a_worker_that_dies(world, tmp_path):
     call = asked(world, tmp_path / "out", *extra)
     workers = start(*call)
     until = time.monotonic() + 200
-    state = tmp_path / ".out.recover/state.safetensors"
+    state = tmp_path / ".out.work/state.safetensors"
     while not state.exists() and workers[0].poll() is None and time.monotonic() < until:
         time.sleep(0.002)
     workers[1].send_signal(signal.SIGKILL)
@@ -152,9 +152,9 @@ def test_a_worker_that_dies(world, tmp_path):
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "another worker" in lines[0] and "Traceback" not in err and not said
     assert not (tmp_path / "out").exists()
-    teacher = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.recover").glob("teacher-*")}
+    teacher = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.work").glob("teacher-*")}
     assert len(teacher) == 2
-    alone(*call, "--resume")
+    alone(*call)
     alone(*asked(world, tmp_path / "whole", *extra))
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
     for name, expected in theirs.items():

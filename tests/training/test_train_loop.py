@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import math
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 
 from vlmcompress.training.train_loop import PATIENCE, Settings, TrainLog, order, rate, train
+from vlmcompress.utils.work_folder import WorkFolder
 
 
-class Kept:
-    """A store in memory, which can break off a run behind its n-th state."""
+class Breaking(WorkFolder):
+    """A work folder that breaks off a run after its n-th state."""
 
-    def __init__(self, breaks: int | None = None) -> None:
-        self.state, self.breaks = None, breaks
+    breaks: int | None = None
 
-    def save(self, tensors, facts):
-        self.state = {name: tensor.clone() for name, tensor in tensors.items()}, facts
+    def write(self, name, tensors, metadata=None):
+        super().write(name, tensors, metadata)
         if self.breaks is not None:
             self.breaks -= 1
             if not self.breaks:
                 raise KeyboardInterrupt
 
-    def load(self):
-        return self.state
+
+def kept(folder: Path, breaks: int | None = None) -> Breaking:
+    work = Breaking(folder / "out")
+    work.begin({"breaks": breaks})
+    work.breaks = breaks
+    return work
 
 
 def noted(*values: float, first: float = 1.0) -> tuple[TrainLog, list[bool]]:
@@ -57,7 +62,7 @@ def test_divergence_ends_it(value):
     assert log.ended.startswith("it diverged: at step 50") and better == [True, False] and log.best == 0.5
 
 
-def test_nothing_is_trained_by_a_divergence_that_is_no_number():
+def test_nothing_is_trained_by_a_divergence_that_is_no_number(tmp_path):
     """Otherwise any later number would be better than the first, and `held_out_kl` would be no JSON."""
     weight, called = torch.ones(2, requires_grad=True), []
     log, best = train(
@@ -67,7 +72,7 @@ def test_nothing_is_trained_by_a_divergence_that_is_no_number():
         backward=lambda index, factor: called.append(index) or 0.0,
         held_out=lambda: math.nan,
         changed=lambda step: None,
-        store=Kept(),
+        work=kept(tmp_path),
     )
     assert log.ended == "the held-out divergence was nan before training" and not best and not called
 
@@ -86,7 +91,7 @@ def test_the_rate_rises_and_falls():
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-def fitted(store: Kept, steps: int = 40, lr: float = 0.05, broken: float | None = None):
+def fitted(work: WorkFolder, steps: int = 40, lr: float = 0.05, broken: float | None = None):
     """Fit a line to points that lie on one; a measurement is its error on others."""
     torch.manual_seed(0)
     x, true = torch.randn(24, 5), torch.randn(5)
@@ -106,29 +111,29 @@ def fitted(store: Kept, steps: int = 40, lr: float = 0.05, broken: float | None 
 
     settings = Settings(steps, batch=3, lr=lr, every=5, seed=1)
     callbacks = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
-    return train(trained, 16, settings, **callbacks, store=store), trained
+    return train(trained, 16, settings, **callbacks, work=work), trained
 
 
-def test_it_learns_and_keeps_the_best():
-    (log, best), trained = fitted(Kept())
+def test_it_learns_and_keeps_the_best(tmp_path):
+    (log, best), trained = fitted(kept(tmp_path))
     assert log.step == 40 and log.best < 0.5 * log.first and log.ended is None
     assert log.best == min(value for _, value in log.history)
     assert set(best) == set(trained) and best["w"].abs().sum() > 0 and not best["unused"].any()
 
 
 @pytest.mark.parametrize("breaks", [1, 3, 8])
-def test_an_interrupted_run_goes_on_to_the_same_bits(breaks):
-    (whole, best), trained = fitted(Kept())
-    store = Kept(breaks)
+def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, breaks):
+    (whole, best), trained = fitted(kept(tmp_path / "whole"))
+    work = kept(tmp_path, breaks)
     with pytest.raises(KeyboardInterrupt):
-        fitted(store)
-    store.breaks = None
-    (log, resumed), now = fitted(store)
+        fitted(work)
+    work.breaks = None
+    (log, resumed), now = fitted(work)
     assert log == whole
     assert all(torch.equal(resumed[name], best[name]) and torch.equal(now[name], trained[name]) for name in best)
 
 
-def test_a_loss_that_is_not_finite_ends_it():
-    (log, best), trained = fitted(Kept(), broken=math.nan)
+def test_a_loss_that_is_not_finite_ends_it(tmp_path):
+    (log, best), trained = fitted(kept(tmp_path), broken=math.nan)
     assert log.ended == "it diverged: at step 1 the loss or its gradient was not finite"
     assert best == {} and not trained["w"].detach().any()

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.kit.places import ROOT
-from vlmcompress.utils import folders, locks
+from vlmcompress.utils import locks
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.work_folder import claimed
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from vlmcompress.utils import locks
-with locks.held(Path(sys.argv[1])):
+with locks.held(Path(sys.argv[1]), 'writing out'):
     print("held", flush=True)
     time.sleep(120)
 """
@@ -29,8 +30,11 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     """Refused while it is held, also within one process, by a message that names the holder; free and gone afterwards."""
     place = tmp_path / "lock"
     for _ in range(2):
-        with locks.held(place):
-            with pytest.raises(locks.Held, match=f"^process {os.getpid()}$"), locks.held(place):
+        with locks.held(place, "writing out"):
+            with (
+                pytest.raises(UserError, match=f"^another run, process {os.getpid()}, is writing out now; wait for it"),
+                locks.held(place, "writing out"),
+            ):
                 pass
             assert place.exists()
         assert not place.exists()
@@ -41,12 +45,15 @@ def test_a_killed_holder(tmp_path: Path) -> None:
     place = tmp_path / "lock"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(place)], cwd=ROOT, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        with pytest.raises(locks.Held, match=f"^process {holder.pid}$"), locks.held(place):
+        with (
+            pytest.raises(UserError, match=f"another run, process {holder.pid}, is writing"),
+            locks.held(place, "writing out"),
+        ):
             pass
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     assert place.exists()
-    with locks.held(place):
+    with locks.held(place, "writing out"):
         assert place.read_text().split()[0] == str(os.getpid())
     assert not place.exists()
 
@@ -58,7 +65,7 @@ def test_those_who_wait_come_one_after_the_other(tmp_path: Path) -> None:
 
     def work() -> None:
         for _ in range(turns):
-            with locks.held(place, wait=True):
+            with locks.held(place, "writing out", wait=True):
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 assert place.exists()
@@ -73,7 +80,7 @@ def test_those_who_wait_come_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_a_claim_leaves_no_folders(tmp_path: Path) -> None:
-    with folders.claimed(tmp_path / "new" / "folders" / "out"):
+    with claimed(tmp_path / "new" / "folders" / "out"):
         assert (tmp_path / "new" / "folders" / ".out.lock").exists()
     assert list(tmp_path.iterdir()) == []
 
@@ -87,6 +94,6 @@ def test_out_is_looked_at_under_the_lock(tmp_path: Path) -> None:
         if looks[-1]:
             raise UserError("out exists")
 
-    with pytest.raises(UserError, match="out exists"), folders.claimed(tmp_path / "out", check):
+    with pytest.raises(UserError, match="out exists"), claimed(tmp_path / "out", check):
         pass
     assert looks == [False, True] and list(tmp_path.iterdir()) == []

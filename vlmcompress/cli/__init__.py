@@ -8,7 +8,6 @@ A verb is a file of this folder: a docstring whose first sentence is its line in
     GROUP = "compress"         the heading that it stands under in `--help`; left out: "more"
     PLACE = 20                 its place there; groups stand in the order of their first verbs, and what has no place last
     PASSES_ON = "vllm serve"   the program that flags behind `--` are for; they come as `args.extra`; left out: there are none
-    KEPT_BY = "out"            the flag by which the same command goes on where it was stopped; left out: --resume or nothing
     def options(parser): ...   adds its flags
     def run(args): ...         does it and returns `(exit code, data, text)` (`_outcome.Outcome`)
 
@@ -173,13 +172,10 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
-    """The end of the message about a stopped run: how to resume it; "" where nothing is kept."""
-    if getattr(args, "dry_run", False):
+    """The end of the message about a stopped run: how to go on with it; "" where nothing is kept."""
+    if "restart" not in args or getattr(args, "dry_run", False) or getattr(args, "report", "") is None:
         return ""
-    if "resume" in args:
-        return "; continue with --resume"
-    kept = "verb" in args and VERBS.constant(args.verb, "KEPT_BY")
-    return "; the same command goes on from here" if kept and getattr(args, kept, None) else ""
+    return "; the same command goes on from here"
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:

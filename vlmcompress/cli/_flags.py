@@ -111,8 +111,14 @@ def settings(parser: argparse.ArgumentParser, about: str) -> None:
 
 def resumable(parser: argparse.ArgumentParser, out: str, whole: str = "one is") -> None:
     """The flags of long runs that write `out`."""
-    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    restartable(parser)
     parser.add_argument("--overwrite", action="store_true", help=f"replace {out} once the new {whole} whole")
+
+
+def restartable(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what becomes of an interrupted run's work. `--resume` is the default, for those who write it."""
+    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped; the default")
+    parser.add_argument("--restart", action="store_true", help="begin anew, and delete what an interrupted run left")
 
 
 def training(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], lr: str) -> None:

@@ -11,12 +11,10 @@ from vlmcompress.cli import _flags, search
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import Outcome
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.folders import claimed
 from vlmcompress.utils.progress import ProgressBar
 
 GROUP = "compress"
 PLACE = 20
-KEPT_BY = "out"
 MOST = 1000
 
 
@@ -51,12 +49,15 @@ def run(args: argparse.Namespace) -> Outcome:
     args.max_drop = round(1 - args.min_agreement, 9)
     prompts = _prompts(args.prompts)
     request = search.request(args)
-    from vlmcompress.evaluation.search import own_answers
+    from vlmcompress.evaluation.search import own_answers, trial_log
     from vlmcompress.evaluation.search.search import QUESTIONS, setup_of
+    from vlmcompress.utils.work_folder import claimed
 
     parts = own_answers.split(args.images, args.most, args.max_drop)
     setup = setup_of(request)
     with claimed(request.out):
+        if args.restart:
+            trial_log.clear(request.out)
         with closing(ProgressBar()) as progress:
             files = own_answers.written(parts, prompts, request.out / QUESTIONS, setup, progress)
         calibrate = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}

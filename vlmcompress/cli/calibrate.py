@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Outcome:
         needs = {"needs": needed(args.readers.split(","))}
 
     with closing(ProgressBar()) as progress:
-        done = calibrate(recipe, **needs, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        done = calibrate(recipe, **needs, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     adapter = hub.shown(recipe.adapter) if recipe.adapter else None

@@ -112,7 +112,6 @@ def run(args: argparse.Namespace) -> Outcome:
     training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
-    assert recipe.out is not None
     base = None
     if args.base is not None:
         from vlmcompress.export.draft_folder import Draft
@@ -126,7 +125,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.engines.vllm import available
 
     engine = engines.get("vllm") if args.engine == "vllm" or (args.engine is None and available()) else None
-    options: dict[str, Any] = {"base": base, "engine": engine, "resume": args.resume, "overwrite": args.overwrite}
+    options: dict[str, Any] = {"base": base, "engine": engine, "restart": args.restart, "overwrite": args.overwrite}
     with closing(ProgressBar()) as progress:
         facts = draft(recipe, training, **options, progress=progress)
     if not distributed.is_main():

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 GROUP = "measure"
 PLACE = 31
-KEPT_BY = "report"
 
 
 def options(parser: Parser) -> None:
@@ -72,6 +71,7 @@ def options(parser: Parser) -> None:
         help="of the choice that --limit makes, and of few-shot examples; default: 0",
     )
     _flags.judging(parser)
+    _flags.restartable(parser)
     parser.add_argument(
         "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
     )
@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> Outcome:
             score=args.score,
             margins=gates.margins(gate),
             journal=Path(args.report) / JOURNAL if args.report else None,
+            restart=args.restart,
             progress=progress,
         )
     return conclude(results, gate, args.report, overwrite=args.overwrite)

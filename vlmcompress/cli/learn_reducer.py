@@ -65,9 +65,8 @@ def run(args: argparse.Namespace) -> Outcome:
     training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"}, to=args.to)  # type: ignore[arg-type]
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
-    assert recipe.out is not None
     with closing(ProgressBar()) as progress:
-        facts = learn_reducer(recipe, training, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        facts = learn_reducer(recipe, training, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     model = hub.shown(recipe.model)

@@ -54,12 +54,10 @@ def run(args: argparse.Namespace) -> Outcome:
             raise UserError(problem)
     if args.dry_run:
         return _planned(resolved, values, args.recipe, args.overwrite)
-    if resolved.recipe.out is None:
-        raise UserError("no output folder given; add -o OUT")
     from vlmcompress.quantization.run import quantize
 
     with closing(ProgressBar()) as progress:
-        done = quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        done = quantize(resolved.recipe, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     for line in done.manifest["warnings"]:

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> Outcome:
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
     with closing(ProgressBar()) as progress:
-        done = recover(recipe, training, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        done = recover(recipe, training, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     for line in done.manifest["warnings"]:

@@ -14,7 +14,6 @@ from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import GATE, OK, UNDECIDED, Outcome
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError, did_you_mean
-from vlmcompress.utils.folders import claimed
 from vlmcompress.utils.progress import ProgressBar
 from vlmcompress.utils.text import parse_pixels
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 GROUP = "compress"
 PLACE = 22
-KEPT_BY = "out"
 GOALS = ("throughput", "ttft", "memory", "cost")
 CONFIRMATION = "confirmation"
 
@@ -81,6 +79,7 @@ def objective_flags(parser: Parser) -> None:
         action="store_true",
         help="keep the folder of work: checkpoints of all candidates",
     )
+    _flags.restartable(parser)
     parser.set_defaults(set=[])
 
 
@@ -91,7 +90,12 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
     search_request = request(args)
+    from vlmcompress.evaluation.search import trial_log
+    from vlmcompress.utils.work_folder import claimed
+
     with claimed(search_request.out):
+        if args.restart:
+            trial_log.clear(search_request.out)
         return search_outcome(search_request, args)
 
 
@@ -162,6 +166,7 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
             from vlmcompress.api import evaluate
             from vlmcompress.cli._conclude import EXIT, conclude
             from vlmcompress.evaluation.accuracy import gate as gates
+            from vlmcompress.evaluation.search.trial_log import CONFIRMED
 
             gate = gates.chosen(None, search_request.margin)
             model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
@@ -175,7 +180,7 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
                 engine=search_request.engine,
                 seed=search_request.seed,
                 margins=gates.margins(gate),
-                journal=search_request.out / "confirm.jsonl",
+                journal=search_request.out / CONFIRMED,
                 progress=progress,
             )
             conclude(results, gate, search_request.out / CONFIRMATION)

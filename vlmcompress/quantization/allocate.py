@@ -5,9 +5,7 @@ Errors are predicted by `calibration.predict`; a rule of `recipe.allocation` cho
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,41 +22,41 @@ from vlmcompress.quantization.plan import statistics_match
 from vlmcompress.quantization.plan.plan import Plan, make_plan
 from vlmcompress.quantization.plan.survey import Allocation
 from vlmcompress.recipe.allocation import RULES, Candidate, Key
-from vlmcompress.utils import folders, tensor_files
-from vlmcompress.utils.block_files import BlockFiles
+from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import note
 from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.work_folder import WorkFolder
 
 Read = Callable[[str], Tensor]
 """A function from a linear layer's memory name to its weight `[out, in]`."""
 
 
-def share_out(plan: Plan, *, resume: bool = False, progress: Progress) -> Plan:
-    """Share out the plan's budget, from its statistics or from some that are first collected beside OUT.
+STATISTICS = "statistics"
+"""Name of the statistics that are collected for an allocation, in the run's work folder."""
+
+
+def share_out(plan: Plan, work: WorkFolder | None = None, *, progress: Progress) -> Plan:
+    """Share out the plan's budget, from its statistics or, where it has none, from some that are first collected in `work`.
 
     Args:
         plan: a plan that has `budget`.
-        resume: go on collecting where an interrupted run stopped.
     """
-    statistics = plan.statistics or _collected(plan, resume, progress)
-    others, facts = decide(plan, statistics, reader(plan.source), progress)
     assert plan.budget is not None
+    if (statistics := plan.statistics) is None:
+        assert work is not None
+        statistics = _collected(plan, work, progress)
+    others, facts = decide(plan, statistics, reader(plan.source), progress)
     return make_plan(plan.recipe, source=plan.source, allocation=Allocation(plan.budget, others, facts))
 
 
-def hand_over(out: Path, store: BlockFiles) -> None:
-    """Give a store the gradients of statistics that were collected for an allocation, so that no second pass collects them."""
-    folder = _folder(out)
-    if not (folder / statistics_folder.NAME).is_file() or (store.folder / "gradients.json").exists():
+def take_gradients(work: WorkFolder) -> None:
+    """Note the gradients of the statistics that were collected for an allocation, so that no second pass collects them."""
+    folder = work.folder / STATISTICS
+    if not (folder / statistics_folder.NAME).is_file() or work.noted("gradients"):
         return
     if gradients := statistics_folder.read(folder).facts.get("gradients"):
-        store.note("gradients", gradients)
-
-
-def clean(out: Path) -> None:
-    """Remove the statistics that were collected for an allocation."""
-    shutil.rmtree(_folder(out), ignore_errors=True)
+        work.note("gradients", gradients)
 
 
 @full_float32()
@@ -192,27 +190,20 @@ def _balance(width: tuple[str, QuantMethod]) -> str:
     return str(width[1].options.balance or "")
 
 
-def _folder(out: Path) -> Path:
-    return folders.beside(out, "statistics")
-
-
-def _collected(plan: Plan, resume: bool, progress: Progress) -> Statistics:
-    """Collect the statistics that an allocation needs, in a hidden sibling of OUT."""
-
-    recipe = plan.recipe
+def _collected(plan: Plan, work: WorkFolder, progress: Progress) -> Statistics:
+    """Collect the statistics that an allocation needs in the run's work folder, unless an interrupted run has done so."""
+    recipe, folder = plan.recipe, work.folder / STATISTICS
     assert recipe.bits is not None and plan.budget is not None
-    folder = _folder(recipe.output)
-    if resume and (folder / statistics_folder.NAME).is_file():
+    if (folder / statistics_folder.NAME).is_file():
         stored = statistics_folder.read(folder)
-        if not statistics_match.problems(stored, recipe, plan.method, plan.blocks):
-            statistics_match.verify(stored, recipe)
-            return stored
+        if problems := statistics_match.problems(stored, recipe, plan.method, plan.blocks):
+            raise UserError(f"{problems[0]} (begin anew with --restart)")
+        statistics_match.verify(stored, recipe)
+        return stored
     methods = [plan.method, *plan.budget.widths.values()]
     needs = RULES[recipe.bits.by].needs.union({"gram"}, *(method.needs.statistics for method in methods))
     collecting = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
     with torch.inference_mode(False):
         read = plan.source.path if plan.source.path != recipe.model else None
-        calibrate(
-            collecting, needs=needs, likes={"gradient"}, read=read, resume=resume, overwrite=True, progress=progress
-        )
+        calibrate(collecting, needs=needs, likes={"gradient"}, read=read, overwrite=True, progress=progress)
     return statistics_folder.read(folder)

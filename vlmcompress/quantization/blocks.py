@@ -1,4 +1,4 @@
-"""Quantize the blocks of a decoder one after the other, and keep the results in a `BlockStore`.
+"""Quantize the blocks of a decoder one after the other, and keep the results in the run's work folder.
 
 `quantize_blocks` does it in a pass over calibration samples, where each block is captured behind those that are quantized
 already; `solve_blocks` from statistics of the unquantized model or without data, where no block is run.
@@ -17,11 +17,12 @@ from vlmcompress.models import VLM, Group
 from vlmcompress.models.devices import accelerator, full_float32, trim
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS, GroupStats
-from vlmcompress.quantization.calibration.block_store import BlockStore
+from vlmcompress.quantization.calibration.block_store import block_name, load_block, save_block
 from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, apply, solve_block
 from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.utils import distributed
 from vlmcompress.utils.progress import Progress, phase, silent
+from vlmcompress.utils.work_folder import WorkFolder
 
 if TYPE_CHECKING:
     from vlmcompress.quantization.calibration.input_recorder import BlockCapture
@@ -33,7 +34,7 @@ def quantize_blocks(
     blocks: list[list[Group]],
     method: QuantMethod,
     samples: list[dict[str, Tensor]],
-    store: BlockStore,
+    work: WorkFolder,
     *,
     kv_cache: bool = False,
     all_experts: bool = False,
@@ -41,7 +42,7 @@ def quantize_blocks(
     release: bool = False,
     progress: Progress = silent,
 ) -> None:
-    """Quantize the decoder's blocks in `vlm.model` and keep the results in `store`.
+    """Quantize the decoder's blocks in `vlm.model` and keep the results in `work`.
 
     Args:
         samples: from `encode`, one sample each; none: blocks are quantized without data.
@@ -51,14 +52,14 @@ def quantize_blocks(
         release: leave nothing of `samples` but `modality` when the blocks' inputs are captured.
     """
     if not samples:
-        return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
+        return solve_blocks(vlm.model, blocks, method, work, lean=lean, progress=progress)  # smooths nothing
     from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
     from vlmcompress.quantization.calibration.gradient_pass import kept_sensitivities
 
     sensitivities: Mapping[tuple[int, str], Sensitivity] = {}
     with phase("gradients"):
         if "gradient" in method.needs.statistics:
-            sensitivities = kept_sensitivities(store, vlm, blocks, samples, progress)
+            sensitivities = kept_sensitivities(work, vlm, blocks, samples, progress)
     with phase("searching"):
         searched = _search(vlm, blocks, samples, method, sensitivities, progress)
     method, norm_offset = searched.method, vlm.spec.norm_offset
@@ -71,18 +72,23 @@ def quantize_blocks(
             _free([vlm.model.get_submodule(name) for group in blocks[layer] for name in group.linears])
 
     whole = BlockResult()
-    options: dict[str, Any] = {"finished": store.has, "passed": passed, "release": release, "progress": progress}
+    options: dict[str, Any] = {
+        "finished": lambda layer: work.has(block_name(layer)),
+        "passed": passed,
+        "release": release,
+        "progress": progress,
+    }
     for layer, captured in capture_blocks(vlm, blocks, samples, spec, **options):
         modules = _modules(vlm.model, blocks[layer])
         if captured is None:
-            apply(store.load(layer), modules, norm_offset)
+            apply(load_block(work, layer), modules, norm_offset)
             continue
         groups = [group for group in blocks[layer] if group.name in captured.stats]
         result = _solve_captured(vlm, layer, groups, captured, searched, sensitivities)
         apply(result, modules, norm_offset)
         whole.add(result)
         if groups[-1] is blocks[layer][-1]:  # with the prefix "groups" a block is captured in parts
-            _save(store, layer, whole)
+            _save(work, layer, whole)
             whole = BlockResult()
 
 
@@ -112,7 +118,7 @@ def solve_blocks(
     model: nn.Module,
     blocks: list[list[Group]],
     method: QuantMethod,
-    store: BlockStore,
+    work: WorkFolder,
     statistics: Statistics | None = None,
     *,
     norm_offset: float = 0.0,
@@ -131,14 +137,14 @@ def solve_blocks(
     device = str(accelerator() or "cpu")
     for layer, groups in enumerate(blocks):
         modules = _modules(model, groups)
-        if groups and store.has(layer):
-            apply(store.load(layer, weights=not lean), modules, norm_offset)
+        if groups and work.has(block_name(layer)):
+            apply(load_block(work, layer, weights=not lean), modules, norm_offset)
         elif groups:
             with phase("reading statistics"):
                 stats, kv_ranges = statistics.load(layer, device) if statistics else ({}, {})
             result = _solve(groups, modules, stats, method, norm_offset, {}, device)
             result.kv_ranges |= kv_ranges if kv_cache else {}
-            _save(store, layer, result)
+            _save(work, layer, result)
             if lean:
                 result.weights.clear()
             apply(result, modules, norm_offset)
@@ -204,10 +210,10 @@ def _solve(
         return solve_block(groups, weights, stats, method, dtype, scales, norms, norm_offset)
 
 
-def _save(store: BlockStore, layer: int, result: BlockResult) -> None:
+def _save(work: WorkFolder, layer: int, result: BlockResult) -> None:
     with phase("storing"):
         if distributed.is_main():
-            store.save(layer, result)
+            save_block(work, layer, result)
 
 
 def _free(linears: Sequence[Any]) -> None:

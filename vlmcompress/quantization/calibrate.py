@@ -1,7 +1,7 @@
 """Collect the statistics of a model once, for every scheme: the run of `vlmcompress calibrate`.
 
 Blocks are observed one after the other and each one's statistics go to a file when it has seen all samples, so memory holds
-those of one block. The model is not changed. What a killed run has finished is kept beside STATS as in `quantize`.
+those of one block. The model is not changed. What a killed run has finished is kept next to STATS as in `quantize`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,25 @@ from vlmcompress.models.devices import full_float32
 from vlmcompress.numerics.statistics.gradients import Gradients
 from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
 from vlmcompress.quantization.calibration import entropy
+from vlmcompress.quantization.calibration.block_store import block_name
 from vlmcompress.quantization.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.quantization.calibration.solve import QuantMethod
-from vlmcompress.quantization.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity
-from vlmcompress.quantization.inputs import Result, fingerprint, fit_reducer, make_source, read_inputs, remove_made
+from vlmcompress.quantization.calibration.statistics_folder import (
+    NAME,
+    SCHEMA_VERSION,
+    processor_identity,
+    save_statistics,
+)
+from vlmcompress.quantization.inputs import Result, fit_reducer, make_source, read_inputs, run_settings
 from vlmcompress.recipe import Recipe, presets
 from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.allocation import RULES
 from vlmcompress.utils import distributed, folders, identity
-from vlmcompress.utils.block_files import RUN, block_file
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
 from vlmcompress.utils.registry import SCHEMES
+from vlmcompress.utils.schema import Number
+from vlmcompress.utils.work_folder import RUN, WorkFolder, claimed_folder
 
 KINDS = NEEDS | {"entropy", "gradient"}
 """What can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients of the
@@ -74,7 +81,7 @@ def calibrate(
     needs: Collection[str] = NEEDS,
     likes: Collection[str] = (),
     read: Path | None = None,
-    resume: bool = False,
+    restart: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Result:
@@ -86,16 +93,16 @@ def calibrate(
             options. `entropy` needs scikit-learn, `gradient` answers and a backward pass.
         likes: more of `KINDS`, which are collected only if the data allow it.
         read: folder of the rotated model, if there is one already; None: it is made if the recipe asks for a rotation.
-        resume: go on after an interrupted run with the same model, data and settings.
+        restart: begin anew where an interrupted run left finished work, which is used otherwise.
         overwrite: replace existing statistics.
         progress: called with (label, done, total).
 
     Raises:
         UserError: bad input; nothing was written.
     """
-    claim = folders.claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=NAME)
-    with timed_phases(), claim, distributed.process_group():
-        return _calibrated(recipe, needs, likes, read, resume, progress)
+    claim = claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=NAME, restart=restart)
+    with timed_phases(), claim as work, distributed.process_group():
+        return _calibrated(recipe, needs, likes, read, work, progress)
 
 
 def _calibrated(
@@ -103,13 +110,18 @@ def _calibrated(
     needs: Collection[str],
     likes: Collection[str],
     read: Path | None,
-    resume: bool,
+    work: WorkFolder,
     progress: Progress,
 ) -> Result:
-    source, out = recipe.model, recipe.output
     if "entropy" in needs:
         _need_sklearn()
-    vlm = _loaded(recipe, read, progress)
+    work.expect(run_settings("calibrate", recipe))
+    made = None if read else make_source(recipe, work, progress)
+    with phase("loading"):
+        dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+        path = read or (made.path if made else recipe.model)
+        vlm = models.load(path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
+        vlm = replace(vlm, path=recipe.model)
     whole = read_inputs(recipe, vlm, "vlmcompress calibrate", progress)
     reducer = fit_reducer(recipe.reduce, vlm, whole.batches, progress)
     recipe = recipe.model_copy(update={"reduce": reducer, "resize": whole.resize})
@@ -124,20 +136,19 @@ def _calibrated(
     if "gram" in needs:
         grams = gram_bytes(vlm, steps, sum(count > 0 for count in origin["tokens"].values()))
         remedy = "choose another folder or leave out Gram matrices with --needs absmax,absmean"
-        folders.check_space(out, grams - folders.bytes_within(folders.beside(out, "resume")), remedy)
-    weights = identity.weights_hash(source)
-    mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
-    store = Collected(folders.beside(out, "resume"), mark, resume)
-    distributed.barrier()
+        kept = sum(path.stat().st_size for path in work.folder.glob("*.safetensors"))
+        folders.check_space(work.out, grams - kept, remedy)
+    weights = identity.weights_hash(recipe.model)
+    work.begin({"samples": origin, "reducer": reducer and reducer.plain(), "needs": sorted(needs), "weights": weights})
     with torch.inference_mode(False), torch.no_grad(), whole.naming():
         if "gradient" in needs:
             with phase("gradients"):
-                kept_gradients(store, vlm, inputs.batches, progress)
+                kept_gradients(work, vlm, inputs.batches, progress)
         collect(
             vlm,
             steps,
             inputs.batches,
-            store,
+            work,
             needs,
             kv_cache=bool(recipe.kv_cache),
             seed=recipe.seed,
@@ -145,28 +156,17 @@ def _calibrated(
             release=True,
             progress=progress,
         )
-    described = _description(recipe, whole.vlm, weights, steps) | {"needs": sorted(needs), RUN: mark}
+    described = _description(recipe, whole.vlm, weights, steps) | {"needs": sorted(needs), RUN: work.run}
     described |= {"calibration": origin | {"prefix": "float"}, "timing": phase_seconds()}
     if "entropy" in needs:
-        described["entropy"] = _by_measure(store.entropies(), len(blocks))
+        described["entropy"] = _by_measure(_entropies(work), len(blocks))
     if "gradient" in needs:
-        described["gradients"] = store.noted("gradients", Gradients)
+        described["gradients"] = work.noted("gradients", Gradients)
     if distributed.is_main():
-        described = _write(store, [layer for layer, groups in enumerate(steps) if groups], described, out)
-        store.remove()
-        remove_made(out)
+        described = _write(work, [layer for layer, groups in enumerate(steps) if groups], described)
+        work.remove()
     distributed.barrier()
-    return Result(out, described)
-
-
-def _loaded(recipe: Recipe, read: Path | None, progress: Progress) -> VLM:
-    """The model that a recipe's run begins with, or what lies in `read`; its path is the recipe's."""
-    made = None if read else make_source(recipe, progress)
-    with phase("loading"):
-        dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-        path = read or (made.path if made else recipe.model)
-        vlm = models.load(path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
-        return replace(vlm, path=recipe.model)
+    return Result(work.out, described)
 
 
 @full_float32()
@@ -174,7 +174,7 @@ def collect(
     vlm: VLM,
     blocks: list[list[Group]],
     batches: list[dict[str, torch.Tensor]],
-    store: Collected,
+    work: WorkFolder,
     needs: frozenset[str] = NEEDS,
     *,
     kv_cache: bool = False,
@@ -183,13 +183,13 @@ def collect(
     release: bool = False,
     progress: Progress = silent,
 ) -> None:
-    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep their statistics in `store`.
+    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep their statistics in `work`.
 
     `release`: leave nothing of `batches` but `modality` when the blocks' inputs are captured.
     """
     filled = [layer for layer, groups in enumerate(blocks) if groups]
-    measured = "entropy" not in needs or set(filled) <= store.entropies().keys()
-    if measured and all(store.has(layer) for layer in filled):
+    measured = "entropy" not in needs or set(filled) <= _entropies(work).keys()
+    if measured and all(work.has(block_name(layer)) for layer in filled):
         return
     from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 
@@ -198,28 +198,33 @@ def collect(
     before = None
 
     def finished(layer: int) -> bool:
-        return not rows and store.has(layer)  # entropies compare a block with the one before
+        return not rows and work.has(block_name(layer))  # entropies compare a block with the one before
 
     options: dict[str, Any] = {"finished": finished, "release": release, "progress": progress}
     for layer, captured in capture_blocks(vlm, blocks, batches, spec, **options):
         if captured is None:
             continue
-        if distributed.is_main() and not store.has(layer):
+        if distributed.is_main() and not work.has(block_name(layer)):
             with phase("storing"):
-                store.save(layer, captured.stats, captured.kv_ranges)
+                save_statistics(work, layer, captured.stats, captured.kv_ranges)
         captured.stats.clear()  # they are large, and the next block's are about to come
         if captured.rows is not None and distributed.is_main():
             with phase("entropy"):
-                before = _measure(store, layer, before, captured.rows)
+                before = _measure(work, layer, before, captured.rows)
 
 
-def _measure(store: Collected, layer: int, before: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+def _measure(work: WorkFolder, layer: int, before: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
     """Keep a block's entropies, from drawn `tokens` of its input and those of the block before; return its own for the next."""
     paired = tokens[: entropy.PAIRED]
-    if layer not in store.entropies():
+    if layer not in (entropies := _entropies(work)):
         bits = {"luq": entropy.cluster_entropy(tokens), "qvlm": entropy.conditional_entropy(before, paired)}
-        store.save_entropy(layer, bits)
+        work.note("entropy", entropies | {layer: bits})
     return paired
+
+
+def _entropies(work: WorkFolder) -> dict[int, dict[str, float]]:
+    """Entropies that were measured: block -> measure -> bits."""
+    return {int(layer): bits for layer, bits in (work.noted("entropy", dict[str, dict[str, Number]]) or {}).items()}
 
 
 def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:
@@ -265,13 +270,13 @@ def _by_measure(entropies: dict[int, dict[str, float]], blocks: int) -> dict[str
     return {name: [entropies.get(layer, {}).get(name) for layer in range(blocks)] for name in measures}
 
 
-def _write(store: Collected, layers: Sequence[int], facts: dict[str, Any], out: Path) -> dict[str, Any]:
+def _write(work: WorkFolder, layers: Sequence[int], facts: dict[str, Any]) -> dict[str, Any]:
     """Put the finished files and their description into OUT, and return the description."""
-    with folders.new_folder(out) as folder:
-        for layer in layers:
-            with store.opened(store.path(layer)):  # which refuses another run's
+    with folders.new_folder(work.out) as folder:
+        for name in map(block_name, layers):
+            with work.opened(name):  # which refuses another run's
                 pass
-            folders.link_or_copy(store.path(layer), folder / block_file(layer))
+            folders.link_or_copy(work.path(name), folder / work.path(name).name)
         facts = facts | {"files": manifest.hash_files(folder)}
         (folder / NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return facts

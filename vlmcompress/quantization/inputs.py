@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +33,12 @@ from vlmcompress.reduction.hooks import learning, resizing
 from vlmcompress.reduction.hooks.calibration_inputs import decoder, reduced
 from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.reduction.resize import Resize
-from vlmcompress.utils import distributed, folders, hub, identity
+from vlmcompress.utils import distributed, hub, identity
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import note
 from vlmcompress.utils.model_folder import adapter_files, weight_files
 from vlmcompress.utils.progress import Progress, phase, silent
+from vlmcompress.utils.work_folder import WorkFolder
 
 Samples = Sequence[Mapping[str, Any]]
 
@@ -245,80 +244,46 @@ def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learned:
     return Learned(recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}), counter, attention)
 
 
-def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
-    """Hash everything that the results of the blocks depend on; where they are written is not among it."""
-    source, settings = recipe.model, {key: value for key, value in recipe.plain().items() if key != "out"}
-    read = [*weight_files(source), *(adapter_files(recipe.adapter) if recipe.adapter else ())]
-    files = identity.unchanged(sorted(read))
-    parts: list[Any] = [identity.source_identity(source), files, settings, origin, identity.versions()]
-    parts.append(torch.get_num_threads())
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+def run_settings(command: str, recipe: Recipe) -> dict[str, Any]:
+    """What is known at the start of a run of all that its work depends on, for `WorkFolder.expect`. Where OUT lies is not among
+    it."""
+    read = [*weight_files(recipe.model), *(adapter_files(recipe.adapter) if recipe.adapter else ())]
+    return {
+        "command": command,
+        "recipe": {key: value for key, value in recipe.plain().items() if key != "out"},
+        "model": {**identity.source_identity(recipe.model), "files": identity.unchanged(sorted(read))},
+        "versions": identity.versions(),
+        "threads": torch.get_num_threads(),
+    }
 
 
-MADE = ("dequantized", "merged", "rotated")
-"""What `make_source` calls the hidden folders beside OUT."""
-
-
-def make_source(recipe: Recipe, progress: Progress) -> Source | None:
-    """Write the 16-bit model that a run begins with to a hidden folder beside OUT, where that is another than the recipe's: in
-    16 bits, with the adapter merged, rotated, in this order. None: it begins with the recipe's own.
+def make_source(recipe: Recipe, work: WorkFolder, progress: Progress) -> Source | None:
+    """Write the 16-bit model that a run begins with to its work folder, where that is another than the recipe's: in 16 bits,
+    with the adapter merged, rotated, in this order. None: it begins with the recipe's own.
 
     Raises:
-        UserError: the model can't be rotated, or the adapter not merged, or there is no room for it beside OUT.
+        UserError: the model can't be rotated, or the adapter not merged, or there is no room for it.
     """
-    source = make_dequantized(recipe, progress) if recipe.from_quantized else None
+    device = accelerator() or "cpu"
+
+    def made(name: str, label: str, write: Callable[..., object]) -> Source:
+        with phase(label.split()[0]), distributed.shared_errors():
+            if distributed.is_main():
+                write(work.folder / name, progress=lambda done, total: progress(label, done, total))
+        return Source.of(work.folder / name)
+
+    source = None
+    if recipe.from_quantized:
+        source = made("dequantized", "dequantizing", functools.partial(dequantized.write, recipe.model))
     if recipe.adapter:
-        source = make_merged(recipe, source or Source.of(recipe.model), progress)
-    return make_rotated(recipe, source or Source.of(recipe.model), progress) if recipe.rotate else source
-
-
-def make_merged(recipe: Recipe, source: Source, progress: Progress) -> Source:
-    """Write `source` with the recipe's adapter in it to a hidden folder beside OUT; one that is there is kept."""
-    assert recipe.adapter is not None
-    folder = folders.beside(recipe.output, "merged")
-    if distributed.is_main():
-        with phase("merging"):
-            adapter.write(
-                source,
-                recipe.adapter,
-                folder,
-                device=accelerator() or "cpu",
-                progress=lambda done, total: progress("merging the adapter", done, total),
-            )
-    distributed.barrier()
-    return Source.of(folder)
-
-
-def make_rotated(recipe: Recipe, source: Source, progress: Progress) -> Source:
-    """Write `source` rotated as the recipe asks for it to a hidden folder beside OUT; one that is there is kept."""
-    assert recipe.rotate is not None
-    if problems := rotation_problems(recipe, source):
-        raise UserError(problems[0])
-    folder = folders.beside(recipe.output, "rotated")
-    if distributed.is_main():
-        with phase("rotating"):
-            rotate.write(
-                source,
-                folder,
-                rotate.Rotations(recipe.rotate, recipe.seed),
-                device=accelerator() or "cpu",
-                progress=lambda done, total: progress("rotating", done, total),
-            )
-    distributed.barrier()
-    return Source.of(folder)
-
-
-def make_dequantized(recipe: Recipe, progress: Progress) -> Source:
-    """Write the 16-bit model that a recipe's FP8 source stands for to a hidden folder beside OUT."""
-    folder = folders.beside(recipe.output, "dequantized")
-    if distributed.is_main():
-        with phase("dequantizing"):
-            dequantized.write(recipe.model, folder, lambda done, total: progress("dequantizing", done, total))
-    distributed.barrier()
-    return Source.of(folder)
-
-
-def remove_made(out: Path) -> None:
-    """Remove the models that `make_source` made for a run that is done."""
-    for kind in MADE:
-        shutil.rmtree(folders.beside(out, kind), ignore_errors=True)
+        base = source or Source.of(recipe.model)
+        merge = functools.partial(adapter.write, base, recipe.adapter, device=device)
+        source = made("merged", "merging the adapter", merge)
+    if recipe.rotate:
+        base = source or Source.of(recipe.model)
+        if problems := rotation_problems(recipe, base):
+            raise UserError(problems[0])
+        rotations = rotate.Rotations(recipe.rotate, recipe.seed)
+        rotating = functools.partial(rotate.write, base, rotations=rotations, device=device)
+        source = made("rotated", "rotating", rotating)
+    return source

@@ -1,7 +1,7 @@
 """Quantize a model: plan, read the model and samples, learn the reducer, capture and solve block by block, write.
 
 Everything that can be refused is refused before a weight is read, and OUT is written when all of it is known. Finished blocks
-are kept beside OUT (`calibration.block_store`), so that `resume=True` goes on after an interruption and writes the same bytes.
+are kept next to OUT (`utils.work_folder`), so that the same command goes on after an interruption and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import torch
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.quantization import allocate
 from vlmcompress.quantization.blocks import quantize_blocks, solve_blocks
-from vlmcompress.quantization.calibration.block_store import BlockStore
 from vlmcompress.quantization.inputs import (
     Inputs,
     Result,
-    fingerprint,
     learn,
     make_source,
     read_for_plan,
-    remove_made,
+    run_settings,
 )
 from vlmcompress.quantization.plan import statistics_match
 from vlmcompress.quantization.plan.calibration_data import refuse_without_data
@@ -31,14 +29,15 @@ from vlmcompress.quantization.write import space_needed, write_checkpoint
 from vlmcompress.recipe import Recipe
 from vlmcompress.utils import distributed, folders
 from vlmcompress.utils.progress import Progress, silent, timed_phases
+from vlmcompress.utils.work_folder import WorkFolder, claimed_folder
 
 
-def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
+def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
     """Quantize `recipe.model` into `recipe.out`.
 
     Args:
         recipe: resolved recipe.
-        resume: go on after an interrupted run with the same recipe, model and data.
+        restart: begin anew where an interrupted run left finished work, which is used otherwise.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
@@ -48,13 +47,15 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         UserError: bad input; nothing was written.
     """
     out = recipe.output
-    with timed_phases(), folders.claimed_folder(recipe.model, out, overwrite=overwrite, mark=MANIFEST):
+    claim = claimed_folder(recipe.model, out, overwrite=overwrite, mark=MANIFEST, restart=restart)
+    with timed_phases(), claim as work:
         plan = _check(make_plan(recipe), out)
         with distributed.process_group():
-            if made := make_source(recipe, progress):
+            work.expect(run_settings("quantize", recipe))
+            if made := make_source(recipe, work, progress):
                 plan = make_plan(recipe, source=made)
             if plan.budget:
-                plan = allocate.share_out(plan, resume=resume, progress=progress)
+                plan = allocate.share_out(plan, work, progress=progress)
             inputs = read_for_plan(plan, progress)
             with inputs.naming():
                 learned = learn(plan, inputs, progress)
@@ -62,21 +63,19 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
                     inputs = replace(inputs, batches=[])
                 decoder_inputs = inputs.behind(learned.recipe.reduce, progress)
                 inputs = replace(inputs, batches=[])  # pictures that the decoder behind a reducer does not need
-                store = _capture_and_solve(plan, learned.recipe, decoder_inputs, resume, progress)
+                _capture_and_solve(plan, learned.recipe, decoder_inputs, work, progress)
         if not distributed.is_main():
             return Result(out, {})
         manifest = write_checkpoint(
             plan,
             learned,
             inputs.vlm,
-            store,
+            work,
             decoder_inputs.origin,
             overwrite=overwrite,
             progress=progress,
         )
-        store.remove()
-        allocate.clean(out)
-        remove_made(out)
+        work.remove()
         return Result(out, manifest)
 
 
@@ -90,19 +89,19 @@ def _check(plan: Plan, out: Path) -> Plan:
     return plan
 
 
-def _capture_and_solve(plan: Plan, recipe: Recipe, inputs: Inputs, resume: bool, progress: Progress) -> BlockStore:
-    """Quantize the decoder's blocks in `inputs.vlm` and return the store with their results. `recipe`: the learned one."""
+def _capture_and_solve(plan: Plan, recipe: Recipe, inputs: Inputs, work: WorkFolder, progress: Progress) -> None:
+    """Quantize the decoder's blocks in `inputs.vlm` and keep their results in `work`. `recipe`: the learned one."""
     vlm, options = inputs.vlm, {"kv_cache": bool(recipe.kv_cache), "lean": True}
     with torch.inference_mode(False), torch.no_grad():
-        mark = fingerprint(recipe, {"origin": inputs.origin, "bits": plan.allocation})
-        store = BlockStore(folders.beside(recipe.output, "resume"), mark, resume)
+        learned = {"reduce": recipe.reduce and recipe.reduce.plain(), "resize": recipe.resize}
+        work.begin({"samples": inputs.origin, "learned": learned, "allocation": plan.allocation})
         if distributed.is_main():
-            allocate.hand_over(recipe.output, store)
+            allocate.take_gradients(work)
         distributed.barrier()
         if plan.statistics:
             norm_offset, stats = vlm.spec.norm_offset, plan.statistics
             solve_blocks(
-                vlm.model, plan.steps, plan.method, store, stats, norm_offset=norm_offset, progress=progress, **options
+                vlm.model, plan.steps, plan.method, work, stats, norm_offset=norm_offset, progress=progress, **options
             )
         else:
             quantize_blocks(
@@ -110,10 +109,9 @@ def _capture_and_solve(plan: Plan, recipe: Recipe, inputs: Inputs, resume: bool,
                 plan.steps,
                 plan.method,
                 inputs.batches,
-                store,
+                work,
                 all_experts=recipe.calibrate.all_experts,
                 release=True,
                 progress=progress,
                 **options,
             )
-    return store

@@ -19,9 +19,10 @@ from vlmcompress.models import VLM, Source
 from vlmcompress.models.data.provenance import left_out, unseen
 from vlmcompress.numerics import round_to_nearest
 from vlmcompress.numerics.statistics import kv_range
-from vlmcompress.quantization.calibration.block_store import BlockStore, StoredWeights, stored_bytes
+from vlmcompress.quantization.allocate import STATISTICS
+from vlmcompress.quantization.calibration.block_store import StoredWeights, load_block, stored_bytes
 from vlmcompress.quantization.calibration.solve import BlockResult, solve_block, warnings
-from vlmcompress.quantization.inputs import MADE, Learned, reducer_warnings
+from vlmcompress.quantization.inputs import Learned, reducer_warnings
 from vlmcompress.quantization.plan import devices
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.quantization.plan.visual_tokens import visual_tokens
@@ -31,6 +32,7 @@ from vlmcompress.reduction.hooks import resizing
 from vlmcompress.utils import folders, model_folder
 from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.text import size
+from vlmcompress.utils.work_folder import WorkFolder
 
 _TIED = "tie_word_embeddings"
 
@@ -48,7 +50,7 @@ def write_checkpoint(
     plan: Plan,
     learned: Learned,
     vlm: VLM,
-    store: BlockStore,
+    work: WorkFolder,
     origin: dict[str, Any] | None,
     recovery: Recovery | None = None,
     *,
@@ -61,7 +63,7 @@ def write_checkpoint(
         plan: what was carried out.
         learned: its recipe with all numbers that the reducer and `resize` learned, and what goes with them.
         vlm: the whole model; its norms are divided by their smoothing scales already.
-        store: results of the decoder's blocks.
+        work: has the results of the decoder's blocks.
         origin: the manifest's description of the calibration data; None for no calibration.
         recovery: the training that the checkpoint comes from; None: there was none.
     """
@@ -69,8 +71,8 @@ def write_checkpoint(
     setting, beside = _setting(recipe, plan.source), _beside(recipe, attention)
     if recipe.reduce:  # as the checkpoint has it
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})
-    results = [store.load(layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
-    language = StoredWeights(store, plan.steps, plan.method)
+    results = [load_block(work, layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
+    language = StoredWeights(work, plan.steps, plan.method)
     others = _quantize_vision(vlm.model, plan, progress) | _quantize_embedding(vlm.model, plan)
     quantized = ChainMap(others, language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
@@ -110,7 +112,8 @@ def space_needed(plan: Plan, out: Path) -> int:
     )
     recipe = plan.recipe
     copied = plan.bytes_before * sum(map(bool, (recipe.rotate, recipe.from_quantized, recipe.adapter)))
-    left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", *MADE))
+    kept = WorkFolder(out).folder
+    left = folders.bytes_within(kept) - folders.bytes_within(kept / STATISTICS)
     return plan.bytes_after + sum(stored) + copied - left
 
 

@@ -167,8 +167,9 @@ class Recipe(_Frozen):
 
     @property
     def output(self) -> Path:
-        """`out`, which the recipe of everything that is run has; only the recipe of a plan may lack it."""
-        assert self.out is not None
+        """`out`, which the recipe of everything that is run has. UserError: this one lacks it, as that of a plan may."""
+        if self.out is None:
+            raise UserError("no output folder given; add -o OUT, or `out` to the recipe")
         return self.out
 
     @property

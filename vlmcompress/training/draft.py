@@ -28,18 +28,18 @@ from vlmcompress.export import draft_folder, draft_images, launch_files, manifes
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.export.launch import REGISTRY
 from vlmcompress.models import VLM
-from vlmcompress.models.data import Sample, data_hash
+from vlmcompress.models.data import Sample
 from vlmcompress.quantization.plan.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction.hooks import attach_carried
 from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
 from vlmcompress.training.draft_lessons import Lessons, load_target
 from vlmcompress.training.eagle3 import DraftShape
-from vlmcompress.training.recovery_files import PART, RecoveryFiles, model_facts, run_settings
 from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
+from vlmcompress.utils.work_folder import WorkFolder, claimed_folder
 
 ALIGNING = 1e-4
 """The learning rate with which a trained draft goes on for another target; at that of a new one it first gets worse."""
@@ -91,7 +91,7 @@ def draft(
     *,
     base: Draft | None = None,
     engine: Engine | None = None,
-    resume: bool = False,
+    restart: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def draft(
         training: how it is trained.
         base: the draft to begin with.
         engine: answers the samples' questions; None: transformers does, one by one.
-        resume: go on after an interrupted run with the same settings.
+        restart: begin anew where an interrupted run left finished work, which is used otherwise.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
@@ -114,26 +114,20 @@ def draft(
     draft_folder.check_target(config := models.read_config(recipe.model), images)
     if base and (problem := base.mismatch(config)):
         raise UserError(f"--from {base.folder}: {problem}; leave out --from to train one anew")
-    with timed_phases(), folders.claimed_folder(recipe.model, out, overwrite=overwrite, mark=draft_folder.FACTS):
+    claim = claimed_folder(recipe.model, out, overwrite=overwrite, mark=draft_folder.FACTS, restart=restart)
+    with timed_phases(), claim as work:
         source = data_source(recipe, recipe.model, "draft")
         assert source is not None
         with phase("loading"):
             samples = [replace(sample, answer=None) for sample in teacher_cache.read(source, recipe, reduced=False)]
-            settings = run_settings(
-                recipe,
-                training,
-                {
-                    "--from a draft with the hash": identity.sha256(base.folder / draft_folder.WEIGHTS) if base else "",
-                    "--engine": engine.name if engine else "hf",
-                    "calibrate.max_length": recipe.calibrate.max_length,
-                    "samples with the hash": data_hash(samples),
-                    "a model with the files": model_facts(recipe.model),
-                },
-            )
+            particulars = {
+                "--from a draft with the hash": identity.sha256(base.folder / draft_folder.WEIGHTS) if base else "",
+                "--engine": engine.name if engine else "hf",
+            }
+            settings = teacher_cache.run_settings("draft", recipe, training, samples, particulars)
         with distributed.process_group():
-            with phase("loading"), distributed.shared_errors():
-                files = RecoveryFiles(out, settings, resume)
-            target, data = _answered(recipe, samples, source, engine, files, training.answer_tokens, progress)
+            work.begin(settings)
+            target, data = _answered(recipe, samples, source, engine, work, training.answer_tokens, progress)
             with phase("training"), torch.inference_mode(False):
                 kind, total = base.method if base else training.kind, len(target.model.get_output_embeddings().weight)
                 stored = load_file(base.folder / draft_folder.WEIGHTS) if base else None
@@ -150,7 +144,7 @@ def draft(
                         tensor.copy_(stored[name])
                 tensors = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
                 before = acceptance(lessons, tensors) if base else None
-                log, best = _train(lessons, tensors, training, recipe.seed, files, progress, base is not None)
+                log, best = _train(lessons, tensors, training, recipe.seed, work, progress, base is not None)
                 best = {name: tensor.to(target.model.dtype) for name, tensor in best.items()}  # as it is written
         facts = _facts(recipe, training, data, log, lessons, best)
         if base:
@@ -158,7 +152,7 @@ def draft(
         if distributed.is_main():
             with folders.new_folder(out) as folder:
                 write_draft(folder, lessons, best, facts)
-            files.remove()
+            work.remove()
         return facts | {"timing": phase_seconds()}
 
 
@@ -167,7 +161,7 @@ def _answered(
     samples: Sequence[Sample],
     source: str | Path,
     engine: Engine | None,
-    files: RecoveryFiles,
+    work: WorkFolder,
     most: int,
     progress: Progress,
 ) -> tuple[VLM, teacher_cache.Data]:
@@ -175,11 +169,11 @@ def _answered(
     if engine is not None:
         with phase("answers"), distributed.shared_errors():
             if distributed.is_main():
-                write_answers(engine, recipe.model, samples, files, most, progress)
+                write_answers(engine, recipe.model, samples, work, most, progress)
     with phase("loading"), distributed.shared_errors():
         target = load_target(recipe)
     with phase("answers"), attach_carried(target.model, target.processor, recipe.model) or contextlib.nullcontext():
-        return target, teacher_cache.answered(target, samples, source, files, progress, most)
+        return target, teacher_cache.answered(target, samples, source, work, progress, most)
 
 
 def _check_answers(lessons: Lessons, source: str | Path) -> None:
@@ -205,7 +199,7 @@ def _train(
     tensors: dict[str, Tensor],
     training: DraftTraining,
     seed: int,
-    files: RecoveryFiles,
+    work: WorkFolder,
     progress: Progress,
     aligns: bool,
 ) -> tuple[TrainLog, dict[str, Tensor]]:
@@ -236,7 +230,7 @@ def _train(
 
     settings = Settings.of(training, seed, "training the draft")
     callbacks: dict[str, Any] = {"backward": backward, "held_out": held_out}
-    log, best = train(tensors, lessons.first, settings, **callbacks, store=files, progress=progress)
+    log, best = train(tensors, lessons.first, settings, **callbacks, work=work, progress=progress)
     if not best and math.isfinite(log.first):
         best = first
     if not best:
@@ -297,21 +291,21 @@ def _facts(
 
 
 def write_answers(
-    engine: Engine, model: Path, samples: Sequence[Sample], files: RecoveryFiles, most: int, progress: Progress
+    engine: Engine, model: Path, samples: Sequence[Sample], work: WorkFolder, most: int, progress: Progress
 ) -> None:
-    """Have `engine` answer the samples that `files` has no answer to, greedily, by at most `most` tokens.
+    """Have `engine` answer the samples that `work` has no answer to, greedily, by at most `most` tokens.
 
     UserError: the engine can't start or refuses a question; what was answered is kept.
     """
-    answers = files.answers()
+    answers = teacher_cache.answers_in(work)
     lacking = [sample for sample in samples if sample.id not in answers]
     if not lacking:
         return
 
     def keep(answer: Answer) -> None:
         answers[answer.id] = answer.text.strip()
-        if len(answers) % PART == 0:
-            files.note_answers(answers)
+        if len(answers) % teacher_cache.PART == 0:
+            teacher_cache.keep_answers(work, answers)
 
     try:
         with tempfile.TemporaryDirectory(prefix="vlmcompress-images-") as folder:
@@ -319,7 +313,7 @@ def write_answers(
             options: dict[str, Any] = {"label": "writing answers", "progress": progress, "on_answer": keep}
             engine.answer(model, requests, media=folder, settings=EngineSettings(max_tokens=most), **options)
     finally:
-        files.note_answers(answers)
+        teacher_cache.keep_answers(work, answers)
 
 
 def _messages(sample: Sample, folder: Path) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.models.data import data_hash
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.plan.calibration_data import data_source
 from vlmcompress.recipe import Recipe
@@ -31,11 +30,11 @@ from vlmcompress.reduction.hooks.gated import Gate, Gated
 from vlmcompress.reduction.methods import REGISTRY, Grid, Signals, learned, reduce, too_small
 from vlmcompress.reduction.support import family_refusal
 from vlmcompress.training import distillation, teacher_cache
-from vlmcompress.training.recovery_files import RecoveryFiles, model_facts, run_settings
 from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
+from vlmcompress.utils.work_folder import WorkFolder, claimed
 
 MEASURED = 64
 """Samples that mean and spread of the channels are measured on."""
@@ -92,7 +91,7 @@ def learn_reducer(
     recipe: Recipe,
     training: ScorerTraining,
     *,
-    resume: bool = False,
+    restart: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def learn_reducer(
     Args:
         recipe: resolved recipe of scheme `none`; its model, data and seed are used.
         training: how it is trained.
-        resume: go on after an interrupted run with the same settings.
+        restart: begin anew where an interrupted run left finished work, which is used otherwise.
         overwrite: replace an existing file.
         progress: called with (label, done, total).
 
@@ -109,24 +108,21 @@ def learn_reducer(
         UserError: bad input, or nothing was learnt; nothing was written.
     """
     out = recipe.output
-    with timed_phases(), folders.claimed(out, functools.partial(_refuse, recipe, out, overwrite)):
+    claim = claimed(out, functools.partial(_refuse, recipe, out, overwrite), restart=restart)
+    with timed_phases(), claim as work:
         source = data_source(recipe, recipe.model, "learn-reducer")
         assert source is not None
         with phase("loading"):
             samples = teacher_cache.read(source, recipe, reduced=True)
-            particulars = {
-                "calibrate.max_length": recipe.calibrate.max_length,
-                "samples with the hash": data_hash(samples),
-                "a model with the files": model_facts(recipe.model),
-            }
-            settings = run_settings(recipe, training, particulars)
+            settings = teacher_cache.run_settings("learn-reducer", recipe, training, samples, {})
         with distributed.process_group():
-            taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
-            vlm, files, data = taught.vlm, taught.files, taught.data
+            work.begin(settings)
+            taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
+            vlm, data = taught.vlm, taught.data
             vlm.model.requires_grad_(False)
             with phase("training"), torch.inference_mode(False):
                 batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-                log, best, others = _Training(vlm, training, recipe.seed, files, batches, data.held_out).run(progress)
+                log, best, others = _Training(vlm, training, recipe.seed, work, batches, data.held_out).run(progress)
             why = f" ({log.ended})" if log.ended else ""
             failure = f"nothing was learnt: no measurement was better than an untrained scorer{why}; give more data, or"
             distributed.raise_any(None if best else f"{failure} a lower --lr")
@@ -152,7 +148,7 @@ def learn_reducer(
         }
         if distributed.is_main():
             scorer_file.save(out, best, facts)
-            files.remove()
+            work.remove()
         return facts | {"timing": phase_seconds()}
 
 
@@ -160,9 +156,9 @@ class _Training:
     """A run: the model with gates on its visual tokens, and the scorer's tensors."""
 
     def __init__(
-        self, vlm: VLM, settings: ScorerTraining, seed: int, files: RecoveryFiles, batches: Encoded, held_out: int
+        self, vlm: VLM, settings: ScorerTraining, seed: int, work: WorkFolder, batches: Encoded, held_out: int
     ) -> None:
-        self.vlm, self.settings, self.seed, self.files, self.batches = vlm, settings, seed, files, batches
+        self.vlm, self.settings, self.seed, self.work, self.batches = vlm, settings, seed, work, batches
         self.first = len(batches) - held_out
         self.gated = Gated(vlm)
         self.step = 0
@@ -186,7 +182,7 @@ class _Training:
                 backward=self._backward,
                 held_out=lambda: self._measured([self._hard(keep) for keep in settings.judged()]),
                 changed=self._changed,
-                store=self.files,
+                work=self.work,
                 progress=progress,
             )
         fixed = {name: self.weights[name] for name in learned.FIXED} if best else {}
@@ -198,7 +194,7 @@ class _Training:
     def _loss(self, index: int, gate: Gate) -> Tensor:
         self.gated.gate = gate
         return teacher_cache.divergence(
-            self.files.targets(index), distillation.gated_logits(self.vlm, self.batches[index])
+            teacher_cache.targets(self.work, index), distillation.gated_logits(self.vlm, self.batches[index])
         )
 
     def _backward(self, index: int, factor: float) -> float:

@@ -10,11 +10,9 @@ team (`utils.distributed`) share out the samples, and the first one writes.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST
-from vlmcompress.models.data import data_hash
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.inputs import Learned, Result, fit_counter, fit_reducer, fit_resize
 from vlmcompress.quantization.plan.calibration_data import data_source
@@ -24,12 +22,12 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, resizing
 from vlmcompress.training import teacher_cache
-from vlmcompress.training.recovery_files import model_facts, run_settings
 from vlmcompress.training.train_student import Student, TrainingOptions, facts, trained
-from vlmcompress.utils import distributed, folders
+from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
 from vlmcompress.utils.tensor_files import DTYPES
+from vlmcompress.utils.work_folder import WorkFolder, claimed_folder
 
 LEARNT_FROM = 128
 """Most samples that a reducer learns its numbers from."""
@@ -39,7 +37,7 @@ def recover(
     recipe: Recipe,
     training: TrainingOptions,
     *,
-    resume: bool = False,
+    restart: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Result:
@@ -48,7 +46,7 @@ def recover(
     Args:
         recipe: resolved recipe of scheme `none`; its model, data, seed, reducer and `resize` are used.
         training: what is trained, and how.
-        resume: go on after an interrupted run with the same settings.
+        restart: begin anew where an interrupted run left finished work, which is used otherwise.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
@@ -57,12 +55,13 @@ def recover(
     Raises:
         UserError: bad input; nothing was written.
     """
-    with timed_phases(), folders.claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST):
-        return _recovered(recipe, training, recipe.output, resume, overwrite, progress)
+    claim = claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST, restart=restart)
+    with timed_phases(), claim as work:
+        return _recovered(recipe, training, work, overwrite, progress)
 
 
 def _recovered(
-    recipe: Recipe, training: TrainingOptions, out: Path, resume: bool, overwrite: bool, progress: Progress
+    recipe: Recipe, training: TrainingOptions, work: WorkFolder, overwrite: bool, progress: Progress
 ) -> Result:
     if recipe.reduce is None and recipe.resize is None:
         raise UserError("recover: nothing to recover from; say with --reduce what the model is to run behind")
@@ -70,7 +69,7 @@ def _recovered(
         raise UserError(
             f"{recipe.model} is quantized already; recover the 16-bit original, then quantize what that gives"
         )
-    work = make_plan(recipe)
+    plan = make_plan(recipe)
     merges = recipe.reduce is not None and hasattr(recipe.reduce.module, "merge")
     if merges and "tower" in training.train:
         raise UserError(
@@ -83,44 +82,42 @@ def _recovered(
         particulars = {
             "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
             "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
-            "calibrate.max_length": recipe.calibrate.max_length,
-            "samples with the hash": data_hash(samples),
-            "a model with the files": model_facts(recipe.model),
         }
-        settings = run_settings(recipe, training, particulars)
+        settings = teacher_cache.run_settings("recover", recipe, training, samples, particulars)
     with distributed.process_group():
-        taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
-        files, data = taught.files, taught.data
+        work.begin(settings)
+        taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
+        data = taught.data
         with phase("reducer"), distributed.shared_errors():
             # reducer and resize learn from the samples, as they do when a checkpoint is quantized
             vlm = taught.vlm
             resize = fit_resize(recipe.resize, vlm, data.samples)
             vlm = resizing.resized(vlm, resize) if resize else vlm
             batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-            learns = work.visual_tokens is not None and work.visual_tokens.learns
+            learns = plan.visual_tokens is not None and plan.visual_tokens.learns
             few = batches[:LEARNT_FROM] if learns else []
             reducer = fit_reducer(recipe.reduce, vlm, few, progress)
-            count = fit_counter(work.visual_tokens, reducer, vlm, few)
+            count = fit_counter(plan.visual_tokens, reducer, vlm, few)
             recipe = recipe.model_copy(update={"reduce": reducer, "resize": resize})
         with phase("training"):
             student = Student(
                 vlm,
-                work.source.names,
+                plan.source.names,
                 batches,
                 data.held_out,
                 lambda: attach(vlm, recipe.reduce, counter=count) if recipe.reduce else contextlib.nullcontext(),
             )
-            outcome = trained(student, training, recipe.seed, files, progress)
+            outcome = trained(student, training, recipe.seed, work, progress)
     if not distributed.is_main():
-        return Result(out, {})
+        return Result(work.out, {})
     origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
     origin |= {"resize": resize.model_dump()} if resize else {}
-    types = {name: DTYPES[work.source.stored[work.source.names[name]].dtype] for name in outcome.changed}
+    types = {name: DTYPES[plan.source.stored[plan.source.names[name]].dtype] for name in outcome.changed}
     written = write_checkpoint(
-        work,
+        plan,
         Learned(recipe, count),
         vlm,
-        files,
+        work,
         origin,
         Recovery(
             {name: value.to("cpu", types[name]).contiguous() for name, value in outcome.changed.items()},
@@ -129,5 +126,5 @@ def _recovered(
         overwrite=overwrite,
         progress=progress,
     )
-    files.remove()
-    return Result(out, written)
+    work.remove()
+    return Result(work.out, written)

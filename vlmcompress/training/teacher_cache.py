@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,17 @@ from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.models.data import Reading, Sample, Samples, load_samples, provenance, video
+from vlmcompress.models.data import Reading, Sample, Samples, data_hash, load_samples, provenance, video
 from vlmcompress.models.data.encode import Encoded, encode_prompt
 from vlmcompress.models.data.provenance import notes
 from vlmcompress.models.devices import accelerator
 from vlmcompress.recipe import Recipe
 from vlmcompress.training import distillation
-from vlmcompress.training.recovery_files import PART, RecoveryFiles
-from vlmcompress.utils import distributed, hub
+from vlmcompress.utils import distributed, hub, identity
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import note
 from vlmcompress.utils.progress import Progress, phase
+from vlmcompress.utils.work_folder import WorkFolder
 
 FEWEST = 16
 """Samples that a recovery needs."""
@@ -40,6 +40,8 @@ HELD_OUT, LEAST_HELD_OUT = 0.1, 8
 """Share of the samples that are held out, and the fewest."""
 ANSWER_TOKENS = 32
 """Most tokens of an answer that the teacher writes where the data have none."""
+PART = 16
+"""Samples whose teacher's targets are in one file, which one worker writes."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,9 @@ class Data:
 
 @dataclass(frozen=True)
 class TeacherCache:
-    """A teacher, the files of the run, and the samples that it was shown; `origin` describes these for the manifest."""
+    """A teacher, and the samples that it was shown; `origin` describes these for the manifest."""
 
     vlm: VLM
-    files: RecoveryFiles
     data: Data
     origin: dict[str, Any]
 
@@ -130,30 +131,69 @@ def cache_teacher(
     recipe: Recipe,
     source: str | Path,
     samples: Sequence[Sample],
-    settings: Mapping[str, Any],
-    *,
-    resume: bool,
+    work: WorkFolder,
     progress: Progress,
 ) -> TeacherCache:
-    """Load the recipe's model, and cache its answers and log-probabilities in files beside `recipe.out`.
-
-    `settings`: all that decides the run, by names for messages; a run that goes on has to have the same.
-    """
+    """Load the recipe's model, and cache its answers and log-probabilities in the run's work folder."""
     with phase("loading"), distributed.shared_errors():
-        files = RecoveryFiles(recipe.output, settings, resume)
         vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
         if device := accelerator():
             vlm.model.to(device)  # type: ignore[arg-type]
     with phase("teacher"):
-        data = answered(vlm, samples, source, files, progress)
-        return TeacherCache(vlm, files, data, _taught(vlm, data, recipe, files, progress))
+        data = answered(vlm, samples, source, work, progress)
+        return TeacherCache(vlm, data, _taught(vlm, data, recipe, work, progress))
+
+
+def run_settings(
+    command: str, recipe: Recipe, training: Any, samples: Sequence[Sample], particulars: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All that decides a training run, for `WorkFolder.begin`.
+
+    Args:
+        training: the values of its flags.
+        particulars: settings of this command's own.
+    """
+    flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
+    return {
+        "command": command,
+        **flags,
+        "--seed": recipe.seed,
+        **particulars,
+        "calibrate.max_length": recipe.calibrate.max_length,
+        "samples with the hash": data_hash(samples),
+        "model": {**identity.source_identity(recipe.model), "content_sha256": identity.model_hash(recipe.model)},
+        "versions": identity.versions(),
+    }
+
+
+def answers_in(work: WorkFolder) -> dict[str, str]:
+    """Answers that the teacher wrote so far, by the id of a sample: those of all workers."""
+    notes = [work.noted(path.stem, dict[str, str]) for path in sorted(work.folder.glob("answers-*.json"))]
+    return {id: answer for answers in notes for id, answer in answers.items()}
+
+
+def keep_answers(work: WorkFolder, answers: Mapping[str, str]) -> None:
+    """Write all answers that this worker has to its own file."""
+    work.note(f"answers-{distributed.rank()}", dict(answers))
+
+
+def targets(work: WorkFolder, index: int) -> dict[str, Tensor]:
+    """Read the teacher's targets (`teacher_targets`) for one sample."""
+    with work.opened(_part(index // PART)) as file:
+        names = [name for name in ("logs", "ids") if f"{index}/{name}" in file.keys()]  # noqa: SIM118
+        return {name: file.get_tensor(f"{index}/{name}") for name in names}
+
+
+def _part(part: int) -> str:
+    """Name of the file with the teacher's targets for a part of the samples."""
+    return f"teacher-{part:05d}"
 
 
 def answered(
     vlm: VLM,
     samples: Sequence[Sample],
     source: str | Path,
-    files: RecoveryFiles,
+    work: WorkFolder,
     progress: Progress,
     most: int = ANSWER_TOKENS,
 ) -> Data:
@@ -161,7 +201,7 @@ def answered(
 
     One to which the teacher says nothing is left out.
     """
-    answers = files.answers()
+    answers = answers_in(work)
     lacking = [sample for sample in samples if not (sample.answer or "").strip()]
     turn = PART * distributed.world_size()
     for start in range(0, len(lacking), turn):
@@ -170,7 +210,7 @@ def answered(
                 if sample.id not in answers:
                     answers[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), most)
                 progress("writing answers", min(start + number * distributed.world_size(), len(lacking)), len(lacking))
-            files.note_answers(answers)
+            keep_answers(work, answers)
     answers = distributed.merge_dicts(answers)
     unanswered = {sample.id for sample in lacking}
     every = [replace(row, answer=answers[row.id]) if row.id in unanswered else row for row in samples]
@@ -190,15 +230,15 @@ def answered(
     return data
 
 
-def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress: Progress) -> dict[str, Any]:
+def _taught(vlm: VLM, data: Data, recipe: Recipe, work: WorkFolder, progress: Progress) -> dict[str, Any]:
     """Cache the teacher's log-probabilities for all samples; returns the manifest's description of the data."""
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
     parts = range(-(-len(batches) // PART))
     for start in range(0, len(parts), distributed.world_size()):
         with distributed.shared_errors():
             for part in distributed.shard(parts[start : start + distributed.world_size()]):
-                if not files.has_part(part):
-                    files.save_part(part, _said(vlm, data, batches, part, progress))
+                if not work.has(_part(part)):
+                    work.write(_part(part), _said(vlm, data, batches, part, progress))
     options: dict[str, Any] = {"seed": recipe.seed, "processor": vlm.processor, "skipped": data.skipped}
     origin = provenance(data.samples, batches, hub.local(data.source, "dataset"), **options)
     for line in notes(origin):
@@ -206,20 +246,21 @@ def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress
     return origin
 
 
-def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress) -> dict[int, dict[str, Tensor]]:
-    """The teacher's targets for the samples of a part, by their numbers."""
-    targets = {}
+def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress) -> dict[str, Tensor]:
+    """The teacher's targets for the samples of a part: `NUMBER/KIND` -> tensor."""
+    tensors = dict[str, Tensor]()
     for index in range(part * PART, min((part + 1) * PART, len(batches))):
         if not distillation.answer_tokens(batches[index])[1]:
             raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
-        targets[index] = teacher_targets(distillation.teacher_logits(vlm, batches[index]))
-        if targets[index]["logs"].isnan().any():
+        said = teacher_targets(distillation.teacher_logits(vlm, batches[index]))
+        if said["logs"].isnan().any():
             raise UserError(
                 f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
                 "whether its weights are right (`vlmcompress doctor`), or overflow in float16"
             )
+        tensors |= {f"{index}/{kind}": tensor.cpu() for kind, tensor in said.items()}
         progress("asking the teacher", index + 1, len(batches))
-    return targets
+    return tensors
 
 
 def _enough(samples: Sequence[Sample], source: str | Path) -> None:

@@ -14,10 +14,11 @@ state.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch import Tensor
 from vlmcompress.utils import distributed, schema
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
+from vlmcompress.utils.work_folder import WorkFolder
 
 PATIENCE = 4
 """How many measurements in a row may be no better than the best, where the settings do not say."""
@@ -111,14 +113,8 @@ class TrainLog:
         return better
 
 
-class Store(Protocol):
-    """Where the state of a run is kept."""
-
-    def save(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Keep a state in the place of the one before, whole or not at all. `facts` are JSON data."""
-
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The state that was kept; None: there is none."""
+STATE = "state"
+"""Name of the loop's state in a work folder."""
 
 
 def rate(step: int, steps: int) -> float:
@@ -150,10 +146,10 @@ def train(
     backward: Callable[[int, float], float],
     held_out: Callable[[], float],
     changed: Callable[[int], None] = lambda step: None,
-    store: Store,
+    work: WorkFolder,
     progress: Progress = silent,
 ) -> tuple[TrainLog, dict[str, Tensor]]:
-    """Run the loop, from where the store's state was kept if it has one.
+    """Run the loop, from the state that `work` keeps of an interrupted run if it has one.
 
     Args:
         trained: name -> float32 tensor, a leaf that gets a gradient; at the end they are where the run ended.
@@ -169,9 +165,10 @@ def train(
         How it went, and the values of `trained` at the best measurement; none where that is the one before training.
     """
     loop = _Loop(trained, settings)
-    state = store.load()
-    if state:
-        log, best = loop.restore(*state)
+    if work.has(STATE):
+        with work.opened(STATE) as file:
+            kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            log, best = loop.restore(kept, json.loads(file.metadata()["log"]))
         changed(log.step)
     else:
         log, best = TrainLog(held_out()), dict[str, Tensor]()
@@ -189,7 +186,7 @@ def train(
             if log.record(held_out(), settings.patience, settings.diverged):
                 best = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
             if distributed.is_main():
-                store.save(loop.state(best), dataclasses.asdict(log))
+                work.write(STATE, loop.state(best), {"log": json.dumps(dataclasses.asdict(log))})
         progress(settings.label, log.step, settings.steps)
     return log, best
 
@@ -238,7 +235,7 @@ class _Loop:
 
     def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[TrainLog, dict[str, Tensor]]:
         """Take up what `state` gave; return how it went until then, and the best values. UserError: it is damaged."""
-        schema.check(TrainLog, facts, "the state of the interrupted run", "start again without --resume")
+        schema.check(TrainLog, facts, "the state of the interrupted run", "begin anew with --restart")
         for name, tensor in self.trained.items():
             with torch.no_grad():
                 tensor.copy_(state[f"now/{name}"])

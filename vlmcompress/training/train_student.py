@@ -20,12 +20,12 @@ from vlmcompress import models
 from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.training import distillation, lora, teacher_cache
-from vlmcompress.training.recovery_files import RecoveryFiles
 from vlmcompress.training.teacher_cache import Data
 from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.work_folder import WorkFolder
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TrainingOutcome:
 
 
 def trained(
-    student: Student, training: TrainingOptions, seed: int, files: RecoveryFiles, progress: Progress
+    student: Student, training: TrainingOptions, seed: int, work: WorkFolder, progress: Progress
 ) -> TrainingOutcome:
     """Train a model behind its reducer, and leave it as the best measurement had it, merged; or as it was."""
     vlm, batches = student.vlm, student.batches
@@ -100,7 +100,9 @@ def trained(
         parts = Trained(vlm, training.train, training.rank, seed, student.names)
 
     def loss(index: int) -> Tensor:
-        return teacher_cache.divergence(files.targets(index), distillation.student_logits(vlm, batches[index]))
+        return teacher_cache.divergence(
+            teacher_cache.targets(work, index), distillation.student_logits(vlm, batches[index])
+        )
 
     def backward(index: int, factor: float) -> float:
         with distillation.graph(vlm):
@@ -118,7 +120,7 @@ def trained(
     callbacks: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
     with torch.inference_mode(False), student.attached():
         with parts.attached():
-            log, best = train(parts.tensors, first, settings, **callbacks, store=files, progress=progress)
+            log, best = train(parts.tensors, first, settings, **callbacks, work=work, progress=progress)
         if not math.isfinite(log.first):
             raise UserError(f"there is nothing to start from: {log.ended}; keep more, or choose another reducer")
         changed = parts.merged(best) if best else {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _formed: list[bool] = []  # not empty once this worker has joined a process group
-_GONE = "another worker of this run ended before its work was done (see its message); run again with --resume"
+_GONE = "another worker of this run ended before its work was done (see its message); run again: it goes on"
 
 
 class SharedError(UserError):

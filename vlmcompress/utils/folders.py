@@ -5,20 +5,18 @@ synced, and renamed. Next to `tree` lies `lock`, held locked by the process that
 was left by a killed run and is removed by the next one. When OUT is replaced, the old folder waits in `old` between the
 two renames; a run killed right there leaves OUT absent, and the next run puts `old` back.
 
-A run that works towards OUT for long holds `.NAME.lock` from its start (`claimed`). The lock covers everything that it keeps
-beside OUT: `.NAME.resume`, `.NAME.recover`, `.NAME.statistics` and `.NAME.rotated`.
+A run that works towards OUT for long holds `.NAME.lock` from its start, see `work_folder`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from vlmcompress.utils import distributed, locks
@@ -30,71 +28,19 @@ class WriteError(UserError):
     """A file operation that failed while something was written."""
 
 
-@contextlib.contextmanager
-def claimed(out: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Keep OUT and the hidden files beside it to this run within the context.
-
-    Of several workers the first one takes the lock for all; where another run has it, all raise so in
-    `distributed.process_group`.
-
-    Args:
-        out: folder or file that the run writes.
-        check: raises `UserError` for an OUT that must not be written. Called before the lock is taken and, as another run may
-            have been at work until then, again under the lock.
-
-    Raises:
-        UserError: another run holds OUT, or `check` refuses it. A `WriteError` from within says where finished work is kept.
-    """
-    check()
-    with contextlib.ExitStack() as stack:
-        if distributed.is_main():
-            try:
-                stack.enter_context(_lock(out))
-                check()
-            except UserError as error:
-                with distributed.process_group(str(error)):
-                    raise
-        try:
-            yield
-        except WriteError as error:
-            kept = [path for path in (beside(out, "resume"), beside(out, "recover")) if path.is_dir()]
-            if not kept:
-                raise
-            raise UserError(f"{error}; finished work is kept in {kept[0]}: go on with --resume") from error
-
-
-def claimed_folder(source: Path, out: Path, *, overwrite: bool, mark: str) -> contextlib.AbstractContextManager[None]:
-    """`claimed`, for a run that writes the folder OUT as `check` allows it."""
-    return claimed(out, functools.partial(check, source, out, overwrite=overwrite, mark=mark))
-
-
 def beside(out: Path, kind: str) -> Path:
     """Path of a hidden file or folder (`.NAME.KIND`) that a run keeps beside OUT until OUT is whole."""
     return out.with_name(f".{out.name}.{kind}")
 
 
 @contextlib.contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Hold OUT's lock; parent folders made for the lock file are removed again if they stay empty."""
-    with user_errors(out):
-        made = _make_parents(out.absolute().parent)
+def parents(out: Path) -> Iterator[None]:
+    """OUT's parent folders within the context; those that were made for it are removed again if they stay empty."""
+    made = _make_parents(out.absolute().parent)
     try:
-        with contextlib.ExitStack() as stack:
-            try:
-                with user_errors(out):
-                    stack.enter_context(locks.held(beside(out, "lock")))
-            except locks.Held as error:
-                raise _busy(out, error.owner, beside(out, "lock")) from None
-            yield
+        yield
     finally:
         _remove_empty(made)
-
-
-def _busy(out: Path, owner: str, lock: Path) -> UserError:
-    where = f" (if it is gone, remove {lock})" if " on " in owner else ""
-    return UserError(
-        f"another run, {owner}, is writing {out} now; wait for it, end it{where}, or choose another output"
-    )
 
 
 def check(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
@@ -142,7 +88,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         made = _make_parents(out.absolute().parent)
         try:
             stage = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.absolute().parent))
-            with locks.held(stage / "lock"):
+            with locks.held(stage / "lock", f"writing {out}"):
                 try:
                     tree = stage / "tree"
                     tree.mkdir()
@@ -275,9 +221,6 @@ def _recover(out: Path) -> None:
     for stage in sorted(path for path in parent.iterdir() if path.name.startswith(_prefix(out))):
         if not (stage / "lock").is_file():
             continue
-        try:
-            with locks.held(stage / "lock"):
-                _put_back(stage, out)
-                shutil.rmtree(stage)
-        except locks.Held as error:
-            raise _busy(out, error.owner, stage / "lock") from None
+        with locks.held(stage / "lock", f"writing {out}"):
+            _put_back(stage, out)
+            shutil.rmtree(stage)

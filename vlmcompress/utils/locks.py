@@ -14,31 +14,31 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-
-class Held(Exception):
-    """Raised when another process, or another run of this one, holds the lock: `owner` says which in words."""
-
-    def __init__(self, owner: str) -> None:
-        super().__init__(owner)
-        self.owner = owner
+from vlmcompress.utils.errors import UserError
 
 
 @contextlib.contextmanager
-def held(path: Path, *, wait: bool = False) -> Iterator[None]:
+def held(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock file `path` within the context.
 
     Args:
+        what: what its holder does, for the message: `writing OUT`.
         wait: wait until it is free.
 
     Raises:
-        Held: it is not free.
+        UserError: another process, or another run of this one, holds it.
         OSError: the file cannot be made, or its file system has no locks.
     """
     lock = FileLock(path)
     try:
         lock.acquire(timeout=-1 if wait else 0)
     except Timeout:
-        raise Held(_owner(path)) from None
+        owner, where = _owner(path), ""
+        if " on " in owner:  # a lock of another host's process may outlive it
+            where = f" (if it is gone, remove {path})"
+        raise UserError(
+            f"another run, {owner}, is {what} now; wait for it, end it{where}, or choose another output"
+        ) from None
     try:
         # On a file system without flock it has become a SoftFileLock, which writes these lines itself.
         if type(lock) is FileLock:

@@ -16,12 +16,12 @@ from tests.kit.processes import wait_until_gone
 from vlmcompress.engines import Refusals, Run, Settings
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
-from vlmcompress.evaluation.accuracy.journal import open_journal
 from vlmcompress.evaluation.accuracy.tasks import load_suite
 from vlmcompress.evaluation.report.files import write
 from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.report.text import terminal
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.work_folder import open_journal
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ from pathlib import Path
 Path({str(tmp_path / "process")!r}).write_text(str(os.getpid()))
 from vlmcompress.engines.vllm import ENGINE
 from vlmcompress.evaluation.accuracy.ask import ask_suite
-from vlmcompress.evaluation.accuracy.journal import open_journal
+from vlmcompress.utils.work_folder import open_journal
 from vlmcompress.evaluation.accuracy.tasks import load_suite
 from vlmcompress.evaluation.report.files import write
 from vlmcompress.evaluation.report.findings import Findings

@@ -73,7 +73,7 @@ def finished(call):
         time.sleep(0.2)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    with locks.held(folders.beside(folder, "lock"), wait=True):  # the program's fork ends a little later
+    with locks.held(folders.beside(folder, "lock"), "waiting", wait=True):  # the program's fork ends a little later
         pass
     done = subprocess.run([sys.executable, "-m", "vlmcompress", *arguments, "--json"], capture_output=True, text=True)
     return done, json.loads(done.stdout), folder

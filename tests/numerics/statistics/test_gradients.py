@@ -17,11 +17,12 @@ from vlmcompress.models.data import encode, load_samples
 from vlmcompress.numerics.statistics.gradients import Gradient, Gradients, sensitivities
 from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration import statistics_folder
-from vlmcompress.quantization.calibration.block_store import BlockStore
+from vlmcompress.quantization.calibration.block_store import load_block
 from vlmcompress.quantization.calibration.gradient_pass import gradients
 from vlmcompress.quantization.calibration.solve import QuantMethod, solve_block
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
+from vlmcompress.utils.work_folder import WorkFolder
 
 
 @pytest.fixture(scope="module")
@@ -119,16 +120,16 @@ def test_quantize(world, tmp_path, scheme):
 
 def first_block(work, tmp_path: Path):
     """What a run stores for the first block; it is stopped when it has the second one."""
-    folder = work.out.with_name(f".{work.out.name}.resume")
+    kept = WorkFolder(work.out)
 
     def stop(_label: str, done: int, total: int) -> None:
-        if (folder / "layer-0000.safetensors").exists():
+        if kept.has("layer-0000"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         quantize(work, progress=stop)
-    mark = (folder / "fingerprint").read_text()
-    return BlockStore(folder, mark, resume=True).load(0)
+    kept.begin({})
+    return load_block(kept, 0)
 
 
 def test_whole_checkpoints(world, tmp_path):
@@ -137,10 +138,10 @@ def test_whole_checkpoints(world, tmp_path):
     quantize(work)
     again = recipe(world, tmp_path / "again", "gptq", options={"group_size": 64, "balance": "mbq"})
     first_block(again, tmp_path)
-    kept = json.loads((tmp_path / ".again.resume" / "gradients.json").read_text())["data"]
+    kept = json.loads((tmp_path / ".again.work" / "gradients.json").read_text())["data"]
     assert Gradients.from_dict(kept) == statistics_folder.read(world / "stats").gradients
     labels = set()
-    quantize(again, resume=True, progress=lambda label, _done, _total: labels.add(label))
+    quantize(again, progress=lambda label, _done, _total: labels.add(label))
     assert "calibrating" in labels and "gradients" not in labels
     names = ("model.safetensors", "config.json")
     assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "again" / n).read_bytes() for n in names)
@@ -156,7 +157,7 @@ def test_calibrate_goes_on_after_the_pass(world, tmp_path):
     needs = ("absmax", "gradient")
     with pytest.raises(KeyboardInterrupt):
         calibrate(work, needs=needs, progress=stop)
-    calibrate(work, needs=needs, resume=True, progress=lambda label, _done, _total: labels.add(label))
+    calibrate(work, needs=needs, progress=lambda label, _done, _total: labels.add(label))
     assert "gradients" not in labels
     assert statistics_folder.read(tmp_path / "stats").gradients == statistics_folder.read(world / "stats").gradients
 

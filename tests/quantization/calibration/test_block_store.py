@@ -1,12 +1,13 @@
-"""The store of finished blocks: exact round trip, and nothing survives a change of what it depends on."""
+"""Results of finished blocks in a work folder: an exact round trip."""
 
 from __future__ import annotations
 
 import torch
 
+from tests.kit.work import begun
 from vlmcompress.numerics import NVFP4, Format, round_to_nearest
 from vlmcompress.numerics.statistics.kv_range import BINS
-from vlmcompress.quantization.calibration.block_store import BlockStore
+from vlmcompress.quantization.calibration.block_store import load_block, save_block
 from vlmcompress.quantization.calibration.solve import BlockResult
 
 
@@ -28,11 +29,10 @@ def result() -> BlockResult:
 
 
 def test_round_trip_is_exact(tmp_path):
-    store = BlockStore(tmp_path / "s", "x", resume=False)
-    saved = result()
-    store.save(3, saved)
-    assert store.has(3) and not store.has(2) and store.finished() == 1
-    loaded = store.load(3)
+    work, saved = begun(tmp_path / "out"), result()
+    save_block(work, 3, saved)
+    assert work.has("layer-0003") and not work.has("layer-0002")
+    loaded = load_block(work, 3)
     assert loaded.errors == saved.errors and loaded.warnings == saved.warnings and loaded.maxima == saved.maxima
     for kind in ("smoothing", "multiplied", "input_scales", "kv_ranges"):
         assert getattr(loaded, kind).keys() == getattr(saved, kind).keys()
@@ -44,24 +44,3 @@ def test_round_trip_is_exact(tmp_path):
         assert torch.equal(again.step, weight.step) and again.scale.dtype == weight.scale.dtype
         assert (again.zero_point is None) == (weight.zero_point is None)
         assert weight.zero_point is None or torch.equal(again.zero_point, weight.zero_point)
-
-
-def test_kept_only_for_the_same_fingerprint_and_on_request(tmp_path):
-    BlockStore(tmp_path / "s", "x", resume=False).save(0, result())
-    assert BlockStore(tmp_path / "s", "x", resume=True).has(0)
-    assert not BlockStore(tmp_path / "s", "y", resume=True).has(0)
-    BlockStore(tmp_path / "s", "y", resume=True).save(0, result())
-    assert not BlockStore(tmp_path / "s", "y", resume=False).has(0)
-
-
-def test_a_half_written_block_does_not_count(tmp_path):
-    store = BlockStore(tmp_path / "s", "x", resume=False)
-    (store.folder / "layer-0001.part").write_bytes(b"half")
-    assert not store.has(1) and store.finished() == 0
-
-
-def test_remove_leaves_nothing(tmp_path):
-    store = BlockStore(tmp_path / "s", "x", resume=False)
-    store.save(0, result())
-    store.remove()
-    assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.work import begun
 from vlmcompress import models
 from vlmcompress.models import decoder_blocks
 from vlmcompress.models.data import encode, load_samples
@@ -135,15 +136,15 @@ def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch)
     calibrate(recipe(world, tmp_path / "whole"), needs=("absmax", "entropy"))
     expected = statistics_folder.read(tmp_path / "whole").facts["entropy"]
     vlm = models.load(world / "llava")
-    store = statistics_folder.Collected(tmp_path / "store", "x", resume=False)
-    store.save_entropy(0, {"luq": -1.0, "qvlm": -1.0})
+    work = begun(tmp_path / "store")
+    work.note("entropy", {0: {"luq": -1.0, "qvlm": -1.0}})
     batches = encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm)
-    collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"}))
-    entropies = store.entropies()
+    collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, work, frozenset({"absmax", "entropy"}))
+    entropies = {int(layer): bits for layer, bits in work.noted("entropy").items()}
     assert entropies[0] == {"luq": -1.0, "qvlm": -1.0}
     assert [entropies[i]["qvlm"] for i in range(1, len(entropies))] == expected["qvlm"][1:]
     assert [entropies[i]["luq"] for i in range(1, len(entropies))] == expected["luq"][1:]
     monkeypatch.setattr("vlmcompress.quantization.calibration.capture.capture_blocks", None)
     collect(
-        vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"})
+        vlm, decoder_blocks(vlm.model, vlm.spec), batches, work, frozenset({"absmax", "entropy"})
     )  # nothing is left to run

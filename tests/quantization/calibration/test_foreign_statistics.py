@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.work import begun
 from vlmcompress import cli, models
 from vlmcompress.cli import _process as terminal
 from vlmcompress.cli.calibrate import STATISTICS
@@ -228,7 +229,7 @@ def test_no_room(world, tmp_path, monkeypatch):
 
 def test_a_full_disk(tmp_path):
     """What safetensors reports as text is an error that names the file, and the block does not count as finished."""
-    store = statistics_folder.Collected(tmp_path / "store", "x", resume=False)
+    work = begun(tmp_path / "store")
     collector = Collector(256)
     collector.add(torch.ones(1, 256))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -236,11 +237,11 @@ def test_a_full_disk(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(UserError, match="no space left while writing .*layer-0000"):
-            store.save(0, {"qkv": collector.finish()}, {})
+            statistics_folder.save_statistics(work, 0, {"qkv": collector.finish()}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert not store.has(0)
+    assert not work.has("layer-0000")
 
 
 def test_the_names_of_statistics():

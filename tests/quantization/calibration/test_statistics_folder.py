@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, forks, tiny
+from tests.kit.work import begun
 from vlmcompress import cli, models
 from vlmcompress.cli import _process as terminal
 from vlmcompress.evaluation.doctor import files as doctor
@@ -25,10 +26,11 @@ from vlmcompress.quantization import inputs
 from vlmcompress.quantization.blocks import solve_blocks
 from vlmcompress.quantization.calibrate import calibrate, collect
 from vlmcompress.quantization.calibration import statistics_folder
-from vlmcompress.quantization.calibration.block_store import BlockStore
+from vlmcompress.quantization.calibration.block_store import load_block
 from vlmcompress.quantization.calibration.solve import QuantMethod, apply, solve_block
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
+from vlmcompress.utils.work_folder import WorkFolder
 
 NAMES = ("llava", "qwen2-5-vl")
 
@@ -132,16 +134,18 @@ def test_every_scheme_is_solved_from_them(world, tmp_path, scheme):
     assert all({"text", "vision", "answer"} == set(error) for error in result.manifest["errors"].values())
 
 
-def test_the_weights_are_those_from_memory(world, tmp_path):
+def test_the_weights_are_those_from_memory(world, tmp_path, monkeypatch):
     """Statistics that never were on disk (their run collected anew) give the same stored blocks, smoothing included."""
     vlm = models.load(world / "llava")
     method = QuantMethod(chosen := recipe(world, "llava", tmp_path, "awq").method, chosen.Options(group_size=32))
-    kept, store = Memory(), BlockStore(tmp_path / "store", "x", resume=False)
+    kept, work = Memory(), begun(tmp_path / "store")
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), vlm)
-    collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, kept)
+    with monkeypatch.context() as patch:
+        patch.setattr("vlmcompress.quantization.calibrate.save_statistics", kept.save)
+        collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, begun(tmp_path / "unused"))
     model = models.load(world / "llava").model
     solve_blocks(
-        model, decoder_blocks(vlm.model, vlm.spec), method, store, statistics_folder.read(world / "llava-stats")
+        model, decoder_blocks(vlm.model, vlm.spec), method, work, statistics_folder.read(world / "llava-stats")
     )
     for layer, groups in enumerate(decoder_blocks(vlm.model, vlm.spec)):
         modules = {name: vlm.model.get_submodule(name) for g in groups for name in (*g.linears, g.smooth) if name}
@@ -150,7 +154,7 @@ def test_the_weights_are_those_from_memory(world, tmp_path):
         norms = {g.smooth: modules[g.smooth].weight.to(device) for g in groups if g.smooth_kind == "norm"}
         expected = solve_block(groups, weights, kept.stats[layer], method, torch.bfloat16, norms=norms)
         apply(expected, modules)
-        loaded_block = store.load(layer)
+        loaded_block = load_block(work, layer)
         assert loaded_block.smoothing and loaded_block.errors == expected.errors
         assert all(torch.equal(loaded_block.smoothing[op], scale.cpu()) for op, scale in expected.smoothing.items())
         for name, weight in expected.weights.items():
@@ -165,24 +169,21 @@ class Memory:
     def __init__(self) -> None:
         self.stats: dict[int, dict[str, GroupStats]] = {}
 
-    def has(self, layer: int) -> bool:
-        return layer in self.stats
-
-    def save(self, layer: int, stats: dict[str, GroupStats], _kv_scales: dict) -> None:
+    def save(self, _work: WorkFolder, layer: int, stats: dict[str, GroupStats], _kv_scales: dict) -> None:
         self.stats[layer] = dict(stats)
 
 
 def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
     """Memory holds the Gram matrices of one block: those of the block before are gone when the next is kept."""
     references: list[weakref.ref] = []
-    save = statistics_folder.Collected.save
+    save = statistics_folder.save_statistics
 
-    def watched(store, layer, stats, kv_scales):
+    def watched(work, layer, stats, kv_scales):
         assert stats and not any(old() is not None for old in references)
         references.extend(weakref.ref(group_stats) for group_stats in stats.values())
-        save(store, layer, stats, kv_scales)
+        save(work, layer, stats, kv_scales)
 
-    monkeypatch.setattr(statistics_folder.Collected, "save", watched)
+    monkeypatch.setattr("vlmcompress.quantization.calibrate.save_statistics", watched)
     calibrate(recipe(world, "llava", tmp_path / "stats"))
     assert len(references) == 9  # four groups in each of two blocks, and the head
 
@@ -224,24 +225,24 @@ def test_interrupted_is_uninterrupted(world, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(recipe(world, "llava", stats, kv_cache="fp8"), progress=stop)
-    assert not stats.exists() and len(files(tmp_path / ".stats.resume")) == 1
-    first = (tmp_path / ".stats.resume" / "layer-0000.safetensors").stat().st_mtime_ns
-    calibrate(recipe(world, "llava", stats, kv_cache="fp8"), resume=True)
+    assert not stats.exists() and len(files(tmp_path / ".stats.work")) == 1
+    first = (tmp_path / ".stats.work" / "layer-0000.safetensors").stat().st_mtime_ns
+    calibrate(recipe(world, "llava", stats, kv_cache="fp8"))
     assert files(stats) == files(world / "llava-stats")
     assert (stats / "layer-0000.safetensors").stat().st_mtime_ns == first, "the first block was collected again"
 
     chosen = stored(world, "llava", out, "awq", options={"group_size": 32})
     with pytest.raises(KeyboardInterrupt):
         quantize(chosen, progress=stop)
-    assert not out.exists() and files(tmp_path / ".out.resume")
-    quantize(chosen, resume=True)
+    assert not out.exists() and files(tmp_path / ".out.work")
+    quantize(chosen)
     quantize(stored(world, "llava", tmp_path / "whole", "awq", options={"group_size": 32}))
     assert files(out) == files(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "stats", "whole"]
 
 
 def test_killed(world, tmp_path, capfd):
-    """`kill -9` in the second block leaves no STATS, and `--resume` finishes them."""
+    """`kill -9` in the second block leaves no STATS, and the same command finishes them."""
     stats = tmp_path / "stats"
     command = ["calibrate", str(world / "llava"), "-o", str(stats), "--samples", "5", "--kv-cache", "fp8"]
     command += ["--calib", str(world / "calib.jsonl")]
@@ -254,7 +255,7 @@ def test_killed(world, tmp_path, capfd):
     )
     killed = subprocess.run([forks.python(*forks.OURS), "-c", code, *command], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL and not stats.exists()
-    assert cli.main([*command, "--resume", "--json"]) == 0
+    assert cli.main([*command, "--json"]) == 0
     printed = json.loads(capfd.readouterr().out)
     assert printed["calibration"]["tokens"]["vision"] > 0 and printed["bytes"] == sum(map(len, files(stats).values()))
     assert [path.name for path in tmp_path.iterdir()] == ["stats"]

@@ -29,7 +29,6 @@ from vlmcompress.evaluation.accuracy.compare import (
     pairs,
 )
 from vlmcompress.evaluation.accuracy.free_answers import Score
-from vlmcompress.evaluation.accuracy.journal import Journal, open_journal
 from vlmcompress.evaluation.accuracy.scoring import normalise
 from vlmcompress.evaluation.accuracy.tasks import LoadedSuite
 from vlmcompress.evaluation.results import FILE, Results, Scored, Side, Suite, load
@@ -38,6 +37,7 @@ from vlmcompress.reduction.choice import parse
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.work_folder import Journal, open_journal
 
 EXAMPLES = 24  # samples whose pictures go into the report
 FIRST_TOKENS = 20  # first tokens whose probabilities are compared
@@ -52,7 +52,7 @@ class EvalOptions:
         limit, seed: how many questions of each suite are chosen (None: all), and the seed of the choice.
         margin: suite -> allowed drop; "" stands for all other suites.
         score: how answers to plain data are scored, see `free_answers.checked`.
-        journal: file that keeps answers as they come; an interrupted run goes on from there.
+        journal: file that keeps answers as they come; an interrupted run goes on from there, unless it is to `restart`.
         reading: how rows of plain data are read.
     """
 
@@ -64,6 +64,7 @@ class EvalOptions:
     score: str = free_answers.AUTO
     settings: Settings = Settings(logprobs=FIRST_TOKENS)
     journal: Path | None = None
+    restart: bool = False
     progress: Progress | None = None
     reading: Reading = PLAIN
 
@@ -118,7 +119,9 @@ def evaluate_all(
     # From the report first: where it lacks a suite, that is said before an engine starts.
     replayed = [_replay(recorded, suite.name) for suite in loaded] if recorded else None
     with ExitStack() as stack:
-        journal = stack.enter_context(open_journal(options.journal)) if options.journal else None
+        journal = (
+            stack.enter_context(open_journal(options.journal, restart=options.restart)) if options.journal else None
+        )
         before = replayed or [_answers(baseline, suite, options, journal, "baseline") for suite in loaded]
         scores = [free_answers.choose(named, *both) for both in zip(loaded, before, strict=True)]
         before = [score.applied(answers) if score else answers for score, answers in zip(scores, before, strict=True)]

@@ -1,4 +1,9 @@
-"""One checkpoint's answers to a suite: lm-eval builds prompts and scores, an engine answers, a journal keeps the answers."""
+"""One checkpoint's answers to a suite: lm-eval builds prompts and scores, an engine answers, a journal keeps the answers.
+
+An answer's key in the journal is a SHA-256 of everything that decides it: the checkpoint's files, the engine, the messages with
+their images' contents, and the limits. Stop strings are not in it: they are cut from the answer afterwards. So one journal
+serves any number of checkpoints and suites.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,26 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from vlmcompress.engines import Answer, Engine, Request, Settings
-from vlmcompress.evaluation.accuracy import journal as journals
-from vlmcompress.evaluation.accuracy.journal import Journal
 from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, Place, metric, quiet
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.identity import model_files, unchanged
 from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.schema import problem
+from vlmcompress.utils.work_folder import Journal
 
 REFUSED = 0.1
 """The share of a suite's samples that an engine may refuse."""
 
 SEPARATOR = " | "  # between several reference answers, where they are one text
+SETTINGS = ("max_model_len", "dtype", "logprobs")  # beside max_tokens, those that an answer depends on
+_ANSWER = TypeAdapter(Answer)
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,51 @@ def ask_suite(
     )
 
 
+@dataclass(frozen=True)
+class Identity:
+    """The checkpoint and the engine that an answer belongs to."""
+
+    model: str
+    engine: str
+
+
+def identify(model: str | Path, engine: str) -> Identity:
+    """The identity of a checkpoint folder, by its files' names, sizes and times, or of a served model, by its name."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return Identity(str(model), engine)
+    stats = json.dumps(unchanged(model_files(folder)))
+    return Identity(hashlib.sha256(stats.encode()).hexdigest(), engine)
+
+
+def key(identity: Identity, request: Request, settings: Settings) -> str:
+    """The key that an answer is filed under. Images are named by content (`lm.write_image`), so their folder is left out."""
+    limits = {name: getattr(settings, name) for name in SETTINGS}
+    limits["max_tokens"] = settings.max_tokens if request.max_tokens is None else request.max_tokens
+    what = [asdict(identity), without_folders(request.messages), limits]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def without_folders(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cut the `file:` addresses of images in messages to the file's name, which is a hash of its content."""
+    return json.loads(json.dumps(messages), object_hook=_without_folder)
+
+
+def _without_folder(value: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(value.get("url"), str) and value["url"].startswith("file:"):
+        return value | {"url": value["url"].rpartition("/")[2]}
+    return value
+
+
+def answered(journal: Journal, keys: Mapping[str, str]) -> dict[str, Answer]:
+    """id -> answer, for those of `keys` (id -> key) that are in the journal. UserError: an entry is no answer."""
+    entries = {id: entry for id, key in keys.items() if (entry := journal.read(key)) is not None}
+    try:
+        return {id: replace(_ANSWER.validate_python(entry), id=id) for id, entry in entries.items()}
+    except ValidationError as error:
+        raise UserError(f"{journal.path}: an answer's {problem(error)}; begin anew with --restart") from error
+
+
 class _JournalledEngine:
     """Answers requests from the journal where it has them, the rest by the engine, whose time it adds up."""
 
@@ -145,13 +200,13 @@ class _JournalledEngine:
     ):
         self._model, self._engine, self._settings, self._journal = model, engine, settings, journal
         self._progress, self._label, self._media = progress, label, media
-        self._identity = journals.identify(model, engine.name)
+        self._identity = identify(model, engine.name)
         self.about: dict[str, Any] = {}
         self.seconds, self.resumed = 0.0, 0
 
     def __call__(self, requests: Sequence[Request]) -> Mapping[str, Answer]:
-        keys = {request.id: journals.key(self._identity, request, self._settings) for request in requests}
-        answers = {} if self._journal is None else self._journal.answered(keys)
+        keys = {request.id: key(self._identity, request, self._settings) for request in requests}
+        answers = {} if self._journal is None else answered(self._journal, keys)
         rest = [request for request in requests if request.id not in answers]
         settings = replace(self._settings, refusals=int(REFUSED * len(requests)))
         self.resumed += len(answers)
@@ -168,16 +223,16 @@ class _JournalledEngine:
             answers |= run.answers
             self.about, self.seconds = run.engine, self.seconds + run.seconds
         if self._journal is not None:  # for a later run that finds all its answers in the journal
-            key = f"engine {self._identity.engine} {self._identity.model}"
+            about = f"engine {self._identity.engine} {self._identity.model}"
             if self.about:
-                self._journal.write(key, self.about)
-            written = self._journal.read(key)
+                self._journal.write(about, self.about)
+            written = self._journal.read(about)
             self.about = written if isinstance(written, dict) else {}
         return answers
 
     def _keep(self, key: str, answer: Answer) -> None:
         if self._journal is not None and not answer.refused:  # another run may get further
-            self._journal.add(key, answer)
+            self._journal.write(key, asdict(answer))
 
 
 def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, answer: Answer) -> Sample:
@@ -208,6 +263,6 @@ def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> 
     """Hash ids, families, prompts, pixels and expected answers of all samples."""
     digest = hashlib.sha256()
     for sample in samples:
-        messages = journals.without_folders(requests[sample.id].messages)
+        messages = without_folders(requests[sample.id].messages)
         digest.update(json.dumps([sample.id, sample.family, messages, sample.expected]).encode())
     return digest.hexdigest()

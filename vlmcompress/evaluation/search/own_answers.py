@@ -17,6 +17,7 @@ from vlmcompress.evaluation.accuracy import noninferiority
 from vlmcompress.evaluation.accuracy.compare import LEVEL
 from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.evaluation.search.trial import Setup, evaluate_candidate
+from vlmcompress.evaluation.search.trial_log import SOURCES
 from vlmcompress.models.data.samples import SUFFIXES
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
@@ -35,8 +36,6 @@ PROMPTS = (
 EACH = 2
 """Prompts that an image is asked."""
 CALIBRATION, SEARCH, CONFIRM = "calibration.jsonl", "questions.jsonl", "confirmation.jsonl"
-SOURCES = "sources.json"
-"""File that says what the questions are made of: hashes of the model and the images, and the prompts."""
 FEWEST = 64
 """Images without which there is nothing to search with."""
 _SEARCH, _OTHERS = 15, 28  # fewest images to search on, 30 questions, and fewest to search and calibrate with
@@ -97,7 +96,10 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
     if (out / SOURCES).is_file():
         before = json_files.read(out / SOURCES)
         if changed := [key for key in sources if before.get(key) != sources[key]]:
-            raise UserError(f"{out} has questions of another {' and '.join(changed)}; choose another output")
+            what = " and ".join(changed)
+            raise UserError(
+                f"{out} has questions of another {what}; choose another output, or begin anew with --restart"
+            )
     save(out, {"sources": (SOURCES, dump(sources))})
     files = {}
     for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):

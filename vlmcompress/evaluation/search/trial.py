@@ -18,7 +18,6 @@ from vlmcompress.evaluation import sides
 from vlmcompress.evaluation.accuracy import tasks
 from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
-from vlmcompress.evaluation.accuracy.journal import open_journal
 from vlmcompress.evaluation.search.candidate import Candidate, digest
 from vlmcompress.models.data import Reading
 from vlmcompress.numerics.statistics.inputs import NEEDS
@@ -30,6 +29,7 @@ from vlmcompress.training.recover import TrainingOptions as Recovery
 from vlmcompress.training.recover import recover
 from vlmcompress.utils import folders, locks
 from vlmcompress.utils.progress import Progress, silent
+from vlmcompress.utils.work_folder import OtherWork, open_journal
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = s
     if not candidate.choices:
         return setup.model
 
-    def write(out: Path) -> None:
+    def write(out: Path, restart: bool) -> None:
         keys = {**setup.base, **candidate.keys, "out": str(out)}
         if candidate.recover:  # once for all schemes after this reducer
             reducer_keys = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
 
-            def train(folder: Path) -> None:
+            def train(folder: Path, restart: bool) -> None:
                 trained = resolve({**setup.base, **reducer_keys, "scheme": "none", "out": str(folder)}).recipe
-                recover(trained, setup.recovery, resume=True, progress=progress)
+                recover(trained, setup.recovery, restart=restart, progress=progress)
 
             keys["model"] = str(_ensure(setup.work / f"recovered-{digest(reducer_keys)}", train))
         recipe = resolve(keys).recipe
@@ -129,20 +129,26 @@ def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = s
             before = [str(keys["model"]), keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")]
             plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
 
-            def collect(folder: Path) -> None:
+            def collect(folder: Path, restart: bool) -> None:
                 collected = resolve({**plain, "scheme": "none", "out": str(folder)}).recipe
-                calibrate(collected, resume=True, progress=progress)
+                calibrate(collected, restart=restart, progress=progress)
 
             stats = _ensure(setup.work / f"statistics-{digest(before)}", collect)
             recipe = resolve({**keys, "calibrate": {**keys.get("calibrate", {}), "stats": str(stats)}}).recipe
-        quantize(recipe, resume=True, progress=progress)
+        quantize(recipe, restart=restart, progress=progress)
 
     return _ensure(setup.work / f"checkpoint-{candidate.folder}", write)
 
 
-def _ensure(folder: Path, make: Callable[[Path], None]) -> Path:
-    """A folder, made if it is missing, by one process while others wait for it."""
-    with locks.held(folders.beside(folder, "turn"), wait=True):
+def _ensure(folder: Path, make: Callable[[Path, bool], None]) -> Path:
+    """A folder, made if it is missing, by one process while others wait for it.
+
+    Where a worker with other versions or threads left it half done it is begun anew: the search made it, not the user.
+    """
+    with locks.held(folders.beside(folder, "turn"), f"making {folder}", wait=True):
         if not folder.exists():
-            make(folder)
+            try:
+                make(folder, False)
+            except OtherWork:
+                make(folder, True)
     return folder

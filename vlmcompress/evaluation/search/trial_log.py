@@ -1,6 +1,6 @@
 """The log of a search: every trial, each on disk before the next begins, and the time that was spent.
 
-`search.jsonl` is a journal as `accuracy.journal` writes it, so a search that was killed goes on where it was. Trials depend
+`search.jsonl` is a journal (`utils.work_folder`), so a search that was killed goes on where it was. Trials depend
 on the model, the data, the seed and the engine, and on no floor and no objective: another search in the same folder, with
 another floor, takes up all that is known.
 """
@@ -8,18 +8,22 @@ another floor, takes up all that is known.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.evaluation.accuracy.journal import Journal, open_journal
 from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.work_folder import Journal, open_journal
 
-NAME = "search.jsonl"
+NAME, CONFIRMED = "search.jsonl", "confirm.jsonl"
+"""Journals in the folder of a search: of trials, and of answers to the questions that confirm the winner."""
 WORK, QUESTIONS = "work", "questions"
-"""Folders in the folder of a search: what is made on the way, and questions that `auto` wrote."""
+"""Folders there: what is made on the way, and questions that `auto` wrote."""
+SOURCES = "sources.json"
+"""File in `QUESTIONS` that says what these are made of: hashes of the model and the images, and the prompts."""
 _ABOUT, _SPENT = "about", "spent"
 
 
@@ -63,6 +67,15 @@ class TrialLog:
         self._journal.write(_SPENT, 0.0)
 
 
+def clear(folder: Path) -> None:
+    """Delete what a search left in its folder to go on with: trials, questions, answers, and what was made on the way."""
+    if (folder / NAME).is_file() or (folder / QUESTIONS / SOURCES).is_file():
+        for name in (NAME, CONFIRMED):
+            (folder / name).unlink(missing_ok=True)
+        for name in (WORK, QUESTIONS):
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def open_trial_log(folder: Path, about: Mapping[str, Any], budget: float | None) -> Iterator[TrialLog]:
     """Open the log of a search, or begin one.
@@ -85,7 +98,10 @@ def open_trial_log(folder: Path, about: Mapping[str, Any], budget: float | None)
         if before is None:
             journal.write(_ABOUT, dict(about))
         elif changed := _changed(before, about):
-            raise UserError(f"output {folder} has a search with another {', '.join(changed)}; choose another folder")
+            what = ", ".join(changed)
+            raise UserError(
+                f"output {folder} has a search with another {what}; choose another folder, or begin anew with --restart"
+            )
         yield TrialLog(journal, budget)
 
 

@@ -1,4 +1,4 @@
-"""Results of finished decoder blocks on disk, so that an interrupted run can go on; see `utils.block_files`."""
+"""Results of finished decoder blocks in a run's work folder, so that an interrupted run can go on."""
 
 from __future__ import annotations
 
@@ -11,65 +11,58 @@ import torch
 from vlmcompress.models import Group
 from vlmcompress.numerics import Format, QTensor, Scheme
 from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod
-from vlmcompress.utils.block_files import BlockFiles
+from vlmcompress.utils.work_folder import WorkFolder
 
 _SMALL = ("smoothing", "multiplied", "input_scales", "kv_ranges")
 
 
-class BlockStore(BlockFiles):
-    """Results of finished blocks on disk."""
+def block_name(layer: int) -> str:
+    """Name of a block's file in a work folder, and in a folder of statistics."""
+    return f"layer-{layer:04d}"
 
-    def save(self, layer: int, result: BlockResult) -> None:
-        """Keep a block's result; it is on disk when this returns."""
-        tensors: dict[str, torch.Tensor] = {}
-        for kind in _SMALL:
-            tensors |= {
-                f"{kind}/{name}": tensor.clone() for name, tensor in getattr(result, kind).items()
-            }  # may be shared
-        formats = {}
-        for name, quantized in result.weights.items():
-            formats[name] = dataclasses.asdict(quantized.format)
-            tensors[f"q/{name}"] = quantized.q.contiguous()
-            tensors[f"scale/{name}"] = quantized.scale.contiguous()
-            if quantized.zero_point is not None:
-                tensors[f"zero_point/{name}"] = quantized.zero_point.contiguous()
-            if quantized.global_scale is not None:
-                tensors[f"global_scale/{name}"] = quantized.global_scale.clone()  # may be shared
-        self.write(
-            self.path(layer),
-            tensors,
-            {
-                "formats": json.dumps(formats),
-                "errors": json.dumps(result.errors),
-                "warnings": json.dumps(result.warnings),
-                "maxima": json.dumps(result.maxima),
-            },
-        )
 
-    def load(self, layer: int, weights: bool = True) -> BlockResult:
-        """Read a finished block's result, exactly as it was saved; without its weights it is small."""
-        result = BlockResult()
-        with self.opened(self.path(layer)) as file:
-            metadata = file.metadata()
-            keys = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
-            tensors = {key: file.get_tensor(key) for key in keys}
-            result.errors = json.loads(metadata["errors"])
-            result.maxima = json.loads(metadata["maxima"])
-            result.warnings = [tuple(warning) for warning in json.loads(metadata["warnings"])]
-            for key, tensor in tensors.items():
-                kind, name = key.split("/", 1)
-                if kind in _SMALL:
-                    getattr(result, kind)[name] = tensor
-            for name, format_ in json.loads(metadata["formats"]).items() if weights else ():
-                parts = (tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point", "global_scale"))
-                q, scale, zero, shared = parts
-                assert q is not None and scale is not None
-                result.weights[name] = QTensor(q, scale, zero, Format(**format_), shared)
-        return result
+def save_block(work: WorkFolder, layer: int, result: BlockResult) -> None:
+    """Keep a block's result; it is on disk when this returns."""
+    tensors: dict[str, torch.Tensor] = {}
+    for kind in _SMALL:
+        tensors |= {f"{kind}/{name}": tensor.clone() for name, tensor in getattr(result, kind).items()}  # may be shared
+    formats = {}
+    for name, quantized in result.weights.items():
+        formats[name] = dataclasses.asdict(quantized.format)
+        tensors[f"q/{name}"] = quantized.q.contiguous()
+        tensors[f"scale/{name}"] = quantized.scale.contiguous()
+        if quantized.zero_point is not None:
+            tensors[f"zero_point/{name}"] = quantized.zero_point.contiguous()
+        if quantized.global_scale is not None:
+            tensors[f"global_scale/{name}"] = quantized.global_scale.clone()  # may be shared
+    facts = {"formats": formats, "errors": result.errors, "warnings": result.warnings, "maxima": result.maxima}
+    work.write(block_name(layer), tensors, {key: json.dumps(value) for key, value in facts.items()})
+
+
+def load_block(work: WorkFolder, layer: int, weights: bool = True) -> BlockResult:
+    """Read a finished block's result, exactly as it was saved; without its weights it is small."""
+    result = BlockResult()
+    with work.opened(block_name(layer)) as file:
+        metadata = file.metadata()
+        keys = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
+        tensors = {key: file.get_tensor(key) for key in keys}
+        result.errors = json.loads(metadata["errors"])
+        result.maxima = json.loads(metadata["maxima"])
+        result.warnings = [tuple(warning) for warning in json.loads(metadata["warnings"])]
+        for key, tensor in tensors.items():
+            kind, name = key.split("/", 1)
+            if kind in _SMALL:
+                getattr(result, kind)[name] = tensor
+        for name, format_ in json.loads(metadata["formats"]).items() if weights else ():
+            parts = (tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point", "global_scale"))
+            q, scale, zero, shared = parts
+            assert q is not None and scale is not None
+            result.weights[name] = QTensor(q, scale, zero, Format(**format_), shared)
+    return result
 
 
 def stored_bytes(weights: Format, shape: Sequence[int]) -> int:
-    """Bytes that `BlockStore.save` takes for a matrix `[out, in]`: a byte a code, scales of at most 4, zero points of 1."""
+    """Bytes that `save_block` takes for a matrix `[out, in]`: a byte a code, scales of at most 4, zero points of 1."""
     rows, columns = shape
     groups = -(-columns // weights.group) if weights.group > 0 else 1
     return rows * columns + rows * groups * (4 if weights.symmetric else 5)
@@ -78,15 +71,15 @@ def stored_bytes(weights: Format, shape: Sequence[int]) -> int:
 class StoredWeights(Mapping):
     """A lazy mapping of linear layer to (weight, scheme, input scale), read from the stored blocks."""
 
-    def __init__(self, store: BlockStore, blocks: list[list[Group]], method: QuantMethod):
-        self.store, self.method = store, method
+    def __init__(self, work: WorkFolder, blocks: list[list[Group]], method: QuantMethod):
+        self.work, self.method = work, method
         self.group_of = {name: group for groups in blocks for group in groups for name in group.linears}
         self._loaded: tuple[int, BlockResult] | None = None
 
     def __getitem__(self, name: str) -> tuple[QTensor, Scheme, torch.Tensor | None]:
         group = self.group_of[name]
         if self._loaded is None or self._loaded[0] != group.layer:
-            self._loaded = (group.layer, self.store.load(group.layer))
+            self._loaded = (group.layer, load_block(self.work, group.layer))
         result, scheme = self._loaded[1], self.method.of(group).scheme
         assert scheme is not None  # a plan has no other groups
         return result.weights[name], scheme, result.input_scales.get(name)

@@ -38,9 +38,9 @@ from vlmcompress.numerics.statistics.gradients import (
 from vlmcompress.numerics.statistics.inputs import MODALITIES
 from vlmcompress.quantization.calibration.block_inputs import add_positions, bucket_by_length, collate
 from vlmcompress.utils import distributed
-from vlmcompress.utils.block_files import BlockFiles
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
+from vlmcompress.utils.work_folder import WorkFolder
 
 NO_ANSWER = "no calibration sample has an answer, and gradients are those of the answer's loss; add answers"
 _HALF_SCALE = 1024.0  # of the loss where gradients are float16, whose smallest number is 6e-8
@@ -99,23 +99,23 @@ def gradients(
 
 
 def kept_gradients(
-    store: BlockFiles,
+    work: WorkFolder,
     vlm: VLM,
     batches: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
 ) -> Gradients:
-    """The gradients that `store` keeps; where it has none yet, those of a pass, which it keeps then."""
-    stored = store.noted("gradients", Gradients)
+    """The gradients that `work` keeps; where it has none yet, those of a pass, which it keeps then."""
+    stored = work.noted("gradients", Gradients)
     if stored is not None:
         return Gradients.from_dict(stored)
     computed = gradients(vlm, batches, progress)
     if distributed.is_main():
-        store.note("gradients", computed.to_dict())
+        work.note("gradients", computed.to_dict())
     return computed
 
 
 def kept_sensitivities(
-    store: BlockFiles,
+    work: WorkFolder,
     vlm: VLM,
     blocks: Sequence[Sequence[Group]],
     batches: Sequence[dict[str, Tensor]],
@@ -123,7 +123,7 @@ def kept_sensitivities(
 ) -> dict[tuple[int, str], Sensitivity]:
     """Sensitivity of each group of `blocks`, by (block, group), for the balance `mbq`."""
     names = [{group.name: group.linears for group in groups} for groups in blocks]
-    return sensitivities(kept_gradients(store, vlm, batches, progress), names)
+    return sensitivities(kept_gradients(work, vlm, batches, progress), names)
 
 
 def _propagate(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:

@@ -23,14 +23,15 @@ from vlmcompress.export import manifest
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.gradients import Gradients, sensitivities
 from vlmcompress.numerics.statistics.inputs import GroupStats
+from vlmcompress.quantization.calibration.block_store import block_name
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.choice import read as read_reducer
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils import identity, schema
-from vlmcompress.utils.block_files import RUN, BlockFiles, block_file
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import foreign_errors
 from vlmcompress.utils.schema import Amount, Count, Number, Place
+from vlmcompress.utils.work_folder import RUN, WorkFolder
 
 NAME = "statistics.json"
 SCHEMA_VERSION = 2
@@ -110,23 +111,12 @@ class Facts(TypedDict):
     files: dict[Place, manifest.File]  # every other file
 
 
-class Collected(BlockFiles):
-    """Statistics of finished blocks on disk, while others are still to come."""
-
-    def save(self, layer: int, stats: Mapping[str, GroupStats], kv_ranges: Mapping[str, Tensor]) -> None:
-        """Write a block's statistics by group, and the ranges of keys and values by attention module."""
-        tensors = {
-            f"{group}/{key}": t for group, group_stats in stats.items() for key, t in group_stats.state_dict().items()
-        }
-        self.write(self.path(layer), tensors | {f"kv/{name}": ranges for name, ranges in kv_ranges.items()})
-
-    def entropies(self) -> dict[int, dict[str, float]]:
-        """Entropies that were saved: block -> measure -> bits."""
-        return {int(layer): bits for layer, bits in (self.noted("entropy", dict[str, dict[str, Number]]) or {}).items()}
-
-    def save_entropy(self, layer: int, bits: Mapping[str, float]) -> None:
-        """Write a block's entropies; they are on disk when this returns."""
-        self.note("entropy", self.entropies() | {layer: dict(bits)})
+def save_statistics(
+    work: WorkFolder, layer: int, stats: Mapping[str, GroupStats], kv_ranges: Mapping[str, Tensor]
+) -> None:
+    """Keep a block's statistics by group, and the ranges of keys and values by attention module."""
+    tensors = {f"{group}/{key}": t for group, state in stats.items() for key, t in state.state_dict().items()}
+    work.write(block_name(layer), tensors | {f"kv/{name}": ranges for name, ranges in kv_ranges.items()})
 
 
 @dataclass(frozen=True)
@@ -166,7 +156,7 @@ class Statistics:
             UserError: the folder has been replaced since it was read, or is damaged.
         """
         states: dict[str, dict[str, Tensor]] = {}
-        path = self.folder / block_file(layer)
+        path = self.folder / f"{block_name(layer)}.safetensors"
         with foreign_errors(f"{path} is damaged", "; calibrate again"), safe_open(path, "pt", device) as file:
             if self.facts.get(RUN) not in (None, (file.metadata() or {}).get(RUN)):
                 raise UserError(f"{path} is of other statistics than {NAME} was: they were replaced; run again")

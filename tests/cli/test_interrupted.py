@@ -1,0 +1,76 @@
+"""Every verb with long work, interrupted: the same command goes on, other settings are refused, `--restart` begins anew."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.kit import calibration_rows, tiny
+from tests.kit.command_line import run
+from vlmcompress.utils.progress import ProgressBar
+
+TRAINING = ("--samples", "24", "--steps", "4", "--every", "2", "--batch", "2")
+CASES = {  # verb: (its flags, other settings, the label and the step of progress after which it is stopped)
+    "quantize": (("--scheme", "gptq", "--samples", "6"), ("--samples", "5"), ("calibrating", 2)),
+    "calibrate": (("--samples", "6"), ("--samples", "5"), ("calibrating", 2)),
+    "recover": (("--reduce", "uniform:0.5", *TRAINING), ("--seed", "3"), ("recovering", 3)),
+    "learn-reducer": (TRAINING, ("--lr", "0.02"), ("training the scorer", 3)),
+    "draft": (("--engine", "hf", "--answer-tokens", "4", *TRAINING), ("--lr", "0.0005"), ("training the draft", 3)),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    calibration_rows.write(folder, 24, side=112, kinds=3)
+    tiny.build("llava", folder / "model")
+    return folder
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """The weights that were written."""
+    files = [out] if out.is_file() else sorted(out.glob("*.safetensors"))
+    return {path.name.replace(out.name, "out"): path.read_bytes() for path in files}
+
+
+def kept(work: Path) -> dict[str, int]:
+    return {str(path.relative_to(work)): path.stat().st_mtime_ns for path in work.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("verb", CASES)
+def test_interrupted(world, tmp_path, capsys, monkeypatch, verb):
+    flags, others, (label, last) = CASES[verb]
+    ending = ".safetensors" if verb == "learn-reducer" else ""
+    whole, out = tmp_path / f"whole{ending}", tmp_path / f"out{ending}"
+    call = (verb, world / "model", "--calib", world / "calib.jsonl", *flags)
+    work = tmp_path / f".{out.name}.work"
+    code, _, err = run(capsys, *call, "-o", whole)
+    assert code == 0, err
+
+    def stop(_bar: ProgressBar, shown: str, done: int, total: int) -> None:
+        if shown == label and done >= last:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressBar, "__call__", stop)
+        code, _, err = run(capsys, *call, "-o", out)
+    assert code == 130 and "the same command goes on from here" in err and not out.exists()
+    before = kept(work)
+    assert any(name.endswith(".safetensors") for name in before)
+
+    code, _, err = run(capsys, *call, *others, "-o", out)
+    assert code == 2 and err.count("\n") == 1 and "begin anew with --restart" in err, err
+    assert kept(work) == before, "nothing is lost"
+
+    shutil.copytree(work, tmp_path / "copy")
+    code, _, err = run(capsys, *call, "--resume", "-o", out)
+    assert code == 0 and f"going on with the finished work in {work}" in err, err
+    assert contents(out) == contents(whole) and not work.exists()
+
+    shutil.rmtree(out) if out.is_dir() else out.unlink()
+    shutil.copytree(tmp_path / "copy", work)
+    code, _, err = run(capsys, *call, *others, "--restart", "-o", out)
+    assert code == 0 and "going on" not in err, err
+    assert contents(out).keys() == contents(whole).keys() and not work.exists()

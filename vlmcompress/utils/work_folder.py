@@ -1,0 +1,297 @@
+"""The unfinished work of a long run on disk, so that the same command goes on after an interruption.
+
+`WorkFolder` is the hidden folder `.NAME.work` next to OUT, which is removed once OUT is whole. It belongs to the run that its
+`settings.json` describes: all that the work depends on (model, data, recipe, versions, threads), each by a name for messages. A
+run with the same settings uses what is there; one with others is refused, and deletes nothing unless it is told to `restart`.
+Files are written under another name, synced and renamed, so that a run killed at any moment leaves finished ones alone.
+
+`Journal` is a file of lines to which entries are added one by one, of work that other settings can share: each entry's key says
+all that it depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from vlmcompress.utils import distributed, folders, json_files, locks, schema
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import foreign_errors, note, shortened
+
+RUN = "run"
+"""Key of the fingerprint of a run, the hash of its settings: in the metadata of a safetensors file and in a note."""
+_ANEW = "begin anew with --restart"
+_Note = TypedDict("_Note", {"run": str, "data": Any})
+
+
+class OtherWork(UserError):
+    """A folder keeps finished work of a run with other settings."""
+
+
+class WorkFolder:
+    """What a run has finished: safetensors files and notes in JSON, by name. `claimed` makes one.
+
+    One run at a time uses it. As not every file system has locks, each file also holds the fingerprint of its run, and one that
+    another run put here is refused when it is read. Of several workers the first one makes the folder.
+
+    Attributes:
+        out: what the run writes in the end.
+        folder: the folder; it is made by `expect`.
+        run: fingerprint of the run, once it has begun.
+    """
+
+    def __init__(self, out: Path, restart: bool = False):
+        self.out, self.folder, self.run = out, folders.beside(out, "work"), ""
+        self._restart, self._settings_file = restart, self.folder / "settings.json"
+        self._expected: dict[str, Any] = {}
+
+    def expect(self, settings: Mapping[str, Any]) -> None:
+        """Note some of the settings that decide this run (name for messages -> JSON data), before its work begins.
+
+        Raises:
+            OtherWork: an earlier run left work here and had another one of these settings.
+        """
+        with distributed.shared_errors():
+            if not distributed.is_main():
+                return
+            with folders.user_errors(self.folder):
+                if self._restart and self.folder.exists():
+                    shutil.rmtree(self.folder)
+                self._restart, before = False, {} if self._is_empty() else self._settings()
+                self._expected |= json.loads(json.dumps(settings, default=str))
+                for name, value in self._expected.items():
+                    if name in before and before[name] != value:
+                        name, *both = _difference(name, before[name], value)
+                        was, new = (shortened(text if isinstance(text, str) else json.dumps(text), 80) for text in both)
+                        raise OtherWork(
+                            f"{self.folder} keeps the work of an interrupted run with {name} {was}, this one has {new}; give "
+                            f"the same, or {_ANEW}"
+                        )
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with self._replaced(self._settings_file) as part:
+                    part.write_text(json.dumps(before | self._expected))
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Begin the work, or go on with what is here, once all `settings` are known. Raises as `expect` does."""
+        self.expect(settings)
+        self.run = self._fingerprint()
+        if distributed.is_main() and any(self.folder.glob("*.safetensors")):
+            note(f"going on with the finished work in {self.folder}; --restart begins anew")
+
+    def path(self, name: str) -> Path:
+        """The safetensors file of a name, finished or not."""
+        return self.folder / f"{name}.safetensors"
+
+    def has(self, name: str) -> bool:
+        """Whether there is a safetensors file of this name."""
+        return self.path(name).exists()
+
+    def write(self, name: str, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+        """Write a safetensors file, replacing an older one; it is on disk when this returns.
+
+        Raises:
+            UserError: it cannot be written, or another run has taken the folder.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        self._refuse_others(self._fingerprint(), self._settings_file)
+        with self._replaced(self.path(name)) as part:
+            try:
+                save_file(dict(tensors), part, {**(metadata or {}), RUN: self.run})
+            except SafetensorError as error:  # carries an OSError only as text
+                if number := re.search(r"os error (\d+)", str(error)):
+                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+                raise
+
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[Any]:
+        """Open a file that `write` wrote, as safetensors does. UserError: it is another run's, or cannot be read."""
+        from safetensors import safe_open
+
+        path = self.path(name)
+        with foreign_errors(f"{path} is damaged", f"; {_ANEW}"), safe_open(path, "pt") as file:
+            self._refuse_others((file.metadata() or {}).get(RUN), path)
+            yield file
+
+    def note(self, name: str, data: Any) -> None:
+        """Write small JSON data under a name; they are on disk when this returns."""
+        self._refuse_others(self._fingerprint(), self._settings_file)
+        with self._replaced(self.folder / f"{name}.json") as part:
+            part.write_text(json.dumps({RUN: self.run, "data": data}))
+
+    def noted(self, name: str, kind: Any = Any) -> Any:
+        """The JSON data that `note` wrote under a name; None: there are none.
+
+        Raises:
+            UserError: they are another run's, or not of `kind` (see `schema`).
+        """
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            return None
+        content = schema.read(_Note, path, _ANEW)
+        self._refuse_others(content[RUN], path)
+        schema.check(kind, content["data"], str(path), _ANEW)
+        return content["data"]
+
+    def remove(self, *, empty: bool = False) -> None:
+        """Delete the folder unless another run has taken it, once OUT is whole; with `empty`, if nothing in it is finished."""
+        if self._settings() == self._expected and (self._is_empty() or not empty):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _is_empty(self) -> bool:
+        """Whether nothing is finished: there is no folder, or it has settings alone."""
+        return not self.folder.is_dir() or all(path == self._settings_file for path in self.folder.iterdir())
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings in the folder; none where there are none."""
+        return schema.read(dict[str, Any], self._settings_file, _ANEW) if self._settings_file.exists() else {}
+
+    def _fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self._settings(), sort_keys=True).encode()).hexdigest()
+
+    @contextlib.contextmanager
+    def _replaced(self, path: Path) -> Iterator[Path]:
+        """A path to write to in the context; then that file is synced and takes the place of `path`."""
+        part = path.with_suffix(".part")
+        with folders.user_errors(path):
+            yield part
+            folders.sync_file(part)
+            part.rename(path)
+
+    def _refuse_others(self, run: str | None, path: Path) -> None:
+        if run != self.run:
+            raise UserError(
+                f"{path} is of another run: two worked in {self.folder} at once, on a file system without locks; end all of "
+                "them, then start one again, with --restart"
+            )
+
+
+def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """Where two settings first differ: the dotted name, and both values there."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key):
+                return _difference(f"{name}.{key}", before.get(key), now.get(key))
+    return name, before, now
+
+
+@contextlib.contextmanager
+def claimed(out: Path, check: Callable[[], object] = lambda: None, *, restart: bool = False) -> Iterator[WorkFolder]:
+    """Keep OUT and the folder of its unfinished work to this run within the context.
+
+    Of several workers the first one takes the lock for all; where another run has it, all raise so in
+    `distributed.process_group`.
+
+    Args:
+        out: folder or file that the run writes.
+        check: raises `UserError` for an OUT that must not be written. Called before the lock is taken and, as another run may
+            have been at work until then, again under the lock.
+        restart: delete the work that an interrupted run left.
+
+    Raises:
+        UserError: another run holds OUT, or `check` refuses it. A `WriteError` from within says where finished work is kept.
+    """
+    check()
+    work = WorkFolder(out, restart)
+    with contextlib.ExitStack() as stack:
+        if distributed.is_main():
+            try:
+                with folders.user_errors(out):
+                    stack.enter_context(folders.parents(out))
+                    stack.enter_context(locks.held(folders.beside(out, "lock"), f"writing {out}"))
+                check()
+            except UserError as error:
+                with distributed.process_group(str(error)):
+                    raise
+        try:
+            yield work
+        except folders.WriteError as error:
+            if work._is_empty():
+                raise
+            raise UserError(f"{error}; finished work is kept in {work.folder}: the same command goes on") from error
+        finally:
+            if distributed.is_main():
+                work.remove(empty=True)
+
+
+def claimed_folder(
+    source: Path, out: Path, *, overwrite: bool, mark: str, restart: bool = False
+) -> contextlib.AbstractContextManager[WorkFolder]:
+    """`claimed`, for a run that writes the folder OUT as `folders.check` allows it."""
+    return claimed(out, functools.partial(folders.check, source, out, overwrite=overwrite, mark=mark), restart=restart)
+
+
+class Journal:
+    """JSON lines `{"key", "entry"}` in a file, each synced before the next; `open_journal` makes one."""
+
+    def __init__(self, path: Path, descriptor: int):
+        self.path, self._file = path, descriptor
+        self._entries: dict[str, Any] = {}
+        with open(self._file, "rb", closefd=False) as file:
+            content = file.read()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.ftruncate(self._file, end)  # a last line that was torn
+        for number, line in enumerate(content[:end].splitlines(), 1):
+            try:
+                row = json_files.parse(line)
+                self._entries[row["key"]] = row["entry"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{self.path} line {number} is damaged; {_ANEW}") from error
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def read(self, key: str) -> Any:
+        """The last entry that was written under a key; None if there is none."""
+        return self._entries.get(key)
+
+    def write(self, key: str, entry: Any) -> None:
+        """Append a line and wait until it is on disk.
+
+        Raises:
+            UserError: it can't be written, e.g. as the disk is full. All earlier lines stay readable.
+        """
+        line = json.dumps({"key": key, "entry": entry}).encode() + b"\n"
+        start = os.lseek(self._file, 0, os.SEEK_END)
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, start)
+            raise UserError(
+                f"can't write {self.path} ({error.strerror}); make room and run again, "
+                f"the {len(self)} entries written so far are kept"
+            ) from error
+        self._entries[key] = entry
+
+
+@contextlib.contextmanager
+def open_journal(path: Path, *, restart: bool = False) -> Iterator[Journal]:
+    """Open or create a journal, for one process at a time. `restart`: with no entries.
+
+    Raises:
+        UserError: it can't be opened, is damaged, or another run is using it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locks.held(folders.beside(path, "lock"), f"using {path}"))
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if restart else 0), 0o644)
+        except OSError as error:
+            raise UserError(f"can't open {path} ({error.strerror}); choose another folder") from error
+        stack.callback(os.close, descriptor)
+        yield Journal(path, descriptor)
