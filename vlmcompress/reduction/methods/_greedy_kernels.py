@@ -69,7 +69,7 @@ def _bounds(columns, best, bound, weight, n, m, M: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "start", "steps"])
-def _cover(  # noqa: PLR0913
+def _cover(
     columns, best, bound, weight, chosen, n, m, count, start, steps, slack,
     N: tl.constexpr, M: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def cover(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: i
 
 
 @triton.jit(do_not_specialize=["count", "start", "steps"])
-def _span(kernel, left, factor, chosen, n, count, start, steps, floor, N: tl.constexpr, ROWS: tl.constexpr):  # noqa: PLR0913
+def _span(kernel, left, factor, chosen, n, count, start, steps, floor, N: tl.constexpr, ROWS: tl.constexpr):
     image = tl.program_id(0).to(tl.int64)
     j, k = tl.arange(0, N), tl.arange(0, ROWS)
     kernel += image * n * n
