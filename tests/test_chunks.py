@@ -28,7 +28,7 @@ from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.numerics.statistics.tokens import Reservoir
 from vlmcompress.quantization.calibration import entropy, solve
 from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, solve_block
-from vlmcompress.quantization.schemes import REGISTRY, _cholesky, _columns, _ranges, awq, gptq_plus
+from vlmcompress.quantization.schemes import REGISTRY, _columns, _ranges, awq, gptq, gptq_plus
 from vlmcompress.utils import json_files, tensor_files
 
 PIECE, WIDTH = 8, 16
@@ -260,11 +260,11 @@ def test_columns_of_feedback(width, block, generator):
     scales, fmt = w.abs().amax(1)[None] / 7, Format("int", 4, -1)
 
     def factor() -> Tensor:
-        triangle = _cholesky.reordered(h, order)
-        assert _cholesky.factorize(triangle)
+        triangle = gptq.reordered(h, order)
+        assert gptq.factorize(triangle)
         return triangle.tril()
 
-    whole, parts = in_pieces(factor, _FACTORED=(_cholesky, PIECE))
+    whole, parts = in_pieces(factor, _FACTORED=(gptq, PIECE))
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(whole.T @ whole, h[order][:, order])
     pivots = whole.diagonal().clone()

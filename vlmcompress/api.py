@@ -132,11 +132,28 @@ def evaluate(
     Raises:
         UserError: a checkpoint, suite or data is missing, or the engine fails.
     """
-    tested = _reducing(engine, reduce, candidate) if reduce else _engine(engine)
+    if reduce:
+        chosen = parse(reduce)
+        if engine != "hf":
+            other = engine if isinstance(engine, str) else engine.name
+            raise UserError(
+                f"--reduce attaches to transformers models, not in {other}; add --engine hf, or quantize --reduce"
+            )
+        family = models.spec_for(models.read_config(hub.local(candidate, weights="none")))
+        if reason := family_refusal(family, chosen.method):
+            raise UserError(f"--reduce {chosen}: {reason}")
+        tested: Engine = dataclasses.replace(TRANSFORMERS, name=f"hf, {chosen}", reduce=str(chosen))
+    else:
+        tested = _engine(engine)
     if speculative is not None:
-        tested = _speculating(tested, speculative, candidate)
+        if tested.name != "vllm" or not isinstance(tested, Local):
+            raise UserError(f"--speculative-config is for vLLM, not for {tested.name}; leave one of the two out")
+        config = speculation.checked(Path(hub.local(candidate)), speculative)
+        name = f"vllm, {config.get('method', 'draft_model')}"
+        tested = dataclasses.replace(tested, name=name, speculative=json.dumps(config))
     before = _engine(baseline_engine or engine)
-    _check_spread(ray, tested, before)
+    if ray is not None and (served := next((side.name for side in (tested, before) if not side.local), None)):
+        raise UserError(f"--ray starts engines on the nodes of a cluster, and {served} runs already; leave one out")
     options = accuracy.EvalOptions(
         engine=tested,
         baseline_engine=before,
@@ -178,32 +195,3 @@ def attach(vlm: VLM, reducer: str) -> Attachment:
 
 def _engine(engine: str | Engine) -> Engine:
     return engines.get(engine) if isinstance(engine, str) else engine
-
-
-def _check_spread(ray: str | None, *sides: Engine) -> None:
-    """Raise UserError for a Ray cluster beside an engine that is a running server, which no node can start."""
-    served = [engine.name for engine in sides if not engine.local]
-    if ray is not None and served:
-        raise UserError(f"--ray starts engines on the nodes of a cluster, and {served[0]} runs already; leave one out")
-
-
-def _speculating(engine: Engine, speculative: str, model: str | Path) -> Engine:
-    """The engine with speculative decoding. UserError: engine or model does not support it."""
-    if engine.name != "vllm" or not isinstance(engine, Local):
-        raise UserError(f"--speculative-config is for vLLM, not for {engine.name}; leave one of the two out")
-    config = speculation.checked(Path(hub.local(model)), speculative)
-    name = f"vllm, {config.get('method', 'draft_model')}"
-    return dataclasses.replace(engine, name=name, speculative=json.dumps(config))
-
-
-def _reducing(engine: str | Engine, reduce: str, model: str | Path) -> Engine:
-    """The engine `hf` with a reducer attached to its model. UserError: another engine, or a family without that reducer."""
-    chosen = parse(reduce)
-    if engine != "hf":
-        name = engine if isinstance(engine, str) else engine.name
-        raise UserError(
-            f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
-        )
-    if reason := family_refusal(models.spec_for(models.read_config(hub.local(model, weights="none"))), chosen.method):
-        raise UserError(f"--reduce {chosen}: {reason}")
-    return dataclasses.replace(TRANSFORMERS, name=f"hf, {chosen}", reduce=str(chosen))

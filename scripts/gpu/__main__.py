@@ -1,15 +1,15 @@
 """One command for the day a GPU is there: what can only be seen on one is run, measured and kept.
 
-scripts/gpu_check                    all that is left, about 50 minutes on an H200; results in eval/gpu.json
+scripts/gpu_check                    all that is left, about 50 minutes on an H100; results in eval/gpu.json
 scripts/gpu_check --list             the steps: what each proves, about how long it takes, done or not
 scripts/gpu_check --only quantize layers/qwen3-vl-8b
 scripts/gpu_check --limit 9          start nothing that would not end within nine minutes; call again for the rest
 scripts/gpu_check --again serve      run it although it is done
 scripts/gpu_check --tiny --results FILE      tiny shapes, on any machine: proves the check itself
-scripts/gpu_check --render           the table of docs/results.md, from eval/gpu.json
+scripts/gpu_check --render           the tables of docs/gpu.md, from eval/gpu.json
 
-A bare machine, with a GPU, torch and transformers, without vLLM and without a network, takes two commands. They need 50 GB of
-disk there and about 25 minutes:
+A bare machine, with a GPU, torch and transformers, without vLLM and without a network, takes two commands. The second ends
+within eight minutes; called again, or with `--limit 30`, it goes on with whole models, which need 50 GB of disk:
 
 scripts/gpu_check --fetch wheels --for 3.12          where there is a package index: for Python 3.12, 6 MB
 scripts/gpu_check --tier bare --wheels wheels        there, in the checkout with that folder
@@ -34,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpu import driver, machine, record, table, wheels
-from gpu.steps import STEPS, Step, names, of_tier
+from gpu.steps import BARE_LIMIT, STEPS, Step, names, of_tier
 
 RESULTS = machine.ROOT / "eval" / "gpu.json"
 _TAG = "import sys; print('cp%d%d' % sys.version_info[:2])"
@@ -54,7 +54,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tier", choices=("bare", "engine"), help="only the parts of this tier")
     parser.add_argument("--only", nargs="+", metavar="STEP", default=[], help="steps, or parts as STEP/PART")
     parser.add_argument("--again", nargs="+", metavar="STEP", default=[], help="run these although they are done")
-    parser.add_argument("--limit", type=float, metavar="MINUTES", help="start nothing that would end later")
+    parser.add_argument("--limit", type=float, metavar="MINUTES", help="start nothing that would end later (bare: 8)")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, also without a GPU; needs --results")
     parser.add_argument("--results", type=Path, metavar="FILE", help="default: eval/gpu.json")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="models and logs, at most 50 GB; default: out/gpu")
@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     work = (args.work or machine.ROOT / "out" / ("gpu-tiny" if args.tiny else "gpu")).resolve()
     site = laid_out(args.wheels, work, args.python) if args.wheels else None
-    check = driver.Check(results.resolve(), work, args.tiny, args.python, args.limit, args.again, site)
+    limit = args.limit or (BARE_LIMIT if args.tier == "bare" and not args.tiny else None)
+    check = driver.Check(results.resolve(), work, args.tiny, args.python, limit, args.again, site)
     left = driver.run(check, steps)
     states = [record.read(results).get(name, {}).get("status") for name in names(steps)]
     counts = ", ".join(f"{states.count(status)} {status}" for status in record.STATUSES)

@@ -1,8 +1,8 @@
 """Run the parts that are left, each in a process of its own, and record each when it is done.
 
 A part that can't run here is recorded as skipped, with the reason, and is tried again by the next call. One that fails, or
-takes longer than its step's limit, is recorded with its last lines, and the others go on. One that was killed with the
-check is not recorded: the next call runs it.
+takes longer than four times its minutes and one, or than its step's limit, is recorded with its last lines, and the others
+go on. One that was killed with the check is not recorded: the next call runs it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def unable(check: Check, step: Step, part: Part, gpu: bool) -> str | None:
 
 def one(check: Check, step: Step, part: Part) -> dict[str, Any]:
     """Run a part; returns its status with result, reason or error."""
-    logs, seconds = check.work / "logs", TINY_LIMIT if check.tiny else step.limit
+    logs, seconds = check.work / "logs", TINY_LIMIT if check.tiny else min(step.limit, 60 + 240 * part.minutes)
     logs.mkdir(parents=True, exist_ok=True)
     log, out = logs / f"{step.name}-{part.name}.log", logs / f"{step.name}-{part.name}.json"
     out.unlink(missing_ok=True)

@@ -141,7 +141,7 @@ def quantized(place: Place, name: str, kind: str, scheme: str, options: Mapping[
 def recipe(
     place: Place, source: Path, out: Path, scheme: str, options: Mapping[str, Any], large: bool = False, **keys: Any
 ) -> Any:
-    """A recipe, with the check's calibration data where it needs any: 64 small images, or 128 large ones."""
+    """A recipe, with the check's calibration data where it needs any: 16 small images, or 128 large ones."""
     import vlmcompress
 
     if scheme not in FREE or "kv_cache" in keys:
@@ -170,9 +170,9 @@ def calibration(place: Place, large: bool = False) -> Path:
     """Return the calibration data, made if they aren't there: drawn pictures with a question and an answer.
 
     Args:
-        large: 128 pictures of 1000 x 1000 pixels instead of 64 of 448 x 448.
+        large: 128 pictures of 1000 x 1000 pixels instead of 16 of 448 x 448.
     """
-    count, size = (128, (1000, 1000)) if large else (64, (448, 448))
+    count, size = (128, (1000, 1000)) if large else (16, (448, 448))
     if place.tiny:
         count, size = 16, (112, 112)
 

@@ -48,15 +48,20 @@ def _machine(ran: Parts) -> str:
 
 def _steps(parts: Parts) -> str:
     lines = ["| step | proves | minutes | result |", "|---|---|---:|---|"]
+    never = []
     for step in STEPS:
         kept = [parts[f"{step.name}/{part.name}"] for part in step.parts if f"{step.name}/{part.name}" in parts]
+        if not kept:
+            never.append(f"{step.name} ({step.proves})")
+            continue
         states = [part["status"] for part in kept]
         counts = ", ".join(f"{states.count(state)} {SIGNS[state]}" for state in SIGNS if state in states)
         missing = len(step.parts) - len(kept)
-        cell = counts + (f"{', ' if counts else ''}{missing} not run" if missing else "")
         minutes = sum(part["seconds"] for part in kept if part["status"] != "skipped") / 60
-        lines.append(f"| {step.name} | {step.proves} | {minutes:.1f} | {cell} |")
-    return "\n".join(lines)
+        lines.append(
+            f"| {step.name} | {step.proves} | {minutes:.1f} | {counts}{f', {missing} not run' if missing else ''} |"
+        )
+    return "\n".join(lines) + (f"\n\n**Not run**: {'; '.join(never)}." if never else "")
 
 
 def _quantized(ran: Parts) -> str:
@@ -74,19 +79,20 @@ def _quantized(ran: Parts) -> str:
 
 
 def _layers(ran: Parts) -> str:
+    shapes = _results(ran, "layers")
     rows = []
-    for shape, result in _results(ran, "layers"):
-        for scheme, figures in result["schemes"].items():
+    for scheme in dict.fromkeys(scheme for _, result in shapes for scheme in result["schemes"]):
+        cells = []
+        for _, result in shapes:
+            figures = result["schemes"].get(scheme, {})
             if "seconds" in figures:
-                phases = " | ".join(f"{figures['seconds'][phase]:.2f}" for phase in ("smooth", "solve", "pack"))
-                counts = f"{figures['layer']['kernels'] / figures['columns']:.1f} | {_count(figures['layer']['waits'])}"
-                rows.append(
-                    f"| {shape}, {scheme} | {phases} | {counts} | {_gb(figures['gpu_gb'])} | {figures['model_seconds']:.0f} |"
-                )
-    return _table(
-        "layers of a block | smooth, s | solve, s | pack, s | kernels a column | waits a layer | GPU peak | all blocks, s",
-        "rrrrrrr", rows,
-    )  # fmt: skip
+                phases = " + ".join(f"{figures['seconds'][phase]:.2f}" for phase in ("smooth", "solve", "pack"))
+                cells += [phases, f"{figures['model_seconds']:.0f}", _gb(figures["gpu_gb"])]
+            else:
+                cells += ["–"] * 3
+        rows.append(f"| {scheme} | {' | '.join(cells)} |")
+    heads = "".join(f" | {shape}: smooth + solve + pack, s | all blocks, s | GPU peak" for shape, _ in shapes)
+    return _table(f"layers of a block{heads}", "rrr" * len(shapes), rows)
 
 
 def _triton(ran: Parts) -> str:
@@ -121,7 +127,7 @@ def _prefill(ran: Parts) -> str:
                 decoder = ", ".join(f"{share}: {value:.1f}" for share, value in figures["decoder_ms"].items())
                 whole = ", ".join(f"{label}: {value:.1f}" for label, value in figures["model_ms"].items())
                 rows.append(f"| {shape}, {name} | {decoder} | {whole} |")
-    return _table("prefill | decoder alone by share of tokens, ms | model behind a reducer, ms", "ll", rows)
+    return _table("prefill | decoder alone by share of tokens, ms | model after a reducer, ms", "ll", rows)
 
 
 def _products(ran: Parts) -> str:
@@ -184,7 +190,7 @@ def _faults(ran: Parts) -> str:
 
 
 def _table(heads: str, align: str, rows: Sequence[str]) -> str:
-    """A table; empty without rows. `align`: `l` or `r` for each column behind the first."""
+    """A table; empty without rows. `align`: `l` or `r` for each column after the first."""
     marks = "".join("---:|" if side == "r" else "---|" for side in align)
     return "\n".join([f"| {heads} |", f"|---|{marks}", *rows]) if rows else ""
 

@@ -65,35 +65,3 @@ def test_what_was_left_out_is_said(tmp_path, capsys):
     said = capsys.readouterr()
     (warning,) = json.loads(said.out)["warnings"]
     assert "as bf16 has no place for them" in warning and said.err.splitlines()[-1] == f"warning: {warning}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["export", "{ct}", "--format", "awk", "-o", "{out}"], "unknown format 'awk'; did you mean 'awq'"),
-        (["export", "{ct}", "--format", "modelopt", "-o", "{out}"], "ModelOpt files hold"),
-        (["export", "{ct}", "--format", "fp8", "-o", "{out}"], "are read, not written"),
-        (["export", "{ct}", "--format", "compressed-tensors", "-o", "{out}"], "is compressed-tensors already"),
-        (["export", "{ct}", "--format", "awq", "-o", "{ct}"], "is inside the source model"),
-        (["export", "{demo}", "--format", "awq", "-o", "{out}"], "has no vlmcompress.json"),
-        (["export", "{out}", "--format", "awq", "-o", "{out}/a"], "has no vlmcompress.json"),
-        (["export", "{ct}", "--format", "awq", "-o", "{out}", "--shard-size", "many"], "shard_size"),
-        (["convert", "{demo}", "-o", "{out}"], "is not quantized"),
-        (["convert", "{out}", "-o", "{out}2"], "does not exist"),
-        (["quantize", "{demo}", "-o", "{out}", "--scheme", "fp8", "--format", "awq"], "4-bit integer weights"),
-        (
-            ["quantize", "{demo}", "-o", "{out}", "--scheme=rtn", "--format=gptq", "--set", "options.symmetric=false"],
-            "symmetric weights only",
-        ),
-        (
-            ["quantize", "{demo}", "-o", "{out}", "--scheme", "rtn", "--format", "awq", "--kv-cache", "fp8"],
-            "no scales of an FP8 KV cache",
-        ),
-    ],
-)
-def test_bad_input_is_one_line(arguments, message, checkpoint, tmp_path, capsys):
-    places = {"ct": str(checkpoint), "demo": str(DEMO_LLAVA), "out": str(tmp_path / "out")}
-    assert cli.main([argument.format(**places) for argument in arguments]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and message in said[0], said
-    assert not (tmp_path / "out").exists() and not list(tmp_path.iterdir())

@@ -112,33 +112,6 @@ def test_verb(capfd, tmp_path):
     assert "  dart:0.5           3 of 6 tokens: 3 as they are, 3 dropped\n" in text and text.endswith("new/out.png.\n")
 
 
-@pytest.mark.parametrize(
-    ("family", "flags", "message"),
-    [
-        ("llava", ["--reduce", "dart:2"], "keep must be a number above 0 and at most 1, got 2"),
-        ("llava", ["--reduce", "relevance:0.5"], "'relevance' looks at the question; add --question"),
-        ("llava", [], "missing --reduce"),
-        ("llava", ["--reduce", "dart:0.5", "-o", "x.jpg"], "--out x.jpg: a picture is written; name it FILE.png"),
-        ("llava", ["--reduce", "dart:0.5", "--image", "/no/such.png"], "'/no/such.png' cannot be read"),
-        ("llava", ["--reduce", "dart:0.5", "--image", __file__], "is not an image that Pillow can read"),
-        ("llava", ["--reduce", "fastv:0.5,layer=7"], "layer 7 is none of the language model's 2"),
-        (
-            "gemma3",
-            ["--reduce", "fastv:0.5"],
-            "those of gemma3 have attention in windows, and both ways within an image; use ",
-        ),
-        ("qwen2-5-vl", ["--reduce", "visionzip:0.5"], "CLS"),
-    ],
-)
-def test_bad_input(capfd, tmp_path, family, flags, message):
-    noise(60, 60).save(tmp_path / "a.png")
-    default = ["inspect", str(checkpoint(family)), "--image", str(tmp_path / "a.png"), "-o", str(tmp_path / "out.png")]
-    assert cli.main([*default, *flags]) == 2
-    shown = capfd.readouterr().err
-    assert message in shown and shown.count("\n") == 1
-    assert not (tmp_path / "out.png").exists()
-
-
 def test_images_too_small_for_the_share(capfd, tmp_path):
     noise(60, 60).save(tmp_path / "a.png")
     arguments = [

@@ -147,33 +147,6 @@ def test_absurd_towers(models, tmp_path, capsys, changed):
     assert code == 2 and not out and "vision_config." in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--target", "h10"), "did you mean 'h100'"),
-        (("--text-tokens", "4000"), "the model takes 2,048"),
-        (("--tp", "3"), "use one of 1, 2, 4"),
-        (("--tp", "0"), "--tp 0"),
-        (("--image-size", "1024x"), "WIDTHxHEIGHT"),
-        (("--image-size", "0x5"), "WIDTHxHEIGHT"),
-        (("--image-size", "99999x99999"), "more than 50"),
-        (("--sizes", "64x64,oops"), "--sizes oops"),
-        (("--video", "8x64"), "FRAMESxWIDTHxHEIGHT"),
-        (("--images-per-request", "-1"), "--images-per-request -1"),
-        (("--out-tokens", "0"), "--out-tokens 0"),
-        (("--kv-cache", "fp-8"), "did you mean 'fp8'"),
-        (("--memory", "lots"), "not a size"),
-        (("--plot", "chart.png"), "should end in .svg"),
-        (("--plot", "nowhere/chart.svg"), "does not exist"),
-        (("--reduce", "darts:0.5"), "did you mean 'dart'"),
-        (("--reduce", "fastv:0.5"), "--reduce fastv"),
-    ],
-)
-def test_bad_flags(models, capsys, arguments, said):
-    code, out, error = run(capsys, models["llava"], *arguments)
-    assert code == 2 and not out and said in error and error.count("\n") == 1
-
-
 def test_what_drafting_takes(tmp_path, capsys):
     """The head's bytes, its block's keys and values, and a state more; the config alone says the same as the files."""
     folder, bare = tiny.build("qwen3-5", tmp_path / "whole"), tmp_path / "bare"
@@ -194,16 +167,3 @@ def test_what_drafting_takes(tmp_path, capsys):
     assert ngram["memory"]["token_bytes"] == plain["memory"]["token_bytes"]
     states = [sum(group["states"] for group in row["memory"]["groups"]) for row in (plain, ngram)]
     assert states[1] == states[0] + 2
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mpt", "did you mean 'mtp'"),
-        ("mtp:x", "a number from 1 to 100"),
-        ("mtp", "the model has no head that drafts tokens; use ngram"),
-    ],
-)
-def test_bad_speculation(models, capsys, text, message):
-    code, _, error = run(capsys, models["llava"], "--speculative", text)
-    assert code == 2 and message in error and error.count("\n") == 1

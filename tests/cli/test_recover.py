@@ -214,44 +214,6 @@ def test_smaller_images_and_the_tower(models, data, tmp_path, capsys):
     assert facts["recovery"]["held_out_kl"]["before"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ("--reduce", "divprune:0.25", "--train", "projektor"),
-            "--train: no part 'projektor'; did you mean 'projector'?",
-        ),
-        ((), "recover: nothing to recover from; say with --reduce"),
-        (("--reduce", "fastv:0.5,layer=1"), "'fastv'"),
-        (("--reduce", "divprune:0.25", "--steps", 0), "--steps is 0; it should be at least 1"),
-        (("--reduce", "divprune:0.25", "--lr", -1), "--lr is -1; it should be above 0"),
-        (("--reduce", "divprune:0.25", "--text", "x.jsonl"), "--text is for calibration"),
-        (("--reduce", "divprune:0.25", "--samples", 10), "gives 10 samples with images; training needs at least 16"),
-        (("--reduce", "tome:0.5", "--train", "tower"), "--train tower: tome:0.5 merges tokens within the tower"),
-        (("--reduce", "divprune:0.25", "--set", "scheme=fp8"), "--set scheme: no such key of recover"),
-    ],
-)
-def test_bad_input(models, data, tmp_path, capsys, arguments, said):
-    code, _, err = run(capsys, "recover", models["llava"], *arguments, "--calib", data, "-o", tmp_path / "out")
-    assert code == 2 and said in err and len(err.strip().splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_other_bad_input(models, data, tmp_path, capsys):
-    texts = tmp_path / "text.jsonl"
-    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]}
-    texts.write_text("\n".join([json.dumps(row)] * 20))
-    common = ("recover", models["llava"], "--reduce", "divprune:0.25")
-    code, _, err = run(capsys, *common, "--calib", texts, "-o", tmp_path / "out")
-    assert code == 2 and "has no images; training needs questions about images" in err
-    (tmp_path / "there").mkdir()
-    code, _, err = run(capsys, *common, "--calib", data, "-o", tmp_path / "there")
-    assert code == 2 and "exists; choose another folder or pass --overwrite" in err
-    assert run(capsys, "quantize", models["llava"], "--scheme", "fp8", "-o", tmp_path / "fp8")[0] == 0
-    code, _, err = run(capsys, "recover", tmp_path / "fp8", *common[2:], "--calib", data, "-o", tmp_path / "out")
-    assert code == 2 and "is quantized already; recover the 16-bit original, then quantize" in err
-
-
 def test_parts_that_are_not_there(models):
     with pytest.raises(UserError, match="no part 'lors'; did you mean 'lora'"):
         TrainingOptions(train=("lors",))

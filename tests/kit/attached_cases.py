@@ -65,11 +65,11 @@ def traces(model: torch.nn.Module) -> list:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[methods.Signals]:
     """All signals that a reducer is given from now on."""
     calls: list[methods.Signals] = []
-    real = methods.reduce
+    real = methods.reduce_all
 
-    def spy(module, signals, options, count=None):
-        calls.append(signals)
-        return real(module, signals, options, count)
+    def spy(module, images, options, check=True):
+        calls.extend(images)
+        return real(module, images, options, check)
 
-    monkeypatch.setattr(methods, "reduce", spy)
+    monkeypatch.setattr(methods, "reduce_all", spy)
     return calls

@@ -122,3 +122,11 @@ def cosine(a, b):
 def best(scores, k):
     """Indices of the k highest scores, best first, the lower index among equals."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
+
+
+def features(seed: int, n: int = 45, width: int = 12) -> torch.Tensor:
+    """Tokens of an image: all different, in groups, copies of each other, of whole numbers, or all alike, by the seed."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, kind = torch.randn(n, width, generator=draw), seed % 5
+    copies = tokens[torch.randint(n // 3, (n,), generator=draw)]
+    return [tokens, copies + tokens / 4, copies, copies.round(), torch.ones(n, width)][kind]

@@ -117,6 +117,33 @@ def test_packing_and_unpacking_are_inverse():
         pack_fp4(codes[:, :15])
 
 
+def test_every_pair_of_codes_has_its_byte():
+    """Oracle: compressed-tensors' packing of all 256 pairs, signs of zeros included."""
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+
+    values = torch.tensor(MAGNITUDES + [-m for m in MAGNITUDES])
+    pairs = torch.cartesian_prod(values, values)
+    packed = pack_fp4(pairs.to(torch.float8_e4m3fn))
+    assert torch.equal(packed, pack_fp4_to_uint8(pairs)) and packed.unique().numel() == 256
+
+
+@pytest.mark.parametrize("rows", [16, 4096])
+def test_a_device_packs_a_matrix_in_a_few_kernels(rows):
+    """A kernel's start takes longer than its work on the part of a matrix that fits a CPU's cache."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Calls(TorchDispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names = [*self.names, str(func)]
+            return func(*args, **(kwargs or {}))
+
+    with Calls() as calls:
+        pack_fp4(torch.empty(rows, 14336, dtype=torch.float8_e4m3fn, device="meta"))
+    assert 0 < len(calls.names) < 40
+
+
 def test_layers_share_a_global_scale():
     w, other = weights(), 3 * weights(seed=1)
     shared = find_global_scale([w, other])

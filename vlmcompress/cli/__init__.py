@@ -158,7 +158,18 @@ def _main(argv: list[str] | None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return _unexpected(error, debug, as_json)
+        if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _EXTRAS:
+            remedy = f"pip install '.[{_EXTRAS[package]}]' in the checkout of vlmcompress"
+            return _fail(f"{package} is not installed; {remedy}", BAD_INPUT, as_json)
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return _fail("out of memory; use fewer --samples or a larger machine (see --dry-run)", BAD_INPUT, as_json)
+        if path := unusable(error):
+            return _fail(path, BAD_INPUT, as_json)
+        with tempfile.NamedTemporaryFile("w", prefix="vlmcompress-error-", suffix=".txt", delete=False) as file:
+            traceback.print_exc(file=file)
+        where = "" if debug else f"; traceback in {file.name}"
+        first = (str(error).strip().splitlines() or [""])[0]
+        return _fail(f"internal error: {type(error).__name__}: {first}{where}", INTERNAL, as_json)
 
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
@@ -169,20 +180,6 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
         return "; continue with --resume"
     kept = "verb" in args and VERBS.constant(args.verb, "KEPT_BY")
     return "; the same command goes on from here" if kept and getattr(args, kept, None) else ""
-
-
-def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
-    """Report any other exception: a missing package, no memory, a bad path, or else a defect, with its traceback in a file."""
-    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _EXTRAS:
-        remedy = f"pip install '.[{_EXTRAS[package]}]' in the checkout of vlmcompress"
-        return _fail(f"{package} is not installed; {remedy}", BAD_INPUT, as_json)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return _fail("out of memory; use fewer --samples or a larger machine (see --dry-run)", BAD_INPUT, as_json)
-    if path := unusable(error):
-        return _fail(path, BAD_INPUT, as_json)
-    where = "" if debug else f"; traceback in {_save_traceback()}"
-    first = (str(error).strip().splitlines() or [""])[0]
-    return _fail(f"internal error: {type(error).__name__}: {first}{where}", INTERNAL, as_json)
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:
@@ -197,10 +194,3 @@ def _say(message: str, code: int, as_json: bool) -> int:
         with contextlib.suppress(UserError):  # the line is on stderr
             process.show(json.dumps({"ok": False, "error": line, "exit_code": code}))
     return code
-
-
-def _save_traceback() -> str:
-    """Write the traceback of the current exception to a temporary file and return its path."""
-    with tempfile.NamedTemporaryFile("w", prefix="vlmcompress-error-", suffix=".txt", delete=False) as file:
-        traceback.print_exc(file=file)
-    return file.name

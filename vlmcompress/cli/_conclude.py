@@ -48,8 +48,12 @@ def conclude(
             `eval` and `bench` fill one report, and its gate judges both.
         overwrite: an earlier report may be one that can't be read.
     """
-    if folder and (earlier := _earlier(Path(folder), overwrite)):
-        results = joined(results, earlier)
+    if folder and (Path(folder) / FILE).is_file():
+        try:
+            results = joined(results, load(folder))
+        except UserError:
+            if not overwrite:
+                raise
     # a gate that an earlier call was given judges what this call has measured, too; its verdict is in the report alone
     rules = gate or (gates.recorded(results.gate) if results.gate else None)
     if rules:
@@ -62,15 +66,3 @@ def conclude(
     if files:
         lines.append(f"Report: {files['html']}")
     return code, data, "\n".join(lines)
-
-
-def _earlier(folder: Path, overwrite: bool) -> Results | None:
-    """The results in a folder; None where there are none or, if they are to be replaced, none that can be read."""
-    if not (folder / FILE).is_file():
-        return None
-    try:
-        return load(folder)
-    except UserError:
-        if overwrite:
-            return None
-        raise

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from vlmcompress.utils.messages import Finding
 from vlmcompress.utils.text import duration, table
 
 Outcome = tuple[int, Any, str]
@@ -15,32 +16,12 @@ Outcome = tuple[int, Any, str]
 OK, GATE, BAD_INPUT, INTERNAL, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
-class Finding(Protocol):
-    """A finding of `check`, or a check of `doctor`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ok(self) -> bool: ...
-    @property
-    def detail(self) -> str: ...
-
-
 def findings_text(title: str, findings: Sequence[Finding]) -> str:
     """A title, a line for each finding, and how many of them are problems."""
     bad = sum(not finding.ok for finding in findings)
     rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]
     verdict = "nothing stands in the way" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
     return f"{title}\n{table(rows)}\n{len(findings)} things looked at, {verdict}."
-
-
-def phases_text(timing: Mapping[str, float], seconds: float) -> list[str]:
-    """Lines about the time that each phase took, of `seconds` in all."""
-    rest = {"other": seconds - sum(timing.values())}
-    return [
-        f"  {'' if number else 'time':<9} {name:<18} {spent:8.1f} s {spent / max(seconds, 1e-9):5.0%}"
-        for number, (name, spent) in enumerate([*timing.items(), *rest.items()])
-    ]
 
 
 def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, remarks: Sequence[str] = ()) -> str:
@@ -52,7 +33,12 @@ def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, r
         verbose: add the time that each phase took.
         remarks: lines before the commands that come next.
     """
-    phases = phases_text(done["timing"], done["seconds"]) if verbose else []
+    seconds, timing = done["seconds"], done["timing"] if verbose else {}
+    spent = {**timing, "other": seconds - sum(timing.values())} if verbose else {}
+    phases = [
+        f"  {'' if number else 'time':<9} {name:<18} {part:8.1f} s {part / max(seconds, 1e-9):5.0%}"
+        for number, (name, part) in enumerate(spent.items())
+    ]
     commands = ["Next:", *(f"  {command}" for command in done["next"])]
     return "\n".join([f"Wrote {done['out']} in {duration(done['seconds'])}.", *lines, *phases, *remarks, *commands])
 

@@ -147,6 +147,7 @@ def import_transformers() -> None:
     """
     if "transformers" in sys.modules or "sklearn" in sys.modules:
         return
+    # transformers 5.17 `generation/candidate_generator.py` imports `sklearn.metrics.roc_curve` where it finds the package.
     sys.modules["sklearn"] = None  # type: ignore[assignment]  # as Python marks a module that cannot be imported
     try:
         from transformers import AutoModelForImageTextToText  # noqa: F401

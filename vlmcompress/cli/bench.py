@@ -12,7 +12,7 @@ from vlmcompress.cli._outcome import Outcome
 from vlmcompress.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from vlmcompress.evaluation.results import Results, Side
+    from vlmcompress.evaluation.results import Side
 
 GROUP = "measure"
 PLACE = 32
@@ -57,32 +57,14 @@ def run(args: argparse.Namespace) -> Outcome:
     """Measure both sides, and judge them where a gate is given."""
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
+    from vlmcompress.evaluation.speed import runs
+    from vlmcompress.evaluation.speed.measure import parse_slo
     from vlmcompress.evaluation.speed.text import text
 
     gate = gates.chosen(args.gate, None)
     check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
-    results = measure(args)
-    code, data, conclusion = conclude(results, gate, args.report, overwrite=args.overwrite)
-    assert results.bench is not None
-    return code, data, f"{text(results.bench)}\n\n{conclusion}"
-
-
-def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
-    """Describe baseline and candidate as a report does."""
-    from vlmcompress.evaluation import sides
-    from vlmcompress.utils import hub
-
-    baseline, candidate = (sides.side(sides.folder(hub.local(model)), {}) for model in (args.baseline, args.out))
-    return baseline, candidate
-
-
-def measure(args: argparse.Namespace) -> Results:
-    """Run the benchmark as the flags say. `args.extra` are further flags of `vllm serve`."""
-    from vlmcompress.evaluation.speed import runs
-    from vlmcompress.evaluation.speed.measure import parse_slo
-
     with closing(ProgressBar()) as progress:
-        return runs.run(
+        results = runs.run(
             args.out,
             args.baseline,
             load=args.load,
@@ -97,7 +79,19 @@ def measure(args: argparse.Namespace) -> Results:
             resident=args.resident,
             max_model_len=args.max_model_len,
             speculative={"candidate": _flags.drafting(args, args.out), "baseline": args.baseline_speculative_config},
-            flags=args.extra,
+            flags=args.extra,  # of `vllm serve`
             seed=args.seed,
             progress=progress,
         )
+    code, data, conclusion = conclude(results, gate, args.report, overwrite=args.overwrite)
+    assert results.bench is not None
+    return code, data, f"{text(results.bench)}\n\n{conclusion}"
+
+
+def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
+    """Describe baseline and candidate as a report does."""
+    from vlmcompress.evaluation import sides
+    from vlmcompress.utils import hub
+
+    baseline, candidate = (sides.side(sides.folder(hub.local(model)), {}) for model in (args.baseline, args.out))
+    return baseline, candidate

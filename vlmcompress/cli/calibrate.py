@@ -61,7 +61,10 @@ def run(args: argparse.Namespace) -> Outcome:
     values = _flags.recipe_values(args)
     _flags.refuse_foreign(values, "calibrate", KEYS)
     recipe = resolve(values | {"scheme": "none"}).recipe
-    needs: dict[str, Any] = {"needs": _needs(args.needs)} if args.needs else {}
+    needs: dict[str, Any] = {"needs": frozenset(args.needs.split(","))} if args.needs else {}
+    for name in args.needs.split(",") if args.needs else ():
+        if name not in STATISTICS:
+            raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
     from vlmcompress.quantization.calibrate import calibrate, needed
 
     if args.readers:
@@ -74,15 +77,6 @@ def run(args: argparse.Namespace) -> Outcome:
     adapter = hub.shown(recipe.adapter) if recipe.adapter else None
     data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - args.began, adapter)
     return OK, data, text(data, args.verbose)
-
-
-def _needs(text: str) -> frozenset[str]:
-    """Parse and check `--needs`."""
-    names = text.split(",")
-    for name in names:
-        if name not in STATISTICS:
-            raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
-    return frozenset(names)
 
 
 def result(

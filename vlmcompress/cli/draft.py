@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -114,69 +113,49 @@ def run(args: argparse.Namespace) -> Outcome:
     values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
     recipe = resolve(values | {"scheme": "none"}).recipe
     assert recipe.out is not None
-    base = _base(args)
+    base = None
+    if args.base is not None:
+        from vlmcompress.export.draft_folder import Draft
+
+        for name in ("kind", "images", "image_vector", "block_size", "vocabulary"):
+            if getattr(args, name) != DEFAULTS[name]:
+                raise UserError(f"--{name.replace('_', '-')} is as in the draft that --from names; leave it out")
+        base = Draft.of(Path(hub.local(args.base)))
     if training.kind == "medusa":
         note("vLLM serves Medusa heads up to 0.32; 0.33 has none any more. --kind eagle3 stays")
-    engine = engines.get("vllm") if (args.engine or _there()) == "vllm" else None
+    from vlmcompress.engines.vllm import available
+
+    engine = engines.get("vllm") if args.engine == "vllm" or (args.engine is None and available()) else None
     options: dict[str, Any] = {"base": base, "engine": engine, "resume": args.resume, "overwrite": args.overwrite}
     with closing(ProgressBar()) as progress:
         facts = draft(recipe, training, **options, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
-    data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began)
-    return OK, data, text(data, args.verbose)
-
-
-def _base(args: argparse.Namespace) -> Any:
-    """The draft to begin with, if one is named."""
-    from vlmcompress.export.draft_folder import Draft
-
-    if args.base is None:
-        return None
-    for name in ("kind", "images", "image_vector", "block_size", "vocabulary"):
-        if getattr(args, name) != DEFAULTS[name]:
-            raise UserError(f"--{name.replace('_', '-')} is as in the draft that --from names; leave it out")
-    return Draft.of(Path(hub.local(args.base)))
-
-
-def _there() -> str:
-    """The engine that answers unless the user names one."""
-    from vlmcompress.engines.vllm import available
-
-    return "vllm" if available() else "hf"
-
-
-def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Describe the trained draft as data for `--json`."""
-    folder, draft = shlex.quote(model), shlex.quote(str(out))
-    return {
+    folder, written = shlex.quote(hub.shown(recipe.model)), shlex.quote(str(recipe.out))
+    data = {
         "ok": True,
-        "out": str(out),
-        "seconds": round(seconds, 3),
+        "out": str(recipe.out),
+        "seconds": round(time.monotonic() - args.began, 3),
         **facts,
         "next": [
-            f"vlmcompress serve {folder} --draft {draft}",
-            f"vlmcompress bench {folder} --baseline {folder} --draft {draft}",
+            f"vlmcompress serve {folder} --draft {written}",
+            f"vlmcompress bench {folder} --baseline {folder} --draft {written}",
         ],
     }
-
-
-def text(done: Mapping[str, Any], verbose: bool = False) -> str:
-    """Describe the trained draft as text. `done`: from `result`; `verbose`: add the time of each phase."""
-    samples, acceptance = done["samples"], done["acceptance"]
+    samples, acceptance = data["samples"], data["acceptance"]
     shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
-    steps = f"{done['steps']} of at most {done['training']['steps']}, step {done['best_step']} is kept"
+    steps = f"{data['steps']} of at most {data['training']['steps']}, step {data['best_step']} is kept"
     rows = [
         (
             "accepted",
             f"{acceptance['length']:.2f} tokens a step, the model's own included; guesses by position {shares}",
         ),
-        ("held-out KL", f"{done['held_out_kl']['before']:.3f} -> {done['held_out_kl']['after']:.3f} nats a guess"),
-        ("steps", steps + (f"; {done['ended']}" if done["ended"] else "")),
+        ("held-out KL", f"{data['held_out_kl']['before']:.3f} -> {data['held_out_kl']['after']:.3f} nats a guess"),
+        ("steps", steps + (f"; {data['ended']}" if data["ended"] else "")),
         ("data", f"{samples['trained_on']} answers of the model, {samples['held_out']} held out"),
-        ("size", f"{done['parameters']:,} parameters; guesses {done['vocabulary']:,} tokens"),
+        ("size", f"{data['parameters']:,} parameters; guesses {data['vocabulary']:,} tokens"),
     ]
-    if earlier := done.get("from"):
+    if earlier := data.get("from"):
         rows.insert(1, ("before", f"{earlier['acceptance']['length']:.2f} tokens a step, by the draft of --from"))
     weak = "It is hardly ever right; give it more data with longer answers."
-    return written_text(done, [table(rows)], verbose, [weak] * (acceptance["length"] < 1.2))
+    return OK, data, written_text(data, [table(rows)], args.verbose, [weak] * (acceptance["length"] < 1.2))

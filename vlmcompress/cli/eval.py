@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from vlmcompress.evaluation.results import Results, Side
+    from vlmcompress.evaluation.results import Side
 
 GROUP = "measure"
 PLACE = 31
@@ -82,6 +81,7 @@ def run(args: argparse.Namespace) -> Outcome:
     """Measure both sides, and judge them where a gate is given."""
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
+    from vlmcompress.evaluation.report.files import JOURNAL
 
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
@@ -89,30 +89,14 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
     gate = gates.chosen(args.gate, args.max_drop)
     check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
-    results = measure(args, gates.margins(gate))
-    return conclude(results, gate, args.report, overwrite=args.overwrite)
-
-
-def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
-    """Describe baseline and candidate as a report does."""
-    from vlmcompress import engines
-    from vlmcompress.evaluation.accuracy import accuracy
-
-    engine, baseline_engine = (engines.get(name) for name in (args.engine, args.baseline_engine or args.engine))
-    baseline = accuracy.described(args.baseline or args.out, baseline_engine)
-    return baseline, accuracy.described(args.out, engine, args.reduce)
-
-
-def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
-    """Run the evaluation as the flags say."""
     from vlmcompress.api import evaluate
-    from vlmcompress.evaluation.report.files import JOURNAL
 
     with closing(ProgressBar()) as progress:
-        return evaluate(
+        results = evaluate(
             args.out,
             args.baseline or args.out,
-            suites=_suites(args.suite),
+            # one --suite may name several with commas, as lm-eval's --tasks does
+            suites=[suite for text in args.suite for suite in ([text] if Path(text).exists() else text.split(","))],
             data=args.data,
             columns=getattr(args, "columns", None),
             skip_bad=getattr(args, "skip_bad", 0),
@@ -124,12 +108,18 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             limit=args.limit,
             seed=args.seed,
             score=args.score,
-            margins=margins,
+            margins=gates.margins(gate),
             journal=Path(args.report) / JOURNAL if args.report else None,
             progress=progress,
         )
+    return conclude(results, gate, args.report, overwrite=args.overwrite)
 
 
-def _suites(names: Sequence[str]) -> list[str]:
-    """The suites of all `--suite` flags, each of which may name several with commas, as in lm-eval."""
-    return [suite for text in names for suite in ([text] if Path(text).exists() else text.split(","))]
+def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
+    """Describe baseline and candidate as a report does."""
+    from vlmcompress import engines
+    from vlmcompress.evaluation.accuracy import accuracy
+
+    engine, baseline_engine = (engines.get(name) for name in (args.engine, args.baseline_engine or args.engine))
+    baseline = accuracy.described(args.baseline or args.out, baseline_engine)
+    return baseline, accuracy.described(args.out, engine, args.reduce)

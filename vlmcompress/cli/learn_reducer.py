@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
-from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
@@ -73,40 +70,30 @@ def run(args: argparse.Namespace) -> Outcome:
         facts = learn_reducer(recipe, training, resume=args.resume, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
-    data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began, recipe.calibrate.data)
-    return OK, data, text(data, args.verbose)
-
-
-def result(
-    out: Path, model: str, facts: Mapping[str, Any], seconds: float, calib: str | Path | None = None
-) -> dict[str, Any]:
-    """Describe the trained network as data for `--json`. `calib`: the data that the user gave."""
-    data = calibration_flag(model, calib, model)
-    reduce = "--reduce " + shlex.quote(f"learned:{facts['keep']:g},scorer={out}")
-    return {
+    model = hub.shown(recipe.model)
+    calib = calibration_flag(model, recipe.calibrate.data, model)
+    reduce = "--reduce " + shlex.quote(f"learned:{facts['keep']:g},scorer={recipe.out}")
+    data = {
         "ok": True,
-        "out": str(out),
-        "seconds": round(seconds, 3),
+        "out": str(recipe.out),
+        "seconds": round(time.monotonic() - args.began, 3),
         **facts,
         "next": [
             evaluation_command(model, model, f" --engine hf {reduce}"),
-            f"vlmcompress quantize {shlex.quote(model)} {reduce} --scheme SCHEME{data} -o OUT",
+            f"vlmcompress quantize {shlex.quote(model)} {reduce} --scheme SCHEME{calib} -o OUT",
         ],
     }
-
-
-def text(done: Mapping[str, Any], verbose: bool = False) -> str:
-    """Describe the trained network as text. `done`: from `result`; `verbose`: add the time of each phase."""
-    kl, samples = done["held_out_kl"], done["samples"]
+    kl, samples = data["held_out_kl"], data["samples"]
     beside = ", ".join(f"{name} {kl[name]:.4f}" for name in ("uniform", "coverage", "untrained"))
     written = samples["answers_of_the_teacher"]
     answers = f", {written} answers by the model itself" if written else ""
-    steps = f"{done['steps']} of at most {done['training']['steps']}, step {done['best_step']} is kept"
-    share = f"a share of {done['keep']:g}" if done["to"] is None else f"shares from {done['keep']:g} to {done['to']:g}"
+    steps = f"{data['steps']} of at most {data['training']['steps']}, step {data['best_step']} is kept"
+    share = f"a share of {data['keep']:g}" if data["to"] is None else f"shares from {data['keep']:g} to {data['to']:g}"
     rows = [
         ("held-out KL", f"{kl['learned']:.4f} nats an answer token at {share}; {beside}"),
-        ("steps", steps + (f"; {done['ended']}" if done["ended"] else "")),
+        ("steps", steps + (f"; {data['ended']}" if data["ended"] else "")),
         ("data", f"{samples['trained_on']} samples of '{samples['source']}', {samples['held_out']} held out{answers}"),
     ]
     weak = "It is no better than reducers that need no training; give it more data, or take one of those."
-    return written_text(done, [table(rows)], verbose, [weak] * (kl["learned"] >= min(kl["uniform"], kl["coverage"])))
+    remarks = [weak] * (kl["learned"] >= min(kl["uniform"], kl["coverage"]))
+    return OK, data, written_text(data, [table(rows)], args.verbose, remarks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlmcompress.cli._outcome import OK, Outcome
@@ -17,14 +17,10 @@ Entries = list[dict[str, Any]]
 _RESIZE: dict[str, Any] = {
     "name": "resize",
     "about": "Make images smaller before the encoder, alone or before a reducer.",
-}
-_RESIZE |= {
     "stage": "processor",
     "count": "measured",
     "served": True,
-    "vllm": None,
-    "why_not": None,
-    "no_better_than": None,
+    **dict.fromkeys(("vllm", "why_not", "no_better_than")),
 }
 
 
@@ -35,7 +31,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """List all names, or those of one kind."""
     entries = {kind: find() for kind, find in KINDS.items() if args.what in (None, kind)}
-    return OK, entries, _text(entries)
+    text = "\n\n".join(f"{what}\n{table([_row(entry) for entry in rows])}" for what, rows in entries.items())
+    return OK, entries, text
 
 
 def _registered(registry: Registry) -> Entries:
@@ -50,14 +47,13 @@ def _registered(registry: Registry) -> Entries:
 def _targets() -> Entries:
     from vlmcompress.recipe import targets
 
-    machines = [(name, targets.get(name)) for name in targets.REGISTRY.names()]
-    return [{"name": name, "about": f"{m.title}: {_defaults(m.schemes)}"} for name, m in machines]
-
-
-def _defaults(schemes: Mapping[Any, str]) -> str:
-    """The scheme of each goal, said once where it is one: `gptq-plus by default, int8 for throughput`."""
-    default, throughput = schemes[None], schemes["throughput"]
-    return default if throughput == default else f"{default} by default, {throughput} for throughput"
+    entries = []
+    for name in targets.REGISTRY.names():
+        machine = targets.get(name)
+        default, throughput = machine.schemes[None], machine.schemes["throughput"]
+        schemes = default if throughput == default else f"{default} by default, {throughput} for throughput"
+        entries.append({"name": name, "about": f"{machine.title}: {schemes}"})
+    return entries
 
 
 def _recipes() -> Entries:
@@ -102,11 +98,6 @@ KINDS: dict[str, Callable[[], Entries]] = {
     "suites": _suites,
     "gates": _gates,
 }
-
-
-def _text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
-    """One table a kind."""
-    return "\n\n".join(f"{what}\n{table([_row(entry) for entry in rows])}" for what, rows in entries.items())
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:

@@ -17,8 +17,7 @@ from vlmcompress.utils.text import figures, parse_bytes, parse_pixels, size, tab
 
 if TYPE_CHECKING:
     from vlmcompress.engines.vllm.served_model import Model
-    from vlmcompress.evaluation.capacity.capacity import Capacity, Row
-    from vlmcompress.export.draft_folder import Draft
+    from vlmcompress.evaluation.capacity.capacity import Capacity
 
 GROUP = "look first"
 PLACE = 10
@@ -114,10 +113,21 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
     images = args.images_per_request if args.images_per_request is not None else int(args.video is None)
     if images > 10_000:
         raise UserError(f"--images-per-request {images} is more than a request can hold; give up to 10,000")
+    video = None
+    if args.video is not None:
+        match = re.fullmatch(r"([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})", args.video)
+        if not match:
+            raise UserError(f"--video {args.video[:40]} is not a size; write it FRAMESxWIDTHxHEIGHT, like 16x640x360")
+        video = int(match[1]), int(match[2]), int(match[3])
     texts = {"--memory": args.memory, "--reserve": args.reserve, "--kv-cache-memory": args.kv_cache_memory}
     memory, reserve, space = (text and parse_bytes(text, flag) for flag, text in texts.items())
+    draft = None
+    if args.draft:
+        from vlmcompress.export.draft_folder import Draft
+
+        draft = Draft.of(Path(hub.local(args.draft)))
     return {
-        "pictures": ((image,) * images, _video(args.video)),
+        "pictures": ((image,) * images, video),
         "text": args.text_tokens,
         "out": args.out_tokens,
         "target": targets.get(args.target) if args.target else None,
@@ -125,29 +135,12 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         "tp": args.tp,
         "kv_cache": args.kv_cache,
         "speculative": weight_bytes.parse_speculation(args.speculative) if args.speculative else None,
-        "draft": _draft(args.draft) if args.draft else None,
+        "draft": draft,
         "memory": memory,
         "reserve": reserve,
         "space": space,
         "vocabulary": {key: value for key in ("head", "embeddings") if (value := getattr(args, key, None))},
     }
-
-
-def _draft(folder: str) -> Draft:
-    """The draft head in a folder, or on the Hub."""
-    from vlmcompress.export.draft_folder import Draft
-
-    return Draft.of(Path(hub.local(folder)))
-
-
-def _video(text: str | None) -> tuple[int, int, int] | None:
-    """Frames, width and height of a video like 16x640x360."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})", text)
-    if not match:
-        raise UserError(f"--video {text[:40]} is not a size; write it FRAMESxWIDTHxHEIGHT, like 16x640x360")
-    return int(match[1]), int(match[2]), int(match[3])
 
 
 def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:
@@ -206,7 +199,11 @@ def plan_text(capacity: Capacity) -> str:
     where = request.target.title if request.target else "any machine"
     devices = f" x {request.tp}" if request.tp > 1 else ""
     head = f"{advice.shown_model(capacity)} on {where}{devices}"
-    lines = [head, "", _loads_text(capacity), "", _memory_text(capacity), "", _formats_text(capacity)]
+    rows = [("a request", "visual", "text", "output", "context", "cache it fills", "in whole blocks")]
+    for name, load in capacity.loads.items():
+        counts = (f"{count:,}" for count in (load.visual, load.text, load.out, load.context))
+        rows.append((name, *counts, size(load.filled), size(load.bytes)))  # type: ignore[arg-type]
+    lines = [head, "", table(rows), "", _memory_text(capacity), "", _formats_text(capacity)]
     refused = [
         f"  not {row.weights.name} ({row.weights.label}): {row.weights.refused}"
         for row in capacity.rows
@@ -223,14 +220,6 @@ def plan_text(capacity: Capacity) -> str:
         lines += [table([(flag.name, flag.reason) for flag in flags], indent="    ")]
     lines += [f"  note: {note}" for note in capacity.notes]
     return "\n".join(lines)
-
-
-def _loads_text(capacity: Capacity) -> str:
-    rows = [("a request", "visual", "text", "output", "context", "cache it fills", "in whole blocks")]
-    for name, load in capacity.loads.items():
-        counts = (f"{count:,}" for count in (load.visual, load.text, load.out, load.context))
-        rows.append((name, *counts, size(load.filled), size(load.bytes)))  # type: ignore[arg-type]
-    return table(rows)
 
 
 def _memory_text(capacity: Capacity) -> str:
@@ -267,26 +256,25 @@ def _formats_text(capacity: Capacity) -> str:
     head += [f"requests ({name})" if len(names) > 1 else "requests" for name in names]
     head += ["bounds: prefill", "tokens/s of one", "of all"] if bounds else []
     rows = [(*head, "also by")]
-    rows += [_format_cells(capacity, row, names, bounds) for row in capacity.rows if row.weights.refused is None]
+    for row in capacity.rows:
+        if row.weights.refused is not None:
+            continue
+        cells = [row.weights.name, row.weights.label if row.weights.label != row.weights.name else "", size(row.device)]
+        cells.append("?" if row.space is None else size(row.space) if row.space > 0 else "none")
+        cells += [f"{int(row.served[name].requests):,}" if name in row.served else "?" for name in names]
+        served = row.served.get(capacity.served)
+        if bounds:
+            cells.append(f"{figures(1000 * served.prefill)} ms" if served and served.prefill else "")
+            cells.append(figures(1 / served.step) if served and served.step else "")
+            batch = max(1, min(int(served.requests), capacity.defaults.sequences)) if served else 1
+            cells.append(f"{figures(batch / served.full_step)} ({batch})" if served and served.full_step else "")
+        rows.append((*cells, ", ".join(row.weights.others)))
     about, target = "", capacity.request.target
     if not (target and target.bandwidth and target.rates):
         about = "\n  bounds of time: unknown without a target's bandwidth and arithmetic"
     elif bounds:
         about = "\n  bound: no engine is faster than bandwidth and arithmetic allow; expect a part of it"
     return table(rows) + about
-
-
-def _format_cells(capacity: Capacity, row: Row, names: list[str], bounds: bool) -> tuple[str, ...]:
-    cells = [row.weights.name, row.weights.label if row.weights.label != row.weights.name else "", size(row.device)]
-    cells.append("?" if row.space is None else size(row.space) if row.space > 0 else "none")
-    cells += [f"{int(row.served[name].requests):,}" if name in row.served else "?" for name in names]
-    served = row.served.get(capacity.served)
-    if bounds:
-        cells.append(f"{figures(1000 * served.prefill)} ms" if served and served.prefill else "")
-        cells.append(figures(1 / served.step) if served and served.step else "")
-        batch = max(1, min(int(served.requests), capacity.defaults.sequences)) if served else 1
-        cells.append(f"{figures(batch / served.full_step)} ({batch})" if served and served.full_step else "")
-    return (*cells, ", ".join(row.weights.others))
 
 
 def sizes_text(rows: list[dict[str, Any]], capacity: Capacity) -> str:
@@ -300,17 +288,11 @@ def sizes_text(rows: list[dict[str, Any]], capacity: Capacity) -> str:
         cells = [row["size"]]
         for name in names:
             load = row["loads"].get(name)
-            filled = (
-                [f"{load['visual']:,}", size(load["bytes"]), f"{int(load['requests']):,}"] if load else ["", "", ""]
-            )
-            cells += filled
+            filled = load and [f"{load['visual']:,}", size(load["bytes"]), f"{int(load['requests']):,}"]
+            cells += filled or ["", "", ""]
         lines.append(tuple(cells))
-    title = (
-        f"Requests at once in {capacity.best.weights.name}, by size of the image"
-        if capacity.best
-        else "By size of the image"
-    )
-    return f"{title}\n{table(lines)}"
+    best = f"Requests at once in {capacity.best.weights.name}, by size of the image" if capacity.best else ""
+    return f"{best or 'By size of the image'}\n{table(lines)}"
 
 
 def as_data(capacity: Capacity) -> dict[str, Any]:
@@ -320,6 +302,30 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
     from vlmcompress.quantization.plan.findings import MEMORY_SHARE
 
     request, best, drafting = capacity.request, capacity.best, capacity.speculation
+    formats = [
+        {
+            "name": row.weights.name,
+            "others": list(row.weights.others),
+            "label": row.weights.label,
+            "format": row.weights.key,
+            "refused": row.weights.refused,
+            "weights": row.weights.stored,
+            "options": dict(row.weights.options),
+            "device_weights": row.device,
+            "cache_space": row.space,
+            "fits": row.fits,
+            "served": {
+                name: {
+                    "requests": served.requests,
+                    "prefill_seconds_bound": served.prefill,
+                    "step_seconds_bound": served.step,
+                    "full_step_seconds_bound": served.full_step,
+                }
+                for name, served in row.served.items()
+            },
+        }
+        for row in capacity.rows
+    ]
     flags = advice.flags(capacity, best) if best else []
     return {
         "ok": best is not None,
@@ -347,35 +353,10 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
             "groups": [dataclasses.asdict(group) for group in capacity.pool.groups],
         },
         "loads": {name: {**dataclasses.asdict(load), "context": load.context} for name, load in capacity.loads.items()},
-        "formats": [_format_data(row) for row in capacity.rows],
+        "formats": formats,
         "recommended": best.weights.name if best else None,
         "reason": advice.reason(capacity, best) if best else None,
         "quantize": advice.command(capacity, best, advice.shown_model(capacity)) if best else None,
         "serve": [dataclasses.asdict(flag) for flag in flags],
         "notes": list(capacity.notes),
-    }
-
-
-def _format_data(row: Row) -> dict[str, Any]:
-    about = row.weights
-    return {
-        "name": about.name,
-        "others": list(about.others),
-        "label": about.label,
-        "format": about.key,
-        "refused": about.refused,
-        "weights": about.stored,
-        "options": dict(about.options),
-        "device_weights": row.device,
-        "cache_space": row.space,
-        "fits": row.fits,
-        "served": {
-            name: {
-                "requests": served.requests,
-                "prefill_seconds_bound": served.prefill,
-                "step_seconds_bound": served.step,
-                "full_step_seconds_bound": served.full_step,
-            }
-            for name, served in row.served.items()
-        },
     }

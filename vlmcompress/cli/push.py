@@ -51,7 +51,20 @@ def run(args: argparse.Namespace) -> Outcome:
             )
         upload = publish.plan_draft(out, args.repository, target=args.base_model)
     else:
-        measured = _measured(out, args.results) if args.results else None
+        measured = None
+        if args.results:
+            from vlmcompress.evaluation.report.findings import Findings
+            from vlmcompress.evaluation.report.text import card_section
+            from vlmcompress.evaluation.results import load
+            from vlmcompress.export import manifest
+
+            results, record = load(args.results), manifest.read(out)
+            side, bytes_after = results.candidate, record["size"]["weights_after"]
+            if side.weight_bytes != bytes_after or side.layer_errors != record.get("errors", {}):
+                raise UserError(
+                    f"--results {args.results} is about another checkpoint than {out} ('{side.name}'); run eval again"
+                )
+            measured = card_section(Findings(results))
         upload = publish.plan(out, args.repository, base_model=args.base_model, measured=measured)
     data: dict[str, Any] = {
         "ok": True,
@@ -62,39 +75,16 @@ def run(args: argparse.Namespace) -> Outcome:
         "url": None,
     }
     if args.dry_run:
-        return OK, data, _shown(upload, args.private)
+        from vlmcompress.utils.text import size, table
+
+        rows = [(path, size(count)) for path, count in upload.sizes.items()]
+        lines = upload.card.splitlines()
+        head = [f"  | {line}".rstrip() for line in lines[:HEAD]] + (["  | ..."] if len(lines) > HEAD else [])
+        kind = "private" if args.private else "public"
+        title = f"Would upload {len(rows)} files, {size(sum(upload.sizes.values()))}, to {upload.repository} ({kind} if new):"
+        return OK, data, "\n".join([title, table(rows), "", "Its card begins:", *head]) + _advice(upload)
     data["url"] = publish.push(upload, private=args.private)
     return OK, data, f"Uploaded {len(upload.sizes)} files to {data['url']}{_advice(upload)}"
-
-
-def _measured(out: Path, folder: str) -> str:
-    """The card's section about results. UserError: they are of another checkpoint."""
-    from vlmcompress.evaluation.report.findings import Findings
-    from vlmcompress.evaluation.report.text import card_section
-    from vlmcompress.evaluation.results import load
-    from vlmcompress.export import manifest
-
-    results, record = load(folder), manifest.read(out)
-    candidate = results.candidate
-    if candidate.weight_bytes != record["size"]["weights_after"] or candidate.layer_errors != record.get("errors", {}):
-        raise UserError(
-            f"--results {folder} is about another checkpoint than {out} ('{candidate.name}'); run eval again"
-        )
-    return card_section(Findings(results))
-
-
-def _shown(upload: Upload, private: bool) -> str:
-    """The text of `--dry-run`: files, sizes, the beginning of the card."""
-    from vlmcompress.utils.text import size, table
-
-    rows = [(path, size(count)) for path, count in upload.sizes.items()]
-    lines = upload.card.splitlines()
-    head = [f"  | {line}".rstrip() for line in lines[:HEAD]] + (["  | ..."] if len(lines) > HEAD else [])
-    kind = "private" if private else "public"
-    title = (
-        f"Would upload {len(rows)} files, {size(sum(upload.sizes.values()))}, to {upload.repository} ({kind} if new):"
-    )
-    return "\n".join([title, table(rows), "", "Its card begins:", *head]) + _advice(upload)
 
 
 def _advice(upload: Upload) -> str:

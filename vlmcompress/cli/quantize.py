@@ -45,7 +45,13 @@ def run(args: argparse.Namespace) -> Outcome:
     values = _flags.recipe_values(args)
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
     if args.tp != 1:
-        _check_devices(resolved, _flags.devices(args))
+        count = _flags.devices(args)
+        _process.import_transformers()
+        from vlmcompress.quantization.plan import devices
+        from vlmcompress.quantization.plan.plan import make_plan
+
+        if problem := devices.problem(make_plan(resolved.recipe), count):
+            raise UserError(problem)
     if args.dry_run:
         return _planned(resolved, values, args.recipe, args.overwrite)
     if resolved.recipe.out is None:
@@ -60,16 +66,6 @@ def run(args: argparse.Namespace) -> Outcome:
         print(f"warning: {line}", file=sys.stderr)
     data = result(done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - args.began)
     return OK, data, text(data, args.verbose)
-
-
-def _check_devices(resolved: Resolved, tp: int) -> None:
-    """Raise `UserError` where vLLM could not share what the recipe gives out among `tp` devices."""
-    _process.import_transformers()
-    from vlmcompress.quantization.plan import devices
-    from vlmcompress.quantization.plan.plan import make_plan
-
-    if problem := devices.problem(make_plan(resolved.recipe), tp):
-        raise UserError(problem)
 
 
 def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, overwrite: bool) -> Outcome:
@@ -225,13 +221,13 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
     lines = [f"  weights   {f'{size(after)}, as they were' if before == after else changed}"]
     if done["reduce"] or done["resize"]:
-        from vlmcompress.quantization.plan.visual_tokens import tokens_text
+        from vlmcompress.quantization.plan.visual_tokens import VisualTokens
         from vlmcompress.reduction.choice import read
         from vlmcompress.reduction.resize import Resize
 
         reducer = read(done["reduce"]) if done["reduce"] else None
         resize = Resize(**done["resize"]) if done["resize"] else None
-        lines.append(f"  images    {tokens_text(reducer, done['visual_tokens'], resize)}")
+        lines.append(f"  images    {VisualTokens(reducer, False, done['visual_tokens'], resize).text}")
     lines.append(f"  devices   {devices_text(done['devices'])}")
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")

@@ -7,7 +7,7 @@ import re
 import shutil
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
@@ -155,13 +155,48 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
     from vlmcompress.evaluation.search.search import WORK, find
 
     with closing(ProgressBar()) as progress:
-        done = find(search_request, progress)
-        code, data = OK, done.data | {"reference": reference}
-        if done.winner and search_request.confirm:
-            code, data["confirmed"] = _confirmed(search_request, done.winner, progress)
+        data, winner = find(search_request, progress)
+        code = OK
+        data["reference"] = reference
+        if winner and search_request.confirm:
+            from vlmcompress.api import evaluate
+            from vlmcompress.cli._conclude import EXIT, conclude
+            from vlmcompress.evaluation.accuracy import gate as gates
+
+            gate = gates.chosen(None, search_request.margin)
+            model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
+            results = evaluate(
+                winner,
+                model,
+                suites=[search_request.suite] if search_request.suite else (),
+                data=search_request.confirm,
+                columns=calibrate.get("columns"),
+                skip_bad=calibrate.get("skip_bad", 0),
+                engine=search_request.engine,
+                seed=search_request.seed,
+                margins=gates.margins(gate),
+                journal=search_request.out / "confirm.jsonl",
+                progress=progress,
+            )
+            conclude(results, gate, search_request.out / CONFIRMATION)
+            overall = results.suites[0].overall
+            code = EXIT[overall.verdict]
+            data["confirmed"] = {
+                "verdict": overall.verdict,
+                "questions": overall.n,
+                "images": overall.clusters,
+                "original": overall.baseline,
+                "winner": overall.candidate,
+                "difference": overall.difference,
+                "low": overall.low,
+                "high": overall.high,
+                "missing": overall.missing,
+                "unit": overall.unit,
+                "report": f"{CONFIRMATION}/report.html",
+            }
     if args.price is not None:
         data["price_per_hour"] = args.price
-    if not done.winner:
+    if not winner:
         tried = [candidate for candidate in data["candidates"] if not candidate["why"].startswith("predicted")]
         code = (
             GATE
@@ -178,42 +213,3 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
         "files": {kind: str(path) for kind, path in files.items()},
     }
     return code, data, report.text(data)
-
-
-def _confirmed(search_request: Request, winner: Path, progress: ProgressBar) -> tuple[int, dict[str, Any]]:
-    """Compare winner and original on questions that the search did not use; returns exit code and data."""
-    from vlmcompress.api import evaluate
-    from vlmcompress.cli._conclude import EXIT, conclude
-    from vlmcompress.evaluation.accuracy import gate as gates
-
-    gate = gates.chosen(None, search_request.margin)
-    model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
-    results = evaluate(
-        winner,
-        model,
-        suites=[search_request.suite] if search_request.suite else (),
-        data=search_request.confirm,
-        columns=calibrate.get("columns"),
-        skip_bad=calibrate.get("skip_bad", 0),
-        engine=search_request.engine,
-        seed=search_request.seed,
-        margins=gates.margins(gate),
-        journal=search_request.out / "confirm.jsonl",
-        progress=progress,
-    )
-    conclude(results, gate, search_request.out / CONFIRMATION)
-    (suite,) = results.suites
-    overall = suite.overall
-    return EXIT[overall.verdict], {
-        "verdict": overall.verdict,
-        "questions": overall.n,
-        "images": overall.clusters,
-        "original": overall.baseline,
-        "winner": overall.candidate,
-        "difference": overall.difference,
-        "low": overall.low,
-        "high": overall.high,
-        "missing": overall.missing,
-        "unit": overall.unit,
-        "report": f"{CONFIRMATION}/report.html",
-    }

@@ -33,7 +33,10 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.engines import llamacpp_server
 
     if llamacpp_server.is_gguf(args.out):
-        llamacpp_server.serve(args.out, args.host, args.port, args.max_model_len, _vllm_flags(args))
+        refused = ["--videos-per-request"] * (args.videos_per_request != 0)
+        refused += ["--images-per-request"] * (args.images_per_request != 4)
+        refused += ["--draft or --speculative-config"] * bool(_flags.drafting(args, args.out))
+        llamacpp_server.serve(args.out, args.host, args.port, args.max_model_len, [*refused, *args.extra])
     from vlmcompress.engines.vllm.serve import serve
 
     serve(
@@ -47,17 +50,3 @@ def run(args: argparse.Namespace) -> Outcome:
         extra=args.extra,
     )
     return OK, {"ok": True}, ""
-
-
-def _vllm_flags(args: argparse.Namespace) -> list[str]:
-    """The flags that were given and that llama.cpp's server does not have."""
-    flags = [
-        f"--{name}"
-        for name, default in (("videos-per-request", 0), ("images-per-request", 4))
-        if _differs(args, name, default)
-    ]
-    return flags + (["--draft or --speculative-config"] if _flags.drafting(args, args.out) else []) + list(args.extra)
-
-
-def _differs(args: argparse.Namespace, name: str, default: int) -> bool:
-    return getattr(args, name.replace("-", "_")) != default

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
@@ -14,9 +13,6 @@ from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.text import parse_pixels, table
 from vlmcompress.utils.text import size as size_text
-
-if TYPE_CHECKING:
-    from vlmcompress.quantization.plan.prompt_cost import Planned
 
 GROUP = "look first"
 PLACE = 12
@@ -54,13 +50,8 @@ def run(args: argparse.Namespace) -> Outcome:
     data = {"ok": True, "model": str(args.model), **costs.to_dict()}
     for image, size in zip(data["images"], args.image_size, strict=True):
         image["size"] = size
-    return OK, data, _text(costs, args.image_size)
-
-
-def _text(costs: Planned, sizes: list[str]) -> str:
-    """The tables of images and of costs."""
     images = [("image", "visual tokens", "rows x columns")]
-    for size, layout in zip(sizes, costs.layouts, strict=True):
+    for size, layout in zip(args.image_size, costs.layouts, strict=True):
         grids = [f"{piece.rows}x{piece.columns}" for piece in layout.pieces]
         same = [f"{grids.count(grid)} of {grid}" if grids.count(grid) > 1 else grid for grid in dict.fromkeys(grids)]
         images.append((size, f"{layout.tokens:,}", ", ".join(same)))
@@ -75,16 +66,11 @@ def _text(costs: Planned, sizes: list[str]) -> str:
         rows.append((name, f"{cost.visual:,}", f"{kept:.1%}", f"{cost.prompt:,}", f"{work:.1%}", *cache))
     steps = [f"{name}: {_steps(cost.blocks)}" for name, cost in costs.reduced.items() if cost and cost.differs]
     share, work = full.visual / full.prompt, 1 - none.multiply_adds / full.multiply_adds
-    return "\n".join(
-        [
-            f"{costs.family}: a prompt with {len(sizes)} image{'s' * (len(sizes) > 1)} and {costs.text:,} other tokens",
-            table(images),
-            "",
-            table(rows),
-            *(["", *steps] if steps else []),
-            f"\nVisual tokens are {share:.1%} of the prompt and {work:.1%} of the language model's work on it.",
-        ]
-    )
+    count = len(args.image_size)
+    head = f"{costs.family}: a prompt with {count} image{'s' * (count > 1)} and {costs.text:,} other tokens"
+    lines = [head, table(images), "", table(rows), *(["", *steps] if steps else []), ""]
+    lines.append(f"Visual tokens are {share:.1%} of the prompt and {work:.1%} of the language model's work on it.")
+    return OK, data, "\n".join(lines)
 
 
 def _steps(blocks: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from vlmcompress.utils.errors import UserError, did_you_mean
-from vlmcompress.utils.progress import Progress
+from vlmcompress.utils.progress import Progress, silent
 from vlmcompress.utils.schema import Count, LogProbability
 
 NAMES = ("vllm", "hf", "llamacpp", "openvino", "openai:URL")
@@ -133,15 +133,22 @@ def first_tokens(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Job:
-    """One call of an engine; the arguments of `Engine.answer`, with their defaults filled in."""
+    """One call of an engine.
+
+    Attributes:
+        model: checkpoint folder, or the model's name on a server.
+        media: the folder that the requests' images are in; the engine may read no other.
+        label: names this run in `progress(label, answered, total)`, and in messages.
+        on_answer: called with each answer as it arrives, before the call returns.
+    """
 
     model: str | Path
     requests: Sequence[Request]
     media: Path
-    settings: Settings
-    label: str
-    progress: Progress
-    on_answer: Callable[[Answer], None]
+    settings: Settings = Settings()
+    label: str = "answering"
+    progress: Progress = silent
+    on_answer: Callable[[Answer], None] = lambda answer: None
 
 
 class Engine:
@@ -150,31 +157,14 @@ class Engine:
     name: str
     local: bool
 
-    def answer(
-        self,
-        model: str | Path,
-        requests: Sequence[Request],
-        *,
-        media: str | Path,
-        settings: Settings | None = None,
-        label: str = "answering",
-        progress: Progress | None = None,
-        on_answer: Callable[[Answer], None] | None = None,
-    ) -> Run:
-        """Answer all requests greedily.
-
-        Args:
-            model: checkpoint folder, or the model's name on a server.
-            media: the folder that the requests' images are in; the engine may read no other.
-            label: names this run in `progress(label, answered, total)`, and in messages.
-            on_answer: called with each answer as it arrives, before the call returns.
+    def answer(self, model: str | Path, requests: Sequence[Request], *, media: str | Path, **options: Any) -> Run:
+        """Answer all requests greedily. `options`: further fields of `Job`; None: its default.
 
         Raises:
             UserError: the engine can't start, fails, stalls, or refuses more requests than the settings allow.
         """
-        nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-        progress, on_answer = progress or nothing, on_answer or nothing
-        return self._answer(Job(model, requests, Path(media), settings or Settings(), label, progress, on_answer))
+        fields = {name: value for name, value in options.items() if value is not None}
+        return self._answer(Job(model, requests, Path(media), **fields))
 
     def _answer(self, job: Job) -> Run:
         """What each engine does for `answer`."""

@@ -105,7 +105,20 @@ def examine(
         media.mkdir()
         if engine == "llamacpp":
             reference = Path(source or "")
-            exact, reduced = _is_exact_gguf(folder, reference), False
+            if not llamacpp_server.is_gguf(folder):
+                raise UserError(f"{folder} has no model.gguf; write it by export --format gguf")
+            if llamacpp_server.is_gguf(reference):
+                raise UserError(
+                    f"--source {reference} is GGUF, too; give the checkpoint that {folder} was exported from"
+                )
+            blocks = [
+                json_files.read(path / "config.json").get("quantization_config") or {} for path in (reference, folder)
+            ]
+            if bool(blocks[0]) != ("bits" in blocks[1]):
+                raise UserError(
+                    f"one of {folder} and --source {reference} is quantized; give a checkpoint with the same weights"
+                )
+            exact, reduced = not blocks[0], False
             requests = make_questions(media, prompts, data, seed)
         else:
             config = models.read_config(folder)
@@ -137,18 +150,6 @@ def examine(
     return findings + judge(expected, answers, EXACT[engine] if exact else ROUNDED[reduced])
 
 
-def _is_exact_gguf(folder: Path, source: Path) -> bool:
-    """Whether neither a GGUF checkpoint nor its source is quantized. UserError: they have not the same weights."""
-    if not llamacpp_server.is_gguf(folder):
-        raise UserError(f"{folder} has no model.gguf; write it by export --format gguf")
-    if llamacpp_server.is_gguf(source):
-        raise UserError(f"--source {source} is GGUF, too; give the checkpoint that {folder} was exported from")
-    blocks = [json_files.read(path / "config.json").get("quantization_config") or {} for path in (source, folder)]
-    if bool(blocks[0]) != ("bits" in blocks[1]):
-        raise UserError(f"one of {folder} and --source {source} is quantized; give a checkpoint with the same weights")
-    return not blocks[0]
-
-
 def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits: Limits) -> list[Finding]:
     """Compare transformers' answers with an engine's to the same questions; those with `AGAIN` are compared with the first."""
     expected, answers = _whole_characters(expected), _whole_characters(answers)
@@ -160,6 +161,7 @@ def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits:
     for name in gaps:
         first, theirs = answers[name].first or {}, expected[name].first or {}
         chosen, token = max(first, key=first.__getitem__), max(theirs, key=theirs.__getitem__)
+        # A near tie may fall either way: each of the two values is off by up to the median that is allowed.
         if theirs[token] - theirs.get(chosen, -1e9) > 2 * limits.median:
             others.append(name)
     within, enough = sum(gap <= limits.most for gap in gaps.values()), limits.share * len(gaps)

@@ -72,7 +72,14 @@ class DataParallel(Engine):
                     job.on_answer(answer)
                 job.progress(job.label, len(answers), len(job.requests))
         seconds = round(sum(run.seconds for run in runs.values()), 2)
-        return Run(answers, _described(runs, min(self.workers.size, len(jobs))), seconds)
+        # The description of the first part, with what differs on other nodes, and all restarts.
+        abouts = [runs[index].engine for index in sorted(runs)]
+        about: dict[str, Any] = {"workers": min(self.workers.size, len(jobs))}
+        if abouts:
+            values = {name: sorted({str(each[name]) for each in abouts if name in each}) for name in MIXED}
+            mixed = {name: " and ".join(texts) for name, texts in values.items() if texts}
+            about = abouts[0] | mixed | {"restarts": sum(each.get("restarts", 0) for each in abouts)} | about
+        return Run(answers, about, seconds)
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,13 @@ class _Jobs(Sequence[Part]):
 
         def packed(address: str) -> str:
             if address not in images:
-                images[address] = _read(address, self._media)
+                try:
+                    path = media_file(address, self._media)
+                    images[address] = path.suffix, path.read_bytes()
+                except ValueError as error:
+                    raise UserError(str(error)) from error
+                except OSError as error:
+                    raise UserError(f"{path} can't be read ({error.strerror})") from error
             return f"{SCHEME}{list(images).index(address)}"
 
         requests = tuple(_readdressed(request, packed) for request in self._parts[index])
@@ -132,6 +145,7 @@ def divide(requests: Sequence[Request], batch: int, count: int) -> list[list[Req
     parts: list[list[Request]] = []
     done = 0
     for unit in units:
+        # A part begins where the requests so far reach its share: parts differ by less than a unit.
         if not parts or done * count >= len(parts) * len(requests):
             parts.append([])
         parts[-1] += unit
@@ -182,16 +196,6 @@ def _portable(engine: Engine) -> Engine:
     return dataclasses.replace(engine, module=engine.module.relative_to(WORKER.parent))
 
 
-def _described(runs: dict[int, Run], workers: int) -> dict[str, Any]:
-    """An engine's description of itself: the first part's, with what differs on others, and all restarts."""
-    abouts = [runs[index].engine for index in sorted(runs)]
-    if not abouts:
-        return {"workers": workers}
-    mixed = {name: " and ".join(sorted({str(about[name]) for about in abouts if name in about})) for name in MIXED}
-    restarts = sum(about.get("restarts", 0) for about in abouts)
-    return abouts[0] | {name: text for name, text in mixed.items() if text} | {"restarts": restarts, "workers": workers}
-
-
 def _readdressed(request: Request, new: Callable[[str], str]) -> Request:
     """A copy of a request with other addresses of its images and videos."""
     copy = dataclasses.replace(request, messages=json.loads(json.dumps(request.messages)))
@@ -201,15 +205,3 @@ def _readdressed(request: Request, new: Callable[[str], str]) -> Request:
         except UserError as error:
             raise UserError(f"sample '{request.id}': {error}") from error
     return copy
-
-
-def _read(address: str, media: Path) -> tuple[str, bytes]:
-    """The end of the name of an image's or a video's file, and its content."""
-    try:
-        path = media_file(address, media)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    try:
-        return path.suffix, path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror})") from error

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ def start(job: dict):
     import torch
     import transformers
 
-    began = time.monotonic()
     engine = Engine(job)
     about = {
         "name": "hf",
@@ -40,7 +38,6 @@ def start(job: dict):
         "max_model_len": engine.longest,
         "max_num_seqs": job["settings"]["max_num_seqs"] or IN_FLIGHT,
         "reduce": engine.reduce,
-        "start_seconds": round(time.monotonic() - began, 2),
     }
     return engine, about
 
@@ -98,6 +95,7 @@ class Engine:
         self.processor = AutoProcessor.from_pretrained(folder, **local)
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "left"
+        # `generate` ends at the generation config's tokens alone, vLLM at the tokenizer's end token, too.
         ends = model.generation_config.eos_token_id
         self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
         positions, limit = model.config.get_text_config().max_position_embeddings, settings["max_model_len"]
@@ -175,9 +173,11 @@ class Engine:
                 max_new_tokens=min(max(limits), self.longest - padded),
                 eos_token_id=sorted(self.ends),
                 pad_token_id=min(self.ends, default=0),
-                logits_processor=[first],
+                logits_processor=[first],  # `output_logits` would keep those of every step
             )[:, padded:]
-        dropped = self._dropped(len(batch)) if count(batch[0], "image_url") else [0] * len(batch)
+        dropped = [0] * len(batch)
+        for unit in self.attached.seen if self.attached and count(batch[0], "image_url") else ():
+            dropped[unit.row] += len(unit.reduction.target) - len(unit.reduction.anchor)
         for row, (request, limit) in enumerate(zip(batch, limits, strict=True)):
             answer = tokens[row, :limit].tolist()
             end = next((at for at, token in enumerate(answer) if token in self.ends), None)
@@ -191,13 +191,6 @@ class Engine:
                 "first": [[self.tokenizer.decode([token]), value] for token, value in first.top(row)] or None,
             }
             yield request["id"], fields
-
-    def _dropped(self, rows: int) -> list[int]:
-        """Count the visual tokens that the attached reducer has dropped from each prompt of the latest batch."""
-        dropped = [0] * rows
-        for unit in self.attached.seen if self.attached else ():
-            dropped[unit.row] += len(unit.reduction.target) - len(unit.reduction.anchor)
-        return dropped
 
 
 class FirstToken:

@@ -7,22 +7,20 @@ marker for each image. Images are resized by llama.cpp, as they are for its user
 from __future__ import annotations
 
 import base64
-import importlib.metadata
 import io
 import json
 import os
-import time
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from PIL import Image
 
 from vlmcompress.engines import llamacpp_server
 from vlmcompress.engines.local import Local
-from vlmcompress.engines.rendered import Rendered
+from vlmcompress.engines.rendered import Rendered, answers, description
 
+__all__ = ["ENGINE", "PACKAGE", "answers", "start"]
 PACKAGE = "xllamacpp"
 MARKER = "<__media__>"
 ENGINE = Local(
@@ -35,27 +33,14 @@ ENGINE = Local(
 
 def start(job: dict):
     """Load the engine; return it with a description."""
-    began = time.monotonic()
     engine = Engine(job)
-    about = {
-        "name": "llamacpp",
-        "version": importlib.metadata.version("xllamacpp"),
-        "device": "cpu",
-        "max_model_len": engine.longest,
-        "max_num_seqs": engine.slots,
-        "start_seconds": round(time.monotonic() - began, 2),
-    }
-    return engine, about
-
-
-def answers(engine, requests, job: dict):
-    """Answer as many requests at once as the server has slots, in their order."""
-    with ThreadPoolExecutor(engine.slots) as pool:
-        yield from pool.map(lambda request: (request["id"], engine.answer(request, job["settings"])), requests)
+    return engine, description(engine, "llamacpp", "xllamacpp")
 
 
 class Engine(Rendered):
-    """A server in this process. `slots`: requests at once."""
+    """A server in this process; an error that `answer` raises means that it is gone."""
+
+    REFUSALS = ()
 
     def __init__(self, job: dict):
         from vlmcompress.export.gguf import REGISTRY
@@ -94,6 +79,7 @@ class Engine(Rendered):
             "prompt": {"prompt_string": prompt, "multimodal_data": images} if images else prompt,
             "n_predict": request["max_tokens"] or settings["max_tokens"],
             "temperature": 0.0,
+            # llama-server's /completion: `n_probs` tokens of the whole distribution, before any sampler where temperature is 0.
             "n_probs": settings["logprobs"],
             "cache_prompt": False,
             "return_tokens": True,

@@ -49,7 +49,8 @@ def parameters(folder: Path, *, context: int, slots: int, limits: tuple[int, int
     params.n_ctx, params.n_parallel = context * slots, slots
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.warmup = params.fit_params = False
-    params.cache_ram_mib = 0  # prompts of other slots
+    # llama-server shares n_ctx among its slots; `cache_ram_mib` keeps prompts of other slots, which a benchmark must not meet.
+    params.cache_ram_mib = 0
     if limits:
         params.image_min_tokens, params.image_max_tokens = limits
     return params
@@ -131,7 +132,8 @@ def server(
         UserError: see `command`, or the server does not come up.
     """
     from vlmcompress.engines.local import keep_log, start_process, stop_process
-    from vlmcompress.engines.vllm.serve import HOST, Server, free_port, name, wait
+    from vlmcompress.engines.vllm.serve import HOST, Server, free_port, wait
+    from vlmcompress.export.readers import served_name
 
     folder, port, began = Path(model), free_port(), time.monotonic()
     url = f"http://{HOST}:{port}"
@@ -141,7 +143,7 @@ def server(
         running = start_process(arguments, dict(os.environ), log, piped=False)
         try:
             wait(running, folder, url, timeout, log, "llama.cpp's server")
-            yield Server(url, name(folder), log, running.pid, round(time.monotonic() - began, 2))
+            yield Server(url, served_name(folder), log, running.pid, round(time.monotonic() - began, 2))
         finally:
             stop_process(running, grace=20.0)
             keep_log(log)

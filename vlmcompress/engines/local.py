@@ -121,7 +121,9 @@ class Local(Engine):
                     raise Crash(f"{crash}; it had been started again after a first crash; {where}") from crash
                 if not unanswered:
                     break
-                unanswered = _by_kind(unanswered)
+                # in the order in which an engine takes them that answers those with equally many images together
+                kinds = list(dict.fromkeys((request.images(), request.videos()) for request in unanswered))
+                unanswered.sort(key=lambda request: kinds.index((request.images(), request.videos())))
                 job.progress(
                     f"{job.label}: {crash}; {len(unanswered)} still to answer", len(answers), len(job.requests)
                 )
@@ -183,7 +185,18 @@ class Local(Engine):
     def _watch(
         self, worker: subprocess.Popen, log: Path, model: Path, start_timeout: float, answer_timeout: float
     ) -> Generator[dict]:
-        lines, limit, started = _lines(worker), start_timeout, False
+        lines: queue.Queue[bytes | None] = queue.Queue()
+
+        def read() -> None:
+            assert worker.stdout is not None
+            with worker.stdout as stream:
+                for line in stream:
+                    if line.startswith(b"{"):
+                        lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()  # so that waiting for a line can time out
+        limit, started = start_timeout, False
         while True:
             try:
                 line = _next(lines, worker, limit)
@@ -195,48 +208,25 @@ class Local(Engine):
                 raise Crash(f"{self.title} died {end}") if started else UserError(f"{self.title} could not start {end}")
             event = json.loads(line)
             if event["event"] == "error":
-                raise self._error(event, model, log)
+                message = event["message"]
+                if event["stage"] == "import":
+                    problem = f"can't be imported by {self.interpreter()} ({message}); {self.advice}"
+                elif (
+                    "root cause" in message or "Failed to init server" in message
+                ):  # vLLM's and llama.cpp's is in the log
+                    problem = f"could not load {model}{last_words(log)}"
+                else:
+                    problem = f"could not load {model}: {message.removeprefix('UserError: ')}"
+                raise UserError(f"{self.title} {problem}")
             if event["event"] == "done":
                 return
             limit, started = answer_timeout, True
             yield event
 
-    def _error(self, event: dict, model: Path, log: Path) -> UserError:
-        message = event["message"]
-        if event["stage"] == "import":
-            return UserError(f"{self.title} can't be imported by {self.interpreter()} ({message}); {self.advice}")
-        if "root cause" in message or "Failed to init server" in message:  # vLLM's and llama.cpp's reason is in the log
-            return UserError(f"{self.title} could not load {model}{last_words(log)}")
-        return UserError(f"{self.title} could not load {model}: {message.removeprefix('UserError: ')}")
-
-
-def _by_kind(requests: Sequence[Request]) -> list[Request]:
-    """Requests in the order in which an engine takes them that answers those with equally many images together."""
-    groups: dict[tuple[int, int], list[Request]] = {}
-    for request in requests:
-        groups.setdefault((request.images(), request.videos()), []).append(request)
-    return [request for group in groups.values() for request in group]
-
 
 def _answer(event: dict) -> Answer:
     fields = {name: value for name, value in event.items() if name != "event"}
     return Answer(**fields | {"first": first_tokens(fields["first"]) if fields.get("first") else None})
-
-
-def _lines(worker: subprocess.Popen) -> queue.Queue[bytes | None]:
-    """A queue of the worker's output, line by line, then None, so that waiting for a line can time out."""
-    lines: queue.Queue[bytes | None] = queue.Queue()
-
-    def read() -> None:
-        assert worker.stdout is not None
-        with worker.stdout as stream:
-            for line in stream:
-                if line.startswith(b"{"):
-                    lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
 
 
 def _next(lines: queue.Queue[bytes | None], worker: subprocess.Popen, limit: float) -> bytes | None:

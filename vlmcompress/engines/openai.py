@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
 import mimetypes
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from vlmcompress.engines import MEDIA, Answer, Engine, Job, Refusals, Request, Run, Settings, first_tokens, media_file
+from vlmcompress.engines import Answer, Engine, Job, Refusals, Request, Run, first_tokens, media_file
 from vlmcompress.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -56,11 +56,25 @@ class OpenAI(Engine):
         job.progress(job.label, 0, len(job.requests))
 
         async def ask() -> float:
-            async with self._client(job.settings) as client:
+            try:
+                import openai
+            except ImportError as error:
+                raise UserError(
+                    "openai is not installed; pip install '.[eval]' in the checkout of vlmcompress"
+                ) from error
+            host = urlparse(self.url).hostname or ""
+            this_machine = host in ("localhost", "::1") or host.startswith("127.")  # a proxy has nothing to do with it
+            async with openai.AsyncOpenAI(
+                base_url=self.url,
+                api_key=os.environ.get("OPENAI_API_KEY") or "none",
+                timeout=openai.Timeout(job.settings.answer_timeout, connect=CONNECT_TIMEOUT),
+                max_retries=RETRIES,
+                http_client=openai.DefaultAsyncHttpxClient(trust_env=not this_machine),
+            ) as client:
                 await self._check_model(client, model)
                 began = time.monotonic()
                 refusals = Refusals(f"{model} at {self.url}", job.settings.refusals)
-                session = _Session(client, self.url, model, job.media, job.settings, refusals)
+                session = _Session(client, self.url, job, refusals)
                 async for answer in session.answers(job.requests):
                     answers[answer.id] = answer
                     job.on_answer(answer)
@@ -69,21 +83,6 @@ class OpenAI(Engine):
 
         seconds = asyncio.run(ask())
         return Run(answers, {"name": "openai", "url": self.url, "model": model, "restarts": 0}, round(seconds, 2))
-
-    def _client(self, settings: Settings) -> AsyncOpenAI:
-        try:
-            import openai
-        except ImportError as error:
-            raise UserError("openai is not installed; pip install '.[eval]' in the checkout of vlmcompress") from error
-        host = urlparse(self.url).hostname or ""
-        this_machine = host in ("localhost", "::1") or host.startswith("127.")  # a proxy has nothing to do with it
-        return openai.AsyncOpenAI(
-            base_url=self.url,
-            api_key=os.environ.get("OPENAI_API_KEY") or "none",
-            timeout=openai.Timeout(settings.answer_timeout, connect=CONNECT_TIMEOUT),
-            max_retries=RETRIES,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not this_machine),
-        )
 
     async def _check_model(self, client: AsyncOpenAI, model: str) -> None:
         """Raise `UserError` if the server is down or says that it has no such model."""
@@ -108,14 +107,12 @@ class OpenAI(Engine):
 class _Session:
     client: AsyncOpenAI
     url: str
-    model: str
-    media: Path
-    settings: Settings
+    job: Job
     refusals: Refusals
 
     async def answers(self, requests: Sequence[Request]) -> AsyncIterator[Answer]:
         """Yield answers as they arrive; the first failure cancels all open requests."""
-        limit = asyncio.Semaphore(self.settings.max_num_seqs or IN_FLIGHT)
+        limit = asyncio.Semaphore(self.job.settings.max_num_seqs or IN_FLIGHT)
 
         async def in_turn(request: Request) -> Answer:
             async with limit:
@@ -133,51 +130,41 @@ class _Session:
     async def _answer(self, request: Request) -> Answer:
         import openai
 
-        options: dict[str, Any] = {"max_tokens": request.max_tokens or self.settings.max_tokens, "temperature": 0.0}
-        if self.settings.logprobs:
-            options |= {"logprobs": True, "top_logprobs": self.settings.logprobs}
-        messages: Any = [m | {"content": self._content(request.id, m["content"])} for m in request.messages]
+        options: dict[str, Any] = {"max_tokens": request.max_tokens or self.job.settings.max_tokens, "temperature": 0.0}
+        if self.job.settings.logprobs:
+            options |= {"logprobs": True, "top_logprobs": self.job.settings.logprobs}
         sample = f"sample '{request.id}'"
+        messages: Any = copy.deepcopy(request.messages)
+        for part in Request(request.id, messages).media():  # images and videos as data: addresses
+            try:
+                path = media_file(part[part["type"]]["url"], self.job.media)
+                encoded = base64.b64encode(path.read_bytes()).decode()
+            except ValueError as error:
+                raise UserError(f"{sample}: {error}") from error
+            except OSError as error:
+                raise UserError(f"{sample}: {path} can't be read ({error.strerror})") from error
+            kind = mimetypes.guess_type(path.name)[0] or "image/png"
+            part[part["type"]] = {"url": f"data:{kind};base64,{encoded}"}
         try:
             raw = await self.client.chat.completions.with_raw_response.create(
-                model=self.model, messages=messages, **options
+                model=str(self.job.model), messages=messages, **options
             )
         except openai.APITimeoutError as error:
-            limit = self.settings.answer_timeout
+            limit = self.job.settings.answer_timeout
             raise UserError(f"{self.url} gave no answer to {sample} for {limit:g} s, {RETRIES + 1} times") from error
         except openai.APIConnectionError as error:
             raise UserError(f"{self.url} can't be reached any more, at {sample} ({_reason(error)})") from error
         except openai.APIStatusError as error:
             if error.status_code in REFUSED:
                 return self.refusals.add(request.id, _status(error))
-            raise UserError(f"{sample} can't be answered by {self.model} at {self.url}: {_status(error)}") from error
+            raise UserError(
+                f"{sample} can't be answered by {self.job.model} at {self.url}: {_status(error)}"
+            ) from error
         try:
             return replace(_parse(json.loads(raw.text)), id=request.id)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             body = " ".join(raw.text.split())[:200]
             raise UserError(f"{self.url} gave no chat completion for {sample} but: {body or 'nothing'}") from error
-
-    def _content(self, sample: str, content: Any) -> Any:
-        """Convert a message's content to have images and videos as data: addresses."""
-        if isinstance(content, str):
-            return content
-        return [
-            {"type": part["type"], part["type"]: {"url": self._data(sample, part[part["type"]]["url"])}}
-            if part["type"] in MEDIA
-            else part
-            for part in content
-        ]
-
-    def _data(self, sample: str, address: str) -> str:
-        try:
-            path = media_file(address, self.media)
-        except ValueError as error:
-            raise UserError(f"sample '{sample}': {error}") from error
-        try:
-            encoded = base64.b64encode(path.read_bytes()).decode()
-        except OSError as error:
-            raise UserError(f"sample '{sample}': {path} can't be read ({error.strerror})") from error
-        return f"data:{mimetypes.guess_type(path.name)[0] or 'image/png'};base64,{encoded}"
 
 
 def _parse(body: Any) -> Answer:

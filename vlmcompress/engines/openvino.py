@@ -8,24 +8,19 @@ neither inputs nor the cache are rounded.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from vlmcompress.engines.local import OFFLINE, Local
-from vlmcompress.engines.rendered import Rendered
+from vlmcompress.engines.rendered import Rendered, answers, description
 
+__all__ = ["ENGINE", "PACKAGE", "answers", "start"]
 PACKAGE = "openvino_genai"
-EXACT = {
-    "INFERENCE_PRECISION_HINT": "f32",
-    "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-    "KV_CACHE_PRECISION": "f32",
-}
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "KV_CACHE_PRECISION": "f32"}
 ENVIRONMENT = OFFLINE | {"VISION_PREPROCESS": "CPP"}
 ENGINE = Local(
     name="openvino",
@@ -38,32 +33,12 @@ ENGINE = Local(
 
 def start(job: dict):
     """Load the engine; return it with a description."""
-    began = time.monotonic()
     engine = Engine(job)
-    about = {
-        "name": "openvino",
-        "version": importlib.metadata.version("openvino-genai"),
-        "device": "cpu",
-        "max_model_len": engine.longest,
-        "max_num_seqs": 1,
-        "reduce": engine.reduce,
-        "start_seconds": round(time.monotonic() - began, 2),
-    }
-    return engine, about
-
-
-def answers(engine, requests, job: dict):
-    """Answer one request after the other."""
-    for request in requests:
-        try:
-            answer = engine.answer(request, job["settings"])
-        except Exception as error:
-            answer = error
-        yield request["id"], answer
+    return engine, description(engine, "openvino", "openvino-genai") | {"reduce": engine.reduce}
 
 
 class Engine(Rendered):
-    """A pipeline in this process. `longest` is the context length."""
+    """A pipeline in this process."""
 
     def __init__(self, job: dict):
         import openvino_genai
@@ -89,7 +64,7 @@ class Engine(Rendered):
         self.pipeline = openvino_genai.VLMPipeline(folder, "CPU", **options)
 
     def answer(self, request: dict, settings: dict) -> dict:
-        """Answer one request. An exception says that it is refused."""
+        """Answer one request."""
         text, images = self.prompt(request["messages"])
         tag = self.family.tag or self.family.image
         prompt = text.replace(self.family.image + self.family.behind, self.family.image).replace(self.family.image, tag)
@@ -111,7 +86,9 @@ class Engine(Rendered):
     def _generate(self, prompt: str, images: list, max_tokens: int, **options):
         from openvino_genai import GenerationConfig
 
-        config = GenerationConfig()  # that of the folder may sample, or punish repetitions
+        # Options alone change the folder's generation config, which may sample or punish repetitions. A config of its own takes
+        # the place of that, and has to name the tokens that end an answer.
+        config = GenerationConfig()
         ends = {*self.pipeline.get_generation_config().stop_token_ids, self.pipeline.get_tokenizer().get_eos_token_id()}
         options |= {"stop_token_ids": ends, "apply_chat_template": False, **self.pruned}
         config.update_generation_config(max_new_tokens=max_tokens, **options)

@@ -6,7 +6,9 @@ chat interface puts an image where a text part stands, and leaves out what a tem
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,31 @@ from PIL import Image
 from vlmcompress.engines import media_file
 
 
+def description(engine, name: str, package: str) -> dict:
+    """What an engine says of itself."""
+    version = importlib.metadata.version(package)
+    longest, slots = engine.longest, engine.slots
+    return {"name": name, "version": version, "device": "cpu", "max_model_len": longest, "max_num_seqs": slots}
+
+
+def answers(engine, requests, job: dict):
+    """Answer as many requests at once as the engine has slots, in their order; an exception says that one is refused."""
+
+    def answer(request: dict):
+        try:
+            return request["id"], engine.answer(request, job["settings"])
+        except engine.REFUSALS as error:
+            return request["id"], error
+
+    with ThreadPoolExecutor(engine.slots) as pool:
+        yield from pool.map(answer, requests)
+
+
 class Rendered:
     """A checkpoint's family in the engine's format, and the processor that renders prompts.
+
+    `longest` is the context length, `slots` how many requests are answered at once. `answer` returns an exception for a
+    request that it refuses, or raises one of `REFUSALS`; another one that it raises means that the engine is broken.
 
     Args:
         job: see `worker`.
@@ -27,6 +52,10 @@ class Rendered:
     Raises:
         ValueError: the folder is no checkpoint of that format.
     """
+
+    REFUSALS: tuple[type[Exception], ...] = (Exception,)
+    longest: int
+    slots = 1
 
     def __init__(self, job: dict, format: str, families: Any, *files: str):
         from transformers import AutoProcessor

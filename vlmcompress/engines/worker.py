@@ -4,7 +4,7 @@ Run by path, `python worker.py ENGINE.py JOB.json`, in whatever environment has 
 library. ENGINE.py is loaded by path, too, and has
 
     PACKAGE                              what must be importable
-    start(job) -> (engine, description)
+    start(job) -> (engine, description)  loads the model; `start_seconds` is added to the description
     answers(engine, requests, job)       yields (id, answer) as they are ready; an exception in place of an answer says
                                          that the request is refused, and the next ones follow. An exception raised means
                                          that the engine is broken.
@@ -29,6 +29,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 
 
@@ -78,12 +79,13 @@ def events(module, job: dict):
     except ImportError as error:
         yield {"event": "error", "stage": "import", "message": one_line(error)}
         return
+    began = time.monotonic()
     try:
         engine, about = module.start(job)
     except Exception as error:
         yield {"event": "error", "stage": "start", "message": one_line(error)}
         raise
-    yield {"event": "ready", "engine": about}
+    yield {"event": "ready", "engine": {**about, "start_seconds": round(time.monotonic() - began, 2)}}
     with open(job["requests"], encoding="utf-8") as file:
         for name, answer in module.answers(engine, map(json.loads, file), job):
             if isinstance(answer, Exception):

@@ -87,7 +87,7 @@ class Side(_Record):
         weight_bytes: bytes of its tensors, without the headers of their files; 0 if they are out of reach (a server).
         scheme: the scheme in its vlmcompress manifest; "" for an original.
         reducer: the reducer of visual tokens that it carries or that was attached; "" for none.
-        made: how it was made; None where it has no manifest, or in results from before this field.
+        made: how it was made; None where it has no manifest.
         layer_errors: linear layer -> modality -> relative output error, from the manifest.
         engine: what the engine says about itself.
     """
@@ -147,8 +147,7 @@ class Comparison(_Record):
 
     Attributes:
         low, high: limits of the confidence interval of `difference` at `level`.
-        method: of the interval: Gaffke's bounds with images as observations. Earlier versions: Tango's score interval, or
-            for graded scores the empirical-likelihood one.
+        method: of the interval: Gaffke's bounds with images as observations.
         p: two-sided p-value of no difference; `adjusted_p`: corrected for the number of families.
         both, baseline_only, candidate_only, neither: counts of right answers where scores are 0 or 1, else None.
         detectable: the smallest true drop that n samples like these would show with 80% power.
@@ -156,7 +155,7 @@ class Comparison(_Record):
         sensitive: False where the baseline gets too little right for a loss of the margin to show, so that nothing can pass.
         needed: number of samples, in images as large, that would decide an inconclusive verdict, if the true difference is
             the observed one.
-        largest: number of samples about the image that has most of them; 0 in results from before this field.
+        largest: number of samples about the image that has most of them.
     """
 
     n: Count
@@ -167,7 +166,7 @@ class Comparison(_Record):
     low: float
     high: float
     level: Share
-    method: Literal["gaffke", "tango", "likelihood"]
+    method: Literal["gaffke"]
     p: Share
     adjusted_p: Share | None = None
     design_effect: float = 1.0
@@ -279,7 +278,7 @@ class Ratio(_Record):
     """A figure of both sides over the repeats: medians, and the median and extremes of the paired ratios candidate / baseline.
 
     `higher_is_better` tells which way is good; `unit` is for people. `interval` is the 95% interval of the ratio that
-    `speed.measure` computes; None: there was one repeat, or the results are from before this field.
+    `speed.measure` computes; None: there was one repeat.
     """
 
     baseline: float
@@ -330,7 +329,7 @@ class Rule(_Record):
     """One line of a judged gate: the rule, the value found, and the verdict.
 
     A rule on accuracy names its `suite`, its `family` (None: all samples) and the `margin`, so that a table of the suite
-    can show this verdict; other rules, and those of results from before these fields, have none of the three.
+    can show this verdict; other rules have none of the three.
     """
 
     name: str

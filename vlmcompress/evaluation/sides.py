@@ -74,6 +74,7 @@ def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
             f"weights {card.number_format(group['weights'])}, activations {card.number_format(group['input_activations'])}"
             for group in (quantization.get("config_groups") or {}).values()
         ] or [card.other_format(quantization)] * bool(quantization)
+        text = (data or {}).get("text") or {}
         return Made(
             source=record["model"]["source"],
             family=record["model"]["family"],
@@ -86,27 +87,24 @@ def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
             skip=recipe.get("skip") or [],
             resize=str(Resize(**recipe["resize"])) if recipe.get("resize") else "",
             reducer=_reducer(path),
-            calibration=_calibration(data) if data else None,
+            calibration=Calibration(
+                source=data["source"],
+                samples=data["samples"],
+                images=data.get("images"),
+                tokens=data.get("tokens") or {},
+                text=text.get("samples", 0),
+                text_source=text.get("source", ""),
+                seed=data.get("seed"),
+                prefix=data.get("prefix"),
+            )
+            if data
+            else None,
             seed=record["seed"],
             warnings=record["warnings"],
             versions=record["created_by"],
         )
     except (KeyError, TypeError, AttributeError, ValidationError):
         return None
-
-
-def _calibration(data: Mapping[str, Any]) -> Calibration:
-    text = data.get("text") or {}
-    return Calibration(
-        source=data["source"],
-        samples=data["samples"],
-        images=data.get("images"),
-        tokens=data.get("tokens") or {},
-        text=text.get("samples", 0),
-        text_source=text.get("source", ""),
-        seed=data.get("seed"),
-        prefix=data.get("prefix"),
-    )
 
 
 def _reducer(path: Path) -> str:

@@ -46,9 +46,15 @@ def translated(block: Mapping[str, Any]) -> dict[str, Any]:
     dynamic: dict[str, dict] = {}
     for name, values in overrides.items():
         _check(values, (), f"extra_config.{name}.")
-        dynamic[f"+:.*{_searched(str(name))}"] = {key: values.get(key, value) for key, value in numbers.items()}
+        # A key is the end of a layer's name, or a pattern that matches anywhere in it.
+        form = f"(?:{name})" if _PATTERN.search(str(name)) else rf"(?:^|\.){re.escape(str(name))}$"
+        dynamic[f"+:.*{form}"] = {key: values.get(key, value) for key, value in numbers.items()}
     blocks = block.get("block_name_to_quantize") or ()
-    if forms := "|".join(map(_within, blocks.split(",") if isinstance(blocks, str) else blocks)):
+    # What lies below these lists of blocks, called so on the hub: other readers may have a part more in between.
+    lists = [
+        map(re.escape, name.strip().split(".")) for name in (blocks.split(",") if isinstance(blocks, str) else blocks)
+    ]
+    if forms := "|".join(r"\.(?:\w+\.)?".join(parts) + r"\." for parts in lists):
         dynamic[f"-:(?!(?:.*\\.)?(?:{forms}))"] = {}
     return {"quant_method": "gptq", "checkpoint_format": version, **numbers, "dynamic": dynamic}
 
@@ -56,13 +62,3 @@ def translated(block: Mapping[str, Any]) -> dict[str, Any]:
 def _check(values: Any, further: Collection[str], at: str = "") -> None:
     """Raise `UserError` for what a block or its entry of a layer says that is not read; `further`: keys of a block alone."""
     refuse_unknown(values, {*_NUMBERS, *further}, MADE | _INPUTS, INTEGERS, at)
-
-
-def _within(block: str) -> str:
-    """A pattern for what lies below a list of blocks, called so on the hub: other readers may have a part more in between."""
-    return r"\.(?:\w+\.)?".join(map(re.escape, block.strip().split("."))) + r"\."
-
-
-def _searched(name: str) -> str:
-    """A pattern for what a key of `extra_config` stands for: the end of a layer's name, or what it matches anywhere."""
-    return f"(?:{name})" if _PATTERN.search(name) else rf"(?:^|\.){re.escape(name)}$"

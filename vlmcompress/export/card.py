@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,22 @@ def render(
     owner = repository.partition("/")[0] if repository else None
     facts = launch_files.facts(config, record, name)
     about = metadata(record["model"]["source"], config, front, facts, base_model=base_model, quantized_by=owner)
+    before, after = record["size"]["weights_before"], record["size"]["weights_after"]
+    sizes = f"Weights: {size(before)} before, {size(after)} after ({smaller(before, after)})."
+    if before == after:
+        sizes = f"Weights: {size(after)}, {'trained' if _recovered(record) else 'as they were'}."
     sections = [
         header(about),
-        f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record)}",
+        f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {sizes}",
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
     if resize := record["recipe"].get("resize"):
-        sections.append("## Image size\n\n" + _resize(resize, record.get("visual_tokens")))
+        most = f"to at most {resize['tokens']:,} visual tokens, in every engine"
+        share = f" So the calibration images have at most {resize['keep']:.1%} of the tokens that they had."
+        sections.append(
+            f"## Image size\n\nThe processor makes large images smaller: {most}.{share if resize.get('keep') else ''} No "
+            "weight depends on it, and the original's processor undoes it."
+        )
     if reducer := reducer_block.read(config):
         asks = ASKS if reducer.reducer.asks and record["recipe"].get("engine", "vllm") == "vllm" else ""
         text = _reducer(reducer.reducer.label, record.get("visual_tokens"), _recovered(record))
@@ -76,13 +85,17 @@ def render(
     if measured:
         sections.append("## Measured\n\n" + measured.strip())
     sections.append("## Use\n\n" + _usage(name, facts, repository))
-    if engines := _engines(launch.commands(facts)):
-        sections.append("## Engines\n\n" + engines)
+    if commands := launch.commands(facts):
+        rows = ["| engine | from this folder | checked |", "|---|---|---|"]
+        rows += [f"| {title} | `{command}` | {checked} |" for title, command, checked in commands]
+        where = f"Which engines cannot load it and why: `{launch_files.FOLDER}/README.md`."
+        sections.append("## Engines\n\n" + "\n".join(rows) + f"\n\n{where}")
     if record.get("errors"):
         sections.append("## Error of the layers\n\n" + _errors(record["errors"]))
     sections.append("## How it was made\n\n" + _provenance(record))
-    text = _licence(source, licence if isinstance(licence, str) else None, (tree / SOURCE_CARD).is_file())
-    sections.append("## Licence\n\n" + text)
+    terms = f" ({_plain(licence)})." if isinstance(licence, str) and licence else "; see the original model."
+    kept = f" The original's model card is `{SOURCE_CARD}`." if (tree / SOURCE_CARD).is_file() else ""
+    sections.append(f"## Licence\n\nThe weights are derived from {source} and stay under its licence{terms}{kept}")
     return "\n\n".join(sections) + "\n"
 
 
@@ -90,13 +103,6 @@ def _plain(name: str) -> str:
     """Write a folder's name as one line that Markdown and HTML leave as it is."""
     line = "".join(char if char.isprintable() else " " for char in name)
     return re.sub(r"([\\`*\[\]<>|&]|^[#>+-])", r"\\\1", line).strip() or "(no name)"
-
-
-def _sizes(record: Mapping[str, Any]) -> str:
-    before, after = record["size"]["weights_before"], record["size"]["weights_after"]
-    if before == after:
-        return f"Weights: {size(after)}, {'trained' if _recovered(record) else 'as they were'}."
-    return f"Weights: {size(before)} before, {size(after)} after ({smaller(before, after)})."
 
 
 def _schemes(quantization: Mapping[str, Any]) -> str:
@@ -144,14 +150,6 @@ def number_format(args: Mapping[str, Any] | None) -> str:
         + ("" if args["symmetric"] else ", asymmetric")
         + (", dynamic" if args["dynamic"] else "")
     )
-
-
-def _resize(resize: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> str:
-    """The section about images that are made smaller."""
-    text = f"The processor makes large images smaller: to at most {resize['tokens']:,} visual tokens, in every engine."
-    if resize.get("keep"):
-        text += f" So the calibration images have at most {resize['keep']:.1%} of the tokens that they had."
-    return text + " No weight depends on it, and the original's processor undoes it."
 
 
 def _recovered(record: Mapping[str, Any]) -> bool:
@@ -205,22 +203,18 @@ def _usage(name: str, facts: readers.Facts, repository: str | None) -> str:
             f"{first}\n\n```sh\nllama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf --jinja\n```\n\n"
             "llama.cpp reads no limits of an image's tokens from files: see `--image-min-tokens`, `--image-max-tokens`."
         )
-    parts = [first, _vllm(folder, facts), _transformers(name, facts)]
+    flags = " --trust-remote-code" * facts.code + " --kv-cache-dtype fp8" * facts.kv_fp8
+    served = f"```sh\nvllm serve {folder} --served-model-name {facts.name}{flags}\n```"
+    if reason := readers.verdict("vllm", facts).reason:
+        served = f"vLLM does not load it: {reason}."
+    elif facts.reducer:
+        plugin = "pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint."
+        served = f"{plugin}\n\n{served}"
+    parts = [first, served, _transformers(name, facts)]
     return (
         "\n\n".join(parts)
         + f"\n\n`vlmcompress doctor {folder}` checks that every file and tensor is as it was written."
     )
-
-
-def _vllm(folder: str, facts: readers.Facts) -> str:
-    """How vLLM serves the checkpoint, or why it does not."""
-    if reason := readers.verdict("vllm", facts).reason:
-        return f"vLLM does not load it: {reason}."
-    flags = " --trust-remote-code" * facts.code + " --kv-cache-dtype fp8" * facts.kv_fp8
-    command = f"```sh\nvllm serve {folder} --served-model-name {facts.name}{flags}\n```"
-    if not facts.reducer:
-        return command
-    return f"pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint.\n\n{command}"
 
 
 def _transformers(name: str, facts: readers.Facts) -> str:
@@ -244,19 +238,6 @@ def _transformers(name: str, facts: readers.Facts) -> str:
     notes = "".join(f"\n\n{note[0].upper()}{note[1:]}." for note in verdict.notes)
     code = "\n".join([*imports, "", *model])
     return f"{install}```python\n{code}\n```{notes}"
-
-
-def _engines(commands: Sequence[tuple[str, str, str]]) -> str:
-    """The section about launch files: a row for each engine that loads the checkpoint."""
-    if not commands:
-        return ""
-    rows = [
-        "| engine | from this folder | checked |",
-        "|---|---|---|",
-        *(f"| {title} | `{command}` | {checked} |" for title, command, checked in commands),
-    ]
-    where = f"`{launch_files.FOLDER}/README.md`"
-    return "\n".join(rows) + f"\n\nWhich engines cannot load it and why: {where}."
 
 
 def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:
@@ -292,12 +273,6 @@ def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
     return f"{value:.3g}" if isinstance(value, float) else _plain(str(value))
-
-
-def _licence(source: str, licence: str | None, has_card: bool) -> str:
-    text = f"The weights are derived from {source} and stay under its licence"
-    text += f" ({_plain(licence)})." if licence else "; see the original model."
-    return text + (f" The original's model card is `{SOURCE_CARD}`." if has_card else "")
 
 
 def header(metadata: Mapping[str, Any]) -> str:

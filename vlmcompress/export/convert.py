@@ -94,16 +94,11 @@ def convert(
         manifest=record,
         before=before,
         extra_files={},
-        memory=_memory(written),
+        memory={name: parameter for parameter, name in written.items()},
         family=stored.spec.family,
     )
     with folders.claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
-
-
-def _memory(written: Mapping[str, str]) -> dict[str, str]:
-    """Name in the output -> memory name of the parameter."""
-    return {name: parameter for parameter, name in written.items()}
 
 
 def _layers(stored: Stored, written: Mapping[str, str], format: Format) -> Layers:
@@ -113,21 +108,16 @@ def _layers(stored: Stored, written: Mapping[str, str], format: Format) -> Layer
     return layers_of(stored.schemes, stored.meta_model, written, stored.spec, stored=names, kv_cache=kv_cache)
 
 
-def check(stored: Stored, layers: Layers, writer: Writer) -> None:
-    """Raise `UserError` for the first thing that a format cannot hold of a checkpoint."""
-    for problem in problems(writer, layers):
+def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
+    """What a format has in the place of each of a checkpoint's tensors. Raises `UserError` for what it cannot hold."""
+    written = models.written_names(stored.names, stored.spec)
+    for problem in problems(writer, _layers(stored, written, writer)):
         raise UserError(problem)
     for layer in stored.layers.values():
         try:
             writer.specs(layer.scheme, *layer.shape, "BF16")
         except ValueError as error:
             raise UserError(f"{layer.prefix.removesuffix('.')}: {error}") from error
-
-
-def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
-    """What a format has in the place of each of a checkpoint's tensors. Raises `UserError` for what it cannot hold."""
-    written = models.written_names(stored.names, stored.spec)
-    check(stored, _layers(stored, written, writer), writer)
     renamed = {disk: written[memory] for memory, disk in stored.names.items()}
     owner = {entry.name: name for name, layer in stored.layers.items() for entry in layer.entries.values()}
     unwanted, kv = set(models.left_out(stored.names, [entry.name for entry in stored.entries])), dict[str, str]()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -94,19 +94,15 @@ def targets(
         elif scheme != main or name.startswith(spec.vision):
             exact = [name, disk[f"{name}.weight"].removesuffix(".weight")]
             exact += [values_name(alias) for alias in exact] if keys_are_values(name, disk) else []
-            entries.setdefault(scheme, []).extend(_experts(exact, spec) or exact)
+            if spec.experts is not None and (mark := f".{spec.experts}.") in name:
+                # All experts of a block have one scheme, and vLLM one kernel for them: one pattern.
+                above = [alias.partition(mark)[0] for alias in (exact[0], exact[-1], spec.engine_name(name))]
+                forms = dict.fromkeys(above)
+                exact = [f"re:(?:{'|'.join(map(re.escape, forms))}){re.escape(mark)}\\d+\\..*"]
+            entries.setdefault(scheme, []).extend(exact)
     if main:
         entries[main] = [*entries.pop(main, []), "Linear"]
     return [(scheme, list(dict.fromkeys(names))) for scheme, names in entries.items()]
-
-
-def _experts(names: Sequence[str], spec: ModelSpec) -> list[str]:
-    """One pattern for all experts of the block that a layer is in, all of which have one scheme; none for another layer."""
-    mark = f".{spec.experts}."
-    if spec.experts is None or mark not in names[0]:
-        return []
-    above = [name.partition(mark)[0] for name in (names[0], names[-1], spec.engine_name(names[0]))]
-    return [f"re:(?:{'|'.join(map(re.escape, dict.fromkeys(above)))}){re.escape(mark)}\\d+\\..*"]
 
 
 def _pattern(stem: str, members: Iterable[str]) -> str:
@@ -139,6 +135,7 @@ def misread(
     stored = {name: disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in layers}
     in_engine = {alias: spec.engine_name(name) for name in layers for alias in (name, stored[name])}
     wrong = []
+    # transformers goes by memory names, tools by names of tensors; vLLM by its own, to which it renames exact entries alone.
     for aliases, renamed in (({}, {}), (stored, {}), (in_engine, in_engine)):
         groups = {
             key: {"targets": [renamed.get(target, target) for target in group["targets"]]}

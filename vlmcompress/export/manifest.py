@@ -20,6 +20,7 @@ from vlmcompress.utils.schema import Amount, Count, Number, Place
 
 MANIFEST = "vlmcompress.json"
 SCHEMA_VERSION = 1
+OPTIONAL = ("allocation", "visual_tokens", "recovery", "devices")
 OF_OUTPUTS = "squared error of a layer's output relative to the output, over the tokens of a modality"
 OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
 
@@ -121,10 +122,7 @@ def build(
     maxima: Mapping[str, Mapping[str, float]] | None = None,
     kv_cache: Mapping[str, Any] | None = None,
     warnings: Sequence[str] = (),
-    allocation: Mapping[str, Any] | None = None,
-    visual_tokens: Mapping[str, Any] | None = None,
-    recovery: Mapping[str, Any] | None = None,
-    devices: Sequence[int] | None = None,
+    **optional: Any,
 ) -> dict:
     """Build the manifest without sizes and hashes, which `export.write` adds.
 
@@ -132,9 +130,11 @@ def build(
         source: folder of the original checkpoint.
         family: name of its `ModelSpec`.
         recipe: the resolved recipe as plain data, with its `seed`.
-        calibration: None for a data-free scheme. This and the others are fields of `Manifest`, by memory names of
-            layers; an `allocation`, `visual_tokens`, `recovery` or `devices` that is None is left out.
+        calibration: None for a data-free scheme. This and the others are fields of `Manifest`, by memory names of layers.
+        optional: those of `OPTIONAL`; one that is None is left out.
     """
+    if unknown := optional.keys() - set(OPTIONAL):
+        raise TypeError(f"a manifest has no {', '.join(sorted(unknown))}")
     return {
         "schema_version": SCHEMA_VERSION,
         "created_by": versions(),
@@ -146,10 +146,7 @@ def build(
         "maxima": dict(maxima or {}),
         "kv_cache": dict(kv_cache or {}),
         "warnings": list(warnings),
-        **({"allocation": dict(allocation)} if allocation else {}),
-        **({"visual_tokens": dict(visual_tokens)} if visual_tokens else {}),
-        **({"recovery": dict(recovery)} if recovery else {}),
-        **({"devices": list(devices)} if devices is not None else {}),
+        **{name: optional[name] for name in OPTIONAL if optional.get(name) is not None},
     }
 
 

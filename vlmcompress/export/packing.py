@@ -20,12 +20,13 @@ def pack_words(values: Tensor, bits: int, order: Sequence[int] | None = None) ->
     parts = values.to(torch.int32).view(len(values), -1, per)
     if order is not None:
         parts = parts[..., list(order)]
+    # Fields do not overlap, so the sum is their union; one that reaches the sign bit wraps, as int32 does.
     return (parts << _shifts(bits)).sum(-1, dtype=torch.int32).contiguous()
 
 
 def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """The values `[rows, n]` in `words [rows, n * bits / 32]`, as int32: the inverse of `pack_words`."""
-    parts = (words[..., None] >> _shifts(bits)) & (2**bits - 1)
+    parts = (words[..., None] >> _shifts(bits)) & (2**bits - 1)  # the mask drops the sign that `>>` copies
     if order is not None:
         parts = parts[..., torch.tensor(order).argsort()]
     return parts.reshape(len(words), -1)

@@ -132,7 +132,13 @@ def push(upload: Upload, *, private: bool = False) -> str:
         )
     try:
         with hub.reaching_out(), tempfile.TemporaryDirectory(prefix="vlmcompress-push-") as stage:
-            _stage(upload, Path(stage))
+            for path in upload.sizes:  # links to files, and the texts that take the place of some
+                place = Path(stage, path)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if path in upload.written:
+                    place.write_text(upload.written[path], encoding="utf-8")
+                else:
+                    place.symlink_to((upload.folder / path).resolve())
             api = HfApi()
             api.create_repo(upload.repository, private=private or None, exist_ok=True)
             message = f"{upload.folder.resolve().name}, made by vlmcompress"
@@ -152,17 +158,6 @@ def push(upload: Upload, *, private: bool = False) -> str:
         said = " ".join(str(error).split())[:200]
         raise UserError(f"the Hub does not take the card ({said}); nothing was uploaded") from error
     return f"{constants.ENDPOINT}/{upload.repository}"
-
-
-def _stage(upload: Upload, stage: Path) -> None:
-    """Lay the upload out in a folder: links to files, and the texts that take the place of some."""
-    for path in upload.sizes:
-        place = stage / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if path in upload.written:
-            place.write_text(upload.written[path], encoding="utf-8")
-        else:
-            place.symlink_to((upload.folder / path).resolve())
 
 
 def _refused(repository: str, error: Any) -> str:

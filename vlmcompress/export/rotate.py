@@ -58,37 +58,40 @@ def changes(of: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) ->
         gains: reads the weight of a norm.
     """
     r1 = rotations.stream(of.width)
+
+    def absorbed(
+        norm: str, weight: Tensor
+    ) -> Tensor:  # [out, in]: it read g * rms(x), and is to read rms(x R): W diag(g) R
+        return r1.rows(weight * gains(f"{norm}.weight").to(weight))
+
+    def both(first: Change | None, then: Change, value: Tensor) -> Tensor:
+        return then(value if first is None else first(value))
+
     made: dict[str, Change] = dict.fromkeys(of.rows, r1.rows)
     made |= {f"{norm}.weight": torch.ones_like for norm in of.norms}
     for linear, norm in of.readers.items():
-        made[f"{linear}.weight"] = functools.partial(_absorb_norm, r1, functools.partial(gains, f"{norm}.weight"))
+        made[f"{linear}.weight"] = functools.partial(absorbed, norm)
     for linear in of.writers:
-        made[f"{linear}.weight"], made[f"{linear}.bias"] = r1.columns, r1.rows
+        made[f"{linear}.weight"], made[f"{linear}.bias"] = r1.columns, r1.rows  # R^T W and b R
     for block, values in enumerate(of.values):
         r2 = [rotations.head(block, head, values.width) for head in range(values.kv_heads)]
         for name, change in _value_changes(values, r2).items():
-            made[name] = _chain(made.get(name), change)
+            made[name] = functools.partial(
+                both, made.get(name), change
+            )  # R1 on one side of the matrix, R2 on the other
     return made
-
-
-def _absorb_norm(r1: Rotation, gains: Callable[[], Tensor], weight: Tensor) -> Tensor:
-    """A layer `[out, in]` that read `g rms(x)`, and is to read `rms(x R)`."""
-    return r1.rows(weight * gains().to(weight))
-
-
-def _chain(first: Change | None, then: Change) -> Change:
-    return then if first is None else lambda value: then(first(value))
 
 
 def _value_changes(values: Values, r2: list[Rotation]) -> dict[str, Change]:
     """What becomes of the layers of values and output; `r2`: the rotation of each head of values."""
     shared = values.heads // values.kv_heads
 
+    # Attention mixes tokens and no channels of a head, so R2 of the values comes out of it and the output's columns undo it.
     def rows(value: Tensor) -> Tensor:
         parts = value.reshape(values.kv_heads, values.width, -1)
         return torch.stack([r.columns(part) for r, part in zip(r2, parts, strict=True)]).reshape(value.shape)
 
-    def columns(value: Tensor) -> Tensor:
+    def columns(value: Tensor) -> Tensor:  # [out, kv heads, queries that share one, width]
         parts = value.reshape(len(value), values.kv_heads, shared, values.width)
         return torch.stack([r.rows(parts[:, i]) for i, r in enumerate(r2)], 1).reshape(value.shape)
 

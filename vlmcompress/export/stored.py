@@ -86,7 +86,15 @@ class Stored(Mapping[str, Quantized]):
             UserError: it is not quantized, of a format or family that is not read, damaged, or inconsistent.
         """
         config = models.read_config(path)
-        block = _block(path, config)
+        block = models.quantization_block(path, config)
+        if not block:
+            raise UserError(f"{path} is not quantized; give a quantized checkpoint, or quantize this one")
+        if not isinstance(block, dict):
+            raise UserError(
+                f"quantization_config of {path / 'config.json'} is no JSON object; restore it from the source"
+            )
+        if models.quantization_method(block) == auto_round.METHOD:
+            block = auto_round.translated(block)
         name, reader = _format(path, block)
         try:
             reader.check(block)
@@ -103,13 +111,19 @@ class Stored(Mapping[str, Quantized]):
                 f"quantization_config has {key}, and the checkpoint has no scales of keys and values; take it out of the "
                 "config where the weights alone are wanted"
             )
+        # A tensor is of a quantized layer, of the KV cache, or plain; the last have to be the model's in name and shape.
         cached = {entry.name for pair in kv_scales.values() for entry in pair}
         layers = _layers(meta_model, spec, [e for e in entries if e.name not in cached], block, reader)
         inside = {entry.name for layer in layers.values() for entry in layer.entries.values()}
         plain = [entry.name for entry in entries if entry.name not in inside | cached]
         names = models.disk_names(meta_model, [*plain, *(f"{layer.prefix}weight" for layer in layers.values())])
         stored = Stored(path, config, block, name, reader, spec, meta_model, layers, names, kv_scales, entries)
-        _check_plain(stored)
+        state, specs = meta_model.state_dict(keep_vars=True), {entry.name: entry.spec for entry in entries}
+        packed = {f"{layer}.weight" for layer in layers}
+        for memory, disk in names.items():
+            if memory not in packed and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
+                shapes = f"{list(specs[disk].shape)} on disk, {list(state[memory].shape)} in the model"
+                raise UserError(f"tensor '{disk}' has shape {shapes}; config.json and weights do not belong together")
         return stored
 
     @cached_property
@@ -132,8 +146,11 @@ class Stored(Mapping[str, Quantized]):
         """
         dtype = self.float_type.dtype
         for layer in self.layers.values():
-            for scale in (layer.entries[local] for local in layer.entries if _is_scale(local, layer)):
-                value = tensor_files.read_tensor(scale)
+            for local, entry in layer.entries.items():
+                # Global scales are float32 in every format, and no weight's own.
+                if entry.spec.dtype not in tensor_files.FLOATS or "global" in local or local == "weight_scale_2":
+                    continue
+                value = tensor_files.read_tensor(entry)
                 if not torch.equal(value.to(dtype).float(), value.float()):
                     return None
         return dtype
@@ -164,16 +181,6 @@ class Stored(Mapping[str, Quantized]):
 
     def __len__(self) -> int:
         return len(self.layers)
-
-
-def _block(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The format's config block, of config.json or of the first file that has one."""
-    block = models.quantization_block(path, config)
-    if not block:
-        raise UserError(f"{path} is not quantized; give a quantized checkpoint, or quantize this one")
-    if not isinstance(block, dict):
-        raise UserError(f"quantization_config of {path / 'config.json'} is no JSON object; restore it from the source")
-    return auto_round.translated(block) if models.quantization_method(block) == auto_round.METHOD else block
 
 
 def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
@@ -255,6 +262,7 @@ def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str,
             raise UserError(f"checkpoint lacks tensor '{prefix}.{local}' of a quantized layer; download it again")
         actual = tensors[local].spec
         floats = actual.dtype in tensor_files.FLOATS and spec.dtype in tensor_files.FLOATS
+        # Writers differ in sides of 1: a scale of the matrix is [], [1] or [1, 1].
         sides = [[side for side in shape if side != 1] for shape in (actual.shape, spec.shape)]
         if not (floats or actual.dtype == spec.dtype) or sides[0] != sides[1]:
             raise UserError(
@@ -265,19 +273,3 @@ def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str,
         raise UserError(
             f"tensor '{tensors[extra[0]].name}' has no place in a layer of this scheme; it cannot be converted"
         )
-
-
-def _check_plain(stored: Stored) -> None:
-    """Compare the shapes of unquantized tensors with the model's."""
-    state, specs = stored.meta_model.state_dict(keep_vars=True), {entry.name: entry.spec for entry in stored.entries}
-    packed = {f"{name}.weight" for name in stored.layers}
-    for memory, disk in stored.names.items():
-        if memory not in packed and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
-            shapes = f"{list(specs[disk].shape)} on disk, {list(state[memory].shape)} in the model"
-            raise UserError(f"tensor '{disk}' has shape {shapes}; config.json and weights do not belong together")
-
-
-def _is_scale(local: str, layer: StoredLayer) -> bool:
-    return (
-        layer.entries[local].spec.dtype in tensor_files.FLOATS and "global" not in local and local != "weight_scale_2"
-    )

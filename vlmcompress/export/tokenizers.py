@@ -8,7 +8,7 @@ differ from published ones in a few scripts: a small share of differences is a w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,16 @@ def compare(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Compariso
     for text, theirs in zip(texts, tokens, strict=True):
         ours = list(processor.tokenizer(text)["input_ids"])
         if ours != theirs:
-            differences.append((text, _difference(text, ours, theirs)))
+            pairs = zip(ours, theirs, strict=False)
+            at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+            parts = list(theirs[at : at + 4]), list(ours[at : at + 4])
+            differences.append(
+                (
+                    text,
+                    f"of {shortened(repr(text), 120)} it makes {parts[0]} from token {at + 1} on, the model's tokenizer "
+                    f"{parts[1]}",
+                )
+            )
     if not differences:
         return Comparison(len(texts))
     line = f"{exporter.TITLE} cuts {len(differences)} of {len(texts)} texts into other tokens: {differences[0][1]}"
@@ -112,14 +121,3 @@ def _conversations(processor: Any) -> list[str]:
         except Exception:  # whatever a template raises; what calibrates or asks says so
             continue
     return prompts
-
-
-def _difference(text: str, ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Say where two lists of tokens differ first."""
-    at = next(
-        (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
-    )
-    parts = list(theirs[at : at + 4]), list(ours[at : at + 4])
-    return (
-        f"of {shortened(repr(text), 120)} it makes {parts[0]} from token {at + 1} on, the model's tokenizer {parts[1]}"
-    )

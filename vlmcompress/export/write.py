@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -145,6 +145,7 @@ def write(
     tensors = plan_tensors(checkpoint)
     names = [entry.name for entry in source.entries.values()]
     config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **checkpoint.settings}
+    # Tensors that stay are copied as bytes, so config.json has to say what they are: types, ties, heads that draft.
     config = untied(config) if source.spec.lm_head in quantized else config  # such a head shares no weight
     config = source.float_type.config(config)
     if checkpoint.reducer:
@@ -177,7 +178,10 @@ def write_folder(
     """Write `out`, which `folders.check` has allowed, with copies of the other files of `files` (None: `source`); return its
     manifest."""
     limit, warnings = parse_bytes(shard_size, "shard_size"), list[str]()
-    copied = [(file, place) for file, place in _other_files(files or source) if str(place) not in content.extra_files]
+    folder = files or source
+    # The source's model card is kept under another name.
+    places = {place: Path(card.SOURCE_CARD) if str(place) == card.CARD else place for place in companions(folder)}
+    copied = [(folder / name, place) for name, place in places.items() if str(place) not in content.extra_files]
     needed = sum(tensor.spec.nbytes for tensor in content.tensors)
     folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))
     with folders.new_folder(out) as tree:
@@ -228,12 +232,6 @@ def _parts(tree: Path, content: Content, title: str) -> Parts:
 
     specs = {name: tensor.spec for name, tensor in plain.items()}
     return Parts(specs, read, content.quantized, config, processor.image_processor.to_dict(), title)
-
-
-def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
-    """List the files to copy, with their place in the output; the source's model card is kept under another name."""
-    for place in companions(source):
-        yield source / place, Path(card.SOURCE_CARD) if str(place) == card.CARD else place
 
 
 def plan_tensors(checkpoint: Checkpoint) -> list[OutputTensor]:
@@ -326,6 +324,7 @@ def output_specs(
         except (UserError, ValueError):
             continue  # a shape that the scheme cannot have; the plan reports it
         specs |= {f"{name}:{local}": spec for local, spec in layer.items()}
+    # Scales of keys and values have the type of the layers beside them.
     dtype = next((stored[names[f"{name}.weight"]].dtype for name in schemes), "BF16")
     return specs | {f"kv_cache:{i}": Spec(dtype, (2,)) for i in range(kv_layers)}
 
@@ -367,7 +366,15 @@ def write_weights(
         with (tree / file_name).open("wb") as file:
             tensor_files.write_at(file.fileno(), header, 0)
             for name, spec in specs.items():
-                _write_tensor(by_name[name], file.fileno(), positions[name], layer_tensors)
+                origin = by_name[name].origin
+                if isinstance(origin, Entry):  # bytes as they are, copied within the kernel where the system can
+                    tensor_files.copy_at(origin, file.fileno(), positions[name])
+                else:
+                    made = origin() if callable(origin) else origin
+                    value = layer_tensors(made[0])[made[1]] if isinstance(made, tuple) else made
+                    if Spec.of(value) != spec:
+                        raise ValueError(f"{name}: planned as {spec}, made as {Spec.of(value)}")
+                    tensor_files.write_at(file.fileno(), tensor_files.to_bytes(value), positions[name])
                 done += spec.nbytes
                 if progress:
                     progress(done, total)
@@ -376,20 +383,6 @@ def write_weights(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(tree / INDEX, index)
     return total
-
-
-def _write_tensor(
-    tensor: OutputTensor, file: int, position: int, layer_tensors: Callable[[str], dict[str, Tensor]]
-) -> None:
-    origin = tensor.origin
-    if isinstance(origin, Entry):
-        tensor_files.copy_at(origin, file, position)
-        return
-    made = origin() if callable(origin) else origin
-    value = layer_tensors(made[0])[made[1]] if isinstance(made, tuple) else made
-    if Spec.of(value) != tensor.spec:
-        raise ValueError(f"{tensor.name}: planned as {tensor.spec}, made as {Spec.of(value)}")
-    tensor_files.write_at(file, tensor_files.to_bytes(value), position)
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -17,9 +17,8 @@ from torch import Tensor
 from vlmcompress.numerics._formats import FLOAT4_MAX, FLOAT8, FLOAT8_MAX
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_HALF = 0x30  # 0.5 as float8_e4m3fn; from 1 on the byte of a value is 0x30 plus four times its index
 _EXPONENT = 0x7F800000  # the bits of a float32 that say its power of two
-_CHUNK = 1 << 16
+_CHUNK = 1 << 16  # codes that are packed at a time on a CPU, whose few temporaries then stay in its cache
 
 
 def round_fp4(x: Tensor) -> Tensor:
@@ -30,7 +29,10 @@ def round_fp4(x: Tensor) -> Tensor:
     """
     if x.dtype != torch.float32:
         return x.copy_(round_fp4(x.float()))
+    # The power of two below |x|, from 1 (whose step the subnormals 0 and 0.5 share) to 4: its bits without the mantissa's.
     power = x.abs().clamp_(1, FLOAT4_MAX).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
+    # One bit of mantissa: the step is power / 2. A float32 of 1.5 * 2^23 steps has the step as the unit of its last bit, so the
+    # sum is rounded there by the processor itself, halves to even.
     magic = power.mul_(1.5 * 2**22)
     return torch.copysign(x.clamp_(-FLOAT4_MAX, FLOAT4_MAX).add(magic).sub_(magic), x, out=x)
 
@@ -46,6 +48,7 @@ def find_global_scale(tensors: Iterable[Tensor]) -> Tensor:
 
 def divisor(largest: Tensor) -> Tensor:
     """Compute `448 * 6 / largest`, float32 `[1]`, for the largest magnitude of a matrix; 1 where that is no number."""
+    # `generate_gparam` of compressed-tensors: the largest block gets the scale 448, its largest weight the code 6.
     ratio = FLOAT8_MAX * FLOAT4_MAX / largest.float().clamp_min(torch.finfo(torch.float32).tiny)
     return ratio.nan_to_num(nan=1.0, posinf=1.0).view(1)
 
@@ -57,7 +60,7 @@ def on_grid(scale: Tensor, divided: Tensor) -> Tensor:
 
 def stored(scale: Tensor) -> Tensor:
     """Round float32 scales, times the global scale, to float8; zero becomes the type's epsilon."""
-    rounded = scale.clamp(max=FLOAT8_MAX).to(FLOAT8)
+    rounded = scale.clamp(max=FLOAT8_MAX).to(FLOAT8)  # e4m3fn has no infinity: what exceeds 448 would become NaN
     return torch.where(rounded.float() == 0, torch.finfo(FLOAT8).eps, rounded.float()).to(FLOAT8)
 
 
@@ -65,16 +68,21 @@ def pack_fp4(q: Tensor) -> Tensor:
     """Pack 4-bit floats `q [out, in]`, float8 as of `numerics.quantize`, two in a byte: uint8 `[out, in / 2]`.
 
     The first of two is in the lower bits. Raises ValueError for an odd number of columns.
+
+    As float8 (a sign, four bits of exponent, three of mantissa) the eight magnitudes are the bytes
+
+        0: 0000000   0.5: 0110000   1: 0111000   1.5: 0111100   2: 1000000   3: 1000100   4: 1001000   6: 1001100
+
+    so bits 2 and 3 are the lower bits of the index, and bit 6 is its upper one; 0.5 alone needs bits 5 and 3 to tell it from 0.
     """
     if q.shape[-1] % 2:
         raise ValueError(f"two 4-bit floats fill a byte, and {q.shape[-1]} columns are odd")
     packed = torch.empty(*q.shape[:-1], q.shape[-1] // 2, dtype=torch.uint8, device=q.device)
     for rows in _rows(q):
-        byte = q[rows].view(torch.uint8)
-        magnitude = byte & 0x7F
-        index = ((magnitude - _HALF) >> 2).where(magnitude > _HALF, (magnitude == _HALF).to(torch.uint8))
-        code = index | (byte >> 4 & 8)
-        packed[rows] = code[..., ::2] | code[..., 1::2] << 4
+        pair = q[rows].contiguous().view(torch.int16)  # two neighbours, the first in the lower byte
+        code = (pair >> 2 & 0x0303) | (pair >> 4 & 0x0C0C)  # bits 2 and 3 of each byte; bits 6 and 7, the sign
+        code |= pair >> 5 & ~(pair >> 3) & 0x0101  # 0.5
+        packed[rows] = code | code >> 4  # of which the lower byte stays
     return packed
 
 
@@ -89,5 +97,8 @@ def unpack_fp4(packed: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> list[slice]:
+    """Parts of the rows of `x [out, in]`: on a CPU of `_CHUNK` codes; all at once elsewhere, where each part starts kernels."""
+    if x.device.type != "cpu":
+        return [slice(None)]
     step = max(1, _CHUNK // max(1, x.shape[-1]))
     return [slice(a, a + step) for a in range(0, len(x), step)]

@@ -18,7 +18,9 @@ def on_grid(scale: Tensor) -> Tensor:
 
     Zero, of a block of zeros, becomes 1, whose square is a number like any other.
     """
+    # A float32 is a sign, the exponent plus 127 and 23 bits of mantissa: 1/4 added to the latter carries from 1.75 on.
     byte = (scale.contiguous().view(torch.int32) + _UP) >> _MANTISSA
+    # E8M0 has no sign, no zero and no infinity; 255 is its NaN, and 0 would be 2^-127, a subnormal that engines may flush.
     byte = byte.clamp_(1, 2 * _BIAS).masked_fill_(scale == 0, _BIAS)
     return byte.bitwise_left_shift_(_MANTISSA).view(torch.float32)
 

@@ -50,11 +50,20 @@ def find_params(
 
 def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Least and largest value of each piece of `w`, widened to hold 0: float32, shaped like the scale; see `find_params`."""
-    every = [slice(None)] if fmt.group == 0 else row_chunks(w)
+    every = [slice(None)] if fmt.group == 0 else row_chunks(w)  # one scale for all: no part of the rows has a range
     if importance is not None and importance.device.type == "cpu" and importance.amin() > 0:
         importance = None  # saves a pass; on an accelerator to wait for the answer costs more
-    parts = [_ranges(w[rows].float(), fmt, _of(importance, rows)) for rows in every]
-    low, high = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    lows, highs = [], []
+    for rows in every:
+        part, counts = w[rows].float(), _of(importance, rows)
+        pieces = _pieces(part, fmt)
+        if counts is not None:  # inputs that are always zero multiply weights of any size: those widen no range
+            dead = _counts(counts, part, fmt) == 0
+            pieces = pieces.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
+        lows.append(pieces.amin(-1).clamp_(max=0))
+        highs.append(pieces.amax(-1).clamp_(min=0))
+    shape = (1,) if fmt.group == 0 else (len(w), -1)
+    low, high = torch.cat(lows).view(shape), torch.cat(highs).view(shape)
     if not torch.stack((low.amin(), high.amax())).isfinite().all():
         raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
     return low, high
@@ -73,20 +82,31 @@ def scale_from_range(
 ) -> tuple[Tensor, Tensor | None]:
     """What `find_params` returns, for pieces of `w` that are to cover `low` to `high`, as of `find_ranges`."""
     if not fmt.symmetric:
+        # The zero point is found with the scale as it is stored, so that 0 is a code exactly.
         scale = _stored((high - low) / (fmt.qmax - fmt.qmin), scale_dtype)
         zero = (fmt.qmin - low / scale.float()).round_().clamp_(fmt.qmin, fmt.qmax)
         return scale, zero.to(torch.int8)
     top = torch.maximum(-low, high)
     divided = _fp4.divisor(top.amax()) if fmt.nvfp4 and global_scale is None else global_scale
-    tried = [
+    first, *others = [
         as_stored(top / code, fmt, scale_dtype, divided)
         for code in (fmt.max_codes if max_code is None else (max_code,))
     ]
-    best, every = tried[0], [slice(None)] if fmt.group == 0 else row_chunks(w)
-    for other in tried[1:]:
-        parts = [_less_error(w[rows].float(), best[rows], other[rows], _of(importance, rows), fmt) for rows in every]
-        best = torch.cat(parts)
-    return best, None
+    # For NVFP4 this is Four Over Six's choice: a block's largest value at 6 or at 4, by the block's squared error. The scales
+    # that are compared are those that are stored, as rounding them to float8 may turn the order.
+    for rows in [slice(None)] if fmt.group == 0 else row_chunks(w) if others else []:
+        part, counts = w[rows].float(), _of(importance, rows)
+        pieces = _pieces(part, fmt)
+        importances = None if counts is None else _counts(counts, part, fmt)
+        d, best, least = torch.empty_like(pieces), first[rows], None
+        for scale in (first, *others):
+            spread, _ = _spread(scale[rows], None)
+            remainder(pieces, encode(pieces, spread, None, fmt, out=d), spread, None, out=d).square_()
+            error = (d if importances is None else d.mul_(importances)).sum(-1).view_as(best)
+            best = best if least is None else torch.where(error < least, scale[rows], best)
+            least = error if least is None else torch.minimum(error, least)
+        first[rows] = best
+    return first, None
 
 
 def as_stored(scale: Tensor, fmt: Format, scale_dtype: torch.dtype, global_scale: Tensor | None = None) -> Tensor:
@@ -116,7 +136,7 @@ def encode(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, *, 
 
     `out`: float32 tensor that takes the codes; it may be `x`.
     """
-    x = torch.div(x, scale, out=out)
+    x = torch.div(x, scale, out=out)  # a quotient, as in engines: times the reciprocal some halves round the other way
     if zero_point is not None:
         x.add_(zero_point)
     return to_codes(x, fmt)
@@ -127,8 +147,8 @@ def to_codes(x: Tensor, fmt: Format) -> Tensor:
     if fmt.fp4:
         return _fp4.round_fp4(x)
     if fmt.kind == "float":
-        return x.copy_(x.clamp_(fmt.qmin, fmt.qmax).to(FLOAT8))
-    return x.round_().clamp_(fmt.qmin, fmt.qmax)
+        return x.copy_(x.clamp_(fmt.qmin, fmt.qmax).to(FLOAT8))  # beyond 448 the conversion gives NaN
+    return x.round_().clamp_(fmt.qmin, fmt.qmax)  # halves to even
 
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
@@ -153,7 +173,7 @@ def quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -
 
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, rows: slice = slice(None)) -> Tensor:
     """Float32 values `[out, in]` of the codes `q [out, in]`, of all its `rows` or some."""
-    if fmt.rows > 1:  # the scale of each row's blocks
+    if fmt.rows > 1:  # [out / rows, in / group] -> [out, in / group]: the scales of each row's blocks
         scale = scale[torch.arange(len(q), device=scale.device) // fmt.rows]
     if scale.dim() > 1:  # not per matrix
         scale, zero_point = scale[rows], None if zero_point is None else zero_point[rows]
@@ -207,31 +227,10 @@ def _counts(importance: Tensor, w: Tensor, fmt: Format) -> Tensor:
     return _pieces(importance.expand(w.shape) if fmt.group == 0 else importance.view(-1, w.shape[1]), fmt)
 
 
-def _ranges(w: Tensor, fmt: Format, importance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `find_ranges` at once, without its check."""
-    pieces = _pieces(w, fmt)
-    if importance is not None:
-        dead = _counts(importance, w, fmt) == 0
-        pieces = pieces.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
-    low, high = pieces.amin(-1).clamp_(max=0), pieces.amax(-1).clamp_(min=0)
-    return (low.view(1), high.view(1)) if fmt.group == 0 else (low, high)
-
-
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round a float32 scale to the dtype that it is stored in, finite and above zero."""
-    scale = scale.clamp(max=torch.finfo(dtype).max).to(dtype)
+    scale = scale.clamp(max=torch.finfo(dtype).max).to(dtype)  # in float16 a large one would become Inf
     return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
-
-
-def _less_error(w: Tensor, first: Tensor, second: Tensor, importance: Tensor | None, fmt: Format) -> Tensor:
-    """Take, piece by piece, from two scales the one of smaller squared error; the first where equal."""
-    pieces, errors = _pieces(w, fmt), []
-    d = torch.empty_like(pieces)
-    for scale in (first, second):
-        spread, _ = _spread(scale, None)
-        remainder(pieces, encode(pieces, spread, None, fmt, out=d), spread, None, out=d).square_()
-        errors.append((d if importance is None else d.mul_(_counts(importance, w, fmt))).sum(-1).view_as(first))
-    return torch.where(errors[1] < errors[0], second, first)
 
 
 def _spread(scale: Tensor, zero_point: Tensor | None, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:

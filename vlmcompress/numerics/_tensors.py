@@ -42,6 +42,8 @@ class QTensor:
         if fmt.nvfp4:
             if global_scale is None:
                 raise ValueError("NVFP4 needs the global scale that its scales were found with")
+            # Two-level scales: float8 of s g in the file, and s = float8 / g is what the engine multiplies by. Codes were found
+            # with s, so it has to be just that number.
             stored = _fp4.stored(scale * global_scale)
             if not torch.equal(stored.float() / global_scale, scale):
                 raise ValueError("the scales of NVFP4 were found with another global scale")
@@ -97,6 +99,7 @@ def _round_blocks(w: Tensor, fmt: Format, scale_dtype: torch.dtype) -> QTensor:
         raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
     edges = -w.shape[0] % fmt.rows, -w.shape[1] % fmt.group
     padded = torch.nn.functional.pad(w.abs(), (0, edges[1], 0, edges[0]))
+    # Blocks at the edges are padded with zeros, which raise no maximum: [out, in] -> [blocks, rows, blocks, group].
     tops = padded.unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, fmt.group)).amax((1, 3)).float()  # [blocks, blocks]
     scale = as_stored(tops / fmt.qmax, fmt, scale_dtype)
     q = torch.empty(w.shape, dtype=FLOAT8, device=w.device)
@@ -121,6 +124,7 @@ def round_activations(x: Tensor, fmt: ActFormat, scale: Tensor | None = None) ->
         divided = _fp4.find_global_scale([x]) if scale is None else scale.float()
         steps, _ = find_params(x, NVFP4, max_code=NVFP4.qmax, global_scale=divided)
         return fake_quantize(x, steps, None, NVFP4)
+    # Dynamic scales: max|x_t| / top for each token t, not clipped and not rounded to 16 bits, as in vLLM's quantizing kernels.
     top = FLOAT8_MAX if fmt.kind == "float" else 2.0 ** (fmt.bits - 1) - 1
     if scale is None:
         scale = (x.abs().amax(-1, keepdim=True) / top).clamp_min(torch.finfo(torch.float32).tiny)

@@ -50,6 +50,7 @@ class Rotation:
             self.power, self.factor = 1, _haar(n, draw)
             return
         factors = hadamard_factors(n)
+        # H is the Kronecker product of Sylvester's [power, power] and `factor`, which is orthogonal already.
         self.power, order = factors or (even_part(n), n // even_part(n))
         self.factor = hadamard_matrix(order) / math.sqrt(order) if factors else _haar(order, draw)  # [order, order]
         self.signs = torch.randint(0, 2, (n,), generator=draw, dtype=torch.float64) * 2 - 1
@@ -59,6 +60,7 @@ class Rotation:
         flat, signs, factor = x.reshape(-1, self.n), self.signs.to(x), self.factor.to(x)
         made = torch.empty_like(flat)
         for first in range(0, len(flat), _ROWS):
+            # x diag(s) H / sqrt(n): of x as a matrix [power, order], Sylvester's factor acts on columns, the other on rows.
             some = flat[first : first + _ROWS] * signs
             parts = some.reshape(len(some), self.power, -1) @ factor
             spread = hadamard_transform(parts.transpose(1, 2)).transpose(1, 2) / math.sqrt(self.power)
@@ -77,7 +79,9 @@ class Rotation:
 def _haar(n: int, draw: torch.Generator) -> Tensor:
     """A random orthogonal matrix `[n, n]`, float64."""
     q, r = torch.linalg.qr(torch.randn(n, n, generator=draw, dtype=torch.float64))
-    return (q * r.diagonal().sign()).contiguous()
+    return (
+        q * r.diagonal().sign()
+    ).contiguous()  # QR is unique, and q uniformly distributed, where r's diagonal is positive
 
 
 def hadamard_factors(n: int) -> tuple[int, int] | None:
@@ -105,6 +109,7 @@ def hadamard_transform(x: Tensor) -> Tensor:
         raise ValueError(f"rows have {n} entries; give a power of two")
     step = 1
     while step < n:
+        # H_2k = [[H_k, H_k], [H_k, -H_k]]: pairs of blocks of `step` entries become their sum and their difference.
         a, b = x.reshape(-1, n // (2 * step), 2, step).unbind(2)
         x = torch.stack((a + b, a - b), 2)
         step *= 2
@@ -123,10 +128,10 @@ def _paley(m: int) -> Tensor | None:
     """A Hadamard matrix of order m: 1, or by one of Paley's constructions; None where neither gives one."""
     if m == 1:
         return torch.ones(1, 1, dtype=torch.float64)
-    if m % 4 == 0 and _prime(m - 1):
+    if m % 4 == 0 and _prime(m - 1):  # Paley's first construction, q = m - 1 = 3 modulo 4
         return torch.eye(m, dtype=torch.float64) + _bordered(m - 1, -1.0)
     q = m // 2 - 1
-    if m % 4 == 0 and q % 4 == 1 and _prime(q):
+    if m % 4 == 0 and q % 4 == 1 and _prime(q):  # the second one, of order 2 (q + 1)
         s = _bordered(q, 1.0)
         plain = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
         diagonal = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
@@ -136,6 +141,7 @@ def _paley(m: int) -> Tensor | None:
 
 def _bordered(q: int, left: float) -> Tensor:
     """Paley's `S [q + 1, q + 1]`: zero on the diagonal, 1 in the first row, `left` in the first column."""
+    # Of a prime q: `chi` is Legendre's symbol, and Q_ij = chi(i - j) a circulant matrix.
     squares = {i * i % q for i in range(1, q)}
     chi = torch.tensor([0.0] + [1.0 if i in squares else -1.0 for i in range(1, q)], dtype=torch.float64)
     index = torch.arange(q)

@@ -99,28 +99,38 @@ def solve_knapsack(candidates: Candidates, budget: int, limit: int = LIMIT) -> t
     rest = [0.0]  # rest[-1 - i]: the least priced cost of the groups from i on
     for group in reversed(groups):
         rest.append(rest[-1] + min(candidate.error + price * candidate.nbytes for candidate in group))
-    bound = rest[-1] - price * budget
+    bound = rest[-1] - price * budget  # L(lambda), at most the optimum
     room = budget - sum(min(candidate.nbytes for candidate in group) for group in groups)
     states: list[Partial] = [(0, 0.0, None)]
     exact = True
     for i, group in enumerate(groups):
         after = rest[len(groups) - 1 - i] - price * budget
         room += min(candidate.nbytes for candidate in group)  # room that the later groups leave at their smallest
-        grown = [
+        # Error so far, the price of the bytes so far, and what the later groups cost at least are L(lambda) of what may come of
+        # a partial choice: only one that may still be better than the best choice goes on.
+        grown: list[Partial] = [
             (size + candidate.nbytes, error + candidate.error, (past, k))
             for size, error, past in states
             for k, candidate in enumerate(group)
             if size + candidate.nbytes <= room
             and error + candidate.error + price * (size + candidate.nbytes) + after < least
         ]
-        states = _undominated(grown)
+        # Of partial choices of no fewer bytes and no less error than another one can come of nothing better.
+        grown.sort(key=lambda state: state[:2])
+        states = []
+        for state in grown:
+            if not states or state[1] < states[-1][1]:
+                states.append(state)
         if len(states) > limit:
             exact = False
             states.sort(key=lambda state: state[1] + price * state[0])
             states = states[:limit]
     _, error, past = min(states, key=lambda state: state[1], default=(0, least, None))
     if error < least:
-        least, best = error, _unwind(past)
+        least, best = error, []
+        while past is not None:  # from the last group back
+            past, k = past
+            best.insert(0, k)
     gap = 0.0 if exact else max(0.0, least - bound)
     return dict(zip(keys, best, strict=True)), gap
 
@@ -132,7 +142,7 @@ def _greedy(groups: Sequence[Sequence[Candidate]], budget: int) -> tuple[float, 
     room = budget - sum(group[k].nbytes for group, k in zip(groups, choice, strict=True))
     steps = []
     for i, hull in enumerate(hulls):
-        for a, b in zip(hull[:-1], hull[1:], strict=True):
+        for a, b in zip(hull[:-1], hull[1:], strict=True):  # on a hull the error falls less and less for each byte
             low, high = groups[i][a], groups[i][b]
             slope = (low.error - high.error) / (high.nbytes - low.nbytes)
             steps.append((-slope, i, b))
@@ -164,25 +174,6 @@ def _hull(group: Sequence[Candidate]) -> list[int]:
     return hull
 
 
-def _undominated(states: list[Partial]) -> list[Partial]:
-    """The partial choices of which no other has at most their bytes and at most their error."""
-    states.sort(key=lambda state: state[:2])
-    kept: list[Partial] = []
-    for state in states:
-        if not kept or state[1] < kept[-1][1]:
-            kept.append(state)
-    return kept
-
-
-def _unwind(past: Any) -> list[int]:
-    """The indices that led to a partial choice, in the order of the groups."""
-    indices = []
-    while past is not None:
-        past, k = past
-        indices.append(k)
-    return indices[::-1]
-
-
 def _by_entropy(candidates: Candidates, budget: int, facts: Mapping[str, Any], kind: str) -> dict[Key, int]:
     """Give blocks at the front of an order the smallest candidate and the others a larger one, as many as fit.
 
@@ -196,7 +187,7 @@ def _by_entropy(candidates: Candidates, budget: int, facts: Mapping[str, Any], k
     entropy, layers = facts["entropy"][kind], sorted({layer for layer, _ in candidates})
     if lacking := [layer for layer in layers if layer >= len(entropy) or entropy[layer] is None]:
         raise ValueError(f"block {lacking[0]} has no entropy")
-    order = sorted(layers, key=lambda layer: (entropy[layer], layer))
+    order = sorted(layers, key=lambda layer: (entropy[layer], layer))  # least entropy first: those get the fewest bits
     _check(candidates, budget)
     sizes = {
         key: sorted(range(len(choices)), key=lambda k: (choices[k].nbytes, choices[k].error))

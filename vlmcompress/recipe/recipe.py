@@ -254,6 +254,7 @@ def resolve(
         from vlmcompress.reduction import choice as reducer  # which brings torch along
 
         layers = reducer.layered(layers)
+    # A target's scheme fills in what command line and file leave open, and a format's group size what the scheme does.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
@@ -270,8 +271,15 @@ def resolve(
     if "model" not in values:
         raise UserError("no model given; name the folder of the checkpoint")
     options, reduce = values.pop("options", {}), values.pop("reduce", None)
-    recipe = _validate(Recipe, values, origins)
-    fields = {"options": _options(recipe.scheme, options, origins), "reduce": _reducer(reduce, origins)}
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+        raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
+    fields: dict[str, Any] = {"options": _options(recipe.scheme, options, origins)}
+    if reduce is not None:
+        fields["reduce"] = reducer.merged(reduce, origins)
     recipe = recipe.model_copy(update=fields)
     if recipe.format not in FORMATS.names():
         raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
@@ -284,15 +292,6 @@ def resolve(
         adapter = model
         model = hub.local(adapters.base_of(adapter), weights=weights, code=recipe.trust_remote_code)
     return Resolved(recipe.model_copy(update={"model": model, "adapter": adapter}), origins)
-
-
-def _reducer(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
-    """The `reduction.choice.ReducerChoice` that the merged settings name; None where they name none."""
-    if setting is None:
-        return None
-    from vlmcompress.reduction.choice import merged  # which brings torch along
-
-    return merged(setting, origins)
 
 
 def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:
@@ -330,15 +329,6 @@ def _wrong(key: str, value: Any, expected: str, origins: Mapping[str, str]) -> s
 def _first_problem(error: ValidationError) -> str:
     text = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return text if text.startswith(("should", "must")) else f"is wrong: {text}"
-
-
-def _validate(model: type[Recipe], values: dict[str, Any], origins: Mapping[str, str]) -> Recipe:
-    try:
-        return model.model_validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-        raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
 
 
 def _options(scheme: str, settings: Any, origins: Mapping[str, str]) -> QuantizerOptions:

@@ -41,6 +41,7 @@ def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
     These see the image alone, so the answer may stand behind the prompt.
     """
     cut, count = answer_tokens(batch)
+    # Position t predicts token t + 1: logits from the last token of the prompt to the last but one of the answer.
     columns = torch.arange(cut - 1, cut - 1 + count, device=vlm.model.device)
     with float_products(vlm.model):
         return vlm.model(**placed(vlm, batch), use_cache=False, logits_to_keep=columns).logits[0]
@@ -55,7 +56,9 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
     inputs = placed(vlm, batch)
     ids = inputs["input_ids"]
     with float_products(vlm.model):
-        first = vlm.model(**_cut(inputs, cut), use_cache=True, logits_to_keep=1)
+        # what has an entry for each token is cut after the prompt; pixels and sizes of images are not
+        prompt = {name: value[:, :cut] if value.shape[:2] == ids.shape else value for name, value in inputs.items()}
+        first = vlm.model(**prompt, use_cache=True, logits_to_keep=1)
         if count == 1:
             return first.logits[0]
         end = cut - 1 + count
@@ -99,9 +102,3 @@ def placed(vlm: VLM, batch: Inputs) -> Inputs:
         for name, value in batch.items()
         if name != "modality"
     }
-
-
-def _cut(inputs: Inputs, end: int) -> Inputs:
-    """The inputs of the first `end` tokens."""
-    length = inputs["input_ids"].shape[1]
-    return {name: value[:, :end] if value.shape[:2] == (1, length) else value for name, value in inputs.items()}

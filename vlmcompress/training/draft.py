@@ -9,32 +9,35 @@ the layout that vLLM loads. A draft of another checkpoint of the same sizes may 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.engines import Engine
-from vlmcompress.export import draft_folder, draft_images, manifest
+from vlmcompress.engines import Answer, Engine, Request
+from vlmcompress.engines import Settings as EngineSettings
+from vlmcompress.export import draft_folder, draft_images, launch_files, manifest
 from vlmcompress.export.draft_folder import Draft
+from vlmcompress.export.launch import REGISTRY
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Sample, data_hash
 from vlmcompress.quantization.plan.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction.hooks import attach_carried
-from vlmcompress.training import distillation, eagle3, teacher_cache
-from vlmcompress.training.draft_answers import write_answers
+from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
 from vlmcompress.training.draft_lessons import Lessons, load_target
-from vlmcompress.training.draft_write import write_draft
-from vlmcompress.training.recovery_files import RecoveryFiles, model_facts, run_settings
+from vlmcompress.training.eagle3 import DraftShape
+from vlmcompress.training.recovery_files import PART, RecoveryFiles, model_facts, run_settings
 from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
-from vlmcompress.utils import distributed, folders, identity
+from vlmcompress.utils import distributed, folders, hub, identity, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
 
@@ -116,7 +119,17 @@ def draft(
         assert source is not None
         with phase("loading"):
             samples = [replace(sample, answer=None) for sample in teacher_cache.read(source, recipe, reduced=False)]
-            settings = run_settings(recipe, training, _particulars(recipe, samples, base, engine))
+            settings = run_settings(
+                recipe,
+                training,
+                {
+                    "--from a draft with the hash": identity.sha256(base.folder / draft_folder.WEIGHTS) if base else "",
+                    "--engine": engine.name if engine else "hf",
+                    "calibrate.max_length": recipe.calibrate.max_length,
+                    "samples with the hash": data_hash(samples),
+                    "a model with the files": model_facts(recipe.model),
+                },
+            )
         with distributed.process_group():
             with phase("loading"), distributed.shared_errors():
                 files = RecoveryFiles(out, settings, resume)
@@ -127,7 +140,15 @@ def draft(
                 vocabulary = training.vocabulary if stored is None else guessable(stored, total)
                 lessons = Lessons(target, data, recipe, kind, images, vocabulary)
                 _check_answers(lessons, source)
-                tensors = _first_values(lessons, recipe.seed, stored, base)
+                tensors = lessons.create(recipe.seed)
+                if base and stored is not None:
+                    for name, tensor in tensors.items():
+                        if name not in stored or stored[name].shape != tensor.shape:
+                            raise UserError(
+                                f"--from {base.folder}: its {name} is missing or of another shape; train one anew"
+                            )
+                        tensor.copy_(stored[name])
+                tensors = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
                 before = acceptance(lessons, tensors) if base else None
                 log, best = _train(lessons, tensors, training, recipe.seed, files, progress, base is not None)
                 best = {name: tensor.to(target.model.dtype) for name, tensor in best.items()}  # as it is written
@@ -157,25 +178,8 @@ def _answered(
                 write_answers(engine, recipe.model, samples, files, most, progress)
     with phase("loading"), distributed.shared_errors():
         target = load_target(recipe)
-    with phase("answers"), _reduced(target, recipe.model):
+    with phase("answers"), attach_carried(target.model, target.processor, recipe.model) or contextlib.nullcontext():
         return target, teacher_cache.answered(target, samples, source, files, progress, most)
-
-
-def _particulars(
-    recipe: Recipe, samples: Sequence[Sample], base: Draft | None, engine: Engine | None
-) -> dict[str, Any]:
-    return {
-        "--from a draft with the hash": identity.sha256(base.folder / draft_folder.WEIGHTS) if base else "",
-        "--engine": engine.name if engine else "hf",
-        "calibrate.max_length": recipe.calibrate.max_length,
-        "samples with the hash": data_hash(samples),
-        "a model with the files": model_facts(recipe.model),
-    }
-
-
-def _reduced(target: VLM, path: Path) -> contextlib.AbstractContextManager[Any]:
-    """The target behind the reducer that its checkpoint carries, if any."""
-    return attach_carried(target.model, target.processor, path) or contextlib.nullcontext()
 
 
 def _check_answers(lessons: Lessons, source: str | Path) -> None:
@@ -184,8 +188,8 @@ def _check_answers(lessons: Lessons, source: str | Path) -> None:
     for part in (counts[: lessons.first], counts[lessons.first :]):
         if max(part, default=0) < 2:
             raise UserError(
-                f"{source}: the model answers these questions with one token each, which leaves a draft nothing to guess; give "
-                "questions with longer answers"
+                f"{source}: the model answers these questions with one token each, which leaves a draft "
+                "nothing to guess; give questions with longer answers"
             )
 
 
@@ -194,19 +198,6 @@ def guessable(tensors: Mapping[str, Tensor], total: int) -> Tensor:
     if "token_map" in tensors:
         return tensors["token_map"]
     return tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else torch.arange(total)
-
-
-def _first_values(
-    lessons: Lessons, seed: int, stored: Mapping[str, Tensor] | None, base: Draft | None
-) -> dict[str, Tensor]:
-    """The tensors to train, as they are created or as `base` has them `stored`. UserError: that has others."""
-    tensors = lessons.create(seed)
-    if base and stored is not None:
-        for name, tensor in tensors.items():
-            if name not in stored or stored[name].shape != tensor.shape:
-                raise UserError(f"--from {base.folder}: its {name} is missing or of another shape; train one anew")
-            tensor.copy_(stored[name])
-    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
 
 
 def _train(
@@ -243,11 +234,9 @@ def _train(
         total = distributed.all_sum(torch.tensor([sum(sums), len(sums)], dtype=torch.float64))
         return float(total[0] / total[1].clamp_min(1))
 
-    settings = Settings(training.steps, training.batch, training.lr, training.every, seed)
-    callbacks: dict[str, Any] = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
-    log, best = train(
-        tensors, lessons.first, settings, **callbacks, store=files, progress=progress, label="training the draft"
-    )
+    settings = Settings.of(training, seed, "training the draft")
+    callbacks: dict[str, Any] = {"backward": backward, "held_out": held_out}
+    log, best = train(tensors, lessons.first, settings, **callbacks, store=files, progress=progress)
     if not best and math.isfinite(log.first):
         best = first
     if not best:
@@ -304,4 +293,116 @@ def _facts(
         "steps": log.step,
         "best_step": log.best_step,
         "ended": log.ended,
+    }
+
+
+def write_answers(
+    engine: Engine, model: Path, samples: Sequence[Sample], files: RecoveryFiles, most: int, progress: Progress
+) -> None:
+    """Have `engine` answer the samples that `files` has no answer to, greedily, by at most `most` tokens.
+
+    UserError: the engine can't start or refuses a question; what was answered is kept.
+    """
+    answers = files.answers()
+    lacking = [sample for sample in samples if sample.id not in answers]
+    if not lacking:
+        return
+
+    def keep(answer: Answer) -> None:
+        answers[answer.id] = answer.text.strip()
+        if len(answers) % PART == 0:
+            files.note_answers(answers)
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="vlmcompress-images-") as folder:
+            requests = [Request(sample.id, list(_messages(sample, Path(folder))), most) for sample in lacking]
+            options: dict[str, Any] = {"label": "writing answers", "progress": progress, "on_answer": keep}
+            engine.answer(model, requests, media=folder, settings=EngineSettings(max_tokens=most), **options)
+    finally:
+        files.note_answers(answers)
+
+
+def _messages(sample: Sample, folder: Path) -> Iterator[dict[str, Any]]:
+    """The sample's turns in OpenAI's format, with its images and videos as files in `folder`."""
+    images, videos = iter(sample.images), iter(sample.videos)
+    for turn in sample.prompt():
+        parts = []
+        for part in turn["content"]:
+            if part["type"] == "image":
+                image = next(images)
+                file = folder / f"{hashlib.sha256(image.tobytes() + repr(image.size).encode()).hexdigest()[:32]}.png"
+                if not file.exists():
+                    image.save(file)
+                part = {"type": "image_url", "image_url": {"url": file.as_uri()}}
+            elif part["type"] == "video":
+                part = {"type": "video_url", "video_url": {"url": next(videos).save(folder).as_uri()}}
+            parts.append(part)
+        yield {"role": turn["role"], "content": parts}
+
+
+def write_draft(folder: Path, lessons: Lessons, best: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write the draft's files into an empty folder."""
+    tensors = {name: tensor.contiguous() for name, tensor in best.items()}
+    total, ids = len(lessons.head), lessons.vocabulary.cpu()
+    if len(ids) < total and lessons.kind == "medusa":
+        tensors["token_map"] = ids
+    elif len(ids) < total:
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(total, dtype=torch.bool).index_fill_(0, ids, True)
+    save_file(tensors, folder / draft_folder.WEIGHTS, {"format": "pt"})
+    model = lessons.target.model
+    config = medusa.config(lessons.shape, len(lessons.head), model) if lessons.kind == "medusa" else _eagle3(lessons)
+    target = lessons.target.path
+    record = json_files.read(target / manifest.MANIFEST) if (target / manifest.MANIFEST).is_file() else {}
+    served = launch_files.facts(models.read_config(target), record, facts["target"].get("name") or target.name)
+    texts = REGISTRY.get("vllm").drafted(served, lessons.kind, eagle3.STEPS)
+    texts = {f"{launch_files.FOLDER}/{place}": text for place, text in texts.items()}
+    draft_folder.write(folder, config, facts, texts)
+
+
+def _eagle3(lessons: Lessons) -> dict[str, Any]:
+    """The config.json of an EAGLE-3 draft, in the form of the `speculators` library."""
+    shape, target = lessons.shape, lessons.target.model.config
+    assert isinstance(shape, DraftShape)
+    dtype, images = str(lessons.target.model.dtype).removeprefix("torch."), lessons.images
+    layer = {
+        "model_type": "llama",
+        "vocab_size": len(lessons.head),
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
+        "max_position_embeddings": target.get_text_config().max_position_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "num_aux_hidden_states": len(shape.taps),  # vLLM takes three for granted where this is missing
+        "dtype": dtype,
+        **({} if images.plain else {draft_images.KEY: images.settings()}),
+    }
+    return {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "model_type": "speculators",
+        "speculators_model_type": "eagle3" if images.plain else draft_images.SPECULATOR,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": eagle3.STEPS}],
+            "verifier": {
+                "name_or_path": hub.shown(lessons.target.path),
+                "architectures": list(target.architectures or []),
+            },
+        },
+        "draft_vocab_size": shape.vocabulary,
+        "target_hidden_size": shape.hidden,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": list(shape.taps),
+        "transformer_layer_config": layer,
+        "dtype": dtype,
     }

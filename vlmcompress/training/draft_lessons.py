@@ -79,6 +79,8 @@ class _Taps:
         if self.positions is None:
             return torch.arange(length)
         positions = self.positions
+        # transformers 5.17 hands Qwen's decoder [3, batch, n], or [4, batch, n] with the text's positions first; vLLM 0.32's
+        # `v1/spec_decode` gives a draft one row.
         while positions.ndim > 2:
             positions = positions[1 if len(positions) == 4 else 0]
         return positions[0]
@@ -176,26 +178,25 @@ class Lessons:
     def lesson(self, index: int) -> Lesson | None:
         """What a sample teaches; None where its answer has one token, which the target says itself."""
         with float_products(self.target.model):
-            return self._lesson(self.batches[index])
-
-    def _lesson(self, batch: Inputs) -> Lesson | None:
-        if self.reducer:
-            batch = calibration_inputs.reduced(self.target, [batch], self.reducer)[0]
-        cut, count = distillation.answer_tokens(batch)
-        if count < 2:
-            return None
-        inputs: Inputs = distillation.placed(self.target, batch)
-        device = self.head.device
-        columns = torch.arange(cut - eagle3.STEPS, cut - 1 + count, device=device)
-        logits = self.model(**inputs, use_cache=False, logits_to_keep=columns).logits[0, eagle3.STEPS :].float()
-        context = self._context(inputs["input_ids"][0], batch["modality"][0])
-        return Lesson(
-            **context,
-            begin=len(context["embeds"]) - (len(batch["modality"][0]) - cut),
-            logits=logits[:, self.vocabulary],
-            spoken=self.indices[logits.argmax(-1)],
-            last=self.last.float(),
-        )
+            batch = self.batches[index]
+            if self.reducer:
+                batch = calibration_inputs.reduced(self.target, [batch], self.reducer)[0]
+            cut, count = distillation.answer_tokens(batch)
+            if count < 2:
+                return None
+            inputs: Inputs = distillation.placed(self.target, batch)
+            device = self.head.device
+            columns = torch.arange(cut - eagle3.STEPS, cut - 1 + count, device=device)
+            # One pass gives all: the hooks keep the taps, `logits_to_keep` the head's inputs, from STEPS rows before.
+            logits = self.model(**inputs, use_cache=False, logits_to_keep=columns).logits[0, eagle3.STEPS :].float()
+            context = self._context(inputs["input_ids"][0], batch["modality"][0])
+            return Lesson(
+                **context,
+                begin=len(context["embeds"]) - (len(batch["modality"][0]) - cut),
+                logits=logits[:, self.vocabulary],
+                spoken=self.indices[logits.argmax(-1)],
+                last=self.last.float(),
+            )
 
     def _context(self, ids: Tensor, modality: Tensor) -> dict[str, Any]:
         """The rows of the draft's context, of the sample that the target has just seen (`Lesson`)."""

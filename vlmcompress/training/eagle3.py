@@ -74,6 +74,7 @@ class DraftShape:
 
 def default_taps(blocks: int) -> tuple[int, ...]:
     """The taps of a target of so many blocks: vLLM's defaults, and for shallow models early, middle and behind the last."""
+    # vLLM 0.32 `model_executor/models/interfaces.py::get_eagle3_default_aux_hidden_state_layers`.
     deep = (2, blocks // 2, blocks - 3)
     return deep if blocks >= 9 else tuple(sorted({max(1, blocks // 4), max(1, blocks // 2), blocks}))
 
@@ -134,9 +135,10 @@ def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, lesson: Lesson, st
         For each step s the logits `[n, vocabulary]` of what stands at each answer position, guessed from the target's hidden
         states s + 1 positions before.
     """
+    # The paper's training-time test: pass s reads what pass s - 1 gave, one row later, as drafting does without a target.
     begin, count = lesson.begin, len(lesson.logits)
     start = max(0, begin - steps + 1)  # hidden states of the passes before are needed from here on
-    hidden, embeds = linear(lesson.taps, tensors["fc.weight"]), lesson.embeds
+    hidden, embeds = linear(lesson.taps, tensors["fc.weight"]), lesson.embeds  # g_t of the docstring, and e_{t+1}
     if lesson.image is not None:
         embeds = embeds + linear(lesson.image, tensors[VECTOR])
     past: list[tuple[Tensor, Tensor]] = []
@@ -171,6 +173,7 @@ def _pass(
     def norm(x: Tensor, name: str) -> Tensor:
         return rms_norm(x, (shape.hidden,), tensors[f"{name}.weight"], shape.eps)
 
+    # x_t: two norms of its own, as in vLLM's `models/llama_eagle3.py::LlamaDecoderLayer.forward`.
     inputs = torch.cat([norm(embeds, f"{LAYER}.input_layernorm"), norm(hidden, f"{LAYER}.hidden_norm")], -1)
     offset = 0 if past else start  # rows before `start` have keys alone
     attention = f"{LAYER}.self_attn"
@@ -182,10 +185,11 @@ def _pass(
     queries = _rotated(queries, positions[offset:], shape.theta)
     past.append((keys, values))
     mixed = _attend(queries, past, start, shape.heads // shape.kv_heads)
+    # a_t: the residual is the hidden state before its norm (`norm_before_residual: false` in the config)
     residual = hidden[offset:] + linear(mixed, tensors[f"{attention}.o_proj.weight"])
     x = norm(residual, f"{LAYER}.post_attention_layernorm")
     gate, up, down = (tensors[f"{LAYER}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    output = residual + linear(silu(linear(x, gate)) * linear(x, up), down)
+    output = residual + linear(silu(linear(x, gate)) * linear(x, up), down)  # f_t
     return norm(output, "norm"), output
 
 
@@ -205,11 +209,13 @@ def _attend(queries: Tensor, past: Sequence[tuple[Tensor, Tensor]], start: int, 
     steps, count = len(later), queries.shape[1]
     scale = queries.shape[-1] ** -0.5
     scores = queries @ first_keys.mT * scale
+    # A row of pass s stands s rows before what it guesses from: of the target's keys it sees none from there on.
     visible = (
         torch.arange(first_keys.shape[1], device=queries.device)
         <= (torch.arange(start - steps, start - steps + count, device=queries.device)[:, None])
     )
     parts = [scores.masked_fill(~visible, -torch.inf)]
+    # Of each later pass a row sees one key, of the same row of guesses: a diagonal, so that no second matrix is needed.
     shifted = [(keys.roll(steps - s, 1), values.roll(steps - s, 1)) for s, (keys, values) in enumerate(later, 1)]
     parts += [((queries * keys).sum(-1, keepdim=True) * scale) for keys, _ in shifted]
     weights = torch.cat(parts, -1).softmax(-1)
@@ -256,6 +262,7 @@ def accepted(logits: Sequence[Tensor], lesson: Lesson) -> Tensor:
     sums[0] = rows
     good = torch.ones(rows, dtype=torch.bool, device=lesson.spoken.device)
     for step, guess in enumerate(logits):
+        # Greedy acceptance ends a row at its first wrong guess: a cumulative product over the steps.
         good = good & (guess.argmax(-1) == lesson.spoken)[step : step + rows]
         sums[1 + step] = good.sum()
     return sums

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.models.data import Sample, data_hash
+from vlmcompress.models.data import data_hash
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.plan.calibration_data import data_source
 from vlmcompress.recipe import Recipe
@@ -32,7 +32,6 @@ from vlmcompress.reduction.methods import REGISTRY, Grid, Signals, learned, redu
 from vlmcompress.reduction.support import family_refusal
 from vlmcompress.training import distillation, teacher_cache
 from vlmcompress.training.recovery_files import RecoveryFiles, model_facts, run_settings
-from vlmcompress.training.teacher_cache import Data
 from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity
 from vlmcompress.utils.errors import UserError
@@ -115,7 +114,12 @@ def learn_reducer(
         assert source is not None
         with phase("loading"):
             samples = teacher_cache.read(source, recipe, reduced=True)
-            settings = _settings(recipe, training, samples)
+            particulars = {
+                "calibrate.max_length": recipe.calibrate.max_length,
+                "samples with the hash": data_hash(samples),
+                "a model with the files": model_facts(recipe.model),
+            }
+            settings = run_settings(recipe, training, particulars)
         with distributed.process_group():
             taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
             vlm, files, data = taught.vlm, taught.files, taught.data
@@ -123,8 +127,29 @@ def learn_reducer(
             with phase("training"), torch.inference_mode(False):
                 batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
                 log, best, others = _Training(vlm, training, recipe.seed, files, batches, data.held_out).run(progress)
-            distributed.raise_any(None if best else _nothing(log))
-        facts = _facts(recipe, training, vlm, log, data, taught.origin, others)
+            why = f" ({log.ended})" if log.ended else ""
+            failure = f"nothing was learnt: no measurement was better than an untrained scorer{why}; give more data, or"
+            distributed.raise_any(None if best else f"{failure} a lower --lr")
+        facts = {
+            "model_type": vlm.model.config.model_type,
+            "source": hub.facts(recipe.model)["source"],
+            "width": vlm.model.config.get_text_config().hidden_size,
+            "hidden": training.hidden,
+            "keep": training.keep,
+            "to": training.to,
+            "training": asdict(training) | {"seed": recipe.seed},
+            "samples": {
+                "source": taught.origin["source"],
+                "trained_on": len(data.samples) - data.held_out,
+                "held_out": data.held_out,
+                "answers_of_the_teacher": data.written,
+            },
+            "held_out_kl": {"untrained": log.first, "learned": log.best, **others, "unit": "nats per answer token"},
+            "steps": log.step,
+            "best_step": log.best_step,
+            "ended": log.ended,
+            "created_by": identity.versions(),
+        }
         if distributed.is_main():
             scorer_file.save(out, best, facts)
             files.remove()
@@ -157,12 +182,12 @@ class _Training:
             log, best = train(
                 trained,
                 self.first,
-                Settings(settings.steps, settings.batch, settings.lr, settings.every, self.seed, PATIENCE, DIVERGED),
+                Settings.of(settings, self.seed, "training the scorer", patience=PATIENCE, diverged=DIVERGED),
                 backward=self._backward,
                 held_out=lambda: self._measured([self._hard(keep) for keep in settings.judged()]),
                 changed=self._changed,
                 store=self.files,
-                progress=lambda label, done, total: progress("training the scorer", done, total),
+                progress=progress,
             )
         fixed = {name: self.weights[name] for name in learned.FIXED} if best else {}
         return log, best | fixed, others
@@ -185,6 +210,8 @@ class _Training:
         share = self.settings.share(float(torch.rand((), generator=random)))
 
         def soft(features: Tensor, grid: Grid) -> Tensor:
+            # Noisy worths draw which tokens stay (perturbed top-k). The model sees this hard selection, the gradient is of a
+            # soft one (`gates`; straight-through, arXiv 1308.3432), which gets harder as the temperature falls.
             values = gated.standard(learned.worth(self.weights, features, grid))
             noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
             best, cover = self._chosen(values.detach() + noise, features, grid, share)
@@ -269,51 +296,3 @@ def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
         raise UserError(f"{out} is no scorer, so it is not ours to overwrite; choose another name")
     if reason := family_refusal(models.spec_for(models.read_config(recipe.model)), "learned"):
         raise UserError(reason)
-
-
-def _settings(recipe: Recipe, settings: ScorerTraining, samples: list[Sample]) -> dict[str, Any]:
-    particulars = {
-        "calibrate.max_length": recipe.calibrate.max_length,
-        "samples with the hash": data_hash(samples),
-        "a model with the files": model_facts(recipe.model),
-    }
-    return run_settings(recipe, settings, particulars)
-
-
-def _nothing(log: TrainLog) -> str:
-    why = f" ({log.ended})" if log.ended else ""
-    return (
-        f"nothing was learnt: no measurement was better than an untrained scorer{why}; give more data, or a lower --lr"
-    )
-
-
-def _facts(
-    recipe: Recipe,
-    settings: ScorerTraining,
-    vlm: VLM,
-    log: TrainLog,
-    data: Data,
-    origin: dict[str, Any],
-    others: dict[str, float],
-) -> dict[str, Any]:
-    """What the file says of itself."""
-    return {
-        "model_type": vlm.model.config.model_type,
-        "source": hub.facts(recipe.model)["source"],
-        "width": vlm.model.config.get_text_config().hidden_size,
-        "hidden": settings.hidden,
-        "keep": settings.keep,
-        "to": settings.to,
-        "training": asdict(settings) | {"seed": recipe.seed},
-        "samples": {
-            "source": origin["source"],
-            "trained_on": len(data.samples) - data.held_out,
-            "held_out": data.held_out,
-            "answers_of_the_teacher": data.written,
-        },
-        "held_out_kl": {"untrained": log.first, "learned": log.best, **others, "unit": "nats per answer token"},
-        "steps": log.step,
-        "best_step": log.best_step,
-        "ended": log.ended,
-        "created_by": identity.versions(),
-    }

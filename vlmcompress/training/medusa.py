@@ -72,6 +72,7 @@ def guesses(tensors: Mapping[str, Tensor], lesson: Lesson) -> list[Tensor]:
     count = len(lesson.logits)
     logits = []
     for step in range(STEPS):
+        # `last` begins STEPS positions before the first answer: head s reads s + 1 positions before what it guesses.
         states = lesson.last[STEPS - step - 1 :][:count]
         states = states + silu(linear(states, tensors[f"blocks.{step}.layers.0.weight"]))
         logits.append(linear(states, tensors["lm_head.weight"]))

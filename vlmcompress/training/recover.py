@@ -11,26 +11,20 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST
-from vlmcompress.models import VLM
-from vlmcompress.models.data import Sample, data_hash
+from vlmcompress.models.data import data_hash
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.inputs import Learned, Result, fit_counter, fit_reducer, fit_resize
 from vlmcompress.quantization.plan.calibration_data import data_source
-from vlmcompress.quantization.plan.plan import Plan, make_plan
+from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.write import Recovery, write_checkpoint
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, resizing
-from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.training import teacher_cache
 from vlmcompress.training.recovery_files import model_facts, run_settings
-from vlmcompress.training.teacher_cache import Data
 from vlmcompress.training.train_student import Student, TrainingOptions, facts, trained
 from vlmcompress.utils import distributed, folders
 from vlmcompress.utils.errors import UserError
@@ -70,41 +64,6 @@ def recover(
 def _recovered(
     recipe: Recipe, training: TrainingOptions, out: Path, resume: bool, overwrite: bool, progress: Progress
 ) -> Result:
-    work = _planned(recipe, training)
-    source = data_source(recipe, recipe.model, "recover")
-    assert source is not None
-    with phase("loading"):
-        samples = teacher_cache.read(source, recipe, reduced=recipe.reduce is not None)
-        settings = _settings(recipe, training, samples)
-    with distributed.process_group():
-        taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
-        files, data = taught.files, taught.data
-        with phase("reducer"), distributed.shared_errors():
-            vlm, recipe, batches, count = _behind(taught.vlm, work, data, progress)
-        with phase("training"):
-            student = Student(vlm, work.source.names, batches, data.held_out, lambda: _reduced(vlm, recipe, count))
-            outcome = trained(student, training, recipe.seed, files, progress)
-    if not distributed.is_main():
-        return Result(out, {})
-    reducer, resize = recipe.reduce, recipe.resize
-    origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
-    origin |= {"resize": resize.model_dump()} if resize else {}
-    written = write_checkpoint(
-        work,
-        Learned(recipe, count),
-        vlm,
-        files,
-        origin,
-        Recovery(_as_stored(outcome.changed, work), facts(training, outcome, data)),
-        overwrite=overwrite,
-        progress=progress,
-    )
-    files.remove()
-    return Result(out, written)
-
-
-def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
-    """The plan of a checkpoint with the reducer alone. UserError for what cannot be recovered, or served."""
     if recipe.reduce is None and recipe.resize is None:
         raise UserError("recover: nothing to recover from; say with --reduce what the model is to run behind")
     if models.read_config(recipe.model).get("quantization_config"):
@@ -117,39 +76,58 @@ def _planned(recipe: Recipe, training: TrainingOptions) -> Plan:
         raise UserError(
             f"--train tower: {recipe.reduce} merges tokens within the tower, where no gradient passes; leave it out"
         )
-    return work
-
-
-def _settings(recipe: Recipe, training: TrainingOptions, samples: list[Sample]) -> dict[str, Any]:
-    particulars = {
-        "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
-        "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
-        "calibrate.max_length": recipe.calibrate.max_length,
-        "samples with the hash": data_hash(samples),
-        "a model with the files": model_facts(recipe.model),
-    }
-    return run_settings(recipe, training, particulars)
-
-
-def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Recipe, Encoded, TokenCounter | None]:
-    """The student's model with its processor, the recipe and the samples, once reducer and `resize` have learnt from these."""
-    recipe = work.recipe
-    resize = fit_resize(recipe.resize, vlm, data.samples)
-    vlm = resizing.resized(vlm, resize) if resize else vlm
-    batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-    learns = work.visual_tokens is not None and work.visual_tokens.learns
-    few = batches[:LEARNT_FROM] if learns else []
-    reducer = fit_reducer(recipe.reduce, vlm, few, progress)
-    count = fit_counter(work.visual_tokens, reducer, vlm, few)
-    return vlm, recipe.model_copy(update={"reduce": reducer, "resize": resize}), batches, count
-
-
-def _reduced(vlm: VLM, recipe: Recipe, count: TokenCounter | None) -> contextlib.AbstractContextManager[Any]:
-    """The model behind the recipe's reducer, as an engine runs it."""
-    return attach(vlm, recipe.reduce, counter=count) if recipe.reduce else contextlib.nullcontext()
-
-
-def _as_stored(values: dict[str, Tensor], work: Plan) -> dict[str, Tensor]:
-    """Values of parameters, in the types in which the source stores them."""
-    types = {name: DTYPES[work.source.stored[work.source.names[name]].dtype] for name in values}
-    return {name: value.to("cpu", types[name]).contiguous() for name, value in values.items()}
+    source = data_source(recipe, recipe.model, "recover")
+    assert source is not None
+    with phase("loading"):
+        samples = teacher_cache.read(source, recipe, reduced=recipe.reduce is not None)
+        particulars = {
+            "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
+            "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
+            "calibrate.max_length": recipe.calibrate.max_length,
+            "samples with the hash": data_hash(samples),
+            "a model with the files": model_facts(recipe.model),
+        }
+        settings = run_settings(recipe, training, particulars)
+    with distributed.process_group():
+        taught = teacher_cache.cache_teacher(recipe, source, samples, settings, resume=resume, progress=progress)
+        files, data = taught.files, taught.data
+        with phase("reducer"), distributed.shared_errors():
+            # reducer and resize learn from the samples, as they do when a checkpoint is quantized
+            vlm = taught.vlm
+            resize = fit_resize(recipe.resize, vlm, data.samples)
+            vlm = resizing.resized(vlm, resize) if resize else vlm
+            batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+            learns = work.visual_tokens is not None and work.visual_tokens.learns
+            few = batches[:LEARNT_FROM] if learns else []
+            reducer = fit_reducer(recipe.reduce, vlm, few, progress)
+            count = fit_counter(work.visual_tokens, reducer, vlm, few)
+            recipe = recipe.model_copy(update={"reduce": reducer, "resize": resize})
+        with phase("training"):
+            student = Student(
+                vlm,
+                work.source.names,
+                batches,
+                data.held_out,
+                lambda: attach(vlm, recipe.reduce, counter=count) if recipe.reduce else contextlib.nullcontext(),
+            )
+            outcome = trained(student, training, recipe.seed, files, progress)
+    if not distributed.is_main():
+        return Result(out, {})
+    origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
+    origin |= {"resize": resize.model_dump()} if resize else {}
+    types = {name: DTYPES[work.source.stored[work.source.names[name]].dtype] for name in outcome.changed}
+    written = write_checkpoint(
+        work,
+        Learned(recipe, count),
+        vlm,
+        files,
+        origin,
+        Recovery(
+            {name: value.to("cpu", types[name]).contiguous() for name, value in outcome.changed.items()},
+            facts(training, outcome, data),
+        ),
+        overwrite=overwrite,
+        progress=progress,
+    )
+    files.remove()
+    return Result(out, written)

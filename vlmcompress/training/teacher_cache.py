@@ -85,6 +85,7 @@ def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
     groups = _by_images(samples)
     least, chosen = max(LEAST_HELD_OUT, round(HELD_OUT * len(samples))), set[int]()
     for group in reversed(groups):
+        # Whole groups go to the held-out side until it has its share, unless that takes it beyond half of all.
         if len(chosen) < least and len(chosen) + len(group) <= max(least, len(samples) // 2):
             chosen.update(group)
     trained = [sample for number, sample in enumerate(samples) if number not in chosen]
@@ -179,7 +180,13 @@ def answered(
     _enough(kept, source)
     written, skipped = sum(sample.id in unanswered for sample in kept), getattr(samples, "skipped", {})
     data = Data(source, *apart(kept), written, skipped)
-    _shown(data)
+    cut = len(data.samples) - data.held_out
+    for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
+        if not any(sample.visual for sample in samples):
+            raise UserError(
+                f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
+                "or another --seed, which decides who is held out"
+            )
     return data
 
 
@@ -226,17 +233,6 @@ def _enough(samples: Sequence[Sample], source: str | Path) -> None:
         )
 
 
-def _shown(data: Data) -> None:
-    """Raise UserError where all samples with images are on one side: trained on, or held out."""
-    cut = len(data.samples) - data.held_out
-    for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
-        if not any(sample.visual for sample in samples):
-            raise UserError(
-                f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
-                "or another --seed, which decides who is held out"
-            )
-
-
 WHOLE = 1024
 TOP = 64
 _LEAST = 1e-7  # of a mass that is left: a smaller one is what rounding leaves
@@ -273,6 +269,8 @@ def divergence(kept: Mapping[str, Tensor], logits: Tensor) -> Tensor:
         return (teacher.exp() * (teacher - student)).sum(-1).mean()
     ids = kept["ids"].to(logits.device).long()
     kept_logs = student.gather(-1, ids)
+    # KL of the coarser distributions: the kept tokens one by one, and one outcome for all others. By the data processing
+    # inequality it is at most the exact one.
     loss = (teacher.exp() * (teacher - kept_logs)).sum(-1)
     left = 1 - teacher.exp().sum(-1)  # the mass of all other tokens
     others = student.scatter(-1, ids, float("-inf")).logsumexp(-1)

@@ -45,6 +45,7 @@ class Settings:
         lr: the highest learning rate.
         every: steps between two measurements of the held-out samples.
         seed: of the order of samples.
+        label: of the progress.
         patience: how many measurements in a row may be no better than the best.
         diverged: a held-out divergence of so many times the first ends the run.
     """
@@ -54,8 +55,14 @@ class Settings:
     lr: float
     every: int
     seed: int
+    label: str = "recovering"
     patience: int = PATIENCE
     diverged: float = DIVERGED
+
+    @classmethod
+    def of(cls, flags: Any, seed: int, label: str = "recovering", **settings: Any) -> Settings:
+        """The settings that a training's flags (`steps`, `batch`, `lr`, `every`) give."""
+        return cls(flags.steps, flags.batch, flags.lr, flags.every, seed, label, **settings)
 
 
 def check_flags(training: Any, *counts: str) -> None:
@@ -116,6 +123,7 @@ class Store(Protocol):
 
 def rate(step: int, steps: int) -> float:
     """The learning rate of step `step`, from 0, as a share of the highest."""
+    # Linear warm-up, then half a cosine to zero (Loshchilov and Hutter, SGDR, arXiv 1608.03983, without restarts).
     warm = max(1, min(math.ceil(WARM_UP * steps), MOST_WARM_UP))
     if step < warm:
         return (step + 1) / warm
@@ -128,6 +136,7 @@ def order(count: int, step: int, batch: int, seed: int) -> Iterator[int]:
     for place in range(step * batch, (step + 1) * batch):
         turn, at = divmod(place, count)
         if turn not in drawn:
+            # A permutation an epoch, of the seed and the epoch alone: a run that goes on draws none before it anew.
             random = torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63)
             drawn[turn] = torch.randperm(count, generator=random).tolist()
         yield drawn[turn][at]
@@ -140,10 +149,9 @@ def train(
     *,
     backward: Callable[[int, float], float],
     held_out: Callable[[], float],
-    changed: Callable[[int], None],
+    changed: Callable[[int], None] = lambda step: None,
     store: Store,
     progress: Progress = silent,
-    label: str = "recovering",
 ) -> tuple[TrainLog, dict[str, Tensor]]:
     """Run the loop, from where the store's state was kept if it has one.
 
@@ -155,7 +163,7 @@ def train(
         held_out: measures the divergence of the held-out samples, in nats; the same number in all workers.
         changed: called with the number of steps done after the values of `trained` have changed, and before anything is run
             with them.
-        progress: called with (`label`, done, total).
+        progress: called with (label, done, total).
 
     Returns:
         How it went, and the values of `trained` at the best measurement; none where that is the one before training.
@@ -182,7 +190,7 @@ def train(
                 best = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
             if distributed.is_main():
                 store.save(loop.state(best), dataclasses.asdict(log))
-        progress(label, log.step, settings.steps)
+        progress(settings.label, log.step, settings.steps)
     return log, best
 
 
@@ -209,6 +217,7 @@ class _Loop:
 
     def update(self, step: int) -> bool:
         """Do a step with the gradients that there are, and forget them; nothing is changed where one is not finite."""
+        # A norm that is not finite scales all gradients to NaN, so the step is not done and the run ends.
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         finite = bool(norm.isfinite())
         if finite:

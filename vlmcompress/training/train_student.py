@@ -114,7 +114,7 @@ def trained(
             divergence = sum(float(loss(index)) for index in distributed.shard(range(first, len(batches))))
         return distributed.all_sum_float(divergence) / student.held_out
 
-    settings = Settings(training.steps, training.batch, training.lr, training.every, seed)
+    settings = Settings.of(training, seed)
     callbacks: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
     with torch.inference_mode(False), student.attached():
         with parts.attached():
@@ -187,8 +187,11 @@ class Trained:
             if part not in parts:
                 continue
             if part == "lora":
-                tensors = self._adapters(vlm, rank, seed, stored)
-                self.adapters = tensors
+                groups = models.resolve(vlm.model, vlm.spec)
+                linears = [name for group in groups for name in group.linears if f"{name}.weight" in stored]
+                shapes = {name: tuple(vlm.model.get_parameter(f"{name}.weight").shape) for name in linears}
+                adapters = lora.create(shapes, rank, seed)  # type: ignore[arg-type]
+                self.adapters = tensors = {name: tensor.to(vlm.model.device) for name, tensor in adapters.items()}
             else:
                 names = [name for name in _names(vlm, part) if name in stored and name not in self.masters]
                 tensors = {name: vlm.model.get_parameter(name).detach().float().clone() for name in names}
@@ -198,13 +201,6 @@ class Trained:
             self.counts[part] = sum(tensor.numel() for tensor in tensors.values())
         for tensor in self.tensors.values():
             tensor.requires_grad_()
-
-    def _adapters(self, vlm: VLM, rank: int, seed: int, stored: Collection[str]) -> dict[str, Tensor]:
-        groups = models.resolve(vlm.model, vlm.spec)
-        linears = [name for group in groups for name in group.linears if f"{name}.weight" in stored]
-        shapes = {name: tuple(vlm.model.get_parameter(f"{name}.weight").shape) for name in linears}
-        made = lora.create(shapes, rank, seed)  # type: ignore[arg-type]
-        return {name: tensor.to(vlm.model.device) for name, tensor in made.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -267,7 +263,9 @@ def _names(vlm: VLM, part: str) -> list[str]:
     names = [name for name, parameter in vlm.model.named_parameters() if parameter.is_floating_point()]
     if part == "norms":
         text = spec.layers.rpartition(".")[0]
-        return [name for name in names if _below(name, (text,)) and _of_norm(vlm.model, name)]
+        names = [name for name in names if _below(name, (text,))]
+        owners = {name: type(vlm.model.get_submodule(name.rpartition(".")[0])).__name__ for name in names}
+        return [name for name in names if "norm" in owners[name].lower()]
     if part == "projector":
         return [name for name in names if _below(name, projector)]
     return [name for name in names if _below(name, spec.vision) and not _below(name, projector)]
@@ -275,8 +273,3 @@ def _names(vlm: VLM, part: str) -> list[str]:
 
 def _below(name: str, roots: Collection[str]) -> bool:
     return any(name == root or name.startswith(f"{root}.") for root in roots)
-
-
-def _of_norm(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is a norm's."""
-    return "norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()

@@ -2,7 +2,8 @@
 
 `local` turns such a name into a folder of huggingface_hub's own cache, after fetching what is needed and not there: of a
 model its safetensors files, configuration, tokenizer and processor; of a data set one table or its images. Pickles are
-never fetched, Python code only on request. A path that exists is that path, whatever it looks like.
+never fetched, Python code only on request. A path that exists is that path, whatever it looks like. huggingface_hub lists,
+downloads, resumes and caches; here are which files are needed, and what to tell the user.
 
 An id is an explicit wish to fetch it; nothing else may reach out. `only_ids` therefore tells all libraries that they are
 offline, and `local` alone lifts that while it works, unless the user has set HF_HUB_OFFLINE: then the cache must do.
@@ -10,53 +11,83 @@ offline, and `local` alone lifts that while it works, unless the user has set HF
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import functools
+import glob
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
+from typing import Any, Literal
 
-from vlmcompress.utils._hub_fetch import (
-    IMAGES,
-    TABLES,
-    TEST,
-    TRAIN,
-    Choose,
-    Kind,
-    Repository,
-    Weights,
-    data_files,
-    fetch,
-    http_library,
-    model_files,
-    split_files,
-)
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import note
+from vlmcompress.utils.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, PICKLES, weight_names
+from vlmcompress.utils.text import size
 
-__all__ = [
-    "IMAGES",
-    "TEST",
-    "TRAIN",
-    "Repository",
-    "facts",
-    "http_library",
-    "identity",
-    "local",
-    "offline",
-    "only_ids",
-    "parse",
-    "shown",
-]
-__all__ += ["reaching_out"]
-
+Kind = Literal["model", "dataset"]
+Weights = Literal["values", "headers", "none"]
 OFFLINE = "HF_HUB_OFFLINE"
+TRAIN, TEST = ("train",), ("test", "validation", "val", "dev")
+TABLES = (".parquet", ".jsonl", ".ndjson", ".json")
+IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif")
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _ID = re.compile(rf"(?P<id>{_NAME}/{_NAME})(@(?P<revision>[\w./-]+))?(:(?P<part>[^:\0]+))?", re.ASCII)
 _CACHED = re.compile(
     r"(models|datasets)--(?P<id>[\w.-]+?--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})(/(?P<rest>.+))?$"
 )
+_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*")
+_NO_TABLES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+_LARGEST_HEADER = 100_000_000  # bytes, the same limit as in safetensors
+_TIMEOUT = 30.0  # seconds for an answer about a repository
 _ours = False  # whether OFFLINE is set by `only_ids` and not by the user
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository on the Hub, or a part of one, as an id names it.
+
+    Attributes:
+        id: `org/name`.
+        revision: branch, tag or commit; None: the main branch.
+        part: a file or folder in it.
+    """
+
+    id: str
+    kind: Kind
+    revision: str | None = None
+    part: str | None = None
+
+    @property
+    def what(self) -> str:
+        """Name and kind of the repository, for messages."""
+        return f"{'data set' if self.kind == 'dataset' else 'model'} {self.id}"
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The repository as arguments of huggingface_hub's functions."""
+        return {"repo_id": self.id, "repo_type": self.kind, "revision": self.revision}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The files of a repository that are needed.
+
+    Attributes:
+        files: those to fetch.
+        headers: safetensors files whose headers are enough.
+        path: the file or folder to open once they are there, within the repository.
+    """
+
+    files: Sequence[str]
+    headers: Sequence[str] = ()
+    path: str = "."
 
 
 def only_ids() -> None:
@@ -103,15 +134,20 @@ def local(
     repository = parse(name, kind)
     if repository is None:
         return Path(name)
-    choose: Choose
-    if kind == "model":
-        choose = functools.partial(model_files, repository, weights, code)
-    elif whole:
-        choose = functools.partial(split_files, repository, whole)
-    else:
-        choose = functools.partial(data_files, repository, splits)
+
+    def choose(names: Collection[str], read: Callable[[str], str]) -> Chosen:
+        if kind == "model":
+            return _model_files(repository, weights, code, names, read)
+        within = sorted(n for n in names if f"{n}/".startswith(f"{(repository.part or n).rstrip('/')}/"))
+        if repository.part and not within:
+            raise UserError(f"{repository.what} has no '{repository.part}'; it has {_some(names)}")
+        return _split_files(repository, whole, within) if whole else _data_files(repository, splits, within, names)
+
     with reaching_out():
-        return fetch(repository, choose)
+        try:
+            return _fetch(repository, choose)
+        except (OSError, http_library().HTTPError, ValueError) as error:
+            raise UserError(_explained(repository, error)) from error
 
 
 def identity(path: str | Path) -> dict[str, str] | None:
@@ -155,3 +191,221 @@ def reaching_out() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = kept
+
+
+def http_library() -> Any:
+    """The library by which huggingface_hub sends requests, and whose errors it passes on: httpx, from 2.0 on httpx2."""
+    from huggingface_hub.utils import httpx
+
+    return httpx
+
+
+def _model_files(
+    repository: Repository, weights: Weights, code: bool, names: Collection[str], read: Callable[[str], str]
+) -> Chosen:
+    """The files of a model: configuration, tokenizer, processor, weights, model card, licence and, with `code`, Python."""
+    patterns = (*_MODEL_FILES, "*.py") if code else _MODEL_FILES
+    files = [
+        name
+        for name in names
+        if fnmatch(name, "additional_chat_templates/*.jinja") or ("/" not in name and _matches(name, patterns))
+        if name == INDEX or not name.endswith(".index.json")
+    ]
+    shards: list[str] = []
+    if weights != "none":
+        try:
+            indexed = set(json.loads(read(INDEX))["weight_map"].values()) if INDEX in names else None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{repository.what}: {INDEX} has no usable weight_map; ask its authors") from error
+        shards = weight_names([name for name in names if "/" not in name], indexed, repository.what)
+    if ADAPTER_CONFIG in names and not ("config.json" in names and (shards or weights == "none")):
+        if ADAPTER_WEIGHTS not in names:
+            raise UserError(f"{repository.what} has no {ADAPTER_WEIGHTS}; ask its authors for safetensors")
+        return Chosen([*files, ADAPTER_WEIGHTS])
+    if "config.json" not in names:
+        raise UserError(f"{repository.what} has no config.json; give one that transformers loads")
+    if weights != "none" and not shards:
+        if any(_matches(name, PICKLES) for name in names):
+            raise UserError(
+                f"{repository.what} has only pickled weights (.bin/.pt), which can run code when read and are not "
+                "fetched; convert them with transformers' save_pretrained (it writes safetensors)"
+            )
+        raise UserError(f"{repository.what} has no *.safetensors file; give one that transformers loads")
+    return Chosen(files, shards) if weights == "headers" else Chosen([*files, *shards])
+
+
+def _data_files(repository: Repository, splits: Sequence[str], within: Sequence[str], names: Collection[str]) -> Chosen:
+    """The files of a data set that `models.data.sources` reads: a saved data set, one table with its images, or the images."""
+    part = repository.part or "."
+    saved = [name for name in within if PurePosixPath(name).name == "dataset_info.json"]
+    if saved and any(name.endswith(".arrow") for name in within):
+        folder = str(PurePosixPath(saved[0]).parent) if len(saved) == 1 else part
+        return Chosen([name for name in within if name.endswith((".arrow", ".json"))], path=folder)
+    for suffix in TABLES:
+        if tables := [n for n in within if _suffix(n) == suffix and PurePosixPath(n).name not in _NO_TABLES]:
+            table = _one_table(repository, splits, tables)
+            folder = "" if "/" not in table else f"{PurePosixPath(table).parent}/"
+            images = [n for n in names if suffix != ".parquet" and _suffix(n) in IMAGES and n.startswith(folder)]
+            return Chosen([table, *images], path=table)
+    images = [name for name in within if _suffix(name) in IMAGES]
+    if not images:
+        raise UserError(f"{repository.what} has no .parquet or .jsonl file and no images; name another")
+    return Chosen(images, path=part)
+
+
+def _one_table(repository: Repository, splits: Sequence[str], names: Sequence[str]) -> str:
+    """The one table to read: that of the first split which there is; of a table in several files the first, to train with."""
+    tables: dict[str, list[str]] = {}  # name without the number of a file -> its files
+    for name in names:
+        tables.setdefault(re.sub(r"-\d{5}-of-\d{5}", "", name), []).append(name)
+    of_split = ([files for name, files in tables.items() if PurePosixPath(name).name.startswith(s)] for s in splits)
+    files = next((matching[0] for matching in of_split if len(matching) == 1), None)
+    here = f"{repository.id}{f'@{repository.revision}' if repository.revision else ''}"
+    if files is None and len(tables) > 1:
+        firsts = [files[0] for files in tables.values()]
+        several = f"{repository.what} has several tables ({_some(firsts)})"
+        raise UserError(f"{several}; name one, like {here}:{firsts[0]}")
+    files = files or next(iter(tables.values()))
+    if len(files) > 1 and tuple(splits) != TRAIN:
+        one_table = f"{repository.what}: {_some(files)} are one table in {len(files)} files"
+        raise UserError(f"{one_table}; name one, like {here}:{files[0]}")
+    if len(files) > 1:
+        note(f"{repository.what} has {len(files)} files like {files[0]}; this first one is used")
+    return files[0]
+
+
+def _split_files(repository: Repository, split: str, within: Sequence[str]) -> Chosen:
+    """All tables of one split of a data set, as `accuracy.local_data` reads them, and the images next to them."""
+    for pattern in (f"{split}*.parquet", "*.parquet", f"{split}*.jsonl", "*.jsonl"):
+        if tables := [name for name in within if fnmatch(PurePosixPath(name).name, pattern)]:
+            images = [] if pattern.endswith(".parquet") else [name for name in within if _suffix(name) in IMAGES]
+            return Chosen([*tables, *images], path=repository.part or ".")
+    where = f" in {repository.part}" if repository.part else ""
+    raise UserError(f"{repository.what} has no .parquet or .jsonl file{where}; name another")
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _suffix(name: str) -> str:
+    return PurePosixPath(name).suffix.lower()
+
+
+def _some(names: Collection[str]) -> str:
+    """The first few of many names."""
+    return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[str], str]], Chosen]) -> Path:
+    """Fetch the chosen files, as far as the cache lacks them, and return the path to open.
+
+    Args:
+        choose: a choice among the names of a repository's files; its second argument gives the text of a file.
+    """
+    from huggingface_hub import HfApi, get_cached_repo_tree, hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        """huggingface_hub's progress bar, and none where stderr is no terminal."""
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings | {"disable": None})
+
+    unreachable: Exception | None = None
+    files_alone = False  # whether all that is known of the repository is which files the cache has
+    try:
+        info: Any = HfApi().repo_info(**repository.where, files_metadata=True, timeout=_TIMEOUT)
+        commit, sizes = str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    except (OSError, http_library().HTTPError) as error:
+        unreachable = error
+        try:
+            folder = Path(snapshot_download(**repository.where, allow_patterns=[], local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise unreachable from None
+        commit = folder.name
+        try:
+            sizes = {file.path: file.size for file in get_cached_repo_tree(**repository.where)}
+        except CachedRepoTreeNotFoundError:  # what fetched single files made no list of the others
+            files_alone = True
+            sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    here = repository.where | {"revision": commit}
+    try:
+        chosen = choose(sizes, lambda name: Path(hf_hub_download(filename=name, **here)).read_text(encoding="utf-8"))
+    except UserError:
+        if unreachable and files_alone:
+            raise unreachable from None
+        raise
+
+    def absent(names: Sequence[str]) -> list[str]:
+        return [name for name in names if not isinstance(try_to_load_from_cache(filename=name, **here), str)]
+
+    missing, headers = absent(chosen.files), absent(chosen.headers)
+    if unreachable:
+        if missing or headers:
+            raise unreachable
+        return folder / chosen.path
+    if missing:
+        total = size(sum(sizes.get(name, 0) for name in missing))
+        note(
+            f"fetching {repository.what} at {commit[:12]}: {len(missing)} file{'s' if len(missing) > 1 else ''}, {total}"
+        )
+    # by the name of the branch, not the commit, so that the cache can tell what the branch is when offline
+    patterns = [glob.escape(name) for name in chosen.files]
+    folder = Path(snapshot_download(**repository.where, allow_patterns=patterns, tqdm_class=Bar))
+    return _with_headers(repository, folder, chosen) if headers else folder / chosen.path
+
+
+def _with_headers(repository: Repository, folder: Path, chosen: Chosen) -> Path:
+    """A temporary folder with links to the fetched files, and weight files of true headers and lengths without values.
+
+    `HfApi.parse_safetensors_file_metadata` would give names and shapes, and not the header's bytes, by which a checkpoint is
+    identified (`identity.source_identity`).
+    """
+    from huggingface_hub import HfFileSystem
+
+    base = Path(tempfile.mkdtemp(prefix="vlmcompress-headers-"))
+    atexit.register(shutil.rmtree, base, ignore_errors=True)
+    copy = base / folder.parent.parent.name / folder.parent.name / folder.name  # `identity` reads id and commit off it
+    for name in chosen.files:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).symlink_to((folder / name).resolve())
+    remote = HfFileSystem(skip_instance_cache=True)
+    for name in chosen.headers:
+        with (
+            remote.open(f"{repository.id}@{folder.name}/{name}", block_size=1 << 16) as source,
+            (copy / name).open("wb") as file,
+        ):
+            length = source.read(8)
+            end = 8 + int.from_bytes(length, "little")
+            if end > min(_LARGEST_HEADER, source.size):
+                raise UserError(f"{repository.what}: {name} is not a safetensors file; ask its authors")
+            file.write(length + source.read(end - 8))
+            file.truncate(source.size)  # sparse: nothing is stored after the header
+    return copy / chosen.path
+
+
+def _explained(repository: Repository, error: Exception) -> str:
+    """The message for a failed download: in one line what went wrong and what to do."""
+    from huggingface_hub import constants, errors
+
+    what, host, dataset = repository.what, constants.ENDPOINT, repository.kind == "dataset"
+    revision = f" --revision {repository.revision}" if repository.revision else ""
+    by_hand = f"fetch it with: hf download {repository.id}{' --repo-type dataset' if dataset else ''}{revision}"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        page = f"{host}/{'datasets/' if dataset else ''}{repository.id}"
+        return f"{what} is gated; accept its terms at {page} and log in with: hf auth login"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{what} has no revision '{repository.revision}' at {host}; name one of its branches or tags"
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        return (
+            f"{what} is no path here, and {host} does not have it or keeps it private; check the name, or log in "
+            f"(hf auth login) and {by_hand}"
+        )
+    if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError | http_library().TransportError):
+        reason = f"{OFFLINE} is set" if constants.HF_HUB_OFFLINE else f"{host} cannot be reached"
+        return f"{what} is no path here and not whole in the cache, and {reason}; {by_hand}"
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return f"{what} could not be fetched ({first}); run it again (files that arrived are kept), or {by_hand}"

@@ -22,7 +22,7 @@ from gpu.machine import ROOT
 from gpu.part import Failed, Place, last_lines
 
 SECONDS = 540
-DEVICE = ("calibration", "hf_hooks", "runs")
+DEVICE = ("quantization", "reduction", "training")  # folders of tests
 _OURS = {"vlmcompress", "tests", "eval", "gpu"}
 
 
@@ -34,7 +34,7 @@ def run(place: Place, piece: str) -> dict[str, Any]:
         test_files = test_files[int(which[0]) - 1 :: int(which[1])]
     collect = place.tiny and kind != "pure"
     if place.tiny and kind == "pure":
-        test_files = [ROOT / "tests" / "targets"]
+        test_files = [ROOT / "tests" / "recipe"]
     marks = "engine and not slow" if kind == "engines" else "not slow and not engine"
     command = [sys.executable, "-m", "pytest", *plugins(), "-m", marks, *map(str, test_files)]
     report = place.work / f"tests-{piece}.xml"
@@ -88,7 +88,8 @@ def files(kind: str) -> list[Path]:
         return [file for file in every if has_engine(file)]
     if kind == "models":
         return [file for file in every if reaches(file)]
-    chosen = every if kind == "pure" else [file for name in DEVICE for file in every if file.parent.name == name]
+    folders = [ROOT / "tests" / name for name in DEVICE]
+    chosen = every if kind == "pure" else [file for file in every if {*folders} & {*file.parents}]
     return [file for file in chosen if reaches(file) == (kind == "device")]
 
 

@@ -120,25 +120,6 @@ def test_different_measurements_are_told(tmp_path, capfd):
         assert part in said
 
 
-BAD = {
-    "no_manifest": (lambda folder: folder.mkdir() or [folder], "has no vlmcompress.json"),
-    "nothing": (lambda folder: [made(folder, {})], "no decoder layer of"),
-    "garbage": (lambda folder: [made(folder, {A: {"text": "much"}})], "text should be a valid number"),
-    "list": (lambda folder: [made(folder, [1])], "errors should be an object"),
-    "page": (lambda folder: [made(folder, {A: {"text": 0.1}}), "-o", "errors.pdf"], "name it FILE.html"),
-    "top": (lambda folder: [made(folder, {A: {"text": 0.1}}), "--top", "-1"], "--top is -1"),
-    "half": (lambda folder: [made(folder, {A: {"text": 0.1}}), "--stats", "s"], "--stats and --model belong together"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case, tmp_path, capfd):
-    make, message = BAD[case]
-    assert cli.main(["report-error", *map(str, make(tmp_path / "out"))]) == 2
-    said = capfd.readouterr().err
-    assert message in said and said.count("\n") == 1
-
-
 def test_nothing_in_common(tmp_path):
     first, other = (
         layer_errors.read(made(tmp_path / name, {layer: {"text": 0.1}})) for name, layer in (("a", A), ("b", B))

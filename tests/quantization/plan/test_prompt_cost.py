@@ -176,31 +176,6 @@ def test_blocks_that_see_different_counts_are_shown(capfd):
     assert json.loads(capfd.readouterr().out)["reduced"]["pyramiddrop:0.75,stages=2"]["blocks"] == [16, 8]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--image-size", "1024x"], "--image-size 1024x is not a size; write it WIDTHxHEIGHT"),
-        (["--image-size", "0x5"], "is not a size"),
-        (["--image-size", "99999x99999"], "9999.8 Mpx"),
-        ([], "missing --image-size"),
-        (["--image-size", "64x64", "--reduce", "dart:0"], "keep must be a number above 0"),
-        (["--image-size", "64x64", "--reduce", "dort:0.5"], "did you mean 'dart'"),
-        (["--image-size", "64x64", "--reduce", "fastv:0.5,layer=9"], "layer 9 is none of the language model's 2"),
-        (
-            ["--image-size", "64x64", "--reduce", "pyramiddrop:0.5"],
-            "2 blocks do not divide into 4 stages; give stages=2",
-        ),
-        (["--image-size", "64x64", "--reduce", "dyrate"], "--reduce dyrate"),
-        (["--image-size", "64x64", "--reduce", "dymu:thresholds=no.json"], "no.json is not readable (No such file"),
-        (["--image-size", "64x64", "--kv-cache", "fp4"], "--kv-cache fp4: no such type"),
-    ],
-)
-def test_bad_input(capfd, flags, message):
-    assert cli.main(["tokens", str(checkpoint("llava")), *flags]) == 2
-    shown = capfd.readouterr().err
-    assert message in shown and shown.count("\n") == 1
-
-
 def test_an_image_that_the_processor_refuses():
     with pytest.raises(UserError, match="image 3x900: the model's processor refuses it"):
         prompt_cost.plan(checkpoint("qwen2-5-vl"), [(3, 900)], "", [])

@@ -54,15 +54,8 @@ class Block:
         self.weight = w.T[order]
         errors = self.errors(self.codes)
         lower = feedback.matrix.tril(-1) + torch.eye(WIDTH)
-        targets = lower @ errors + (self.weight - errors)  # z_i = t_i - q_i
-        part = slice(FIRST, END)
-        self.arguments = (
-            targets[part],
-            feedback.matrix[part, part],
-            feedback.pivots[part],
-            scale.float().T.contiguous(),
-        )
-        self.arguments += (None if zero is None else zero.float().T.contiguous(), places[part].int(), fmt)
+        z, part = lower @ errors, slice(FIRST, END)
+        self.arguments = (z[part], feedback.matrix[part, part], feedback.pivots[part], self.steps[part], fmt)
 
     def errors(self, codes: torch.Tensor) -> torch.Tensor:
         """Of all columns, `[columns, out]`."""

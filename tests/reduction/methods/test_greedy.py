@@ -7,17 +7,10 @@ import itertools
 import pytest
 import torch
 
+from tests.kit.reducer_data import features as image
 from vlmcompress.reduction.methods import _selecting as selecting
 from vlmcompress.reduction.methods import cdpruner, coverage, dart, divprune, scope
 from vlmcompress.reduction.methods._base import top, unit
-
-
-def image(seed: int, n: int = 45, width: int = 12) -> torch.Tensor:
-    """Tokens of an image: all different, in groups, copies of each other, of whole numbers, or all alike, by the seed."""
-    draw = torch.Generator().manual_seed(seed)
-    tokens, kind = torch.randn(n, width, generator=draw), seed % 5
-    copies = tokens[torch.randint(n // 3, (n,), generator=draw)]
-    return [tokens, copies + tokens / 4, copies, copies.round(), torch.ones(n, width)][kind]
 
 
 def exact_cover(features: torch.Tensor, count: int) -> list[int]:
@@ -34,18 +27,17 @@ def exact_cover(features: torch.Tensor, count: int) -> list[int]:
     return kept
 
 
-def stepwise(table, count, weight, slack, covered):
-    """`selecting.stepwise` as `cover` would call it on another device."""
-    columns = table.T.contiguous()
-    taken = torch.zeros(len(columns), dtype=torch.bool)
-    taken[covered] = True
-    best = columns[covered].amax(0) if len(covered) else torch.zeros(columns.shape[1])
-    weight = torch.ones(len(columns)) if weight is None else weight
-    return selecting.stepwise(columns, best, taken, count, weight, slack)
+def stepwise(monkeypatch, *arguments):
+    """`cover` as it is on a device that is neither a CPU nor a GPU."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            selecting, "lazily", lambda *image: selecting.stepwise(*(x[None] for x in image[:4]), *image[4:])[0]
+        )
+        return selecting.cover(*arguments)
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_cover_is_the_same_lazily_and_step_by_step(seed):
+def test_cover_is_the_same_lazily_and_step_by_step(seed, monkeypatch):
     draw = torch.Generator().manual_seed(seed)
     rows = unit(image(seed))
     table = [rows @ rows.T, coverage.represented(rows, 0.2), coverage.represented(rows, 0.05)[:7]][seed % 3]
@@ -54,7 +46,7 @@ def test_cover_is_the_same_lazily_and_step_by_step(seed):
     covered = torch.randperm(len(rows), generator=draw)[: seed // 4 % 2 * 5]
     count = [1, 9, 30, 40][seed % 4]
     chosen = selecting.cover(table, count, weight, slack, covered)
-    assert chosen.tolist() == stepwise(table, count, weight, slack, covered).tolist()
+    assert chosen.tolist() == stepwise(monkeypatch, table, count, weight, slack, covered).tolist()
     assert len({*chosen.tolist(), *covered.tolist()}) == count + len(covered)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.kit.reducer_data import COUNT, KEEP, SERVED, options, run, served, signals
 from vlmcompress.reduction import methods
-from vlmcompress.reduction.methods import REGISTRY, Reduction, Signals, _run, _selecting
+from vlmcompress.reduction.methods import REGISTRY, Reduction, Signals, _run
 
 
 def bare(image: Signals) -> Signals:
@@ -40,13 +40,12 @@ BATCHED = [name for name in REGISTRY.names() if getattr(REGISTRY.get(name), "BAT
 
 
 @pytest.mark.parametrize("name", BATCHED)
-def test_images_at_once_are_reduced_as_each_by_itself(name, monkeypatch):
+def test_images_at_once_are_reduced_as_each_by_itself(name):
     """Where kernels are launched, all images of a call go through each step together, without a wait."""
     images = [signals(seed=seed) for seed in range(5)]
     method, chosen = REGISTRY.get(name), options(name, keep=KEEP)
     assert len(methods.reduce_all(method, [bare(image) for image in images], chosen, check=False)) == len(images)
     alone = [methods.reduce(method, image, chosen) for image in images]
-    monkeypatch.setattr(_selecting, "lazily", _selecting.stepwise)  # which a CPU would not take
     needed = [Signals(image.grid, features=image.features, saliency=image.saliency) for image in images]
     for result, expected in zip(_run._at_once(method, needed, chosen), alone, strict=True):
         assert torch.equal(result.target, expected.target) and torch.equal(result.check().anchor, expected.anchor)

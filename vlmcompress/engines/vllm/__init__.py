@@ -20,7 +20,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vlmcompress.engines.local import Local
 from vlmcompress.utils import json_files
@@ -108,7 +107,11 @@ def slow(model: Path) -> str | None:
         config = json_files.read(model / "config.json")
     except (OSError, ValueError):
         return None  # the engine will say so
-    if not isinstance(config, dict) or not _fp8_rows(config.get("quantization_config")):
+    quantization = config.get("quantization_config")
+    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    fields = [(part.get("type"), part.get("num_bits"), part.get("strategy")) for part in weights if part]
+    if not isinstance(config, dict) or ("float", 8, "channel") not in fields:
         return None
     engine = installed()
     if not engine.cpu or engine.plugin or not engine.reference_fp8 or not () < engine.numbers < (0, 33):
@@ -118,14 +121,6 @@ def slow(model: Path) -> str | None:
         f"thousands of times slower than 16 bits. Install vlmcompress beside it ({interpreter()} -m pip install ...), whose "
         "plugin goes another way, or vLLM 0.33"
     )
-
-
-def _fp8_rows(quantization: Any) -> bool:
-    """Whether a config has FP8 weights with a scale for each row, which vLLM 0.32's kernels for AMX do not take."""
-    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    fields = [(part.get("type"), part.get("num_bits"), part.get("strategy")) for part in weights if part]
-    return ("float", 8, "channel") in fields
 
 
 def available() -> bool:

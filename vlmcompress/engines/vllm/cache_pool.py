@@ -71,7 +71,15 @@ class Pool:
 
     def blocks(self, tokens: int, in_flight: int) -> int:
         """Blocks that a request of so many tokens takes at most."""
-        return sum(_blocks(group, tokens, in_flight) for group in self.groups)
+        count = 0
+        for group in self.groups:
+            if group.states:
+                count += group.states
+            elif group.window is None:
+                count += math.ceil(tokens / group.block)
+            else:  # the window may begin within a block
+                count += math.ceil(min(group.window - 1 + in_flight, tokens) / group.block) + 1
+        return count
 
     def request_bytes(self, tokens: int, in_flight: int) -> int:
         """Bytes of these blocks."""
@@ -108,17 +116,30 @@ def pool(layers: Sequence[Layer], block: int, kernel: int, prefix_caching: bool 
     attention = [layer for layer in layers if layer.token_bytes]
     if states and attention:
         unit = max(kernel, block)
+        # `platforms/interface.py::_align_hybrid_block_size`: attention's block grows until its page holds a recurrent state.
         needed = unit * math.ceil(states / (unit * attention[0].token_bytes))
         block = max(block, kernel * math.ceil(needed / kernel))
     pages = {layer: layer.token_bytes * block if layer.token_bytes else layer.state_bytes for layer in layers}
     largest = max(pages.values(), default=0)
     if not largest:
         return Pool((), 0)
-    counts = Counter(_kind(layer, block, pages[layer], largest, copies) for layer in layers)
+    # What layers of one group have in common: tokens of a block, window, copies of a state, heads. A smaller page that
+    # divides the largest gets more tokens; else it is padded.
+    counts = Counter(
+        (
+            block * (largest // pages[layer] if largest % pages[layer] == 0 else 1) if layer.token_bytes else 0,
+            layer.window if layer.token_bytes else None,
+            0 if layer.token_bytes else copies,
+            layer.heads,
+        )
+        for layer in layers
+    )
     full = all(layer.window is None and layer.token_bytes for layer in layers)
     if full or len(counts) == 1:  # unlike heads stay in one group, each with a page of its own
         states = 0 if layers[0].token_bytes else copies
         return Pool((Group(len(layers), block, layers[0].window, states),), sum(pages[layer] for layer in layers))
+    # `v1/core/kv_cache_utils.py::_get_kv_cache_groups_uniform_page_size`: groups as long as the fewest layers of a kind, or as
+    # the most where these are less than half as many again, as padding then costs less than more groups.
     length = min(counts.values())
     if max(counts.values()) < length * 1.5:
         length = max(counts.values())
@@ -127,25 +148,6 @@ def pool(layers: Sequence[Layer], block: int, kernel: int, prefix_caching: bool 
         number = math.ceil(count / length)
         groups += [Group(math.ceil(count / number), tokens, window, kept)] * number
     return Pool(tuple(groups), largest * max(group.layers for group in groups))
-
-
-def _kind(layer: Layer, block: int, page: int, largest: int, copies: int) -> tuple[int, int | None, int, int]:
-    """What layers of one group have in common: tokens of a block, window, copies of a state, heads.
-
-    A smaller page that divides the largest gets more tokens; else it is padded.
-    """
-    if not layer.token_bytes:
-        return 0, None, copies, layer.heads
-    tokens = block * (largest // page) if largest % page == 0 else block
-    return tokens, layer.window, 0, layer.heads
-
-
-def _blocks(group: Group, tokens: int, in_flight: int) -> int:
-    if group.states:
-        return group.states
-    if group.window is None:
-        return math.ceil(tokens / group.block)
-    return math.ceil(min(group.window - 1 + in_flight, tokens) / group.block) + 1
 
 
 GIB = 2**30

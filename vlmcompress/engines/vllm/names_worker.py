@@ -60,6 +60,7 @@ def tensor_places(folder: str) -> dict:
     with set_current_vllm_config(config):
         with set_default_torch_dtype(dtype), torch.device("meta"):
             model = initialize_model(vllm_config=config)
+        # One tensor a call, so that an error names it; `load_weights` of all families takes any part of a checkpoint.
         for name, tensor in tensors(folder):
             try:
                 places[name] = sorted(takers(model, name, tensor))

@@ -52,26 +52,12 @@ VISION_SCALES_FLAG = "--mm-encoder-fp8-scale-path"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has nothing to do with this machine
 
 
-def serve(
-    model: str | Path,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    images: int = 4,
-    videos: int = 0,
-    max_model_len: int | None = None,
-    speculative: str | None = None,
-    extra: Sequence[str] = (),
-) -> None:
+def serve(model: str | Path, *, host: str = HOST, port: int = 8000, **settings: Any) -> None:
     """Replace this process by the server. Does not return; Ctrl-C and SIGTERM reach vLLM itself.
 
     Args:
         model: checkpoint folder.
-        images: the most images in one request.
-        videos: the most videos in one request.
-        max_model_len: context length; None: the model's own, or what fits into memory if that is less.
-        speculative: JSON of vLLM's `--speculative-config`; None: no speculative decoding.
-        extra: further flags of `vllm serve`.
+        settings: see `arguments_of`.
 
     Raises:
         UserError: no such checkpoint, one whose reducer vLLM does not serve, no engine, the port is taken, or speculation
@@ -81,15 +67,13 @@ def serve(
     if (model / "openvino_language_model.xml").is_file():
         raise UserError(f"{model} is OpenVINO, which vLLM does not serve; ask it: python {model}/serve/ask_openvino.py")
     python = interpreter()
-    limits: dict[str, Any] = {"images": images, "videos": videos, "max_model_len": max_model_len}
-    arguments = arguments_of(model, host=host, port=port, **limits, speculative=speculative, extra=extra)
+    arguments = arguments_of(model, host=host, port=port, **settings)
     check_port(host, port)
     if line := slow(model):
         note(line)
     text = [line_of(arguments), *remarks(arguments), f"\n{example(model, host, port)}\n"]
     print("\n".join(text), file=sys.stderr, flush=True)
-    command = [python, str(SERVER), *arguments]
-    os.execve(python, command, environment())
+    os.execve(python, [python, str(SERVER), *arguments], environment())
 
 
 @dataclass(frozen=True)
@@ -109,11 +93,9 @@ def server(
     *,
     port: int | None = None,
     flags: Sequence[str] = (),
-    images: int = 4,
-    max_model_len: int | None = None,
-    speculative: str | None = None,
     timeout: float = 1800.0,
     log: str | Path | None = None,
+    **settings: Any,
 ) -> Iterator[Server]:
     """Serve a checkpoint on this machine.
 
@@ -121,9 +103,8 @@ def server(
         model: checkpoint folder.
         port: port to listen on; None: a free one.
         flags: further flags of `vllm serve`; they win over the ones found for the checkpoint.
-        images: the most images in one request.
-        speculative: JSON of vLLM's `--speculative-config`; None: no speculative decoding.
         timeout: seconds until the server must answer.
+        settings: see `arguments_of`.
         log: file for the server's log, overwritten; None: a temporary one, gone when the block ends.
 
     Raises:
@@ -131,8 +112,7 @@ def server(
     """
     model, port = Path(model), port or free_port()
     check_port(HOST, port)
-    limits: dict[str, Any] = {"images": images, "max_model_len": max_model_len}
-    arguments = arguments_of(model, host=HOST, port=port, **limits, speculative=speculative, extra=flags)
+    arguments = arguments_of(model, port=port, extra=flags, **settings)
     if line := slow(model):
         note(line)
     command = [interpreter(), str(SERVER), "--end-with-parent", *arguments]
@@ -142,7 +122,7 @@ def server(
         running = start_process(command, environment(), log, piped=False)
         try:
             wait(running, model, url, timeout, log, "vLLM's server")
-            yield Server(url, name(model), log, running.pid, round(time.monotonic() - began, 2))
+            yield Server(url, readers.served_name(model), log, running.pid, round(time.monotonic() - began, 2))
         finally:
             stop_process(running, grace=20.0)
             keep_log(log)
@@ -178,7 +158,7 @@ def free_port() -> int:
 def arguments_of(
     model: Path,
     *,
-    host: str = "127.0.0.1",
+    host: str = HOST,
     port: int = 8000,
     images: int = 4,
     videos: int = 0,
@@ -186,7 +166,15 @@ def arguments_of(
     speculative: str | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """List the arguments of `vllm serve` for a checkpoint: its folder, then flags, `extra` last. Arguments as of `serve`."""
+    """List the arguments of `vllm serve` for a checkpoint: its folder, then flags.
+
+    Args:
+        model: checkpoint folder.
+        images, videos: the most in one request.
+        max_model_len: context length; None: the model's own, or what fits into memory if that is less.
+        speculative: JSON of vLLM's `--speculative-config`; None: no speculative decoding.
+        extra: further flags of `vllm serve`, which come last and win.
+    """
     counts = {"images-per-request": (images, 0), "videos-per-request": (videos, 0), "max-model-len": (max_model_len, 1)}
     for flag, (value, least) in counts.items():
         if value is not None and value < least:
@@ -200,7 +188,7 @@ def arguments_of(
     arguments = [
         str(model.resolve()),
         "--served-model-name",
-        name(model),
+        readers.served_name(model),
         "--host",
         host,
         "--port",
@@ -268,17 +256,12 @@ def vision_attention_flags(model: Path) -> list[str]:
     return [*flags, VISION_SCALES_FLAG, str(model / VISION_SCALES)]
 
 
-def name(model: Path) -> str:
-    """The model's name on the server, as launch files and cards have it."""
-    return readers.served_name(model)
-
-
 def example(model: Path, host: str, port: int) -> str:
     """Write a command that asks the server about an image."""
     address = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/v1"
     return f"""Ask it, once it says that it is up:
 curl {address}/chat/completions -H 'Content-Type: application/json' -d @- <<JSON
-{{"model": "{name(model)}", "max_tokens": 64, "messages": [{{"role": "user", "content": [
+{{"model": "{readers.served_name(model)}", "max_tokens": 64, "messages": [{{"role": "user", "content": [
   {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,$(base64 -w0 image.png)"}}}},
   {{"type": "text", "text": "What is in this image?"}}]}}]}}
 JSON"""
@@ -345,6 +328,7 @@ def check_length(max_model_len: int | None, config: Mapping[str, Any]) -> None:
     Positions that a config scales (YaRN, dynamic RoPE, ...) are vLLM's to work out; VLLM_ALLOW_LONG_MAX_MODEL_LEN is its way
     out.
     """
+    # vLLM 0.32 `config/model.py::_get_and_verify_max_len` raises a ValueError, in whose traceback the reason is the last line.
     text = config.get("text_config") or config
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     scaled = any(scaling.get(key) not in (None, "default", "mrope") for key in ("rope_type", "type"))

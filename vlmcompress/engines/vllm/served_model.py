@@ -283,15 +283,11 @@ def open_model(path: Path) -> Model:
     else:
         tied = models.tied_names(meta_model)
         stored = {name: Spec.of(tensor) for name, tensor in meta_model.state_dict().items() if name not in tied}
-    described, pictures = describe(meta_model), spec or _like(meta_model)
-    return Model(path, config, meta_model, described, stored, weights, spec, None, pictures, quantized)
-
-
-def _like(meta_model: PreTrainedModel) -> ModelSpec | None:
-    """The family whose tower a model of an unknown one has, by the name of the tower's blocks."""
-    for spec in models.all_specs():
+    pictures = spec
+    for other in models.all_specs() if spec is None else ():  # whose tower an unknown model has, by its blocks' class
         with contextlib.suppress(AttributeError, IndexError):
-            blocks: Any = meta_model.get_submodule(spec.vision_layers)
-            if spec.tower_blocks and spec.tower_blocks in type(blocks[0]).__name__:
-                return spec
-    return None
+            blocks: Any = meta_model.get_submodule(other.vision_layers)
+            if other.tower_blocks and other.tower_blocks in type(blocks[0]).__name__:
+                pictures = other
+                break
+    return Model(path, config, meta_model, describe(meta_model), stored, weights, spec, None, pictures, quantized)

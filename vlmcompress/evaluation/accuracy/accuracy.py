@@ -67,10 +67,6 @@ class EvalOptions:
     progress: Progress | None = None
     reading: Reading = PLAIN
 
-    def margin_of(self, suite: str) -> float:
-        margins = {"": MARGIN, **(self.margin or {})}
-        return margins.get(suite, margins[""])
-
 
 def evaluate(
     candidate: str | Path,
@@ -166,8 +162,9 @@ def _results(
     recorded: Results | None,
 ) -> Results:
     suites, samples, pictures = [], [], {}
+    margins = {"": MARGIN, **(options.margin or {})}
     for suite, before, after, score in compared:
-        summary, scored = summarise(suite, before, after, options.margin_of(suite.name))
+        summary, scored = summarise(suite, before, after, margins.get(suite.name, margins[""]))
         if score:
             summary = summary.model_copy(
                 update={"metric": score.metric, "scoring": score.about, "choice": score.choice}
@@ -193,12 +190,46 @@ def summarise(
     Raises:
         UserError: the two answered different questions.
     """
-    _check_same(suite.name, before, after)
+    old, new = ([sample.id for sample in answers.samples] for answers in (before, after))
+    if set(old) != set(new):
+        only = sorted(set(old) ^ set(new))
+        raise UserError(
+            f"suite {suite.name}: baseline and candidate answered different samples ({len(old)} and {len(new)}, e.g. "
+            f"'{only[0]}' only one of them); use the same --suite, --data, --limit and --seed for both"
+        )
+    if old != new or before.sha256 != after.sha256:
+        raise UserError(
+            f"suite {suite.name}: baseline and candidate have the same sample ids, but questions, images or answers differ; "
+            "evaluate the baseline again"
+        )
     summary, divergences = divergence(
         [sample.answer.first for sample in before.samples], [sample.answer.first for sample in after.samples]
     )
     answered = zip(before.samples, after.samples, divergences, strict=True)
-    scored = [_scored(suite.name, old, new, kl) for old, new, kl in answered]
+    scored = [
+        Scored(
+            id=new.id,
+            suite=suite.name,
+            family=new.family,
+            question=new.question,
+            expected=new.expected,
+            baseline=old.text,
+            candidate=new.text,
+            baseline_score=0.0 if old.answer.refused else old.score,
+            candidate_score=0.0 if old.answer.refused or new.answer.refused else new.score,
+            baseline_parsed=old.parsed,
+            candidate_parsed=new.parsed,
+            baseline_tokens=old.answer.prompt_tokens,
+            candidate_tokens=new.answer.prompt_tokens,
+            baseline_visual=old.answer.visual_tokens,
+            candidate_visual=new.answer.visual_tokens,
+            image=new.image,
+            kl=kl,
+            baseline_refused=old.answer.refused or "",
+            candidate_refused=new.answer.refused or "",
+        )
+        for old, new, kl in answered
+    ]
 
     def total(count: Callable[[Sample], int]) -> tuple[int, int]:
         return sum(map(count, before.samples)), sum(map(count, after.samples))
@@ -231,46 +262,6 @@ def summarise(
     ), scored
 
 
-def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scored:
-    return Scored(
-        id=after.id,
-        suite=suite,
-        family=after.family,
-        question=after.question,
-        expected=after.expected,
-        baseline=before.text,
-        candidate=after.text,
-        baseline_score=0.0 if before.answer.refused else before.score,
-        candidate_score=0.0 if before.answer.refused or after.answer.refused else after.score,
-        baseline_parsed=before.parsed,
-        candidate_parsed=after.parsed,
-        baseline_tokens=before.answer.prompt_tokens,
-        candidate_tokens=after.answer.prompt_tokens,
-        baseline_visual=before.answer.visual_tokens,
-        candidate_visual=after.answer.visual_tokens,
-        image=after.image,
-        kl=kl,
-        baseline_refused=before.answer.refused or "",
-        candidate_refused=after.answer.refused or "",
-    )
-
-
-def _check_same(suite: str, before: SuiteAnswers, after: SuiteAnswers) -> None:
-    """Raise UserError where the two answered different questions."""
-    old, new = ([sample.id for sample in answers.samples] for answers in (before, after))
-    if set(old) != set(new):
-        only = sorted(set(old) ^ set(new))
-        raise UserError(
-            f"suite {suite}: baseline and candidate answered different samples ({len(old)} and {len(new)}, e.g. "
-            f"'{only[0]}' only one of them); use the same --suite, --data, --limit and --seed for both"
-        )
-    if old != new or before.sha256 != after.sha256:
-        raise UserError(
-            f"suite {suite}: baseline and candidate have the same sample ids, but questions, images or answers differ; "
-            "evaluate the baseline again"
-        )
-
-
 def _recorded(baseline: str | Path) -> Results | None:
     """The earlier results that `baseline` names; None if it names a checkpoint."""
     path = Path(baseline)
@@ -298,23 +289,18 @@ def _replay(recorded: Results, name: str) -> SuiteAnswers:
             score=s.baseline_score,
             parsed=s.baseline_parsed,
             image=s.image,
-            answer=_recorded_answer(s),
+            answer=Answer(
+                s.id,
+                s.baseline,
+                "refused" if s.baseline_refused else "stop",
+                s.baseline_tokens,
+                0,
+                visual_tokens=s.baseline_visual,
+                refused=s.baseline_refused or None,
+            ),
         )
         for s in recorded.samples
         if s.suite == name
     )
     sha256 = _suite(recorded, name).sha256
     return SuiteAnswers(samples, sha256, {}, recorded.baseline.engine, 0.0, len(samples))
-
-
-def _recorded_answer(s: Scored) -> Answer:
-    finish = "refused" if s.baseline_refused else "stop"
-    return Answer(
-        s.id,
-        s.baseline,
-        finish,
-        s.baseline_tokens,
-        0,
-        visual_tokens=s.baseline_visual,
-        refused=s.baseline_refused or None,
-    )

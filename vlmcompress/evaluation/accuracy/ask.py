@@ -94,6 +94,7 @@ def ask_suite(
         answer = _JournalledEngine(model, engine, settings or Settings(), journal, progress, label, Path(media))
         lm = EngineLM(answer, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media))
         for task in suite.tasks.values():
+            # As lm-eval's `evaluator.py::simple_evaluate` does before it calls `evaluate`, which takes no None.
             task.set_config("num_fewshot", task.config.num_fewshot or 0)
             task.set_fewshot_seed(suite.seed)
         with quiet():
@@ -112,10 +113,17 @@ def ask_suite(
         _sample(place, rows[key], metric(suite.tasks[place.task]), lm.requests[place.id], lm.answers[place.id])
         for key, place in places.items()
     )
+    metrics: dict[str, dict[str, float]] = {}
+    for task, results in evaluation["results"].items():
+        numbers = metrics.setdefault(task, {})
+        for name, value in results.items():  # `name,filter`; the first filter counts, and no standard errors
+            plain, comma, _ = name.partition(",")
+            if comma and not plain.endswith("_stderr") and isinstance(value, int | float):
+                numbers.setdefault(plain, float(value))
     return SuiteAnswers(
         samples=samples,
         sha256=_fingerprint(samples, lm.requests),
-        metrics={task: _numbers(metrics) for task, metrics in evaluation["results"].items()},
+        metrics=metrics,
         engine=answer.about,
         seconds=answer.seconds,
         resumed=answer.resumed,
@@ -177,27 +185,23 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
     targets = list(dict.fromkeys(map(str, target))) if isinstance(target, list) else [str(target)]
     last = next(turn for turn in reversed(request.messages) if turn["role"] == "user")
     files = [Path(part[part["type"]]["url"]).stem for part in request.media()]
+    value = 0.0 if answer.refused else row.get(name)
+    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+        raise UserError(
+            f"task {place.task}: its metric {name} gives {str(value)[:60]} for sample '{place.id}', not a number in "
+            "0 to 1; name a metric of single samples first in metric_list"
+        )
     return Sample(
         id=place.id,
         family=place.family,
         question="".join(part["text"] for part in last["content"] if part["type"] == "text").strip(),
         expected=SEPARATOR.join(targets),
         text=answer.text.strip(),
-        score=0.0 if answer.refused else _score(place, row, name),
+        score=float(value),
         parsed=bool(row.get("parsed", True)) or bool(answer.refused),
         image="+".join(files) or f"text:{place.id}",
         answer=answer,
     )
-
-
-def _score(place: Place, row: Mapping[str, Any], name: str) -> float:
-    value = row.get(name)
-    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
-        raise UserError(
-            f"task {place.task}: its metric {name} gives {str(value)[:60]} for sample '{place.id}', not a number in "
-            "0 to 1; name a metric of single samples first in metric_list"
-        )
-    return float(value)
 
 
 def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> str:
@@ -207,13 +211,3 @@ def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> 
         messages = journals.without_folders(requests[sample.id].messages)
         digest.update(json.dumps([sample.id, sample.family, messages, sample.expected]).encode())
     return digest.hexdigest()
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """A task's metrics from lm-eval's results (`name,filter` -> value), of its first filter and without standard errors."""
-    numbers: dict[str, float] = {}
-    for name, value in metrics.items():
-        plain, comma, _ = name.partition(",")
-        if comma and not plain.endswith("_stderr") and isinstance(value, int | float):
-            numbers.setdefault(plain, float(value))
-    return numbers

@@ -97,7 +97,7 @@ def holm(values: Mapping[str, float]) -> dict[str, float]:
     """P-values adjusted by Holm's step-down method, which keeps the chance of any false rejection at the level."""
     adjusted, highest = {}, 0.0
     for rank, (name, p) in enumerate(sorted(values.items(), key=lambda item: item[1])):
-        highest = max(highest, min(1.0, p * (len(values) - rank)))
+        highest = max(highest, min(1.0, p * (len(values) - rank)))  # (m - rank) p, made monotone
         adjusted[name] = highest
     return adjusted
 
@@ -120,6 +120,7 @@ def _compare(pairs: Pairs, margin: float, level: float) -> tuple[Comparison, flo
     binary = {*map(float, baseline), *map(float, candidate)} <= {0.0, 1.0}
     counts = Counter(zip(map(bool, baseline), map(bool, candidate), strict=True)) if binary else {}
     verdict = noninferiority.verdict(difference, margin, level)
+    # Assay sensitivity (ICH E10) is asked for only where a pass hangs on it.
     sensitive = verdict != "pass" or noninferiority.sensitive(baseline, images, margin, level)
     verdict = verdict if sensitive else "inconclusive"
     comparison = Comparison(
@@ -189,6 +190,7 @@ def kl(baseline: Mapping[str, float], candidate: Mapping[str, float]) -> float:
     """A lower bound of KL(baseline || candidate) in nats; see the module."""
     common = sorted(baseline.keys() & candidate.keys())
     p, q = ([math.exp(side[token]) for token in common] for side in (baseline, candidate))
+    # All tokens that not both sides report are merged into one outcome: its mass is what the common ones leave.
     p, q = ([*side, max(1 - math.fsum(side), 0.0)] for side in (p, q))
     terms = [a * math.log(a / max(b, FLOOR)) for a, b in zip(p, q, strict=True) if a > FLOOR]
     return max(math.fsum(terms), 0.0)

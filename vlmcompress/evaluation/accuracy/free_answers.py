@@ -152,7 +152,22 @@ def checked(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
         raise UserError(
             f"--score {name} is none of {names}, regex:PATTERN and FILE.py:FUNCTION{did_you_mean(name, [AUTO, *RULES])}"
         )
-    return Score(name, f"By the function {name}.", _function(name))
+    place, _, attribute = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{place} is no module")
+            module: Any = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        function = getattr(module, attribute)
+    except Exception as error:  # whatever a user's own file raises
+        raise UserError(f"--score {name} can't be loaded ({error}); give FILE.py:FUNCTION") from error
+    if not callable(function):
+        raise UserError(f"--score {name} is no function; give one of answer and expected answer")
+    return Score(name, f"By the function {name}.", function)
 
 
 def choose(named: Score | None, suite: LoadedSuite, baseline: SuiteAnswers) -> Score | None:
@@ -162,6 +177,7 @@ def choose(named: Score | None, suite: LoadedSuite, baseline: SuiteAnswers) -> S
     first = [sample for sample in baseline.samples if not sample.answer.refused][:LOOK]
     names = ("exact", "normalized", "contains")
     right = {name: sum(sample.score for sample in map(_named(name)._scored, first)) for name in names}
+    # `contains` finds most; a stricter rule is taken if it loses at most a fifth of that, as verbose answers then are few.
     name = next(name for name in names if right[name] >= SHARE * right["contains"])
     choice = ""
     if name != "exact":
@@ -180,23 +196,3 @@ def _words(text: str) -> list[str]:
     plain = re.sub(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|[^\w\s.,%'-]", " ", text.casefold())
     words = [scoring.NUMBERS.get(word, word) for word in (word.strip("'-") for word in plain.split()) if word]
     return [word for word in words if word not in scoring.ARTICLES] or words or text.split()
-
-
-def _function(name: str) -> Rule:
-    """Load a user's function, from a file or a module that can be imported."""
-    place, _, attribute = name.rpartition(":")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            if spec is None or spec.loader is None:
-                raise ImportError(f"{place} is no module")
-            module: Any = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        function = getattr(module, attribute)
-    except Exception as error:  # whatever a user's own file raises
-        raise UserError(f"--score {name} can't be loaded ({error}); give FILE.py:FUNCTION") from error
-    if not callable(function):
-        raise UserError(f"--score {name} is no function; give one of answer and expected answer")
-    return function

@@ -80,7 +80,11 @@ def judge(results: Results, gate: GateFile) -> Gate:
             judged.append(_missing(f"suite {name}", "no such suite was measured"))
     judged += [_speed(results, rule) for rule in gate.speed]
     if gate.size is not None:
-        judged.append(_size(results, gate.size))
+        limit = f"at most {times(gate.size)}"
+        if (before := results.baseline.weight_bytes) and (after := results.candidate.weight_bytes):
+            judged.append(_bound("size", after / before <= gate.size, times(after / before), limit))
+        else:
+            judged.append(_missing("size", "the files of a served model are out of reach", limit))
     order: list[Verdict] = ["fail", "inconclusive", "pass"]
     verdict = min((rule.verdict for rule in judged), key=order.index)
     return Gate(name=gate.name, verdict=verdict, rules=judged, file=gate.model_dump(mode="json", exclude_defaults=True))
@@ -133,7 +137,7 @@ def load(name: str | Path) -> GateFile:
 
 
 def recorded(gate: Gate) -> GateFile | None:
-    """The rules that an outcome was judged by; None in results from before they were kept. UserError: they are damaged."""
+    """The rules that an outcome was judged by; None where they were not kept. UserError: they are damaged."""
     try:
         return GateFile.model_validate(gate.file) if gate.file else None
     except ValidationError as error:
@@ -263,15 +267,6 @@ def _speed(results: Results, rule: SpeedRule) -> Rule:
     reason = "these repeats can't tell; run more, or longer ones" if verdict == "inconclusive" else ""
     value = f"{times(middle)} ({low:.2f} to {high:.2f})"
     return Rule(name=name, verdict=verdict, value=value, limit=limit, reason=reason)
-
-
-def _size(results: Results, most: float) -> Rule:
-    """Judge the rule of the weights' size."""
-    limit = f"at most {times(most)}"
-    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
-    if not before or not after:
-        return _missing("size", "the files of a served model are out of reach", limit)
-    return _bound("size", after / before <= most, times(after / before), limit)
 
 
 def _bound(name: str, holds: bool, value: str, limit: str) -> Rule:

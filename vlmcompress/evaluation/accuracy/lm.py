@@ -53,7 +53,9 @@ class EngineLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        return "vlmcompress"
+        return (
+            "vlmcompress"  # a key of lm-eval's request cache, which `evaluate` asks for where a chat template applies
+        )
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """Render messages as JSON, in which form `generate_until` gets them back."""
@@ -108,7 +110,16 @@ def place(
     Raises:
         UserError: there are places, but not as many as images or videos.
     """
-    turns = [turn | {"content": _parts(turn["content"])} for turn in turns]
+    split = []
+    for turn in turns:
+        parts: list[dict[str, Any]] = turn["content"]
+        if isinstance(turn["content"], str):
+            parts = []
+            for index, text in enumerate(turn["content"].split(MARK)):
+                parts += [{"type": "image"}] if index else []
+                parts += [{"type": "text", "text": text}] if text else []
+        split.append(turn | {"content": parts})
+    turns = split
     for kind, files in (("video", videos), ("image", images)):
         places = sum(part["type"] == kind for turn in turns for part in turn["content"])
         if files and not places:
@@ -123,16 +134,6 @@ def place(
                 for part in turn["content"]
             ]
     return turns
-
-
-def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(content, list):
-        return content
-    parts: list[dict[str, Any]] = []
-    for index, text in enumerate(content.split(MARK)):
-        parts += [{"type": "image"}] if index else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
 
 
 def cut(answer: Answer, stops: Sequence[str]) -> Answer:

@@ -61,7 +61,18 @@ def load(
     Raises:
         UserError: no copy, no rows, or rows without the needed columns.
     """
-    path = _locate(name, source, split, data, pretrained)
+    root = os.environ.get(VARIABLE)
+    path: Path | None
+    if data:
+        path = hub.local(data, "dataset", whole=split)
+    else:
+        path = Path(root, name) if root else bundled(pretrained, split) if pretrained else None
+    if path is None:
+        raise UserError(
+            f"no data for {name}: give --data, or set {VARIABLE} to a folder with its copy as {name}{_hint(source)}"
+        )
+    if not path.exists():
+        raise UserError(f"{path} does not exist; put a local copy of {name} there, or give --data{_hint(source)}")
     dataset = _read(str(path), split, path.stat().st_mtime_ns)
     if not len(dataset):
         raise UserError(f"{path} has no samples; give data with at least one row")
@@ -116,22 +127,6 @@ def png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def _locate(name: str, source: str, split: str, data: str | None, pretrained: str | None) -> Path:
-    root = os.environ.get(VARIABLE)
-    path: Path | None
-    if data:
-        path = hub.local(data, "dataset", whole=split)
-    else:
-        path = Path(root, name) if root else bundled(pretrained, split) if pretrained else None
-    if path is None:
-        raise UserError(
-            f"no data for {name}: give --data, or set {VARIABLE} to a folder with its copy as {name}{_hint(source)}"
-        )
-    if not path.exists():
-        raise UserError(f"{path} does not exist; put a local copy of {name} there, or give --data{_hint(source)}")
-    return path
-
-
 def _hint(source: str) -> str:
     return f" ({source})" if source else ""
 
@@ -154,6 +149,7 @@ def _read(location: str, split: str, changed: int) -> Any:
             files = _files(path, split)
             if files[0].suffix == ".parquet":
                 tables = [pq.read_table(file) for file in files]
+                # Without `load_dataset`, which copies the table into a cache of its own and asks the Hub for its script.
                 dataset = datasets.Dataset(InMemoryTable(pa.concat_tables(tables, promote_options="permissive")))
             else:
                 dataset = datasets.Dataset.from_list([row for file in files for row in _json_lines(file)])

@@ -50,6 +50,7 @@ def sensitive(baseline: Sequence[float], images: Iterable[Hashable], margin: flo
 def min_images_to_pass(margin: float, level: float) -> int:
     """The smallest number of images, with as many questions each, with which a candidate that changes no answer passes; with
     fewer none can."""
+    # Where no answer changed the bound is Clopper and Pearson's of 0 of k, 1 - error^(1/k) < margin, solved for k.
     return math.floor(math.log((1 - level) / 2) / math.log1p(-margin)) + 1
 
 
@@ -77,6 +78,7 @@ def needed(difference: MeanDifference, margin: float, level: float, power: float
     gap, error = difference.mean + margin, (1 - level) / 2
     if abs(gap) < 1e-6:
         return None
+    # The mean of a new sample falls short of the true one by z_power standard errors in 1 - power of the cases.
     power_shift = NORMAL.inv_cdf(power) * math.sqrt(difference.variance() / difference.images)
 
     def decided(times: float) -> bool:
@@ -87,6 +89,7 @@ def needed(difference: MeanDifference, margin: float, level: float, power: float
             return difference.p_at_most(off - margin, times) < error
         return difference.p_at_least(-off - margin, times) < error
 
+    # Decided is monotone in the number of samples: double until it is, then bisect.
     low, high = 0.0, 2.0
     while not decided(high):
         low, high = high, 2 * high

@@ -45,12 +45,13 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 
 NORMAL = NormalDist()
 # Trapezoidal rule of `below_zero`: step and number of nodes, and the bend of its hyperbola. Relative errors are below 1e-9.
 _STEP, _NODES, _BEND = 0.1, 121, 0.5
 _SINH, _COSH = np.sinh(_STEP * np.arange(_NODES)), np.cosh(_STEP * np.arange(_NODES))
-_EXACT = 1e-9  # error of limits, in normal deviates and in means
+_EXACT = 1e-10  # error of limits
 
 
 def sums_by_image(
@@ -79,10 +80,13 @@ class MeanDifference:
         sums, sizes = sums_by_image(values, range(len(values)) if images is None else images)
         self.n = len(values)
         self.mean = float(values.mean())
+        # Kish (Survey Sampling, 1965): unequal clusters count as n / M of equal ones, with M = sum m_i^2 / sum m_i.
         self._image_size = float((sizes**2).sum() / self.n)  # M
         self.images = self.n / self._image_size
         (self._sums, self._sizes), counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
         self._counts = counts.astype(np.float64)
+        # Variance of a ratio estimator with images as clusters, sum_i (S_i - x m_i)^2 / (n M); deff is its ratio to the
+        # variance of n independent questions. The added terms are the further image's: one of M questions, or M of one each.
         between_images = float(((sums - self.mean * sizes) ** 2).sum())
         between_questions = float(((values - self.mean) ** 2).sum())
         self._variance = between_images / (self.n * self._image_size)
@@ -100,6 +104,7 @@ class MeanDifference:
             return self._variance
         # share of images that lose everything, in a mixture with the observed ones
         lost = (self.mean - mean) / (1 + self.mean)
+        # Law of total variance: spread within the two parts, and of their means around `mean`.
         return (1 - lost) * (self._variance + (self.mean - mean) ** 2) + lost * (1 + mean) ** 2
 
     def p_at_most(self, mean: float, times: float = 1.0) -> float:
@@ -119,6 +124,7 @@ class MeanDifference:
             deviate: normal deviate below the mean at which the number of lost images is taken.
         """
         second = self._variance + self.mean**2
+        # Changes of size s at a rate r with mean drift d have r s^2 = second moment; |d| s of it is the drift's own.
         fair = max(second - abs(self.mean) * self.size, 0.0) / second if second else 0.0
         spread = math.sqrt((1 - drop) * (fair * second + drop) / self.images)
         lost = max(drop - deviate * spread, 0.0)
@@ -148,6 +154,7 @@ def gaffke_p(sums: NDArray[np.float64], sizes: NDArray[np.float64], counts: NDAr
     allowed = [-limit * sizes]
     if sizes.min() < sizes.max():
         allowed.append(np.maximum(room - level, 0) - observed * sizes)
+    # Gamma(k) is the sum of k exponentials, so `counts` images of one kind are one variable, and counts need not be whole.
     shapes = np.append(counts, 1.0)
     return max(below_zero(np.append(sums + t, -level), shapes) for t in allowed)
 
@@ -177,6 +184,7 @@ def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> floa
         return 1.0
     if a.min() >= 0:
         return 0.0
+    # The mean below zero: the complement has its saddle point on the side where the sum below does not cancel.
     if float(w @ a) < 0:
         return 1.0 - below_zero(-a, w)
     # The integrand exp(K(s)) / -s, with K(s) = -sum w log(1 - a s), is convex between these two.
@@ -184,6 +192,7 @@ def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> floa
     for _ in range(30):
         saddle = (low + high) / 2
         low, high = (low, saddle) if w @ (a / (1 - a * saddle)) > 1 / saddle else (saddle, high)
+    # Curvature of the exponent at the saddle: the step is in units of the integrand's own width.
     width = 1 / math.sqrt(w @ (a / (1 - a * saddle)) ** 2 + 1 / saddle**2)
 
     def integrand(bend: float, step: int = 1) -> NDArray[np.complex128]:
@@ -200,33 +209,19 @@ def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> floa
 
 
 def _root(p_value: Callable[[float], float], inner: float, width: float, end: float, tail: float) -> float:
-    """The mean between `inner` and `end` at which a p-value falls to `tail`, searched within `width` of `inner` first.
-
-    Regula falsi (the Illinois algorithm; Dowell and Jarratt, BIT 11, 1971) on normal deviates, which are nearly linear.
-    """
+    """The mean between `inner` and `end` at which a p-value falls to `tail`, searched within `width` of `inner` first."""
 
     def deviate(mean: float) -> float:
         return NORMAL.inv_cdf(min(max(p_value(mean), 1e-300), 1 - 1e-15)) - NORMAL.inv_cdf(tail)
 
     outer = end * min(end * inner + width, 1.0)
-    at_inner, at_outer = deviate(inner), deviate(outer)
-    if at_outer > 0:
+    if (at_outer := deviate(outer)) > 0:
         outer, at_outer = end, deviate(end)
-    if at_outer >= 0 or at_inner <= 0:
+    if at_outer >= 0 or deviate(inner) <= 0:
         return outer if at_outer >= 0 else inner
-    middle, last = inner, 0
-    for _ in range(60):
-        middle = (inner * at_outer - outer * at_inner) / (at_outer - at_inner)
-        at_middle = deviate(middle)
-        if abs(at_middle) < _EXACT or abs(outer - inner) < _EXACT:
-            break
-        if at_middle > 0:
-            inner, at_inner = middle, at_middle
-            at_outer, last = (at_outer / 2 if last > 0 else at_outer), 1
-        else:
-            outer, at_outer = middle, at_middle
-            at_inner, last = (at_inner / 2 if last < 0 else at_inner), -1
-    return middle
+    # Brent's method (scipy): the bracket has one sign change, as Gaffke's p-value rises with the mean.
+    # Normal deviates are nearly linear in the mean, so few evaluations do.
+    return float(brentq(deviate, inner, outer, xtol=_EXACT))
 
 
 def sign_flip_p(sums: Iterable[int]) -> float:
@@ -234,6 +229,7 @@ def sign_flip_p(sums: Iterable[int]) -> float:
     signed = [s for s in sums if s]
     observed = abs(sum(signed))
     counts = {0: 1}  # partial sum -> number of sign choices that give it
+    # Dynamic programming over the distinct sums: exact, in as many steps as images times distinct totals.
     for magnitude in map(abs, signed):
         extended: dict[int, int] = {}
         for total, count in counts.items():
@@ -253,4 +249,4 @@ def monte_carlo_p(sums: Sequence[float], seed: int = 0, draws: int = 20_000) -> 
         count = min(step, draws - start)
         signs = 2.0 * rng.integers(0, 2, (count, len(magnitudes)), dtype=np.int8) - 1.0
         extreme += int((np.abs(signs @ magnitudes) >= observed).sum())
-    return (extreme + 1) / (draws + 1)
+    return (extreme + 1) / (draws + 1)  # the observed signs are a draw, too (Phipson and Smyth, SAGMB 9, 2010)

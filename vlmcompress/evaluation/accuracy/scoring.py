@@ -156,18 +156,6 @@ def mmmu_open(answer: str, expected: Sequence[str]) -> bool:
 
     As `parse_open_response` and `eval_open` of MMMU's `eval_utils.py`.
     """
-    parts = _mmmu_key_parts(answer)
-    numbers = [number for part in parts for pattern in _MMMU_NUMBERS for number in re.findall(pattern, part)]
-    answers = {value for text in (*parts, *numbers) for value in _mmmu_values(text)}
-    targets = [value for text in expected for value in _mmmu_values(text)]
-    texts = [value for value in answers if isinstance(value, str)]
-    return any(
-        target in answers or any(isinstance(target, str) and target in text for text in texts) for target in targets
-    )
-
-
-def _mmmu_key_parts(answer: str) -> list[str]:
-    """From each line the shortest text that follows a word like "is"; without any such word the whole answer."""
     lines = answer.strip().strip(".").lower().split("\n")
     parts = []
     for number, line in enumerate(lines, 1):
@@ -179,7 +167,14 @@ def _mmmu_key_parts(answer: str) -> list[str]:
                 shortest = tail
         if shortest and shortest not in tuple(":,.!?;'"):
             parts.append(shortest)
-    return parts or ["\n".join(lines)]
+    parts = parts or ["\n".join(lines)]
+    numbers = [number for part in parts for pattern in _MMMU_NUMBERS for number in re.findall(pattern, part)]
+    answers = {value for text in (*parts, *numbers) for value in _mmmu_values(text)}
+    targets = [value for text in expected for value in _mmmu_values(text)]
+    texts = [value for value in answers if isinstance(value, str)]
+    return any(
+        target in answers or any(isinstance(target, str) and target in text for text in texts) for target in targets
+    )
 
 
 def _mmmu_values(text: str) -> list[str | float]:

@@ -150,6 +150,7 @@ def quiet() -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level, bar = logger.level, building.tqdm
     logger.setLevel(logging.ERROR)
+    # `build_all_requests` (lm-eval 0.4.13, `api/task.py`) shows its bar by the module's own `tqdm`, and has no switch for it.
     building.tqdm = lambda iterable, **_: iterable
     try:
         yield
@@ -176,39 +177,29 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
         with quiet():
             if file.suffix not in YAML:
                 return _manager(metadata).load([name])["tasks"]
-            group = _group(file)
+            # Private in lm-eval 0.4.13; `TaskManager.load` takes a group by its name alone, which stands in the file.
+            from lm_eval.tasks._yaml_loader import load_yaml
+
+            if not file.is_file():
+                raise UserError(
+                    f"suite {file} does not exist; give a file that does, or a name (vlmcompress list suites)"
+                )
+            keys = load_yaml(file, resolve_func=False)
+            data = "group" in keys or {"dataset_path", "custom_dataset"} & keys.keys()
+            if not keys.get("task") or not data:
+                raise UserError(
+                    f"suite {file} is no task file: it has no {'dataset_path' if keys.get('task') else 'task'}; {EXAMPLES}"
+                )
+            group = keys.get("group")
             return _manager(metadata, [file.parent] if group else []).load([group or name])["tasks"]
     except UserError:
         raise
     except Exception as error:  # whatever a task file's own functions, or its data, raise
-        raise UserError(f"suite {name} can't be loaded: {_why(error)}") from error
-
-
-def _group(file: Path) -> str | None:
-    """The name of the group that a task file defines, as lm-eval finds groups by name only; None for a task.
-
-    Raises:
-        UserError: there is no such file, or it defines neither a group nor a task with data.
-    """
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    if not file.is_file():
-        raise UserError(f"suite {file} does not exist; give a file that does, or a name (vlmcompress list suites)")
-    keys = load_yaml(file, resolve_func=False)
-    data = "group" in keys or {"dataset_path", "custom_dataset"} & keys.keys()
-    if not keys.get("task") or not data:
-        raise UserError(
-            f"suite {file} is no task file: it has no {'dataset_path' if keys.get('task') else 'task'}; {EXAMPLES}"
-        )
-    return keys.get("group")
-
-
-def _why(error: Exception) -> str:
-    """What was wrong with a task file or its data, in a line."""
-    text = " ".join(str(error).split())[:300]
-    if isinstance(error, TypeError | AttributeError):  # Python's message names no key
-        return f"a key has a value of the wrong kind ({text}); {EXAMPLES}"
-    return f"{type(error).__name__}: {text}"
+        text = " ".join(str(error).split())[:300]
+        why = f"{type(error).__name__}: {text}"
+        if isinstance(error, TypeError | AttributeError):  # Python's message names no key
+            why = f"a key has a value of the wrong kind ({text}); {EXAMPLES}"
+        raise UserError(f"suite {name} can't be loaded: {why}") from error
 
 
 def _custom(file: Path, reading: Reading, limit: int | None, seed: int) -> LoadedSuite:
@@ -251,6 +242,7 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
         documents = [(identity, row[2]) for identity, row in zip(ids, rows, strict=True) if row[0] == task]
         indices = [index for index, (identity, _) in enumerate(documents) if identity in chosen]
         if indices:
+            # lm-eval 0.4.13 `api/task.py`: `eval_docs` runs `process_docs` over `dataset[test_split]` whenever it is read.
             # the selected documents are already processed
             loaded.dataset = {
                 loaded.config.test_split or loaded.config.validation_split: loaded.eval_docs.select(indices)
@@ -285,6 +277,7 @@ def stratified(samples: Sequence[Sample], limit: int | None, seed: int) -> list[
         groups.setdefault(sample.family or WITHOUT_FAMILY, []).append(sample)
     shares = {name: limit * len(group) / len(samples) for name, group in groups.items()}
     quota = {name: int(share) for name, share in shares.items()}
+    # Hamilton's method: whole parts first, the rest to the largest remainders, by name where they are equal.
     by_remainder = sorted(shares, key=lambda name: (quota[name] - shares[name], name))
     for name in by_remainder[: limit - sum(quota.values())]:
         quota[name] += 1

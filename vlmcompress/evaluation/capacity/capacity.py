@@ -244,6 +244,8 @@ def _encoder_bytes(model: Model, defaults: Defaults, request: Request, counted: 
         largest = math.ceil(largest * left / counted.tokens)
     vision = model.config.get("vision_config") or {}
     deepstack = 1 + len(vision.get("deepstack_visual_indexes") or [])
+    # vLLM 0.32 `v1/core/encoder_cache_manager.py`: the cache holds a step's tokens, or one image where that is larger;
+    # DeepStack's levels are kept beside the embedding (`models/qwen3_vl.py`).
     embeddings = max(defaults.batched, largest)
     return embeddings * model.decoder.hidden * model.decoder.itemsize * deepstack
 
@@ -258,6 +260,7 @@ def _reserve(model: Model, defaults: Defaults, counted: Counted, tp: int) -> int
     tower_widths = 6 * int(vision.get("hidden_size") or 0) + 3 * int(vision.get("intermediate_size") or 0)
     tower_activations = 2 * max(counted.patches, default=0) * tower_widths
     text: Any = model.meta_model.config.get_text_config()
+    # Float32 logits of a step's sequences, and their probabilities.
     logits = 8 * defaults.sequences * int(getattr(text, "vocab_size", 0))
     return FIXED + max(decoder_activations, tower_activations) + logits
 
@@ -285,7 +288,9 @@ def _row(capacity: Capacity, counted: Counted, weights: Weights) -> Row:
 def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, space: int, load: Load) -> Served:
     """What a format gives for a load. `read`: bytes of the weights without a head that drafts; `space`: of the cache."""
     request, model, target = capacity.request, capacity.model, capacity.request.target
-    fits = space - capacity.pool.block_bytes >= load.bytes  # vLLM keeps one block for itself
+    fits = (
+        space - capacity.pool.block_bytes >= load.bytes
+    )  # vLLM's `v1/core/block_pool.py` keeps `null_block` for itself
     requests = capacity.pool.requests(space, load.context, capacity.defaults.in_flight(load.context)) if fits else 0
     if target is None or not fits:
         return Served(float(requests), None, None, None)

@@ -160,6 +160,7 @@ def device_bytes(loaded: int, stored: Mapping[str, Spec], tp: int, kv_heads: int
     if tp == 1:
         return loaded
     total = stored_bytes(stored)
+    # Matrices and stacks of experts are split, vectors and convolutions are copied; so are tables of positions.
     whole = sum(spec.nbytes for name, spec in stored.items() if len(spec.shape) not in (2, 3) or "pos" in name)
     matrices = loaded - min(whole, loaded)
     copies = max(1, math.ceil(tp / kv_heads))

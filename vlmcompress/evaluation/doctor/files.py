@@ -219,19 +219,15 @@ def _layers(subject: _Subject) -> str:
                 raise UserError(f"tensor '{entry.name}' is {stored}, needed is {right}")
             if local == "weight_shape" and tensor_files.read_tensor(entry).tolist() != [rows, columns]:
                 raise UserError(f"tensor '{entry.name}' does not say {[rows, columns]}")
-    _global_scales(subject)
-    return f"{len(quantized)} of {len(subject.linears)} linear layers quantized, all shapes fit"
-
-
-def _global_scales(subject: _Subject) -> None:
-    """Check that layers which an engine makes one matrix of have one global scale; of several vLLM takes the largest."""
-    for group in subject.fused:
+    # Layers that an engine makes one matrix of have one global scale: of several vLLM takes the largest.
+    for fused in subject.fused:
         for scale in ("weight_global_scale", "input_global_scale"):
-            names = [subject.names[key] for name in group.linears if (key := f"{name}.{scale}") in subject.names]
+            names = [subject.names[key] for name in fused.linears if (key := f"{name}.{scale}") in subject.names]
             values = {name: float(tensor_files.read_tensor(subject.entries[name])) for name in names}
             if len(set(values.values())) > 1:
                 text = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
                 raise UserError(f"an engine makes one matrix of these and takes one {scale}: {text}; quantize again")
+    return f"{len(quantized)} of {len(subject.linears)} linear layers quantized, all shapes fit"
 
 
 def _fused(subject: _Subject) -> str:

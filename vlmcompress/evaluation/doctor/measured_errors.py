@@ -29,7 +29,6 @@ from vlmcompress.export.stored import Stored
 from vlmcompress.models import Group, Source
 from vlmcompress.models.devices import accelerator, full_float32
 from vlmcompress.numerics import Scheme, round_activations
-from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.utils import identity, tensor_files
 from vlmcompress.utils.errors import UserError
@@ -72,7 +71,14 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
         for name, layer_stats in group_stats.items():
             w, q = before.weight(name), weights[name] if smoothed else after.weight(name)
             step = math.ceil(len(w) / _ROWS)
-            errors[name] = _error(q[::step], w[::step], layer_stats, inputs.get(name), after.rounding(name))
+            q, w, scale, rounded = q[::step], w[::step], inputs.get(name), after.rounding(name)
+            error = layer_stats.error(q - w, w)
+            if rounded is not None:  # the engine rounds inputs that were divided by `scale`
+                rescaled = layer_stats if scale is None else layer_stats.rescaled(scale)
+                q, w = (x if scale is None else x * scale for x in (q, w))
+                for modality, added in rescaled.rounding_error(q, w, rounded).items():
+                    error[modality] += added
+            errors[name] = error
     notes = [*content["warnings"], *layer_errors.few(statistics.origin, folder)]
     return replace(recorded, errors=errors, basis=statistics.origin, notes=notes)
 
@@ -141,6 +147,7 @@ def restored(groups: Sequence[Group], before: Weights, after: Weights) -> tuple[
             continue
         if group.smooth_kind == "norm":
             old, new = before.norm(group.smooth), after.norm(group.smooth)
+            # the norm was divided by s, so s = old / new; a channel of zero says nothing, and nothing depends on it
             inputs |= dict.fromkeys(group.linears, torch.where(new == 0, 1.0, old / new))
         elif group.smooth in weights and after.scheme(group.smooth) is not None:
             old = before.weight(group.smooth) * inputs.get(group.smooth, 1.0)
@@ -148,19 +155,6 @@ def restored(groups: Sequence[Group], before: Weights, after: Weights) -> tuple[
             weights[group.smooth] = weights[group.smooth] * scale[:, None]
             inputs |= dict.fromkeys(group.linears, scale)
     return {name: weight / inputs[name] if name in inputs else weight for name, weight in weights.items()}, inputs
-
-
-def _error(
-    q: Tensor, w: Tensor, stats: GroupStats, scale: Tensor | None, rounded: Callable[[Tensor], Tensor] | None
-) -> dict[str, float]:
-    """Errors of `q` for `w [rows, in]` by modality, with those of rounding the inputs, which were divided by `scale` before."""
-    error = stats.error(q - w, w)
-    if rounded is not None:
-        inputs = stats if scale is None else stats.rescaled(scale)
-        q, w = (x if scale is None else x * scale for x in (q, w))
-        for modality, added in inputs.rounding_error(q, w, rounded).items():
-            error[modality] += added
-    return error
 
 
 def _between(op: Tensor, rounded: Tensor, readers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

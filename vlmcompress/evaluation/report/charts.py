@@ -74,6 +74,7 @@ def linear(low: float, high: float, count: int = 4) -> Axis:
     """An axis of about `count` steps of 1, 2, 2.5 or 5 times a power of ten, ends included."""
     if high - low < 1e-12:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+    # Nice numbers for graph labels (Heckbert, Graphics Gems, 1990).
     raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))

@@ -228,19 +228,16 @@ def recovery_tables(rows: Sequence[Row]) -> list[Recovery]:
         for suite in dict.fromkeys(name for row in columns for name in row.suites):
             measured = [row.suites.get(suite) for row in columns]
             scores = dict.fromkeys(words.percent(c.baseline) for c in measured if c)
-            lines.append([suite, " or ".join(scores), *(_recovered(c) for c in measured)])
+            cells = []  # such as `96.0%; 99.2% (-0.8, -1.5 to +0.1 points)`
+            for c in measured:
+                recovered = f"; {words.recovery(c)}" if c and c.baseline else ""
+                limits = f"{points(c.difference)}, {points(c.low)} to {points(c.high)} points" if c else ""
+                cells.append(f"{words.percent(c.candidate)}{recovered} ({limits})" if c else "")
+            lines.append([suite, " or ".join(scores), *cells])
         lines.append(["weights, times smaller", "", *(times(row.smaller) if row.smaller else "" for row in columns)])
         lines.append(["times faster", "", *(times(row.faster) if row.faster else "" for row in columns)])
         tables.append(Recovery(baseline, [row.name for row in columns], [line for line in lines if any(line[1:])]))
     return tables
-
-
-def _recovered(c: Comparison | None) -> str:
-    """A score, the share of the baseline's that it is, and the difference: `96.0%; 99.2% (-0.8, -1.5 to +0.1 points)`."""
-    if c is None:
-        return ""
-    share = f"; {words.recovery(c)}" if c.baseline else ""
-    return f"{words.percent(c.candidate)}{share} ({points(c.difference)}, {points(c.low)} to {points(c.high)} points)"
 
 
 def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:

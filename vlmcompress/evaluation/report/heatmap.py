@@ -76,6 +76,7 @@ def extremes(grids: Iterable[Grid]) -> tuple[float, float]:
 
 def strength(error: float, scale: tuple[float, float]) -> float:
     """Opacity of a cell by the error's logarithm: 0.06 for the smallest error of the scale, 1 for the largest."""
+    # Errors span orders of magnitude: equal factors are equal steps of colour, and the smallest is still seen.
     low, high = (math.log(max(x, 1e-12)) for x in scale)
     share = (math.log(max(error, scale[0], 1e-12)) - low) / (high - low) if high > low else 1.0
     return 0.06 + 0.94 * min(1.0, share)

@@ -19,7 +19,7 @@ from PIL import Image
 
 from vlmcompress.evaluation.report import charts, heatmap, words
 from vlmcompress.evaluation.report.findings import Findings, Row, SuiteFindings
-from vlmcompress.evaluation.results import Bench, Side
+from vlmcompress.evaluation.results import Side
 from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import reason
@@ -40,6 +40,14 @@ def page(findings: Findings) -> str:
     overview = [s.rows[0]._replace(name=s.suite.name) for s in findings.suites]
     # those with pictures first, as readers can judge these
     shown = sorted(findings.changed, key=lambda sample: (sample.id not in results.pictures, sample.change))[:_EXAMPLES]
+    panels = []  # latencies as clients saw them, of served runs
+    for state, (name, what) in product(("cold", "warm"), _LATENCIES.items()):
+        sides: dict[str, list[list[float]]] = {"baseline": [], "candidate": []}
+        for run in bench.runs if bench else ():
+            if run.mode == "serve" and run.state == state and getattr(run, name):
+                sides[run.side].append(getattr(run, name))
+        if all(sides.values()):
+            panels.append((f"{what}, {state}", charts.cumulative(f"{what}, {state}", "ms", sides)))
     return render(
         "report.html.j2",
         f=findings,
@@ -52,7 +60,7 @@ def page(findings: Findings) -> str:
             for table in findings.speed
             if axis
         ],
-        latency=_latencies(bench) if bench else [],
+        latency=panels,
         errors=_heat(results.candidate),
         examples=[(sample, [thumbnail(png) for png in results.pictures.get(sample.id, [])]) for sample in shown],
     )
@@ -72,19 +80,6 @@ def _panels(s: SuiteFindings) -> list[tuple[str, Markup]]:
         panels.append(("Prompt tokens, images included", charts.histogram("Prompt tokens", "tokens", tokens)))
     if drawn := charts.cumulative("First-token divergence", "nats", {"candidate": [divergences]}):
         panels.append(("Divergence of the first token (KL)", drawn))
-    return panels
-
-
-def _latencies(bench: Bench) -> list[tuple[str, Markup]]:
-    """Charts of latencies as clients saw them, for served runs only."""
-    panels = []
-    for state, (name, what) in product(("cold", "warm"), _LATENCIES.items()):
-        sides: dict[str, list[list[float]]] = {"baseline": [], "candidate": []}
-        for run in bench.runs:
-            if run.mode == "serve" and run.state == state and getattr(run, name):
-                sides[run.side].append(getattr(run, name))
-        if all(sides.values()):
-            panels.append((f"{what}, {state}", charts.cumulative(f"{what}, {state}", "ms", sides)))
     return panels
 
 

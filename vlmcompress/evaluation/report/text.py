@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.report.findings import Findings, SuiteFindings
+from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.results import Verdict
 from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.text import figures, percentage, points, size
@@ -25,23 +25,20 @@ def terminal(findings: Findings) -> str:
     """Accuracy of each suite and the gate's rules, for a terminal."""
     results = findings.results
     parts = [f"{results.candidate.name} against {results.baseline.name}"]
-    parts += [_terminal_suite(suite) for suite in findings.suites]
+    for s in findings.suites:
+        interval = f"difference ({s.overall.level:.0%} interval), points"
+        rows: list[tuple[object, ...]] = [("family", "samples", "baseline", "candidate", interval, "")]
+        for name, c, judged in s.rows:
+            verdict = f"{words.VERDICTS[c.verdict]}, margin {100 * c.margin:.4g}" if judged else ""
+            rows.append((name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", words.change(c), verdict))
+        suspect = [f"{what}: {b} of the baseline's, {c} of the candidate's" for what, (b, c) in s.suspect if b or c]
+        lines = [f"{s.suite.name}: {s.suite.metric}", columns(rows), *(f"  {line}" for line in s.notes + suspect)]
+        parts.append("\n".join(lines))
     if gate := results.gate:
         rules = [(r.name, words.VERDICTS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules]
         table = columns([("rule", "verdict", "found", "limit", ""), *rules])
         parts.append(f"gate {gate.name}: {words.VERDICTS[gate.verdict]}\n{table}")
     return "\n\n".join(parts)
-
-
-def _terminal_suite(s: SuiteFindings) -> str:
-    interval = f"difference ({s.overall.level:.0%} interval), points"
-    rows: list[tuple[object, ...]] = [("family", "samples", "baseline", "candidate", interval, "")]
-    for name, c, judged in s.rows:
-        verdict = f"{words.VERDICTS[c.verdict]}, margin {100 * c.margin:.4g}" if judged else ""
-        rows.append((name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", words.change(c), verdict))
-    suspect = [f"{what}: {b} of the baseline's, {c} of the candidate's" for what, (b, c) in s.suspect if b or c]
-    lines = [f"{s.suite.name}: {s.suite.metric}", columns(rows), *(f"  {line}" for line in s.notes + suspect)]
-    return "\n".join(lines)
 
 
 def markdown(findings: Findings) -> str:
@@ -73,7 +70,14 @@ def markdown(findings: Findings) -> str:
         heading = f"## How {escape(results.candidate.name)} was made"
         sections += [heading, table(["", ""], findings.made, right=())]
     sections += ["## Method", "\n".join(f"- {escape(line)}" for line in [*findings.method, findings.about])]
-    return _within(sections)
+    kept, size = [], 0
+    for section in sections:
+        size += len(section.encode()) + 2
+        if size > LIMIT:
+            kept.append("*The rest did not fit; report.html and results.json have all of it.*")
+            break
+        kept.append(section)
+    return "\n\n".join(kept) + "\n"
 
 
 def card_section(findings: Findings) -> str:
@@ -142,15 +146,3 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence
 def escape(text: str) -> str:
     """The text as one line of Markdown in which nothing is markup."""
     return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(words.printable(text).split()))
-
-
-def _within(sections: Sequence[str]) -> str:
-    """Sections up to `LIMIT`, with a note on those left out."""
-    kept, size = [], 0
-    for section in sections:
-        size += len(section.encode()) + 2
-        if size > LIMIT:
-            kept.append("*The rest did not fit; report.html and results.json have all of it.*")
-            break
-        kept.append(section)
-    return "\n\n".join(kept) + "\n"

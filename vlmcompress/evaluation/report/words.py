@@ -28,11 +28,6 @@ _METRICS = {
     "output_throughput": "output tokens/s",
     "goodput": "requests/s within the SLO",
 }
-_INTERVALS = {
-    "gaffke": "Gaffke's bounds",
-    "tango": "Tango's score interval",
-    "likelihood": "an empirical-likelihood score interval",
-}
 _WORST: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -133,7 +128,11 @@ def load(bench: Bench) -> str:
 def verdict(c: Comparison) -> str:
     """A verdict in a sentence or two: what the interval shows about the margin, and what would decide if nothing."""
     change, limit = f"{points(c.difference)} points ({interval(c)})", margin(c.margin)
-    lost = f"; {answers}" if (answers := _answers(c)) else ""
+    lost = ""  # graded scores have no counts of answers
+    if c.baseline_only is not None and c.candidate_only is not None:
+        won = f"{c.candidate_only:,}" if c.candidate_only else "none"
+        lost = f"; {c.baseline_only:,} answer{'s' * (c.baseline_only > 1)} lost, {won} won"
+        lost = lost if c.baseline_only else f"; no answer lost, {won} won"
     if c.verdict == "fail":
         return f"A loss of more than {limit} is shown: {change}{lost}."
     if c.verdict == "inconclusive":
@@ -162,16 +161,6 @@ def verdict(c: Comparison) -> str:
     if c.low > 0:
         return f"Accuracy rose: {change}{lost}."
     return f"{ruled.capitalize()}: {change}{lost}."
-
-
-def _answers(c: Comparison) -> str:
-    """Lost and won answers: `4 answers lost, none won`; empty for graded scores."""
-    if c.baseline_only is None or c.candidate_only is None:
-        return ""
-    lost, won = (f"{n:,}" if n else "none" for n in (c.baseline_only, c.candidate_only))
-    if not c.baseline_only:
-        return f"no answer lost, {won} won"
-    return f"{lost} answer{'s' * (c.baseline_only > 1)} lost, {won} won"
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:
@@ -249,7 +238,7 @@ def accuracy_method(suite: Suite) -> str:
         f"at most {suite.max_tokens} tokens each; metric {suite.metric}",
         suite.scoring.rstrip("."),
         "Samples without an id go by a hash of their content" * suite.derived_ids,
-        f"Intervals of the paired difference are by {_INTERVALS[c.method]}{clusters * (c.clusters < c.n)}; p = {c.p:.3g}",
+        f"Intervals of the paired difference are by Gaffke's bounds{clusters * (c.clusters < c.n)}; p = {c.p:.3g}",
         "A family counts as failed only after correction for the number of families (Holm)"
         * any(family.adjusted_p is not None for family in suite.families.values()),
         f"A true drop of {100 * c.detectable:.1f} points would be seen four times in five",

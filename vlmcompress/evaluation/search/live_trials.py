@@ -79,10 +79,11 @@ class LiveTrials:
         rows = {candidate.name: self.log.trial(candidate, questions) for candidate in candidates}
         jobs = [candidate for candidate in candidates if rows[candidate.name] is None]
         label = f"asking {questions:,} questions"
-        work = functools.partial(_attempt, self.setup, questions)
+        work = functools.partial(evaluate_candidate, self.setup, questions=questions)
         began, results = time.monotonic(), self.crew.map(work, jobs)
         for done in range(len(jobs)):
-            if self._no_time():
+            usual = statistics.median(self._took) if self._took else 0.0
+            if self.log.left < usual + self.reserve:  # another trial would take what is kept for the end
                 self.late = True
                 break
             self.progress(label, done, len(jobs))
@@ -92,11 +93,6 @@ class LiveTrials:
             self.log.write(jobs[number], questions, answered)
         results.close()
         return {name: self._trial(row) for name, row in rows.items() if row is not None}
-
-    def _no_time(self) -> bool:
-        """Whether another trial would take what is kept for the end."""
-        usual = statistics.median(self._took) if self._took else 0.0
-        return self.log.left < usual + self.reserve
 
     def gain(self, candidate: Candidate) -> float | None:
         """See `successive_halving.Trials`."""
@@ -111,6 +107,7 @@ class LiveTrials:
         for done, candidate in enumerate(candidates):
             key = f"speed {self.gains.goal} {candidate.folder}"
             if (measured := self.log.note(key)) is None:
+                # At least one finalist is measured; the confirmation needs most of the reserve.
                 if self.log.left < (0.6 * self.reserve + took if gains else 0.0):
                     self.late = True
                     break
@@ -154,14 +151,10 @@ class LiveTrials:
         return Trial(evidence, self.original.tokens / row["prompt_tokens"])
 
 
-def _attempt(setup: Setup, questions: int, candidate: Candidate) -> Answers:
-    return evaluate_candidate(setup, candidate, questions)
-
-
 def original(setup: Setup, questions: int, crew: Workers, log: TrialLog, progress: Progress) -> Answers:
     """Ask the original all `questions` of the search. Raises UserError where that fails, as nothing can be compared then."""
     progress("asking the original", 0, 1)
-    _, answers = next(crew.map(functools.partial(_attempt, setup, questions), [Candidate()]))
+    _, answers = next(crew.map(functools.partial(evaluate_candidate, setup, questions=questions), [Candidate()]))
     if isinstance(answers, Failed):
         raise UserError(f"the original cannot be asked: {answers.reason}")
     if answers.seconds is not None:

@@ -75,6 +75,7 @@ def row(standing: Standing, winner: bool = False, rough: bool = False) -> dict[s
 
 def mark(rows: Sequence[dict[str, Any]]) -> None:
     """Mark the Pareto front of the candidates that were asked: nothing gains as much and is believed to lose less."""
+    # By falling gain, a candidate is on the front if none before it, which gains as much, is believed to lose less.
     best = float("-inf")
     for candidate in sorted((r for r in rows if r["questions"]), key=lambda r: (-r["gain"], -r["believed"])):
         candidate["front"] = candidate["believed"] > best

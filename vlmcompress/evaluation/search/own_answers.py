@@ -90,54 +90,42 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
     Raises:
         UserError: the original cannot be asked or says nothing at all, or files there were made of something else.
     """
-    _check_sources(parts, prompts, out, setup)
-    files = {}
-    for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
-        rows = _rows(images, prompts, first=name == CALIBRATION)
-        files[name] = out / name
-        if not files[name].is_file():
-            if name != CALIBRATION:
-                rows = _answered(rows, out, setup, progress)
-            save(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
-    return files
-
-
-def _check_sources(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup) -> None:
-    """Note what the questions in `out` are made of. UserError: those that are there were made of something else."""
-    images = [
-        hashlib.sha256(path.read_bytes()).hexdigest() for path in (*parts.calibration, *parts.search, *parts.confirm)
-    ]
-    places = [str(path.resolve()) for path in (*parts.calibration, *parts.search, *parts.confirm)]
-    sources = {"model": model_hash(setup.model), "images": [images, places], "prompts": list(prompts)}
+    paths = [*parts.calibration, *parts.search, *parts.confirm]
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    places = [str(path.resolve()) for path in paths]
+    sources = {"model": model_hash(setup.model), "images": [hashes, places], "prompts": list(prompts)}
     if (out / SOURCES).is_file():
         before = json_files.read(out / SOURCES)
         if changed := [key for key in sources if before.get(key) != sources[key]]:
             raise UserError(f"{out} has questions of another {' and '.join(changed)}; choose another output")
     save(out, {"sources": (SOURCES, dump(sources))})
-
-
-def _rows(images: Sequence[Path], prompts: Sequence[str], *, first: bool) -> list[dict[str, str]]:
-    """Questions about images, prompts in turn; of the first prompt alone or of `EACH`."""
-    return [
-        {
-            "id": f"{number}-{turn}",
-            "image": str(path.resolve()),
-            "question": prompts[(EACH * number + turn) % len(prompts)],
-        }
-        for number, path in enumerate(images)
-        for turn in range(1 if first else min(EACH, len(prompts)))
-    ]
-
-
-def _answered(rows: list[dict[str, str]], out: Path, setup: Setup, progress: Progress) -> list[dict[str, str]]:
-    """Give questions the original's answers; those that it says nothing to are left out."""
-    questions = save(out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))})
-    plain = dataclasses.replace(setup, suite=None, data=str(questions["asked"]))
-    answers = {
-        sample.id: sample.text for sample in evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
-    }
-    questions["asked"].unlink()
-    answered = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
-    if not answered:
-        raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
-    return answered
+    files = {}
+    for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
+        each = 1 if name == CALIBRATION else min(EACH, len(prompts))
+        rows = [
+            {
+                "id": f"{number}-{turn}",
+                "image": str(path.resolve()),
+                "question": prompts[(EACH * number + turn) % len(prompts)],
+            }
+            for number, path in enumerate(images)
+            for turn in range(each)
+        ]
+        files[name] = out / name
+        if not files[name].is_file():
+            if name != CALIBRATION:
+                questions = save(
+                    out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))}
+                )
+                plain = dataclasses.replace(setup, suite=None, data=str(questions["asked"]))
+                answers = {
+                    sample.id: sample.text
+                    for sample in evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
+                }
+                questions["asked"].unlink()
+                answered = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
+                if not answered:
+                    raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
+                rows = answered
+            save(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
+    return files

@@ -71,6 +71,7 @@ def posteriors(evidence: Mapping[str, Evidence], margin: float) -> dict[str, Pos
         if name not in divergences or math.isinf(spread):
             posterior_of[name] = Posterior(mean, variance)
             continue
+        # Normal prior -a k with the variances of a_c, of a itself and of k; share is the weight of the candidate's own answers.
         k, n = divergences[name], evidence[name].mean.images
         before = k**2 * (spread + doubt) + slope**2 * _NATS * (k + _UNSEEN / n) / n + _LEAST
         share = before / (before + variance)
@@ -100,6 +101,7 @@ def _slope(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, fl
         if spread:
             break
         q = math.fsum(w * (a - slope) ** 2 for w, (a, _) in zip(weights, slopes, strict=True))
+        # DerSimonian and Laird's estimate: tau^2 = (Q - (m - 1)) / (sum w - sum w^2 / sum w), Q by weights without tau.
         scale = weight - math.fsum(w * w for w in weights) / weight
         moments = (q - (len(slopes) - 1)) / scale if scale > 1e-9 * weight else 0.0  # where one outweighs all others
         spread = max(moments, (slope / 3) ** 2, 1e-9)  # those measured well were 0.2 to 0.46
@@ -116,6 +118,7 @@ def assurance(posterior: Posterior, margin: float, images: float | None, varianc
     gap, unsure = posterior.mean + margin, posterior.variance
     if images is not None:
         noise = variance / images
+        # The test passes if its estimate exceeds -margin by z standard errors; over the posterior that has this normal chance.
         gap -= NORMAL.inv_cdf(1 - ERROR) * math.sqrt(noise)
         unsure += noise
     return NORMAL.cdf(gap / math.sqrt(max(unsure, 1e-12)))

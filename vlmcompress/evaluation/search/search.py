@@ -37,7 +37,7 @@ from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.text import duration
 
 WINNER, RECIPE = "winner", "recipe.yaml"
-__all__ = ["QUESTIONS", "WORK", "Request", "Searched", "find", "setup_of"]
+__all__ = ["QUESTIONS", "WORK", "Request", "find", "setup_of"]
 _LEAST = 30
 """Questions without which nothing can be said."""
 _CHANCE = 0.1
@@ -83,18 +83,8 @@ class Request:
         return int(self.base.get("seed", 0))
 
 
-@dataclass(frozen=True)
-class Searched:
-    """A search's end: what it found, the same as data, the winner's folder (None without one), and the questions' setup."""
-
-    result: SearchResult
-    data: dict[str, Any]
-    winner: Path | None
-    setup: Setup
-
-
-def find(request: Request, progress: Progress) -> Searched:
-    """Run a search, or go on with one that was interrupted.
+def find(request: Request, progress: Progress) -> tuple[dict[str, Any], Path | None]:
+    """Run a search, or go on with one that was interrupted; return what it found, as data, and the winner's folder.
 
     Raises:
         UserError: bad input, or the original cannot be asked. The folder keeps what was found until then.
@@ -122,28 +112,28 @@ def find(request: Request, progress: Progress) -> Searched:
             live = LiveTrials(setup, crew, log, gains, before, score, progress, reserve)
             result = search(where, live, Rules(request.margin, count, images))
         rate = gains.rate(result.winner.candidate) if result.winner else None
-        data = outcome.plain(result, _described(request, base, gains), where.left_out, rate)
+        data = outcome.plain(
+            result,
+            {
+                "model": hub.facts(base["model"])["source"],
+                "target": base.get("target"),
+                "max_drop": request.margin,
+                "optimize": request.goal,
+                "gains": gains.source,
+                "seed": request.seed,
+                "engine": request.engine,
+            },
+            where.left_out,
+            rate,
+        )
         winner = _placed(request, setup, result, progress)
         log.finish()
-    return Searched(result, data, winner, setup)
+    return data, winner
 
 
 def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
     """What trials depend on: the contents of the model, the questions and the calibration data, wherever they lie."""
     suite = setup.suite
-    return {
-        "model": model_hash(setup.model),
-        "data": questions.content_hash(),
-        "suite": content_hash([Path(suite)]) if suite and Path(suite).is_file() else suite,
-        "calibration": _calibration(setup),
-        "seed": setup.seed,
-        "engine": setup.engine,
-        "questions": len(questions),
-    }
-
-
-def _calibration(setup: Setup) -> dict[str, Any]:
-    """The settings of the calibration, with hashes in the places of paths."""
     settings = resolve({**setup.base, "scheme": "none"}).recipe.calibrate
     images = settings.data or bundled(setup.model, "calibration")
     described = settings.model_dump(exclude={"data", "text", "stats"})
@@ -154,12 +144,23 @@ def _calibration(setup: Setup) -> dict[str, Any]:
         described["samples_sha256"] = data_hash([*samples, *texts])
     if settings.stats:
         described["stats_sha256"] = content_hash([Path(settings.stats) / STATISTICS])
-    return described
+    return {
+        "model": model_hash(setup.model),
+        "data": questions.content_hash(),
+        "suite": content_hash([Path(suite)]) if suite and Path(suite).is_file() else suite,
+        "calibration": described,
+        "seed": setup.seed,
+        "engine": setup.engine,
+        "questions": len(questions),
+    }
 
 
 def setup_of(request: Request) -> Setup:
     """What the trials share. Paths are absolute, as workers elsewhere have other working directories."""
-    base = {**request.base, "model": str(Path(hub.local(request.base["model"])).absolute()), "target": _target(request)}
+    target = request.base.get("target") or (None if torch.cuda.is_available() else "cpu")
+    if target is not None:
+        targets.get(target)
+    base = {**request.base, "model": str(Path(hub.local(request.base["model"])).absolute()), "target": target}
     calibrate = {key: _absolute(value) for key, value in base.get("calibrate", {}).items()}
     base = {key: value for key, value in (base | {"calibrate": calibrate}).items() if value is not None}
     work = request.out.absolute() / WORK
@@ -171,43 +172,16 @@ def _absolute(value: Any) -> Any:
     return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
 
 
-def _described(request: Request, base: Mapping[str, Any], gains: Measured | Modelled) -> dict[str, Any]:
-    return {
-        "model": hub.facts(base["model"])["source"],
-        "target": base.get("target"),
-        "max_drop": request.margin,
-        "optimize": request.goal,
-        "gains": gains.source,
-        "seed": request.seed,
-        "engine": request.engine,
-    }
-
-
-def _target(request: Request) -> str | None:
-    """The target; where none is named, the CPU on a machine without a GPU."""
-    named = request.base.get("target")
-    if named is not None:
-        targets.get(named)
-        return str(named)
-    return None if torch.cuda.is_available() else "cpu"
-
-
-def _here(name: str | None) -> bool:
-    """Whether a target is this machine."""
-    if name is None:
-        return True
-    target = targets.get(name)
-    if not torch.cuda.is_available():
-        return target.is_cpu
-    return target.capability == torch.cuda.get_device_capability()
-
-
 def _gains(request: Request, setup: Setup) -> Measured | Modelled:
     """What says the gains: shapes for memory and for other machines, else this machine."""
     target, modelled = setup.base.get("target"), Modelled(setup, request.goal, request.load)
+    here = target is None  # whether the target is this machine
+    if target is not None:
+        machine, has_gpu = targets.get(target), torch.cuda.is_available()
+        here = machine.capability == torch.cuda.get_device_capability() if has_gpu else machine.is_cpu
     figures = modelled.figures(Candidate())
     is_modelled = figures is not None and figures.of(request.goal) is not None
-    if request.goal == "memory" or request.speed == "modelled" or (not request.speed and not _here(target)):
+    if request.goal == "memory" or request.speed == "modelled" or (not request.speed and not here):
         if not is_modelled:
             unknown = f"how fast {target} is, is not known" if target else "no --target names this GPU"
             raise UserError(f"--speed modelled: {unknown}; use --speed measured there")

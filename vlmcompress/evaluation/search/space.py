@@ -76,7 +76,10 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
     weights: list[list[Choice]] = [[Choice(name, {"scheme": name})] for name in names]
     for name, options in _GROUPED[1:2] if small else _GROUPED:
         scheme = name.partition(" ")[0]
-        weights.append([_grouped(name, scheme, options, group) for group in _GROUPS])
+        settings = {
+            f"{name} g{size}" if size != _GROUPS[0] else name: {**options, "group_size": size} for size in _GROUPS
+        }
+        weights.append([Choice(title, {"scheme": scheme, "options": option}) for title, option in settings.items()])
     images = [Choice(name, {"reduce": name}) for name in (_IMAGES[1:5] if small else _IMAGES)]
     if not small:
         images.append(Choice(" + ".join(_TWO_STAGES), {"reduce": list(_TWO_STAGES)}))
@@ -90,11 +93,6 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
         cached = [Choice(f"{name}, fp8 cache", {"scheme": name, "kv_cache": "fp8"}) for name in ("fp8", "int8")]
         weights.append(cached)
     return _checked(base, factors)
-
-
-def _grouped(name: str, scheme: str, options: Mapping[str, Any], group: int) -> Choice:
-    shown = name if group == _GROUPS[0] else f"{name} g{group}"
-    return Choice(shown, {"scheme": scheme, "options": {**options, "group_size": group}})
 
 
 def read(file: str | Path, base: Mapping[str, Any]) -> Space:

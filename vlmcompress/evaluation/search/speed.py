@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from vlmcompress.engines.vllm.served_model import Model, open_model
 from vlmcompress.evaluation.capacity import weight_bytes
-from vlmcompress.evaluation.capacity.capacity import Capacity, Request, plan_capacity
+from vlmcompress.evaluation.capacity.capacity import Request, plan_capacity
 from vlmcompress.evaluation.capacity.weight_bytes import Weights
 from vlmcompress.evaluation.results import Ratio
 from vlmcompress.evaluation.search.candidate import Candidate
@@ -21,7 +21,7 @@ from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint
 from vlmcompress.evaluation.speed import runs
 from vlmcompress.numerics import label
 from vlmcompress.quantization.plan.plan import make_plan
-from vlmcompress.recipe import Recipe, resolve, targets
+from vlmcompress.recipe import resolve, targets
 from vlmcompress.reduction.visual_count import Pictures
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
@@ -107,38 +107,36 @@ class Modelled:
         scheme = recipe.number_formats
         row = Weights(recipe.scheme, label(scheme), targets.format_key(scheme), plan.bytes_after, scheme)
         try:
-            capacity = plan_capacity(self._model, self._request(recipe), formats=[row])
+            # `keep` is a share of the pixels, so each side shrinks by its root.
+            share = math.sqrt(recipe.resize.keep) if recipe.resize and recipe.resize.keep else 1.0
+            width, height = (max(28, round(side * share)) for side in self.load.image)
+            name = self.rates or recipe.target
+            capacity = plan_capacity(
+                self._model,
+                Request(
+                    pictures=Pictures(((width, height),)),
+                    text=self.load.text,
+                    out=self.load.out,
+                    target=targets.get(name) if name else None,
+                    target_name=name,
+                    kv_cache=recipe.kv_cache or "auto",
+                    reduce=recipe.reduce,
+                ),
+                formats=[row],
+            )
         except UserError:
             return None
         if recipe.reduce and len(capacity.loads) == 1:  # how many tokens are left depends on what an image shows
             return None
         served, load = capacity.rows[0].served.get(capacity.served), capacity.loads[capacity.served]
         loaded = weight_bytes.loaded_bytes(row, self._model.stored)
-        times = _seconds(capacity, self.load.out) if served and served.requests >= 1 else (None, None)
-        return Figures(loaded, USERS * load.filled, *times)
-
-    def _request(self, recipe: Recipe) -> Request:
-        share = math.sqrt(recipe.resize.keep) if recipe.resize and recipe.resize.keep else 1.0
-        width, height = (max(28, round(side * share)) for side in self.load.image)
-        name = self.rates or recipe.target
-        return Request(
-            pictures=Pictures(((width, height),)),
-            text=self.load.text,
-            out=self.load.out,
-            target=targets.get(name) if name else None,
-            target_name=name,
-            kv_cache=recipe.kv_cache or "auto",
-            reduce=recipe.reduce,
-        )
-
-
-def _seconds(capacity: Capacity, out: int) -> tuple[float | None, float | None]:
-    """Time to the first token, and seconds that one of many requests takes: its prefill, and its share of common steps."""
-    served = capacity.rows[0].served[capacity.served]
-    if served.prefill is None or served.full_step is None:
-        return served.prefill, None
-    many = max(1, min(math.floor(served.requests), capacity.defaults.sequences))
-    return served.prefill, served.prefill + out * served.full_step / many
+        first = request = None
+        if served and served.requests >= 1:
+            first = served.prefill
+            if first is not None and served.full_step is not None:  # a request's prefill, and its share of common steps
+                many = max(1, min(math.floor(served.requests), capacity.defaults.sequences))
+                request = first + self.load.out * served.full_step / many
+        return Figures(loaded, USERS * load.filled, first, request)
 
 
 @dataclass

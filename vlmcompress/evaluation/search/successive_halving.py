@@ -56,6 +56,7 @@ class Rules:
     @property
     def rungs(self) -> list[int]:
         """Questions of the rungs behind the single changes."""
+        # Never fewer than twice the first look, so that a rung tells more than the single changes did.
         rungs = [max(self.questions // ETA**power, min(2 * self.first, self.questions)) for power in (2, 1, 0)]
         return sorted(set(rungs))
 
@@ -135,9 +136,10 @@ class SuccessiveHalving:
     def run(self) -> Standing | None:
         """Run to the end. Returns the winner; None where no candidate is better than the original within the floor."""
         first = [Standing(candidate, self.trials.gain(candidate) or 1.0) for candidate in singles(self.factors)]
-        self._enter(first)
+        self.standings |= {standing.candidate.name: standing for standing in first}
         self._ask(first, self.rules.first)
         going = self._joined()
+        # Successive halving (Jamieson and Talwalkar, 2016): of each rung the best ETA-th goes on to ETA times the questions.
         for number, questions in enumerate(self.rules.rungs):
             self._ask(going, questions)
             last = number == len(self.rules.rungs) - 1
@@ -149,9 +151,6 @@ class SuccessiveHalving:
             else:
                 self.standings[name].gain, self.standings[name].measured = gain, True
         return self._winner([candidate for candidate in going if not candidate.out])
-
-    def _enter(self, new: Sequence[Standing]) -> None:
-        self.standings |= {standing.candidate.name: standing for standing in new}
 
     def _ask(self, going: Sequence[Standing], questions: int) -> None:
         """Ask candidates, update the posteriors, and put those out that failed or are refuted."""
@@ -170,9 +169,6 @@ class SuccessiveHalving:
         for standing in going:
             if standing.trial is None:
                 standing.out = "no time left to try it"
-        self._update_posteriors()
-
-    def _update_posteriors(self) -> None:
         tried = {name: standing for name, standing in self.standings.items() if standing.questions}
         evidence = {
             name: standing.trial.evidence
@@ -192,6 +188,7 @@ class SuccessiveHalving:
         """The chance that a candidate of such a posterior is confirmed. `margin`: another than the rules have."""
         margin = self.rules.margin if margin is None else margin
         loss = min(max(margin, -posterior.mean), 1.0)
+        # An image that is lost or kept: the Bernoulli variance at the loss that is to be told from the margin.
         spread = loss * (1 - loss)  # of images that change one way only
         if evidence is not None:
             spread = max(spread, evidence.mean.variance(-margin))
@@ -207,6 +204,7 @@ class SuccessiveHalving:
         predicted = []
         for candidate in combined(usable):
             parts = [alone[choice.name] for choice in candidate.choices]
+            # Independent changes: means and variances of the differences add up.
             posterior = sum((standing.posterior for standing in parts if standing.posterior), Posterior(0.0, 0.0))
             gain = self.trials.gain(candidate) or math.prod(standing.gain for standing in parts)
             predicted.append(Standing(candidate, gain))
@@ -215,7 +213,7 @@ class SuccessiveHalving:
                 posterior,
                 [standing.trial.evidence for standing in parts if standing.trial and standing.trial.evidence],
             )
-        self._enter(predicted)
+        self.standings |= {standing.candidate.name: standing for standing in predicted}
         return self._best([*alone.values(), *predicted], self.rules.joint, "predicted to be behind others")
 
     def _best(self, going: Sequence[Standing], keep: int, why: str) -> list[Standing]:

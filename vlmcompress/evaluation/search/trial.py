@@ -7,8 +7,7 @@ not even after a kill, and two processes can share the folder.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from vlmcompress.numerics.statistics.inputs import NEEDS
 from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.run import quantize
-from vlmcompress.recipe import Recipe, resolve
+from vlmcompress.recipe import resolve
 from vlmcompress.training.recover import TrainingOptions as Recovery
 from vlmcompress.training.recover import recover
 from vlmcompress.utils import folders, locks
@@ -112,53 +111,38 @@ def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = s
     """Return the folder of a candidate's checkpoint, and make it where there is none."""
     if not candidate.choices:
         return setup.model
-    out = setup.work / f"checkpoint-{candidate.folder}"
-    with _one_process_at_a_time(out):
-        if not out.exists():
-            quantize(_recipe(setup, candidate, out, progress), resume=True, progress=progress)
-    return out
+
+    def write(out: Path) -> None:
+        keys = {**setup.base, **candidate.keys, "out": str(out)}
+        if candidate.recover:  # once for all schemes after this reducer
+            reducer_keys = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
+
+            def train(folder: Path) -> None:
+                trained = resolve({**setup.base, **reducer_keys, "scheme": "none", "out": str(folder)}).recipe
+                recover(trained, setup.recovery, resume=True, progress=progress)
+
+            keys["model"] = str(_ensure(setup.work / f"recovered-{digest(reducer_keys)}", train))
+        recipe = resolve(keys).recipe
+        needs = QuantMethod(recipe.method, recipe.options).needs.statistics
+        if needs and needs <= NEEDS and not recipe.rotate and not recipe.vision_attention:
+            # What stands before the language model decides the statistics: all schemes after one reducer share a folder.
+            before = [str(keys["model"]), keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")]
+            plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
+
+            def collect(folder: Path) -> None:
+                collected = resolve({**plain, "scheme": "none", "out": str(folder)}).recipe
+                calibrate(collected, resume=True, progress=progress)
+
+            stats = _ensure(setup.work / f"statistics-{digest(before)}", collect)
+            recipe = resolve({**keys, "calibrate": {**keys.get("calibrate", {}), "stats": str(stats)}}).recipe
+        quantize(recipe, resume=True, progress=progress)
+
+    return _ensure(setup.work / f"checkpoint-{candidate.folder}", write)
 
 
-def _recipe(setup: Setup, candidate: Candidate, out: Path, progress: Progress) -> Recipe:
-    keys = {**setup.base, **candidate.keys, "out": str(out)}
-    if candidate.recover:
-        keys["model"] = str(_recovered(setup, candidate, progress))
-    recipe = resolve(keys).recipe
-    needs = QuantMethod(recipe.method, recipe.options).needs.statistics
-    if needs and needs <= NEEDS and not recipe.rotate and not recipe.vision_attention:
-        stats = _statistics(setup, keys, progress)
-        recipe = resolve({**keys, "calibrate": {**keys.get("calibrate", {}), "stats": str(stats)}}).recipe
-    return recipe
-
-
-def _statistics_key(keys: Mapping[str, Any]) -> str:
-    """Name what stands before the language model, by which statistics differ."""
-    return digest([str(keys["model"]), keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")])
-
-
-def _statistics(setup: Setup, keys: Mapping[str, Any], progress: Progress) -> Path:
-    """Collect what all schemes behind one reducer read, once."""
-    out = setup.work / f"statistics-{_statistics_key(keys)}"
-    plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
-    with _one_process_at_a_time(out):
-        if not out.exists():
-            calibrate(resolve({**plain, "scheme": "none", "out": str(out)}).recipe, resume=True, progress=progress)
-    return out
-
-
-def _recovered(setup: Setup, candidate: Candidate, progress: Progress) -> Path:
-    """Train the original behind a candidate's reducer, once for all schemes."""
-    reducer_keys = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
-    out = setup.work / f"recovered-{digest(reducer_keys)}"
-    with _one_process_at_a_time(out):
-        if not out.exists():
-            recipe = resolve({**setup.base, **reducer_keys, "scheme": "none", "out": str(out)}).recipe
-            recover(recipe, setup.recovery, resume=True, progress=progress)
-    return out
-
-
-@contextlib.contextmanager
-def _one_process_at_a_time(out: Path) -> Iterator[None]:
-    """Let one process at a time make a folder; the others wait for it."""
-    with locks.held(folders.beside(out, "turn"), wait=True):
-        yield
+def _ensure(folder: Path, make: Callable[[Path], None]) -> Path:
+    """A folder, made if it is missing, by one process while others wait for it."""
+    with locks.held(folders.beside(folder, "turn"), wait=True):
+        if not folder.exists():
+            make(folder)
+    return folder

@@ -170,6 +170,7 @@ async def _send(
             while waiting:
                 await send_one(waiting.pop(), time.perf_counter())
 
+        # Due at its arrival, not when it is sent: a client that lags would hide the server's queue (coordinated omission).
         async def arrive(index: int, offset: float) -> None:
             await asyncio.sleep(start + offset - time.perf_counter())
             await send_one(index, start + offset)
@@ -218,6 +219,7 @@ def _count(outcome: Outcome, usage: dict[str, Any], now: float, due: float, last
     if new <= 0:
         return last
     if outcome.output_tokens:
+        # A chunk of several tokens (speculation, a busy server) shows one arrival: its gap is shared evenly.
         outcome.itl += [(now - last) / new] * new
     else:
         outcome.ttft = now - due

@@ -1,16 +1,20 @@
-"""Read the counters of a vLLM server from `/metrics`, in Prometheus' text format."""
+"""What servers say of their work: vLLM's and llama.cpp's counters at `/metrics`, and the tokens that llama.cpp counts."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import re
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import zip_longest
+from typing import Any
 
 from vlmcompress.engines.local import last_words
 from vlmcompress.engines.vllm.serve import Server
+from vlmcompress.evaluation.speed.client import Outcome
 from vlmcompress.utils.errors import UserError
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -79,8 +83,10 @@ def metrics(server: Server) -> list[tuple[str, dict[str, str], str]]:
     return parse_metrics(_get(server, "/metrics"))
 
 
-def version(server: Server) -> str:
-    """Ask the server for vLLM's version."""
+def version(server: Server, llama_cpp: bool = False) -> str:
+    """The version of vLLM, which the server knows, or of the package that holds llama.cpp."""
+    if llama_cpp:
+        return f"xllamacpp {importlib.metadata.version('xllamacpp')}"
     return json.loads(_get(server, "/version"))["version"]
 
 
@@ -96,3 +102,27 @@ def _get(server: Server, path: str) -> str:
             return reply.read().decode()
     except OSError as error:
         raise UserError(f"vLLM's server of {server.name} is gone ({error}){last_words(server.log_path)}") from error
+
+
+def count_visual_tokens(
+    running: Server, conversations: Sequence[list[dict[str, Any]]], outcomes: Sequence[Outcome]
+) -> None:
+    """Fill in the visual tokens of answered requests: what prompts have more than the same conversations without images."""
+    for messages, outcome in zip(conversations, outcomes, strict=True):
+        if not outcome.error:
+            without = []
+            for message in messages:
+                if not isinstance(content := message["content"], str):
+                    content = "".join(part["text"] for part in content if part["type"] == "text")
+                without.append(message | {"content": content})
+            prompt = _post(running, "/apply-template", {"messages": without})
+            text = {"content": prompt["prompt"], "add_special": True, "parse_special": True}
+            outcome.visual_tokens = outcome.prompt_tokens - len(_post(running, "/tokenize", text)["tokens"])
+
+
+def _post(running: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        running.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with _DIRECT.open(request, timeout=60) as reply:
+        return json.load(reply)

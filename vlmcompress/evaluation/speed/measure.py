@@ -157,6 +157,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     if len(ratios) < 2 or not all(0 < ratio < math.inf for ratio in ratios):
         return None
     logs = [math.log(ratio) for ratio in ratios]
+    # Ratios are multiplicative, so the t interval is of their logarithms, and its ends are exponentials.
     reach = stdtrit(len(logs) - 1, 0.975) * stdev(logs) / math.sqrt(len(logs))
     return math.exp(fmean(logs) - reach), math.exp(fmean(logs) + reach)
 

@@ -106,7 +106,11 @@ def dead_leaves(size: tuple[int, int], seed: int) -> Image.Image:
     pen = ImageDraw.Draw(image)
     smallest, largest = 3.0, max(width, height) / 3
     # r^-3 has 1/r^2 as its tail: inverse transform between the smallest and the largest radius.
-    tail = draw.uniform(largest**-2, smallest**-2, _leaves(width * height, smallest, largest))
+    # Dead leaves with radii ~ r^-3 have the 1/f^2 power spectrum of photographs (Lee, Mumford and Huang, IJCV 41, 2001).
+    # Enough discs to cover the canvas six times, by their mean area 2 pi ln(largest / smallest) / mass.
+    mass = smallest**-2 - largest**-2
+    area = 2 * np.pi * np.log(largest / smallest) / mass
+    tail = draw.uniform(largest**-2, smallest**-2, int(6 * ((width * height) ** 0.5 + 2 * largest) ** 2 / area))
     radii = tail**-0.5
     centres = draw.uniform((-largest, -largest), (width + largest, height + largest), (len(radii), 2))
     grey = draw.uniform(0, 256, (len(radii), 1))  # colours of nature vary in lightness much more than in hue
@@ -114,13 +118,6 @@ def dead_leaves(size: tuple[int, int], seed: int) -> Image.Image:
     for radius, (x, y), colour in zip(radii.tolist(), centres.tolist(), colours.tolist(), strict=True):
         pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=tuple(colour))
     return image
-
-
-def _leaves(pixels: int, smallest: float, largest: float) -> int:
-    """Number of discs that cover the canvas about six times, by their mean area 2 pi ln(largest / smallest) / tail mass."""
-    mass = smallest**-2 - largest**-2
-    area = 2 * np.pi * np.log(largest / smallest) / mass
-    return int(6 * (pixels**0.5 + 2 * largest) ** 2 / area)
 
 
 def stamp(image: Image.Image, serial: int) -> Image.Image:

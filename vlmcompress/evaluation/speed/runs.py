@@ -10,11 +10,11 @@ from typing import Any
 from vlmcompress.engines.vllm import speculation
 from vlmcompress.engines.vllm.served_model import describe
 from vlmcompress.evaluation import sides
-from vlmcompress.evaluation.results import Bench, LoadRun, Memory, Results, Side
+from vlmcompress.evaluation.results import Bench, Memory, Results
 from vlmcompress.evaluation.speed import measure
 from vlmcompress.evaluation.speed.client import parse_load
 from vlmcompress.evaluation.speed.prompts import open_prompts
-from vlmcompress.evaluation.speed.serving import About, Plan, SideName, abba, run_offline, serve
+from vlmcompress.evaluation.speed.serving import Plan, SideName, abba, run_offline, serve
 from vlmcompress.models import build_meta_model
 from vlmcompress.quantization.plan import kv_cache
 from vlmcompress.utils import hub
@@ -61,6 +61,17 @@ def run(
         engine = {"name": "llamacpp" if llama_cpp[side] else "vllm", "version": about[side].version, **devices[side]}
         start = {"flags": about[side].flags, "start_seconds": about[side].start_seconds}
         described[side] = sides.side(path, {**engine, **start})
+    by_side: dict[str, Memory] = {}
+    for side, path in planned.paths.items():
+        cache = about[side].cache
+        if not cache:  # llama.cpp's server says nothing of it
+            continue
+        per_token = kv_bytes_per_token(path, cache["cache_dtype"])
+        cold = [run for run in runs if (run.side, run.mode, run.state) == (side, "serve", "cold")]
+        tokens = sum(run.text_tokens + run.visual_tokens + run.output_tokens for run in cold)
+        if per_token:
+            mean = tokens / sum(run.completed for run in cold)
+            by_side[side] = measure.memory(described[side].weight_bytes, per_token, mean, cache)
     bench = Bench(
         load=str(planned.load),
         requests=planned.requests,
@@ -73,7 +84,7 @@ def run(
         tool=TOOL + (" and vLLM's LLM.chat" if offline else ""),
         runs=runs,
         summary=measure.summarise(runs),
-        memory=_memory(planned, described, about, runs),
+        memory=by_side,
     )
     return Results(**sides.origin(), baseline=described["baseline"], candidate=described["candidate"], bench=bench)
 
@@ -159,21 +170,3 @@ def kv_bytes_per_token(folder: Path, cache_dtype: str) -> int | None:
     if len(layers) < len(decoder.blocks) or any(layer.window or layer.state_bytes for layer in layers):
         return None
     return sum(layer.token_bytes for layer in layers)
-
-
-def _memory(
-    plan: Plan, described: Mapping[SideName, Side], about: Mapping[SideName, About], runs: Sequence[LoadRun]
-) -> dict[str, Memory]:
-    """Memory of the sides whose KV cache has a size per token."""
-    by_side: dict[str, Memory] = {}
-    for side, path in plan.paths.items():
-        cache = about[side].cache
-        if not cache:  # llama.cpp's server says nothing of it
-            continue
-        per_token = kv_bytes_per_token(path, cache["cache_dtype"])
-        cold = [run for run in runs if (run.side, run.mode, run.state) == (side, "serve", "cold")]
-        tokens = sum(run.text_tokens + run.visual_tokens + run.output_tokens for run in cold)
-        if per_token:
-            mean = tokens / sum(run.completed for run in cold)
-            by_side[side] = measure.memory(described[side].weight_bytes, per_token, mean, cache)
-    return by_side

@@ -36,7 +36,7 @@ from vlmcompress.engines.vllm import ENGINE as VLLM
 from vlmcompress.engines.vllm import environment
 from vlmcompress.engines.vllm.serve import Server, server
 from vlmcompress.evaluation.results import LoadRun, State
-from vlmcompress.evaluation.speed import client, counters, llama_cpp, measure
+from vlmcompress.evaluation.speed import client, counters, measure
 from vlmcompress.evaluation.speed.client import Load, Outcome
 from vlmcompress.evaluation.speed.prompts import Prompts
 from vlmcompress.utils import json_files
@@ -52,13 +52,10 @@ FLAGS: dict[State, tuple[str, ...]] = {
 }
 ALWAYS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
 
+MOST_SLOTS = 8  # requests at once of llama.cpp's server, which has as many as there are clients
 SILENCE = 1800.0  # seconds in which the engine must be up, then answer a burst
 # Unlike for answers, the engine's core is a process of its own: requests are prepared while it works on others.
-OFFLINE_ENGINE = replace(
-    VLLM,
-    name="vllm-offline",
-    environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"),
-)
+OFFLINE_ENGINE = replace(VLLM, name="vllm-offline", environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"))
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], 
             outcomes, duration = burst(plan, side, running, repeat if state == "cold" else 0, label, progress, repeat)
             counted = counters.counters(running).since(before)
             if plan.in_llama_cpp(side):
-                llama_cpp.count_visual_tokens(running, plan.prompts.burst(repeat, plan.requests), outcomes)
+                counters.count_visual_tokens(running, plan.prompts.burst(repeat, plan.requests), outcomes)
             check(plan, state, running, outcomes, counted.prefix_hits, int(counted.media_hits))
             of: dict[str, Any] = {"side": side, "state": state, "repeat": repeat}
             runs.append(measure.serve_run(outcomes, duration, **of, slo=plan.slo, counters=counted))
@@ -147,7 +144,7 @@ def _servers(
                 outcomes, _ = burst(plan, side, running, number, f"{state} {side}: warming up", progress, None)
                 _check_answered(outcomes, running)
                 if plan.in_llama_cpp(side):
-                    about[side] = About(llama_cpp.version(), [], running.start_seconds)
+                    about[side] = About(counters.version(running, llama_cpp=True), [], running.start_seconds)
                 else:
                     cache = counters.cache_config(running)
                     about[side] = About(counters.version(running), flags, running.start_seconds, cache)
@@ -162,8 +159,8 @@ def _server(plan: Plan, side: SideName, flags: Sequence[str]) -> contextlib.Abst
     """The server of a side, which starts with the block that it is entered in."""
     path, length = plan.paths[side], plan.max_model_len
     if plan.in_llama_cpp(side):
-        slots = int(plan.load.amount) if plan.load.kind == "closed" else llama_cpp.SLOTS
-        return llamacpp_server.server(path, max_model_len=length, slots=min(slots, llama_cpp.SLOTS))
+        slots = int(plan.load.amount) if plan.load.kind == "closed" else MOST_SLOTS
+        return llamacpp_server.server(path, max_model_len=length, slots=min(slots, MOST_SLOTS))
     drafting = plan.speculative.get(side)
     return server(path, flags=flags, images=plan.prompts.images, max_model_len=length, speculative=drafting)
 
@@ -249,15 +246,16 @@ def run_offline(
                 "enable_prefix_caching": False,  # as in the server's cold runs
                 "mm_processor_cache_gb": 0,
                 "speculative_config": speculative and json.loads(speculative),
-                "disable_log_stats": not speculative,
+                "disable_log_stats": not speculative,  # `LLM.get_metrics` asserts that they are on
             },
         }
         bursts = [{"id": n, "messages": plan.prompts.burst(n, plan.requests)} for n in (plan.repeats, *repeats)]
         events = OFFLINE_ENGINE.events(job, bursts, plan.paths[side], SILENCE, SILENCE)
         with contextlib.closing(events):
             for event in events:
-                if event["event"] == "ready":
-                    about[side] = event["engine"]
+                if event["event"] == "ready":  # of the cache and the start the servers' figures count
+                    described = event["engine"].items()
+                    about[side] = {k: v for k, v in described if k not in ("kv_cache_dtype", "start_seconds")}
                 elif event["id"] != plan.repeats:
                     runs.append(_offline_run(plan, side, event, served))
                     progress(label, len(runs), 2 * plan.repeats)

@@ -67,6 +67,8 @@ def _drafted(bench: Bench) -> list[tuple[str, ...]]:
             sum(counts) for counts in zip(*((r.drafts, r.drafted, r.accepted) for r in runs), strict=True)
         )
         if drafts and drafted:
+            # By the server's clock, where the baseline drafts nothing: a busy machine's client sees tokens arrive together.
+            seconds, before, drafting = _step_seconds(runs), _step_seconds(plain), any(run.drafts for run in plain)
             caches = "no caches" if state == "cold" else "caches on"
             counts = (
                 f"{drafted:,}",
@@ -76,22 +78,11 @@ def _drafted(bench: Bench) -> list[tuple[str, ...]]:
                     f"{100 * sum(at) / drafts:.0f}%" for at in zip(*(run.accepted_at for run in runs), strict=True)
                 ),
                 f"{1 + accepted / drafts:.2f}",
-                _cost(runs, plain),
+                f"{seconds / before:.2f} of the baseline's" if seconds and before and not drafting else "",
             )
             rows.append((f"{side}, {mode}, {caches}", *counts))
     head = ("", "drafted", "accepted", "rate", "by place", "tokens of a step with a draft", "time of a step")
     return [head, *rows] if rows else []
-
-
-def _cost(runs: Sequence[LoadRun], baseline: Sequence[LoadRun]) -> str:
-    """How long a step after the prompt's takes, of the baseline's if that drafts nothing; "": not measured.
-
-    By the server's clock: on a busy machine a client sees several tokens arrive at once.
-    """
-    if any(run.drafts for run in baseline):
-        return ""
-    seconds, plain = _step_seconds(runs), _step_seconds(baseline)
-    return f"{seconds / plain:.2f} of the baseline's" if seconds and plain else ""
 
 
 def _step_seconds(runs: Sequence[LoadRun]) -> float:

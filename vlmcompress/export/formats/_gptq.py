@@ -101,6 +101,7 @@ def read(
     q = (unpack_words(stored["qweight"].T.contiguous(), fmt.bits) - centre).to(torch.int8)
     if "g_idx" in stored and not torch.equal(stored["g_idx"].to(torch.int32), _group_index(q.shape[1], fmt)):
         raise UserError("the inputs of its groups are not in turn (desc_act), which no engine runs any more")
+    # v1 stores z - 1 modulo 2^b, so that a zero point of 0 wraps to the largest code: one beyond the codes tells it.
     zero = unpack_words(stored["qzeros"], fmt.bits) + offset - centre
     if zero.max() > fmt.qmax:
         raise UserError("a zero point lies beyond the codes, which other formats do not hold; quantize the original")
@@ -182,13 +183,11 @@ def _numbers(scheme: Scheme) -> dict[str, Any]:
 
 def _pattern(modules: Iterable[Names], whole: bool = False) -> str:
     """One pattern for modules by all their names, fused ones included; `whole`: with everything below them."""
-    forms = dict.fromkeys(form for names in modules for name in names for form in (name, _fused(name)))
+    forms: dict[str, None] = {}
+    for name in (name for names in modules for name in names):
+        parent, _, last = name.rpartition(".")
+        forms |= dict.fromkeys((name, f"{parent}.{_FUSED.get(last, last)}"))
     return f"(?:{'|'.join(map(re.escape, forms))})" + (r"(?:\..*)?$" if whole else "$")
-
-
-def _fused(name: str) -> str:
-    parent, _, last = name.rpartition(".")
-    return f"{parent}.{_FUSED.get(last, last)}"
 
 
 def _group_index(columns: int, fmt: Format) -> Tensor:

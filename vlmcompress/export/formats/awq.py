@@ -30,7 +30,7 @@ from vlmcompress.utils.tensor_files import Spec
 FORMAT = "awq"
 KV_SCALES = None
 GROUPS = (-1, 32, 64, 128)
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the order in which its kernel unpacks pairs of 16-bit floats from a word
 _CENTRE = 8  # what is added to signed codes and zero points
 
 

@@ -212,7 +212,9 @@ def quantization_config(
         "kv_cache_scheme": _args("float", 8, "tensor", dynamic=False) if kv_cache else None,
         "global_compression_ratio": None,
     }
-    QuantizationConfig.model_validate(config)
+    QuantizationConfig.model_validate(
+        config
+    )  # the library's own pydantic model, which transformers and vLLM read it by
     return config
 
 

@@ -150,7 +150,16 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     total, done = sum(plan.nbytes for plan in tensors), 0
     for name, (architecture, model, plans) in files.items():
         keys = {key.replace("{arch}", arch): value(facts) for key, value in model.keys.items()}
-        keys |= _general(name, plans, parts)
+        sizes: dict[str, int] = {}
+        for plan in plans:
+            sizes[plan.kind] = sizes.get(plan.kind, 0) + math.prod(plan.shape)
+        keys |= {
+            "general.type": "model" if name == MODEL else "mmproj",
+            "general.name": parts.title,
+            "general.quantized_by": "vlmcompress",
+            "general.quantization_version": 2,  # `GGML_QNT_VERSION`, without which llama.cpp refuses quantized tensors
+            "general.file_type": FILE_TYPES[max(sizes, key=lambda kind: sizes[kind])],
+        }
         if name == MODEL:
             keys |= metadata(tree, facts.config["text_config"]["vocab_size"], facts.config)
         for written in _write_file(tree / name, architecture, keys, plans):
@@ -158,20 +167,6 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
             if progress:
                 progress(done, total)
     return total
-
-
-def _general(name: str, plans: list[Plan], parts: Parts) -> dict[str, Any]:
-    """The metadata that every file has."""
-    sizes: dict[str, int] = {}
-    for plan in plans:
-        sizes[plan.kind] = sizes.get(plan.kind, 0) + math.prod(plan.shape)
-    return {
-        "general.type": "model" if name == MODEL else "mmproj",
-        "general.name": parts.title,
-        "general.quantized_by": "vlmcompress",
-        "general.quantization_version": 2,
-        "general.file_type": FILE_TYPES[max(sizes, key=lambda kind: sizes[kind])],
-    }
 
 
 def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: list[Plan]) -> Iterator[int]:
@@ -183,6 +178,7 @@ def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: l
     for key, value in keys.items():
         _add(writer, key, value)
     for plan in plans:
+        # With `raw_dtype` the writer takes our bytes as they are, and reckons offsets by `nbytes`: nothing is in memory yet.
         kind = gguf.GGMLQuantizationType[plan.kind]
         writer.add_tensor_info(plan.name, plan.shape, np.dtype(np.float32), plan.nbytes, raw_dtype=kind)
     writer.write_header_to_file()

@@ -84,6 +84,7 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
     """The tensors stored for one linear layer."""
     if qt.global_scale is not None:
+        # compressed-tensors' g divides, ModelOpt's number multiplies: weight = code * scale * weight_scale_2.
         layer = {
             "weight": pack_fp4(qt.q),
             "weight_scale": qt.scale,
@@ -105,7 +106,14 @@ def configs(layers: Layers) -> dict[str, dict]:
     # A layer by its name, a part of the model with all below it by a wildcard.
     ignored = list(dict.fromkeys(f"{name}*" if kept.whole else name for kept in layers.kept for name in kept.names))
     kv_scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}} if layers.kv_cache else {}
-    algorithm = _algorithm(layers)
+
+    def of(scheme: Scheme) -> dict[str, Any]:
+        return {"quant_algo": storage(scheme)} | ({"group_size": NVFP4.group} if scheme.weights.nvfp4 else {})
+
+    algorithm = of(layers.schemes[0])
+    if len(layers.schemes) > 1:
+        quantized = {name: of(scheme) for names, scheme in layers.quantized.items() for name in names}
+        algorithm = {"quant_algo": "MIXED_PRECISION", "quantized_layers": quantized}
     quantization = {
         **algorithm,
         "kv_cache_quant_algo": "FP8" if layers.kv_cache else None,
@@ -115,16 +123,6 @@ def configs(layers: Layers) -> dict[str, dict]:
         "config.json": {"quant_method": FORMAT, "producer": _PRODUCER, **algorithm, "ignore": ignored, **kv_scheme},
         "hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization},
     }
-
-
-def _algorithm(layers: Layers) -> dict[str, Any]:
-    def of(scheme: Scheme) -> dict[str, Any]:
-        return {"quant_algo": storage(scheme)} | ({"group_size": NVFP4.group} if scheme.weights.nvfp4 else {})
-
-    if len(layers.schemes) == 1:
-        return of(layers.schemes[0])
-    quantized = {name: of(scheme) for names, scheme in layers.quantized.items() for name in names}
-    return {"quant_algo": "MIXED_PRECISION", "quantized_layers": quantized}
 
 
 def check(config: Mapping) -> None:

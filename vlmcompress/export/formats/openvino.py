@@ -116,7 +116,8 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
     if family not in REGISTRY:
         return [f"OpenVINO is not written for the family {family}, only for {', '.join(REGISTRY.names())}"]
     known_as = _family(family)
-    images = _image_settings(folder)
+    # What the files say of the image processor, without transformers' defaults.
+    images = _read_json(folder / "preprocessor_config.json") | _read_json(folder / PROCESSOR).get("image_processor", {})
     return known_as.check(config) + [
         f"OpenVINO GenAI cuts images by {name} = {value}, the processor by {images[name]}"
         for name, value in known_as.fixed_images.items()
@@ -215,11 +216,6 @@ def _change_json(path: Path, entries: Mapping[str, Any]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _image_settings(folder: Path) -> dict[str, Any]:
-    """What a folder's files say of its image processor, without defaults."""
-    return _read_json(folder / "preprocessor_config.json") | _read_json(folder / PROCESSOR).get("image_processor", {})
 
 
 def _family(name: str) -> Family:

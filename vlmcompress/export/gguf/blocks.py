@@ -72,28 +72,34 @@ def pack(qt: QTensor) -> Tensor:
     """
     kind, (rows, columns) = block_type(qt.format), qt.q.shape
     if kind == "NVFP4":
-        return _pack_fp4(qt)
+        codes = pack_fp4(qt.q)  # two neighbours in a byte; ggml has the one eight further on in the upper half
+        codes = torch.stack((codes & 15, codes >> 4), -1).view(rows, -1, 2, 8)
+        halves = (codes[:, :, 0] | codes[:, :, 1] << 4).view(rows, -1, FP4_BLOCK // 2)
+        scales = qt.scale.view(torch.uint8).view(rows, -1, 4)  # of four blocks of 16 together, before their codes
+        return torch.cat([scales, halves], -1).view(rows, -1)
     blocks = columns // BLOCK
     scale = _per_block(to_float16(qt.scale, "GGUF"), rows, blocks)
     head = [scale]
     if kind == "Q8_0":
         body = qt.q.view(torch.uint8).view(rows, blocks, BLOCK)
     else:
+        # [rows, blocks, 2, 16]: weight i of a block in the lower half of byte i, weight i + 16 in the upper one.
         codes = (qt.q.to(torch.int16) + 8).to(torch.uint8).view(rows, blocks, 2, BLOCK // 2)
         body = codes[:, :, 0] | (codes[:, :, 1] << 4)
     if kind == "Q4_1":
         assert qt.zero_point is not None
-        head.append(_per_block(_minimum(qt.scale, qt.zero_point), rows, blocks))
+        # m = -s (z + 8), the weight of the lowest code, rounded to float16; exact in float64.
+        exact = -qt.scale.double() * (qt.zero_point.double() + 8)
+        minimum = exact.to(torch.float16)
+        error = ((minimum.double() - exact).abs() / qt.scale.double()).max().item()
+        if not error < MOST:
+            raise UserError(
+                f"a minimum (scale times zero point) rounded to GGUF's 16-bit float is {error:.2g} of a step off, more than "
+                f"{MOST}; use symmetric weights"
+            )
+        head.append(_per_block(minimum, rows, blocks))
     parts = [part.contiguous().view(torch.uint8).view(rows, blocks, 2) for part in head]
     return torch.cat([*parts, body], -1).view(rows, -1)
-
-
-def _pack_fp4(qt: QTensor) -> Tensor:
-    codes = pack_fp4(qt.q)  # two neighbours in a byte
-    codes = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1, 2, 8)
-    halves = (codes[:, :, 0] | codes[:, :, 1] << 4).view(len(codes), -1, FP4_BLOCK // 2)
-    scales = qt.scale.view(torch.uint8).view(len(codes), -1, 4)
-    return torch.cat([scales, halves], -1).view(len(codes), -1)
 
 
 def matrix_scale(qt: QTensor) -> Tensor | None:
@@ -120,16 +126,3 @@ def _per_block(values: Tensor, rows: int, blocks: int) -> Tensor:
     """Repeat values of groups `[rows, groups]`, or of the whole matrix `[1]`, for each block: `[rows, blocks]`."""
     values = values.view(-1, values.shape[-1]).expand(rows, -1)
     return values.repeat_interleave(blocks // values.shape[1], 1)
-
-
-def _minimum(scale: Tensor, zero_point: Tensor) -> Tensor:
-    """The weight of the lowest code, float16."""
-    exact = -scale.double() * (zero_point.double() + 8)
-    rounded = exact.to(torch.float16)
-    error = ((rounded.double() - exact).abs() / scale.double()).max().item()
-    if not error < MOST:
-        raise UserError(
-            f"a minimum (scale times zero point) rounded to GGUF's 16-bit float is {error:.2g} of a step off, more than "
-            f"{MOST}; use symmetric weights"
-        )
-    return rounded

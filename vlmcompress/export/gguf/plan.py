@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -64,8 +65,11 @@ def planned(model: Model, parts: Parts, facts: Facts, side: str) -> list[Plan]:
             sources = [names[number] for number in sorted(names)]
             each = [_plan(rule, source, target, parts, facts, side) for source in sources]
             plans.append(_stacked(each) if rule.stacked else each[0])
-            if each[0].kind == "NVFP4":
-                plans.append(_matrix_scales(sources, target, parts))
+            if each[0].kind == "NVFP4":  # the numbers of the matrices, one for each source
+                weights = [parts.quantized[source.removesuffix(".weight")] for source in sources]
+                scales = [cast(Tensor, matrix_scale(weight)) for weight, *_ in weights]
+                name, count = target.removesuffix("weight") + "scale", (len(sources),)
+                plans.append(Plan(name, (), "F32", count, functools.partial(torch.cat, scales)))
     return plans
 
 
@@ -97,16 +101,6 @@ def _stacked(plans: list[Plan]) -> Plan:
     )
 
 
-def _matrix_scales(sources: list[str], target: str, parts: Parts) -> Plan:
-    """The numbers of matrices in NVFP4, one for each of `sources`."""
-    weights = [parts.quantized[source.removesuffix(".weight")] for source in sources]
-
-    def make() -> Tensor:
-        return torch.cat([cast(Tensor, matrix_scale(weight[0])) for weight in weights])
-
-    return Plan(target.removesuffix("weight") + "scale", (), "F32", (len(sources),), make)
-
-
 def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side: str) -> Plan:
     """The tensor of one parameter."""
     part, of = rule.part
@@ -130,28 +124,20 @@ def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side
         return rule.change(value, facts) if rule.change else value
 
     spec = parts.specs[source]
+    # The shape that a rule's change gives is asked of a tensor without contents.
     shape = tuple(changed(torch.empty((spec.shape[0] // of, *spec.shape[1:]), device="meta")).shape)
-    kind = _float_type(target, shape, spec.dtype, side)
+    kind = "F16" if side == "vision" else spec.dtype
+    if len(shape) < 2 or spec.dtype == "F32" or any(part in target for part in ALWAYS_F32):
+        kind = "F32"
 
     def make() -> Tensor:
         value = changed(chosen(parts.read(source)))
-        return _as_type(value.float() + rule.add if rule.add else value, kind, source)
+        value = value.float() + rule.add if rule.add else value
+        rounded = value.to(DTYPES[kind]).contiguous()
+        if kind == "F16" and not rounded.isfinite().all():
+            raise UserError(
+                f"{source} has values that no 16-bit float of GGUF's F16 holds; convert the source to float32 first"
+            )
+        return rounded
 
     return Plan(target, (source,), kind, shape, make)
-
-
-def _float_type(target: str, shape: Sequence[int], stored: str, side: str) -> str:
-    """The ggml type of a tensor that is not quantized."""
-    if len(shape) < 2 or stored == "F32" or any(part in target for part in ALWAYS_F32):
-        return "F32"
-    return "F16" if side == "vision" else stored
-
-
-def _as_type(value: Tensor, kind: str, source: str) -> Tensor:
-    dtype = DTYPES[kind]
-    rounded = value.to(dtype).contiguous()
-    if dtype == torch.float16 and not rounded.isfinite().all():
-        raise UserError(
-            f"{source} has values that no 16-bit float of GGUF's F16 holds; convert the source to float32 first"
-        )
-    return rounded

@@ -70,8 +70,17 @@ def _metadata(
     keys: dict[str, Any] = {"model": "llama" if pieces else "gpt2", "pre": "default" if pieces else _splitting(content)}
     keys |= {"tokens": tokens, "token_type": kinds}
     if pieces:
-        keys["scores"] = _scores(tokens, model["merges"])
-        keys["add_space_prefix"] = _adds_space(content)
+        # SentencePiece's scores: llama.cpp joins the pair of the highest one, so the earlier a merge, the higher.
+        rank: dict[str, int] = {}
+        for place, merge in enumerate(model["merges"]):
+            rank.setdefault("".join(merge.split(" ", 1) if isinstance(merge, str) else merge), place)
+        keys["scores"] = [-float(rank[token]) if token in rank else -1e4 - len(merges) for token in tokens]
+        # A text gets a space in front by either of two steps.
+        steps = [content.get("normalizer") or {}, content.get("pre_tokenizer") or {}]
+        steps += [inner for step in steps for inner in step.get("normalizers", ())]
+        keys["add_space_prefix"] = any(
+            step.get("type") == "Prepend" or step.get("prepend_scheme", "never") != "never" for step in steps
+        )
     else:
         keys["merges"] = merges or ["00 00"]  # llama.cpp wants some; symbols of two characters come of merges alone
     ids = {token: index for index, token in enumerate(tokens)}
@@ -108,15 +117,6 @@ def _tokens(content: Mapping[str, Any], vocabulary: int, pieces: bool) -> tuple[
     return tokens, kinds
 
 
-def _scores(tokens: list[str], merges: list) -> list[float]:
-    """SentencePiece's score of each token: the earlier a merge makes it, the higher."""
-    rank: dict[str, int] = {}
-    for place, merge in enumerate(merges):
-        parts = merge.split(" ", 1) if isinstance(merge, str) else merge
-        rank.setdefault("".join(parts), place)
-    return [-float(rank[token]) if token in rank else -1e4 - len(merges) for token in tokens]
-
-
 def _splitting(content: Mapping[str, Any]) -> str:
     """llama.cpp's name of how a byte-level tokenizer splits text."""
     before = content.get("pre_tokenizer") or {}
@@ -132,13 +132,6 @@ def _splitting(content: Mapping[str, Any]) -> str:
     raise UserError(
         "the tokenizer splits text in a way that llama.cpp has no name for here; its GGUF cannot be written"
     )
-
-
-def _adds_space(content: Mapping[str, Any]) -> bool:
-    """Whether a text gets a space in front."""
-    steps = [content.get("normalizer") or {}, content.get("pre_tokenizer") or {}]
-    steps += [inner for step in steps for inner in step.get("normalizers", ())]
-    return any(step.get("type") == "Prepend" or step.get("prepend_scheme", "never") != "never" for step in steps)
 
 
 def _specials(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:

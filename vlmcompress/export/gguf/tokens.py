@@ -62,6 +62,7 @@ def _write(path: Path, keys: Mapping[str, Any], add: Callable[[Any, str, Any], N
 
     writer, size = gguf.GGUFWriter(path, "llama"), len(keys["tokenizer.ggml.tokens"])
     sizes = {"context_length": CONTEXT, "embedding_length": WIDTH, "block_count": 1, "feed_forward_length": WIDTH}
+    # The least that llama.cpp's loader of `llama` takes: shapes have to fit, contents are never computed with.
     for key, value in {**sizes, "attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-5}.items():
         add(writer, f"llama.{key}", value)
     for key, value in keys.items():

@@ -34,10 +34,11 @@ def dashboard(facts: Facts) -> str:
 
 def _panels() -> list[_Panel]:
     """Title, unit, and legend -> PromQL of each panel."""
+    reasons = f"sum by (finished_reason) ({_rate('request_success_total')})"
     hits = "sum({hits}) / clamp_min(sum({queries}), 1e-9)"
     return [
         ("Requests", "short", {"running": _sum("num_requests_running"), "waiting": _sum("num_requests_waiting")}),
-        ("Finished requests by reason", "reqps", {"{{finished_reason}}": _by("request_success_total")}),
+        ("Finished requests by reason", "reqps", {"{{finished_reason}}": reasons}),
         ("Preemptions", "ops", {"preempted": f"sum({_rate('num_preemptions_total')})"}),
         ("Time to first token", "s", _quantiles("time_to_first_token_seconds")),
         ("Time between tokens", "s", _quantiles("inter_token_latency_seconds")),
@@ -76,10 +77,6 @@ def _rate(name: str) -> str:
 
 def _sum(name: str) -> str:
     return f"sum({_metric(name)})"
-
-
-def _by(name: str) -> str:
-    return f"sum by (finished_reason) ({_rate(name)})"
 
 
 def _quantiles(histogram: str) -> dict[str, str]:

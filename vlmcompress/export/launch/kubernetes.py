@@ -26,7 +26,14 @@ _IMAGE = "\n# Build serve/Dockerfile, push it to where the cluster pulls from, a
 def files(facts: Facts) -> Mapping[str, str]:
     """`kubernetes.yaml`."""
     head = _HEAD.format(name=facts.name, claim=_claim(facts), image=_IMAGE if facts.reducer else "")
-    return {"kubernetes.yaml": head + documents(_deployment(facts), _service(facts))}
+    label = {"app.kubernetes.io/name": facts.resource}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": facts.resource, "labels": label},
+        "spec": {"selector": label, "ports": [{"name": "http", "port": 8000, "targetPort": "http"}]},
+    }
+    return {"kubernetes.yaml": head + documents(_deployment(facts), service)}
 
 
 def command(facts: Facts) -> str:
@@ -79,14 +86,4 @@ def _container(facts: Facts) -> dict[str, Any]:
             {"name": "model", "mountPath": "/model", "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
-    }
-
-
-def _service(facts: Facts) -> dict[str, Any]:
-    label = {"app.kubernetes.io/name": facts.resource}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": facts.resource, "labels": label},
-        "spec": {"selector": label, "ports": [{"name": "http", "port": 8000, "targetPort": "http"}]},
     }

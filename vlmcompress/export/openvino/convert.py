@@ -49,24 +49,38 @@ def write_graphs(tree: Path, family: Family, source: Source) -> None:
     language = _trace(Graph(decoder, decoder.ports, ("logits", *states)), names, source)
     _make_stateful(language, decoder)
     _save(language, tree / "openvino_language_model.xml")
-    _write_tokenizer(tree)
+    for name, words_graph in zip(("tokenizer", "detokenizer"), _tokenizers(tree), strict=True):
+        _save(words_graph, tree / f"openvino_{name}.xml")
 
 
 def _trace(graph: Graph, names: Mapping[nn.Module, str], source: Source) -> openvino.Model:
     """The OpenVINO model of a graph, with named inputs and outputs. `names`: memory name of each of the model's modules."""
     leaves = {part: f"vlmcompress::{names[part]}" for part in graph.module.modules() if isinstance(part, LEAVES)}
     for part in graph.module.modules():
-        if part not in leaves:
-            _fill(part, names.get(part, ""), source)
+        if part in leaves:
+            continue
+        # Norms and the like, in float32, and buffers that are stored; others were made with the module.
+        prefix = names.get(part, "")
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                setattr(part, name, nn.Parameter(source.read(f"{prefix}.{name}").float(), requires_grad=False))
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                buffer.copy_(source.read(f"{prefix}.{name}"))
     frontend, refused = FrontEndManager().load_by_framework("pytorch"), list[UserError]()
     for part, operation in leaves.items():
         frontend.add_extension(ConversionExtension(operation, _leaf(names[part], part, source, refused)))
+
+    def alone(_part: nn.Module, operation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        """A leaf as one operation of the trace, which a `ConversionExtension` of that name makes nodes of."""
+        return operation(inputs)
+
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         decoder = TorchScriptPythonDecoder(
             graph.module,
             example_input=tuple(torch.zeros(port.shape, dtype=port.dtype) for port in graph.inputs),
-            module_extensions={part: ModuleExtension(part, name, _zeros, _alone) for part, name in leaves.items()},
+            module_extensions={part: ModuleExtension(part, name, _zeros, alone) for part, name in leaves.items()},
             trace_kwargs={"check_trace": False},
         )
         try:
@@ -84,27 +98,11 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], source: Source) -> open
     return model
 
 
-def _fill(part: nn.Module, prefix: str, source: Source) -> None:
-    """Give a module's own parameters, and the buffers that are stored, their values, as float32."""
-    for name, parameter in list(part.named_parameters(recurse=False)):
-        if parameter.is_meta:
-            value = source.read(f"{prefix}.{name}").float()
-            setattr(part, name, nn.Parameter(value, requires_grad=False))
-    for name, buffer in part.named_buffers(recurse=False):
-        if name not in part._non_persistent_buffers_set:
-            buffer.copy_(source.read(f"{prefix}.{name}"))
-
-
 def _zeros(part: Any, inputs: Tensor) -> Tensor:
     """What a leaf gives while it is traced."""
     if isinstance(part, nn.Embedding):
         return torch.zeros(*inputs.shape, part.embedding_dim)
     return torch.zeros(*inputs.shape[:-1], part.out_features)
-
-
-def _alone(part: nn.Module, operation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """A leaf as one operation of the trace."""
-    return operation(inputs)
 
 
 def _leaf(name: str, part: nn.Module, source: Source, refused: list[UserError]) -> Callable[[Any], list]:
@@ -142,6 +140,7 @@ def _make_stateful(model: openvino.Model, decoder: Decoder) -> None:
         for user in users:
             user.replace_source_output(reordered.output(0))
     model.validate_nodes_and_infer_types()
+    # Pairs of an input and an output become a variable that the model keeps: a `ReadValue` and an `Assign`.
     apply_make_stateful_transformation(model, pairs)
     embeds = ops.shape_of(model.input("inputs_embeds"), output_type="i64")
     batch = ops.gather(embeds, np.array([0]), np.int64(0))
@@ -169,11 +168,6 @@ def _save(model: openvino.Model, path: Path) -> None:
             if names != port.get_names():
                 port.get_tensor().set_names(names)
     openvino.save_model(model, path, compress_to_fp16=False)
-
-
-def _write_tokenizer(tree: Path) -> None:
-    for name, model in zip(("tokenizer", "detokenizer"), _tokenizers(tree), strict=True):
-        _save(model, tree / f"openvino_{name}.xml")
 
 
 def _tokenizers(folder: Path) -> tuple[openvino.Model, openvino.Model]:

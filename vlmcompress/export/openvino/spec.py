@@ -137,6 +137,7 @@ class Past:
     def __init__(self, states: Sequence[Tensor]):
         self.pairs = list(zip(states[::2], states[1::2], strict=True))
 
+    # What transformers' attention calls of its cache; masks are given, so nothing asks for lengths.
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append to the keys and values of a block and return them all, `[batch, heads, tokens, channels]`."""
         keys, values = self.pairs[layer]

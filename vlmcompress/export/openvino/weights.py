@@ -37,6 +37,7 @@ def _quantized(layer: Packed, name: str) -> Any:
     groups = fmt.n_groups(columns)
     kind = getattr(openvino.Type, f"{'i' if fmt.symmetric else 'u'}{fmt.bits}")
     half, each = openvino.Type.f16, (1, 1, 1) if fmt.group == 0 else (rows, groups, 1)
+    # Convert, subtract, multiply, reshape, in float16 and in this order: what NNCF writes, and plugins fold into their kernels.
     node = ops.convert(_constant(layer.tensors["weight"], (rows, groups, columns // groups), kind, name), half)
     if not fmt.symmetric:
         zero = _constant(layer.tensors["weight_zero_point"], each, kind, f"{name}_zero_point")

@@ -163,12 +163,14 @@ def read(
     text = _mapping(config.get("text_config")) or config
     quantization = _mapping(config.get("quantization_config"))
     names = [name for name in config.get("architectures") or [] if isinstance(name, str)]
+    lists = (group.get("targets") for group in map(_mapping, _mapping(quantization.get("config_groups")).values()))
+    targets = [str(target) for targets in lists if isinstance(targets, list) for target in targets]
     return Facts(
         name=plain(name) or "model",
         architecture=plain(names[0]).removeprefix(_PREFIX) if names else "",
         method=plain(str(quantization["quant_method"])) if "quant_method" in quantization else None,
         groups=_groups(quantization),
-        embeddings=any("embed" in target.lower() for target in _targets(quantization)),
+        embeddings=any("embed" in target.lower() for target in targets),
         experts=experts,
         kept_layers=any(_KEPT.match(str(key)) for key in _mapping(quantization.get("dynamic"))),
         kv_fp8=bool(quantization.get("kv_cache_scheme")) or quantization.get("kv_cache_quant_algo") == "FP8",
@@ -207,13 +209,6 @@ def _groups(quantization: Mapping[str, Any]) -> dict[str, Group]:
         plain(str(key)): _group(_mapping(group), str(quantization.get("format", "")))
         for key, group in _mapping(quantization.get("config_groups")).items()
     }
-
-
-def _targets(quantization: Mapping[str, Any]) -> list[str]:
-    """All targets of config groups."""
-    groups = map(_mapping, _mapping(quantization.get("config_groups")).values())
-    lists = (group.get("targets") for group in groups)
-    return [str(target) for targets in lists if isinstance(targets, list) for target in targets]
 
 
 def _numbers(quantization: Mapping[str, Any]) -> Group:

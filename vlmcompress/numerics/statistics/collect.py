@@ -60,6 +60,7 @@ class Collector:
         if CROSS in self._stats.needs:
             if original is None or original.numel() != x.numel():
                 raise ValueError("the cross-Gram matrix needs the 16-bit model's inputs at the same tokens")
+            # [tokens, 2 in]: X and X' - X, the difference taken before any sum (`statistics.inputs`), and gathered as one.
             rows = torch.cat([x, original.view_as(x) - x], 1)
         for name, index in split.rows.items():
             self._stats.count[name] += split.count[name]
@@ -110,6 +111,7 @@ class Collector:
         for name, rows in self._waiting.items():
             self._visit(name, rows[: self._filled[name]])
         self._waiting, self._filled = {}, {}
+        # NaN or Inf stay in every sum that they enter, so a few sums of sums tell, and the device is asked once.
         sums = [value for kind in (stats._absmax, stats._abssum) for value in kind.values()]
         sums += [gram.diagonal() for gram in stats._gram.values()]
         sums += [cross.sum(0) for cross in stats._cross.values()]
@@ -127,7 +129,7 @@ class Collector:
         rows = x if index is None else x.index_select(0, index)
         filled = self._filled.get(name, 0)
         while len(rows):
-            if not filled and len(rows) >= ROWS:
+            if not filled and len(rows) >= ROWS:  # enough by themselves: no copy
                 self._visit(name, rows[:ROWS])
                 rows = rows[ROWS:]
                 continue
@@ -147,14 +149,23 @@ class Collector:
         stats, width = self._stats, self._stats.width
         if not len(rows):
             return
+        # Rows are widened to float32 once, a part at a time, and magnitudes are taken of a part while it is in cache. A device
+        # that multiplies 16-bit numbers into float32 sums takes them as they are: half the memory, and the same products.
         direct = rows.dtype != torch.float32 and wide_products(rows.device, rows.dtype)
         wide = rows if direct or rows.dtype == torch.float32 else rows.new_empty(rows.shape, dtype=torch.float32)
         step = max(16, _CACHE // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
         for part, target in zip(rows.split(step), wide.split(step), strict=True):
             if wide is not rows:
                 target.copy_(part)
-            if stats.needs & {"absmax", "absmean"}:
-                self._magnitudes(name, target[:, :width].abs())
+            if not stats.needs & {"absmax", "absmean"}:
+                continue
+            size = target[:, :width].abs()
+            if "absmean" in stats.needs:  # sums in float32: tokens are many, and bfloat16 has eight bits
+                new, old = size.sum(0, dtype=torch.float32), stats._abssum.get(name)
+                stats._abssum[name] = new if old is None else old.add_(new)
+            if "absmax" in stats.needs:
+                new, old = size.amax(0).float(), stats._absmax.get(name)
+                stats._absmax[name] = new if old is None else torch.maximum(old, new, out=old)
         if "gram" in stats.needs:
             if name not in stats._gram:
                 stats._gram[name] = torch.zeros(width, width, device=rows.device)
@@ -163,18 +174,6 @@ class Collector:
             if name not in stats._cross:
                 stats._cross[name] = torch.zeros(width, width, device=rows.device)
             add_cross(stats._cross[name], wide[:, :width], wide[:, width:])
-
-    def _magnitudes(self, name: str, size: Tensor) -> None:
-        """Add magnitudes `size [n, in]` to their sum and maxima."""
-        stats = self._stats
-        if "absmean" in stats.needs:
-            new = size.sum(0, dtype=torch.float32)
-            old = stats._abssum.get(name)
-            stats._abssum[name] = new if old is None else old.add_(new)
-        if "absmax" in stats.needs:
-            new = size.amax(0).float()
-            old = stats._absmax.get(name)
-            stats._absmax[name] = new if old is None else torch.maximum(old, new, out=old)
 
 
 @functools.cache

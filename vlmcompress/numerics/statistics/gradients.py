@@ -67,10 +67,13 @@ def sensitivities(
     Args:
         blocks: for each decoder block, group -> its linear layers.
     """
-    ratios = [
-        {_module(layer, name): _ratio(gradient) for name, gradient in block.items()}  # of several, the last one stays
-        for layer, block in enumerate(gradients.blocks)
-    ]
+    ratios: list[dict[str, float]] = []
+    for layer, block in enumerate(gradients.blocks):
+        ratios.append({})
+        for name, gradient in block.items():
+            # r = g_vision / g_answer; infinite where no answer token has a gradient. Of a module's layers the last one stays.
+            vision, answer = (gradient.absolute.get(modality, 0.0) for modality in ("vision", "answer"))
+            ratios[-1][_module(layer, name)] = vision / answer if answer else math.inf
     medians = {
         module: statistics.median(block_ratios[module] for block_ratios in ratios if module in block_ratios)
         for module in {module for block_ratios in ratios for module in block_ratios}
@@ -79,6 +82,7 @@ def sensitivities(
     for layer, groups in enumerate(blocks):
         for group, linears in groups.items():
             module = _module(layer, linears[0])
+            # The median keeps a block whose visual gradients happen to be small from ignoring its visual tokens.
             result[layer, group] = Sensitivity(max(ratios[layer][module], medians[module]))
     return result
 
@@ -86,9 +90,3 @@ def sensitivities(
 def _module(layer: int, linear: str) -> str:
     """Name of the module in a block that a linear layer is part of, e.g. `self_attn`."""
     return linear.partition(f".{layer}.")[2].rpartition(".")[0]
-
-
-def _ratio(gradient: Gradient) -> float:
-    """MBQ's ratio `g_vision / g_answer`; infinite where no answer token has a gradient."""
-    vision, answer = (gradient.absolute.get(modality, 0.0) for modality in ("vision", "answer"))
-    return vision / answer if answer else math.inf

@@ -77,6 +77,7 @@ class GroupStats:
         Raises ValueError if it holds NaN or Inf.
         """
         if self._merged is not None and weights is None:
+            # (X / s)^T (X / s) = diag(1/s) G diag(1/s)
             return self._merged if self._scale is None else (self._merged / self._scale).div_(self._scale[:, None])
         (first, weight), *others = self._weighed(weights).items()
         total = self._gram[first] * weight
@@ -180,7 +181,7 @@ class GroupStats:
         """Error that rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2`, over the sample of rows.
         `q` and `w` are `[out, in]`; `rounded` is the function `r`, applied to rows of the input after `rescaled`."""
         errors = {}
-        for name, x in self.sample().items():
+        for name, x in self.sample().items():  # [rows, in]
             size = float((x @ w.float().T).square().sum())
             errors[name] = float(((rounded(x) - x) @ q.float().T).square().sum()) / size if size > 0 else 0.0
         return errors
@@ -222,9 +223,17 @@ class GroupStats:
 
     def _weighed(self, weights: Mapping[str, float] | None) -> dict[str, float]:
         """Factor of each modality's Gram matrix, zero factors left out; `weights` None: 1, or the factors of the balance."""
-        if weights is None and self._shares is not None:
+        if weights is None and self._shares is not None:  # w_m = N p_m / n_m
             weights = {m: p * sum(self.count.values()) / self.count[m] for m, p in self._shares.items()}
-        return _weights(self._seen(self._gram, "gram"), weights)
+        grams = self._seen(self._gram, "gram")
+        if weights is None:
+            return dict.fromkeys(grams, 1.0)
+        if unknown := set(weights) - set(MODALITIES):
+            raise ValueError(f"unknown modalities {sorted(unknown)}; known are {', '.join(MODALITIES)}")
+        chosen = {name: weights.get(name, 0.0) for name in grams}
+        if not any(chosen.values()):
+            raise ValueError(f"every modality that occurs ({', '.join(grams)}) has weight 0")
+        return {name: weight for name, weight in chosen.items() if weight}
 
     def _with(self, **changes: Any) -> GroupStats:
         new = copy.copy(self)
@@ -251,6 +260,7 @@ def quadratic(d: Tensor, gram: Tensor) -> Tensor:
     d = d.float()
     total = d.new_zeros(d.shape[0])
     for a, b in _blocks(d.shape[1]):
+        # d_b G_bb d_b^T + 2 d_<b G_<b,b d_b^T: blocks left of the diagonal count twice for those above that are not read.
         product = d[:, a:b] @ gram[a:b, a:b]
         if a:
             product.addmm_(d[:, :a], gram[:a, a:b], alpha=2)
@@ -268,6 +278,7 @@ def _traces(changes: list[Tensor], grams: list[Tensor]) -> Tensor:
     for a, b in _blocks(len(grams[0])):
         for first, last, factor in ((0, a, 2), (a, b, 1)):
             for rows in row_chunks(grams[0][first:last, a:b]):
+                # tr(d G d^T) = sum of the entries of (d^T d) * G, in float32 by parts that stay in cache, summed in float64.
                 products = torch.stack([d[:, first:last][:, rows].T @ d[:, a:b] for d in changes])
                 parts = [(products * gram[first:last, a:b][rows]).sum((1, 2)) for gram in grams]
                 total.add_(torch.stack(parts, 1), alpha=factor)
@@ -302,7 +313,9 @@ def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = No
     end = gram.shape[0] if end is None else end
     block = _multiplied(gram.device)
     blocks = -(-(end - start) // block)
-    middle = start + block * (-(-blocks // 2)) if blocks > 1 else end
+    middle = (
+        start + block * (-(-blocks // 2)) if blocks > 1 else end
+    )  # the square right of it in one product, then both halves
     left = rows[:, start:middle]
     parts = [(start, left)] if blocks <= 1 else [(middle, rows[:, middle:end])]
     for column, right in parts:
@@ -343,14 +356,3 @@ def _finite(values: Tensor) -> Tensor:
     if not torch.stack(torch.aminmax(values)).isfinite().all():
         raise ValueError("the calibration statistics hold NaN or Inf; collect them again")
     return values
-
-
-def _weights(by_modality: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, float]:
-    if weights is None:
-        return dict.fromkeys(by_modality, 1.0)
-    if unknown := set(weights) - set(MODALITIES):
-        raise ValueError(f"unknown modalities {sorted(unknown)}; known are {', '.join(MODALITIES)}")
-    chosen = {name: weights.get(name, 0.0) for name in by_modality}
-    if not any(chosen.values()):
-        raise ValueError(f"every modality that occurs ({', '.join(by_modality)}) has weight 0")
-    return {name: weight for name, weight in chosen.items() if weight}

@@ -50,6 +50,7 @@ class KVRange:
             mask = torch.ones(size.shape[:2], dtype=torch.uint8)
         mask = mask.to(x.device)
         self.ranges = self.ranges.to(x.device)
+        # log2(0) is -inf, which the first bin takes; one `bincount` for all modalities, so nothing waits for the device thrice.
         place = ((size.log2() - _LOW) * _PER_OCTAVE).clamp_(0, BINS - 1).long()
         place += mask.long()[..., None] * BINS  # one histogram after the other, that of ignored tokens first
         counts = torch.bincount(place.flatten(), minlength=(1 + len(MODALITIES)) * BINS).view(-1, BINS)[1:]
@@ -95,9 +96,11 @@ def rounding_error(counts: Tensor, scale: float) -> float:
     """The relative error `sum (x - fp8(x))^2 / sum x^2` of a histogram `[BINS]` with a scale, as the module says."""
     inside = (torch.arange(_FINE, dtype=torch.float64) + 0.5) / _FINE
     size = torch.exp2(_LOW + (torch.arange(BINS)[:, None] + inside) / _PER_OCTAVE) / scale  # [BINS, _FINE]
+    # 2^e <= x / s < 2^(e+1): three bits of mantissa make steps of 2^(e-3), whose error is uniform, of variance step^2 / 12.
     step = torch.exp2(size.log2().floor() - 3)
     small = (size * 512).round() / 512
     error = torch.where(size < 2**-6, (small - size).square(), step.square() / 12)
+    # Beyond 448 the cache saturates.
     error = torch.where(size > FLOAT8_MAX, (size - FLOAT8_MAX).square(), error)
     energy = float(counts @ size.square().mean(1))
     return float(counts @ error.mean(1)) / energy if energy > 0 else 0.0

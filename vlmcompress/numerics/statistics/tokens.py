@@ -68,34 +68,28 @@ def splits(
     """
     flat = [mask.reshape(-1).cpu() for mask in masks]
     room = {name: size if isinstance(size, int) else size.get(name, 0) for name in MODALITIES}
-    owners = {name: _owners(flat, code, room[name], seed) for code, name in enumerate(MODALITIES, start=1)}
+    owners = {}  # of each modality [size, 2]: the sample and the token in each place; -1 where there are too few
+    for code, name in enumerate(MODALITIES, start=1):
+        owners[name], reservoir = torch.full((room[name], 2), -1), Reservoir(room[name], seed)
+        for sample, mask in enumerate(flat):
+            index = (mask == code).nonzero().squeeze(1)
+            places, chosen = reservoir.draw(len(index))
+            owners[name][places] = torch.stack([torch.full_like(chosen, sample), index[chosen]], 1)
     all_splits = []
     for batch in batches:
         length = max(len(flat[sample]) for sample in batch)
-        batch_split = split(torch.stack([_padded(flat[sample], length) for sample in batch]))
+        masks_of_batch = [torch.nn.functional.pad(flat[sample], (length - len(flat[sample]), 0)) for sample in batch]
+        batch_split = split(torch.stack(masks_of_batch))
         starts = torch.full((len(flat),), -1)  # of each sample's first token; -1: it is in another batch
         for row, sample in enumerate(batch):
             starts[sample] = (row + 1) * length - len(flat[sample])
         for name in batch_split.count:
             start = starts[owners[name][:, 0]]
+            # A row that was drawn and is in this batch: its index in the padded batch, and its place in the sample.
             places = ((start >= 0) & (owners[name][:, 0] >= 0)).nonzero().squeeze(1)
             batch_split.drawn[name] = places, start[places] + owners[name][places, 1]
         all_splits.append(batch_split)
     return all_splits
-
-
-def _owners(masks: Sequence[Tensor], code: int, size: int, seed: int) -> Tensor:
-    """Draw tokens of one modality: `[size, 2]`, the sample and the token in each place; -1 where there are too few."""
-    owners, reservoir = torch.full((size, 2), -1), Reservoir(size, seed)
-    for sample, mask in enumerate(masks):
-        index = (mask == code).nonzero().squeeze(1)
-        places, chosen = reservoir.draw(len(index))
-        owners[places] = torch.stack([torch.full_like(chosen, sample), index[chosen]], 1)
-    return owners
-
-
-def _padded(mask: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(mask, (length - len(mask), 0))
 
 
 class Reservoir:
@@ -112,6 +106,7 @@ class Reservoir:
 
     def draw(self, count: int) -> tuple[Tensor, Tensor]:
         """Draw from the next `count` rows: places `[n]` of the sample, and which of the rows go there, `[n]`."""
+        # The `size` smallest of independent uniform keys are a uniform sample without replacement, however rows are batched.
         size = len(self.keys)
         keys = torch.cat([self.keys, torch.rand(count, dtype=torch.float64, generator=self.random)])
         stays = torch.zeros(len(keys), dtype=torch.bool)

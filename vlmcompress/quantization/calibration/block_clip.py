@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ def search(
     quantized = list(floats)
     chosen: dict[Key, float] = {}
     device = accelerator() or vlm.model.device
+    # Two streams: `floats` go through blocks as they were, `quantized` through those that are done.
     for run in runs:
         outputs = floats
         with contextlib.ExitStack() as stack:
@@ -67,9 +68,8 @@ def search(
         progress("searching ranges", run[-1] + 1, len(modules))
     others = dict(method.others)
     for key, percentile in chosen.items():
-        options = _options(method.others.get(key, method))
-        values = {spec.name: getattr(options, spec.name) for spec in fields(qvlm.Options)}
-        others[key] = QuantMethod(qvlm, qvlm.Ranged(**values, percentile=percentile))
+        options = {**vars(_options(method.others.get(key, method))), "percentile": percentile}
+        others[key] = QuantMethod(qvlm, qvlm.Ranged(**options))
     return replace(method, others=others)
 
 
@@ -142,10 +142,12 @@ def _descend(
         for later in range(block, run[-1] + 1):
             xs = call(modules, later, xs, samples)
         parts = zip(xs, targets, samples, strict=True)
+        # || F_run(x; quantized) - F_run(x; float) ||^2 over tokens that are not padding, summed in float64.
         return sum(
             float((x - y)[s.modality.to(x.device) > 0].float().square().sum(dtype=torch.float64)) for x, y, s in parts
         )
 
+    # Coordinate descent: the error never rises, and a turn in which nothing changes is a local minimum.
     chosen = dict.fromkeys(weights.weights, 1.0)
     least = error(run[0], inputs)
     for _ in range(options.sweeps):
@@ -155,6 +157,7 @@ def _descend(
                 for percentile in qvlm.percentiles(options):
                     if percentile != chosen[key]:
                         weights.set(key, percentile)
+                        # Blocks before this one have their ranges: only it and those after it are run again.
                         if (loss := error(block, xs)) < least:
                             least, chosen[key] = loss, percentile
                 weights.set(key, chosen[key])

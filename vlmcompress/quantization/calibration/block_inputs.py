@@ -176,9 +176,11 @@ class _Recorder:
             self.kept.clear()
             batch.hidden = self._keep(hidden)
             batch.home = batch.hidden.device
+        # torch counts writes into a tensor in `_version`: a model may add to what a block gave in place.
         elif hidden is self.zeros and hidden._version == self.version:  # what the block before gave: nothing to look at
             batch.added.append(None)
         else:
+            # Blocks give zeros here, so what arrives is just what the model added: kept as the rows that are not zero.
             rows = hidden.flatten(0, 1)
             index = rows.any(1).nonzero().squeeze(1)
             batch.added.append((self._keep(index), self._keep(rows[index])) if len(index) else None)
@@ -193,7 +195,7 @@ class _Recorder:
     def _keep(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
             return tensor
-        if id(tensor) not in self.kept:
+        if id(tensor) not in self.kept:  # positions and masks are one tensor for all blocks, and kept once
             fits = tensor.nbytes <= self.room
             self.room -= tensor.nbytes if fits else 0
             self.kept[id(tensor)] = tensor, tensor if fits else tensor.cpu()
@@ -205,6 +207,7 @@ class _Stub(nn.Module):
 
     def __init__(self, block: nn.Module, layer: int, note: Callable[..., Tensor]):
         super().__init__()
+        # Past `nn.Module.__setattr__`, which would make the block a child and move its weights with the stub.
         self.__dict__.update(_block=block, _layer=layer, _tell=note)
 
     def __getattr__(self, name: str) -> Any:
@@ -298,6 +301,7 @@ def _padded(sample: Inputs, length: int) -> Inputs:
     if own_length == length:
         return sample
     ids, modality = sample["input_ids"], sample["modality"]
+    # Padding has an id that the tokenizer knows, but none of an image, of which the model counts the tokens.
     fill = {"input_ids": int(ids[modality != VISION][0]), "modality": IGNORED}  # the id of no image
 
     def wide(key: str, value: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -59,10 +59,18 @@ class BlockSearch(AWQModifier):
     _losses: dict[str, list[float]] = PrivateAttr(default_factory=dict)  # op -> loss of each candidate
 
     def on_sequential_epoch_end(self, state: Any, event: Any, modules: Any = (), **kwargs: Any) -> None:
-        with _no_pinning():
+        # `IntermediatesCache.pin_memory` serves copies to an accelerator, and raises where there is none.
+        original = IntermediatesCache.pin_memory
+        if not torch.accelerator.is_available():
+            IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
+        try:
             super().on_sequential_epoch_end(state, event, **kwargs)
+        finally:
+            IntermediatesCache.pin_memory = original  # type: ignore[method-assign]
 
     def _compute_best_scale(self, mapping: Any, fp16_outputs: list[Tensor], orig_layer_weights: Any) -> Tensor:
+        # The modifier's hooks have summed |X| [in] and counted tokens. Its own search, which this replaces, takes the mean
+        # squared error of all tokens alike.
         total, count = self._smooth_activation_stats[mapping.smooth_name]
         device = mapping.balance_layers[0].weight.device
         scales = mbq.candidates((total / count).to(device), self.n_grid)
@@ -71,7 +79,12 @@ class BlockSearch(AWQModifier):
         for scale in scales:
             with contextlib.ExitStack() as stack:
                 for layer in mapping.balance_layers:
-                    stack.enter_context(_rounded(layer, scale))
+                    # What `QuantizationModifier` will give the layer; none: it stays in 16 bits.
+                    args = getattr(layer, "quantization_scheme", None)
+                    if args is not None and args.weights is not None:
+                        scheme = compressed_tensors.scheme_of(args.model_dump(mode="json"))
+                        stack.enter_context(replaced_forward(layer, _engine_forward(layer, scale, scheme)))
+                # Runs the block's attention or MLP (`parent`) on the arguments that were recorded of it.
                 outputs = self._run_samples(mapping.parent)
             try:
                 losses.append(mbq.loss(*sums(fp16_outputs, outputs), rho))
@@ -81,6 +94,7 @@ class BlockSearch(AWQModifier):
             raise UserError(f"{mapping.parent_name}: its output holds NaN or Inf; check the checkpoint and the samples")
         least = losses.index(min(losses))
         self._losses[mapping.smooth_name] = losses
+        # Logged by the modifier when it ends.
         self._error_metrics.append(
             {
                 "layer_name": mapping.smooth_name,
@@ -96,6 +110,7 @@ class BlockSearch(AWQModifier):
 
 def sums(references: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, int]]:
     """Sum errors over samples `[1, tokens, channels]`: modality -> sum of |D|, and number of elements."""
+    # llm-compressor keeps the loss mask of each sample in its session; ours holds modalities instead of 0 and 1.
     masks = active_session().state.loss_masks
     assert masks is not None  # `run_oneshot` gives every sample its mask
     total, count = torch.zeros(len(MODALITIES), dtype=torch.float64), torch.zeros(len(MODALITIES), dtype=torch.int64)
@@ -109,15 +124,8 @@ def sums(references: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[dict[
     return dict(zip(MODALITIES, total.tolist(), strict=True)), dict(zip(MODALITIES, count.tolist(), strict=True))
 
 
-def _rounded(layer: nn.Linear, scale: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Make `layer` compute what the engine will: `X / scale`, rounded if activations are, times `Q(W scale)`."""
-    scheme = _scheme(layer)
-    if scheme is None:
-        return contextlib.nullcontext()
-    return replaced_forward(layer, _engine_forward(layer, scale, scheme))
-
-
 def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme) -> Callable[[Tensor], Tensor]:
+    """A layer's `forward` as the engine computes it: `X / scale`, rounded if activations are, times `Q(W scale)`."""
     dtype, act = layer.weight.dtype, scheme.activations
     weight = layer.weight.float() * scale
     weight = fake_quantize(weight, *find_params(weight, scheme.weights, scale_dtype=dtype), scheme.weights)
@@ -130,14 +138,6 @@ def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme) -> Callable
         return nn.functional.linear(x, weight, None if layer.bias is None else layer.bias.float()).to(dtype)
 
     return forward
-
-
-def _scheme(layer: nn.Module) -> Scheme | None:
-    """The number formats that llm-compressor will give a layer; None: it stays as it is."""
-    args = getattr(layer, "quantization_scheme", None)
-    if args is None or args.weights is None:
-        return None
-    return compressed_tensors.scheme_of(args.model_dump(mode="json"))
 
 
 @torch.no_grad()
@@ -159,10 +159,11 @@ def search_blocks(
     smoothed = [group for group in groups if group.smooth]
     options = method.options
     assert isinstance(options, mbq.Options)
-    rho = {group.linears[0]: _rho(group, sensitivities) for group in smoothed}
+    rho = {group.linears[0]: sensitivities[group.layer, group.name].rho for group in smoothed}
     search = BlockSearch(mappings=mappings_of(groups), n_grid=options.grid, rho=rho)
     targets = [(method.of(group).scheme, [_exactly(name) for name in group.linears]) for group in groups]
     config = compressed_tensors.quantization_config([(scheme, names) for scheme, names in targets if scheme], ignore=[])
+    # The modifier folds its scales into the model that it works on; only the scales are wanted.
     copied = replace(vlm, model=copy.deepcopy(vlm.model))
     recipe = [search, QuantizationModifier(config_groups=config["config_groups"])]
     run_oneshot(copied, batches, recipe, models.layer_class(vlm.model, vlm.spec))
@@ -175,25 +176,6 @@ def mappings_of(groups: Sequence[Group]) -> list[AWQMapping]:
     """The mappings of llm-compressor for the groups that can be smoothed."""
     pairs = [(group.smooth, (*group.linears, *group.kept)) for group in groups if group.smooth]
     return [AWQMapping(_exactly(op), [_exactly(name) for name in linears]) for op, linears in pairs]
-
-
-def _rho(group: Group, sensitivities: Mapping[tuple[int, str], Sensitivity]) -> float:
-    rho = sensitivities[group.layer, group.name].rho
-    if rho is None:
-        raise UserError(f"{group.linears[0]}: no gradient reaches its visual and answer tokens; add samples with both")
-    return rho
-
-
-@contextlib.contextmanager
-def _no_pinning() -> Iterator[None]:
-    """Keep host memory unpinned where there is no accelerator, as pinning serves copies to one and raises without."""
-    original = IntermediatesCache.pin_memory
-    if not torch.accelerator.is_available():
-        IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        IntermediatesCache.pin_memory = original  # type: ignore[method-assign]
 
 
 def _exactly(name: str) -> str:

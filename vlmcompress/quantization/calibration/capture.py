@@ -69,6 +69,7 @@ def capture_blocks(
     for sample in samples if release else ():
         for name in sample.keys() - {"modality"}:
             del sample[name]
+    # Blocks after the last one that is pending are not run: nothing of them is wanted.
     pending = [layer for layer, groups in enumerate(blocks) if groups and not finished(layer)]
     last = max(pending, default=-1)
     parts = [[[group] for group in groups] if spec.prefix == "groups" else [groups] for groups in blocks]
@@ -78,6 +79,7 @@ def capture_blocks(
         advanced = False
         with resident(block, run.device), routed_to_all(block) if spec.all_experts else nullcontext():
             if layer in pending:
+                # The caller changes the block between its groups: its 16-bit form is kept for the reference's stream.
                 reference = copy.deepcopy(block) if run.reference_batches else None
                 for number, part in enumerate(parts[layer], start=1):
                     leaves = layer < last and number == len(parts[layer])  # samples go on to the next block
@@ -91,6 +93,7 @@ def capture_blocks(
                     run.advance(layer, block, run.reference_batches)
                 if groups:
                     yield layer, None
+            # "blocks" and "groups": the caller has put the quantized weights in, and the next block sees their output.
             if layer < last and not advanced:
                 run.advance(layer, block, run.batches)
             if groups:

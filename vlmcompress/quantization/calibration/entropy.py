@@ -53,29 +53,24 @@ def cluster_entropy(x: Tensor, clusters: int = CLUSTERS) -> float:
 
 def conditional_entropy(before: Tensor | None, x: Tensor, codes: int = _CODES) -> float:
     """Entropy in bits of the soft codes of `x [tokens, in]` given those of `before [tokens, in]`; see the module."""
-    joint = torch.zeros(codes, codes, dtype=torch.float64)
-    grids = [(rows, *_grid(rows, codes)) for rows in ([x] if before is None else [before, x])]
+    joint, grids = torch.zeros(codes, codes, dtype=torch.float64), []
+    for rows in [x] if before is None else [before, x]:
+        low, high = rows.amin(0), rows.amax(0)  # of each channel [in]
+        step = (high - low) / (codes - 1)
+        grids.append((rows, low, torch.where(step > 0, step, 1.0)))  # 1 where nothing varies
     for start in range(0, len(x), _ROWS):
-        parts = [_memberships(rows[start : start + _ROWS], low, step, codes) for rows, low, step in grids]
+        parts = []
+        for rows, low, step in grids:
+            # Eq. (5): soft membership of each element in each code, exp(-(x - q_m)^2) normalized: [tokens * in, codes].
+            position = ((rows[start : start + _ROWS] - low) / step).reshape(-1, 1)
+            parts.append((position - torch.arange(codes)).square_().neg_().softmax(1))
+        # p(u, v): the mean over elements of the product of both memberships, summed in float64.
         joint += (parts[0].T @ parts[-1] if before is not None else parts[0].sum(0).diag()).double()
     joint /= joint.sum()
     if before is None:
         return _entropy(joint.diagonal())
-    return _entropy(joint.flatten()) - _entropy(joint.sum(1))
+    return _entropy(joint.flatten()) - _entropy(joint.sum(1))  # eq. (4): H(v | u) = H(u, v) - H(u)
 
 
 def _entropy(p: Tensor) -> float:
     return -torch.xlogy(p, p).sum().item() / math.log(2)
-
-
-def _grid(x: Tensor, codes: int) -> tuple[Tensor, Tensor]:
-    """Lowest value and step `[in]` of each channel of `x [tokens, in]`; the step is 1 where nothing varies."""
-    low, high = x.amin(0), x.amax(0)
-    step = (high - low) / (codes - 1)
-    return low, torch.where(step > 0, step, 1.0)
-
-
-def _memberships(x: Tensor, low: Tensor, step: Tensor, codes: int) -> Tensor:
-    """Membership of each element of `x [tokens, in]` in each code: `[tokens * in, codes]`, rows sum to 1."""
-    position = ((x - low) / step).reshape(-1, 1)
-    return (position - torch.arange(codes)).square_().neg_().softmax(1)

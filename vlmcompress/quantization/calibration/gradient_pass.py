@@ -145,7 +145,10 @@ def _propagate(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:
         logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    kept: list[Any] = []  # what the model hands to its head
+    # The head's logits are made and differentiated some columns at a time: the model's base runs once, its output is kept as a
+    # leaf, each call with `logits_to_keep` (transformers' argument) meets that instead of the base, and the base's own graph
+    # gets the sum of the leaf's gradients at the end.
+    kept: list[Any] = []  # what the model passes to its head
     hook = model.base_model.register_forward_hook(lambda _module, _args, output: kept.append(output))
     vocabulary = logits(columns[:1]).shape[-1]
     hook.remove()
@@ -155,6 +158,7 @@ def _propagate(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:
         for chunk in columns.split(max(1, _LOGITS // (len(answers) * vocabulary))):
             predicted, target = logits(chunk), targets[:, chunk]
             each = nn.functional.cross_entropy(predicted.flatten(0, 1), target.flatten(), reduction="none")
+            # A sample's loss is the mean over its answer's tokens; the sum over samples gives each its own gradient.
             losses = each.view_as(target).sum(1, keepdim=True) / counts
             parts.append(losses.detach())
             (losses.sum() * scale).backward()
@@ -209,6 +213,7 @@ class _Totals:
             self.problem = self.problem or bad
         for name, sums in zip(names, together[:, :, 1:], strict=True):
             tokens = sums[..., 2]
+            # MBQ's g: the mean over a sample's tokens, then over samples, however long they are. Fisher's squares: over tokens.
             magnitude = sums[..., 0] / tokens.clamp_min(1)
             self.sums[name] += torch.stack([magnitude, sums[..., 1], tokens > 0, tokens], 2).sum(0)
         self._batch_sums.clear()
@@ -226,6 +231,7 @@ class _Totals:
     def _watch(self, name: str, expert: models.Expert | None) -> Callable:
         def reduce(grad: Tensor, upstream: Tensor | None) -> None:
             rows = grad.detach().reshape(-1, grad.shape[-1]).float()
+            # [tokens, 3]: mean |dL/dY| and (dL/dY)^2 over channels, and 1 to count tokens; sums over tokens in float64.
             values = torch.stack([rows.abs().mean(1), rows.square().mean(1), rows.new_ones(len(rows))], 1).double()
             tokens = self._kinds.shape[:2]
             if upstream is not None:  # the tokens that an expert is sent, each once
@@ -244,27 +250,22 @@ class _Totals:
 def _graph(vlm: VLM, checkpointed: bool) -> Iterator[None]:
     """Let the graph begin at the input of the first decoder block, and let each block keep no more of it than its input."""
     blocks = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
-    root = blocks[0].register_forward_pre_hook(_begin)
-    with contextlib.ExitStack() as stack:
-        stack.callback(root.remove)
-        for block in blocks if checkpointed else ():
-            forward = _checkpointed(block.forward, lambda: float_products(vlm.model))
-            stack.enter_context(replaced_forward(block, forward))
-        yield
 
+    def begin(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        return (args[0].detach().requires_grad_(), *args[1:])  # a leaf: nothing before it is traced
 
-def _begin(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    return (args[0].detach().requires_grad_(), *args[1:])
-
-
-def _checkpointed(forward: Callable, context: Callable[[], contextlib.AbstractContextManager]) -> Callable:
-    """A block's `forward` that runs twice, in `context` both times: a backward pass is in no context of its caller's."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        def inside() -> Any:
-            with context():
+    def twice(forward: Callable) -> Callable:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with float_products(vlm.model):  # entered in both runs: a backward pass is in no context of its caller's
                 return forward(*args, **kwargs)
 
-        return checkpoint(inside, use_reentrant=False, preserve_rng_state=False)
+        # The block runs again in the backward pass. Dropout is off, so no state of random numbers has to be kept.
+        return lambda *args, **kwargs: checkpoint(
+            inside, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
 
-    return run
+    with contextlib.ExitStack() as stack:
+        stack.callback(blocks[0].register_forward_pre_hook(begin).remove)
+        for block in blocks if checkpointed else ():
+            stack.enter_context(replaced_forward(block, twice(block.forward)))
+        yield

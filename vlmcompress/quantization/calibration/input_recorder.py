@@ -202,29 +202,24 @@ class InputRecorder:
 
     def _hook(self, index: int) -> Callable:
         def record(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0]
-            self.collectors[index].add(x, self._split(index, x), self.reference.pop(index, None))
-            if index == 0 and self.spec.sampled_rows:
-                self._draw(x)
+            x = args[0]  # [..., in]
+            if self.routed and index in self.routed.owners:
+                split: Split | None = self.routed.split(index)
+            else:  # None, all rows alike, where these are not the batch's tokens
+                of_batch = self.tokens.splits[self.number]
+                split = of_batch if x.numel() // x.shape[-1] == of_batch.tokens else None
+            self.collectors[index].add(x, split, self.reference.pop(index, None))
+            if index == 0 and self.spec.sampled_rows and "text" in self.tokens.drawn[self.number].drawn:
+                slots, indices = self.tokens.drawn[self.number].drawn[
+                    "text"
+                ]  # of all tokens, as the draw knows one kind
+                rows = x.reshape(-1, x.shape[-1]).index_select(0, indices)
+                self.rows.index_copy_(0, slots, rows.float())
             self.recorded.add(index)
             if self.stops and len(self.recorded) == len(self.groups):
                 raise StopForward
 
         return record
-
-    def _split(self, index: int, x: Tensor) -> Split | None:
-        """Modalities of the rows of `x [..., in]`; None where these are not the batch's tokens."""
-        if self.routed and index in self.routed.owners:
-            return self.routed.split(index)
-        split = self.tokens.splits[self.number]
-        return split if x.numel() // x.shape[-1] == split.tokens else None
-
-    def _draw(self, x: Tensor) -> None:
-        """Keep those of the rows of `x [..., in]` that were drawn."""
-        drawn, rows = self.tokens.drawn[self.number].drawn, x.reshape(-1, x.shape[-1])
-        if "text" in drawn:
-            slots, indices = drawn["text"]
-            self.rows.index_copy_(0, slots, rows.index_select(0, indices).float())
 
 
 class _RecordingCache:
@@ -251,6 +246,7 @@ def record_kv_cache(attention: Any, ranges: KVRange, modality: Callable[[], Tens
         modality: returns that of the tokens of the present batch, `[samples, tokens]`.
     """
 
+    # transformers' attention calls `past_key_values.update(keys, values, layer)` after RoPE and attends to what it returns.
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return args, kwargs | {"past_key_values": _RecordingCache(ranges, modality())}
 

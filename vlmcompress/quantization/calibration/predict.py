@@ -96,7 +96,7 @@ class Predictor:
                     else None
                 )
         self.grams = [grams[tuple(sorted(layer_squares.items()))] for layer_squares in squares]
-        self.factors = [0.5 * share for share in self.shares]
+        self.factors = [0.5 * share for share in self.shares]  # dL = 1/2 sum f tr(dW G dW^T), scaled up to all rows
 
     @torch.no_grad()
     def error(self, module: Quantizer, options: QuantizerOptions, *, smooths: bool = True) -> float:
@@ -109,7 +109,12 @@ class Predictor:
         scheme = module.scheme(options)
         if scheme is None:
             return 0.0
-        rows, stats, smoothing = self.rows, self._of(module, options), Smoothing()
+        rows, stats, smoothing = self.rows, self.stats, Smoothing()
+        if "gram" in module.needs(options).statistics:
+            if (balance := options.balance or "off") != self._balance:
+                self._balanced, self._prepared = self.stats, {}  # lets go of the last
+                self._balance, self._balanced = balance, self.stats.balanced(balance).merged()
+            stats = self._balanced
         if smooths:
             smoothing = schemes.smooth(module, list(rows), stats, options, self.scale_dtype)
         if (scale := smoothing.scale) is not None:
@@ -120,18 +125,10 @@ class Predictor:
             if gram is None:
                 continue
             noise = input_noise(scheme.activations, gram, scale) @ row.square().sum(0) if scheme.activations else 0.0
+            # Errors are of W s; those of the product with inputs over s are of dW = D / s under the Gram matrix of X.
             dw = dw if scale is None else dw / scale
             total += factor * (quadratic(dw, gram).sum().item() + float(noise))
         return total
-
-    def _of(self, module: Quantizer, options: QuantizerOptions) -> GroupStats:
-        """The statistics that a method reads; balanced as its options ask where it reads the Gram matrix."""
-        if "gram" not in module.needs(options).statistics:
-            return self.stats
-        if (balance := options.balance or "off") != self._balance:
-            self._balanced, self._prepared = self.stats, {}  # lets go of the last
-            self._balance, self._balanced = balance, self.stats.balanced(balance).merged()
-        return self._balanced
 
 
 def evenly(weight: Tensor, count: float) -> Tensor:
@@ -148,5 +145,6 @@ def input_noise(activations: ActFormat, gram: Tensor, scale: Tensor | None = Non
     square = gram.diagonal() if scale is None else gram.diagonal() / scale.square()
     if activations.kind == "float":
         return _FLOAT_NOISE[activations.bits] * square
+    # A token's largest value: that of the largest channel, or of `in` normal ones, whose expected square is 2 ln(in) sigma^2.
     largest = torch.maximum(square.max(), 2 * math.log(len(square)) * square.mean())
     return (largest / (2 ** (activations.bits - 1) - 1) ** 2 / 12).expand(len(square))

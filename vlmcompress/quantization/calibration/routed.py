@@ -123,6 +123,7 @@ class Routed:
 
     def fill(self, collectors: Sequence[Collector]) -> None:
         """Run experts that saw too few tokens on others of the layer. Every worker calls this, behind its last batch."""
+        # As many tokens as the Gram matrix [in, in] has rows, below which it is singular.
         least, counts = min(self.draw.width, self.draw.tokens), self._counted(collectors)
         firsts = {id(self.owners[index]): index for index in sorted(self.owners, reverse=True)}
         missing = {index: least - sum(counts[index].values()) for index in sorted(firsts.values())}
@@ -133,17 +134,15 @@ class Routed:
             codes = torch.cat([torch.full((self.draw.room[name],), MODALITIES.index(name) + 1) for name in names])
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.draw.seed))
             for index in distributed.shard(list(self.borrowed)):
-                chosen = order[: self.borrowed[index]]
-                self._show(self.owners[index], rows[chosen.to(self.device)], codes[chosen])
+                chosen, expert = order[: self.borrowed[index]], self.owners[index]
+                # The expert's hooks record what it is given: these rows, of these modalities.
+                self._codes = codes[chosen].to(self.device)
+                expert.rows = torch.arange(len(chosen), device=self.device)
+                try:
+                    widened(expert)(rows[chosen.to(self.device)].to(next(expert.parameters()).dtype))
+                finally:
+                    expert.rows = None
         self.counts = self._counted(collectors)
-
-    def _show(self, expert: Expert, rows: Tensor, codes: Tensor) -> None:
-        """Run an expert on rows `[n, width]` of modalities `codes`."""
-        self._codes, expert.rows = codes.to(self.device), torch.arange(len(rows), device=self.device)
-        try:
-            widened(expert)(rows.to(next(expert.parameters()).dtype))
-        finally:
-            expert.rows = None
 
     def _counted(self, collectors: Sequence[Collector]) -> dict[int, dict[str, int]]:
         """Tokens that the experts have seen so far in all workers, by modality."""

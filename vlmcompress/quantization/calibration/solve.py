@@ -127,16 +127,34 @@ def solve_block(
     Raises:
         UserError: a weight or its statistics hold NaN or Inf, or lack what the method needs.
     """
-    result, current = BlockResult(), _Current(weights)
-    foldable = [group for group in groups if group.name in stats and _foldable(group, groups)]
+    result, factors = BlockResult(), dict[str, list[Tensor]]()
+
+    def current(group: Group) -> list[Tensor]:
+        """A group's weights as smoothed so far, in float32; made on each use, as copies of all would double the memory."""
+        return [math.prod(factors.get(name, ()), start=weights[name].float()) for name in group.linears]
+
+    # A scale is folded into the op before: a norm, or a linear layer, whose rows can take it only if they are quantized after.
+    linears = {name for group in groups for name in group.linears}
+    foldable = [
+        group
+        for group in groups
+        if group.name in stats and group.smooth and (group.smooth_kind != "linear" or group.smooth in linears)
+    ]
     mine = [group.name for group in distributed.shard(groups)]
     # A group's scale is searched on weights that no other group's has changed, so workers can share the searches. Each searches
     # for the groups that it solves, which continue from the factors of their searches.
-    searched = {
-        group.name: _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
-        for group in foldable
-        if group.name in mine
-    }
+    searched: dict[str, Smoothing] = {}
+    for group in foldable:
+        chosen = method.of(group)
+        if group.name not in mine:
+            continue
+        if "block_scales" in chosen.needs.searches:
+            searched[group.name] = Smoothing((scales or {}).get(group.name))
+            continue
+        with _naming(group):
+            searched[group.name] = schemes.smooth(
+                chosen.module, current(group), stats[group.name], chosen.options, scale_dtype
+            )
     smoothing_scales = distributed.merge_dicts({name: smoothing.scale for name, smoothing in searched.items()})
     for group in foldable:
         scale = smoothing_scales[group.name]
@@ -144,20 +162,25 @@ def solve_block(
             continue
         assert group.smooth is not None
         if norms and group.smooth in norms:
-            scale = _as_stored(scale, norms[group.smooth], norm_offset)
+            # The norm's weight g / s is rounded to 16 bits: in effect it is divided by g over that, which the weights are
+            # multiplied by instead of s. So the two cancel, and rounding the norm costs nothing.
+            norm = norms[group.smooth]
+            exact, old = scale.to(norm.device), norm.float() + norm_offset
+            stored = old / (_divided(norm, exact, norm_offset).float() + norm_offset)
+            scale = torch.where(stored.isfinite() & (stored > 0), stored, exact).to(scale.device)
         result.smoothing[group.smooth] = scale
         result.multiplied |= dict.fromkeys(group.kept, scale)
         stats[group.name] = stats[group.name].rescaled(scale)
+        # W diag(s), and of a linear layer before it diag(1/s) W, which is rounded with its own group.
         for name in group.linears:
-            current.multiply_columns(name, scale)
-        current.divide_rows(group.smooth, scale)
+            factors.setdefault(name, []).append(scale)
+        factors.setdefault(group.smooth, []).append(1 / scale[:, None])
     solved: dict[str, BlockResult] = {}
     for group in groups:
         group_stats = stats.pop(group.name, None)
         if group.name in mine:
-            group_weights = [current[name] for name in group.linears]
             factor = searched.pop(group.name, Smoothing()).factor  # as large as the Gram matrix
-            solved[group.name] = _solve_group(group, group_weights, group_stats, method.of(group), scale_dtype, factor)
+            solved[group.name] = _solve_group(group, current(group), group_stats, method.of(group), scale_dtype, factor)
     solved = distributed.merge_dicts(solved)
     for group in groups:
         result.add(solved[group.name])
@@ -180,13 +203,8 @@ def _solve_group(
         solution = schemes.solve(method.module, weights, stats, method.options, scale_dtype, factor)
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     if stats is not None and stats.borrowed:
-        result.warnings.append(
-            (
-                FEW,
-                first,
-                f"{stats.borrowed} of {sum(stats.count.values())} tokens are others, each counts as one of its own",
-            )
-        )
+        others = f"{stats.borrowed} of {sum(stats.count.values())} tokens are others, each counts as one of its own"
+        result.warnings.append((FEW, first, others))
     for name, weight, quantized in zip(group.linears, weights, solution.weights, strict=True):
         result.weights[name] = quantized
         act = method.scheme.activations if method.scheme else None
@@ -199,23 +217,6 @@ def _solve_group(
     return result
 
 
-def _smoothing(
-    group: Group,
-    current: _Current,
-    stats: GroupStats,
-    method: QuantMethod,
-    scale_dtype: torch.dtype,
-    scales: Mapping[str, Tensor | None],
-) -> Smoothing:
-    """The smoothing of a group's input, searched before or by its method."""
-    chosen = method.of(group)
-    if "block_scales" in chosen.needs.searches:
-        return Smoothing(scales.get(group.name))
-    weights = [current[name] for name in group.linears]
-    with _naming(group):
-        return schemes.smooth(chosen.module, weights, stats, chosen.options, scale_dtype)
-
-
 @contextmanager
 def _naming(group: Group) -> Iterator[None]:
     """Turn a ValueError about weights or statistics into a UserError that names the layer."""
@@ -225,46 +226,10 @@ def _naming(group: Group) -> Iterator[None]:
         raise UserError(f"{group.linears[0]}: {error}") from error
 
 
-def _as_stored(scale: Tensor, norm: Tensor, offset: float) -> Tensor:
-    """The `s [channels]` by which a norm of weight `norm` is divided in effect, once the quotient is rounded for storage."""
-    exact, old = scale.to(norm.device), norm.float() + offset
-    stored = old / (_divided(norm, exact, offset).float() + offset)
-    return torch.where(stored.isfinite() & (stored > 0), stored, exact).to(scale.device)
-
-
 def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
     """Divide `parameter [channels, ...]`, to which an op adds `offset`, by `scale [channels]`; keeps the parameter's dtype."""
     scale = scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1))
     return ((parameter.float() + offset) / scale - offset).to(parameter.dtype)
-
-
-class _Current:
-    """The block's weights as smoothed so far, in float32; made on each use, as copies of all would double the memory."""
-
-    def __init__(self, weights: Mapping[str, Tensor]):
-        self.weights = weights
-        self.factors: dict[str, list[Tensor]] = {}
-
-    def multiply_columns(self, name: str, scale: Tensor) -> None:
-        """Scale the input channels of a linear layer by `scale [in]`."""
-        self.factors.setdefault(name, []).append(scale)
-
-    def divide_rows(self, name: str, scale: Tensor) -> None:
-        """Divide the output channels of an op by `scale [out]`; nothing happens to ops that aren't linear layers."""
-        self.factors.setdefault(name, []).append(1 / scale[:, None])
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self.weights[name].float()
-        for factor in self.factors.get(name, ()):
-            weight = weight * factor
-        return weight
-
-
-def _foldable(group: Group, groups: Sequence[Group]) -> bool:
-    """Whether there is an op before the group to fold a scale into: a norm, or a linear layer that is not left as it is."""
-    if group.smooth_kind == "linear":
-        return any(group.smooth in other.linears for other in groups)
-    return group.smooth is not None
 
 
 def _errors(

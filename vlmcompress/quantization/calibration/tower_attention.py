@@ -52,7 +52,7 @@ def scales(vlm: VLM, samples: list[dict[str, Tensor]], progress: Progress = sile
 @contextmanager
 def _watched(model: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
     """Within the context, attention module of the tower -> the largest magnitudes of q, k and v so far, float32 `[3]`."""
-    from transformers.modeling_utils import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     blocks = model.get_submodule(spec.vision_layers)
     modules = {
@@ -69,8 +69,12 @@ def _watched(model: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
     def show(module: nn.Module, *states: Any, **kwargs: Any) -> Any:
         call_largest = torch.stack([state.detach().abs().amax().float() for state in states[:3]])
         largest[names[module]] = torch.maximum(sent(largest[names[module]], call_largest.device), call_largest)
-        return _function(before[0], module)(module, *states, **kwargs)
+        # `eager` is no entry of transformers' table, but a function in the module's own file.
+        eager: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+        return ALL_ATTENTION_FUNCTIONS.get_interface(before[0], eager)(module, *states, **kwargs)
 
+    # transformers looks its attention function up by `config._attn_implementation` in each call, and calls it with q, k and v
+    # after RoPE. A registered name can't be taken back but from the private mapping.
     AttentionInterface.register(_NAME, show)
     try:
         for config in configs:
@@ -80,11 +84,3 @@ def _watched(model: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
         for config, old in zip(configs, before, strict=True):
             config._attn_implementation = old
         AttentionInterface._global_mapping.pop(_NAME)
-
-
-def _function(implementation: str, module: nn.Module) -> Any:
-    """The attention that a module computes by itself; that called `eager` is in the module's own file."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    eager: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
-    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)

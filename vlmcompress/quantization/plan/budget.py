@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from vlmcompress.models import Group, Source
@@ -21,7 +20,7 @@ from vlmcompress.quantization.plan.shape_checks import shape_problems
 from vlmcompress.quantization.schemes import Search
 from vlmcompress.recipe import Recipe, targets
 from vlmcompress.recipe.allocation import Key
-from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
+from vlmcompress.recipe.bits import DEFAULT, NAMED
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.tensor_files import Spec
@@ -59,23 +58,18 @@ class Budget:
 def widths(recipe: Recipe) -> dict[str, QuantMethod]:
     """The widths of a recipe. Raises `UserError` for one that the scheme does not have or the target does not run."""
     assert recipe.bits is not None
-    among = recipe.bits.among or _default_widths(recipe)
-    table = {str(width): _method(recipe, width) for width in among}
     target = targets.get(recipe.target) if recipe.target else None
+    among: tuple[int | str, ...] = recipe.bits.among or DEFAULT
+    if target and not recipe.bits.among:
+        # Those that the target runs, and its 8-bit scheme where it runs no 8-bit weights with 16-bit activations.
+        among = tuple(bits for bits in DEFAULT if not target.refusal(targets.format_key(_method(recipe, bits).scheme)))
+        wide = target.schemes["throughput"]
+        among = among if 8 in among or wide not in NAMED else (*among, wide)
+    table = {str(width): _method(recipe, width) for width in among}
     for name, method in table.items():
         if target and (reason := target.refusal(targets.format_key(method.scheme))):
             raise UserError(f"bits.among has {name}, and {reason}")
     return table
-
-
-def _default_widths(recipe: Recipe) -> tuple[int | str, ...]:
-    """The widths where the recipe names none: those of `DEFAULT` that the target runs, and its 8-bit scheme for 8 bits."""
-    if recipe.target is None:
-        return DEFAULT
-    target = targets.get(recipe.target)
-    runs = tuple(bits for bits in DEFAULT if not target.refusal(targets.format_key(_method(recipe, bits).scheme)))
-    wide = target.schemes["throughput"]
-    return runs if 8 in runs or wide not in NAMED else (*runs, wide)
 
 
 def _method(recipe: Recipe, width: int | str) -> QuantMethod:
@@ -132,7 +126,15 @@ def budget_of(
             name: list(shape_problems(source, group, method.scheme, exporter, recipe.target))
             for name, method in table.items()
         }
-        nbytes = {name: _nbytes(method, weights, exporter) for name, method in table.items() if not problems[name]}
+        nbytes: dict[str, int] = {}
+        for name, method in table.items():
+            if problems[name]:
+                continue
+            if method.scheme is None:  # 16 bits
+                nbytes[name] = sum(weight.nbytes for weight in weights)
+            else:  # the exporter's own tensors: codes, scales and zero points
+                layers = [exporter.specs(method.scheme, *weight.shape, weight.dtype) for weight in weights]
+                nbytes[name] = sum(spec.nbytes for specs in layers for spec in specs.values())
         if not nbytes:
             raise UserError(next(iter(problems.values()))[0])
         before = sizes.get((group.layer, group.unit), dict.fromkeys(nbytes, 0))
@@ -143,33 +145,16 @@ def budget_of(
     replaced = {name.removesuffix(".weight") for name in parameters} | {source.names[name] for name in parameters}
     fixed = sum(spec.nbytes for name, spec in written.items() if name.partition(":")[0] not in replaced)
     count = sum(math.prod(weight.shape) for group in groups for weight in source.weights(group))
-    largest = sum(max(nbytes.values()) for nbytes in sizes.values())
-    budget = Budget(table, sizes, count, fixed, largest)
-    return dataclasses.replace(budget, nbytes=_limit(recipe.bits, budget))
-
-
-def _limit(bits: Bits, budget: Budget) -> int:
-    """Bytes for all groups. Raises `UserError` naming the smallest reachable where that is more."""
-    smallest = sum(min(nbytes.values()) for nbytes in budget.sizes.values())
+    smallest, bits = sum(min(nbytes.values()) for nbytes in sizes.values()), recipe.bits
     if bits.max_size is not None:
-        limit = parse_bytes(bits.max_size, "bits.max_size") - budget.fixed
-        least = f"{math.ceil((budget.fixed + smallest) / 1000) / 1000:g}MB, of which {size(budget.fixed)} are not shared out"
+        limit = parse_bytes(bits.max_size, "bits.max_size") - fixed
+        least = f"{math.ceil((fixed + smallest) / 1000) / 1000:g}MB, of which {size(fixed)} are not shared out"
         setting = f"bits.max_size {bits.max_size}"
     else:
         assert bits.budget is not None
-        limit = math.floor(bits.budget * budget.weights / 8)
-        least = f"{math.ceil(1e4 * budget.bits(smallest)) / 1e4:g} bits per weight, scales and zero points included"
+        limit = math.floor(bits.budget * count / 8)
+        least = f"{math.ceil(1e4 * 8 * smallest / count) / 1e4:g} bits per weight, scales and zero points included"
         setting = f"bits.budget {bits.budget:g}"
     if smallest > limit:
-        raise UserError(
-            f"{setting} can't be met with widths {', '.join(budget.widths)}; the smallest reachable is {least}"
-        )
-    return limit
-
-
-def _nbytes(method: QuantMethod, weights: Iterable[Spec], exporter: ModuleType) -> int:
-    """Bytes that weights take on disk with a method."""
-    if method.scheme is None:
-        return sum(weight.nbytes for weight in weights)
-    stored = (exporter.specs(method.scheme, *weight.shape, weight.dtype) for weight in weights)
-    return sum(spec.nbytes for specs in stored for spec in specs.values())
+        raise UserError(f"{setting} can't be met with widths {', '.join(table)}; the smallest reachable is {least}")
+    return Budget(table, sizes, count, fixed, limit)

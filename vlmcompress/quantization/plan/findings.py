@@ -68,20 +68,13 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     if target and engine == "vllm":
         report.append(cache_finding(recipe, plan.source, target, everywhere=all(plan.blocks)))
         if recipe.vision_attention:
-            report.append(_tower(target))
+            needs = target.vision_attention_fp8
+            missing = f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out"
+            report.append(Finding("vllm: vision attention", bool(needs), f"FP8 with {needs}" if needs else missing))
     if not plan.problems:
-        report.append(_size(plan))
-        if target and target.memory:
-            report.append(_memory(plan, target))
+        report += _size(plan, target)
     report += _calibration(plan)
     return [*report, *_output(recipe)]
-
-
-def _tower(target: Target) -> Finding:
-    """Whether vLLM computes a vision tower's attention in FP8 on the target."""
-    needs = target.vision_attention_fp8
-    missing = f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out"
-    return Finding("vllm: vision attention", bool(needs), f"FP8 with {needs}" if needs else missing)
 
 
 def _output(recipe: Recipe) -> list[Finding]:
@@ -106,21 +99,16 @@ def _kernels(recipe: Recipe, target: Target | None, engine: str) -> list[Finding
         elif engine == "vllm":
             reason = target.refusal(key)
             report.append(Finding(name, reason is None, reason or f"{target.kernel(key)} kernel on {target.title}"))
-        elif engine in NVIDIA and (reason := _without_gain(engine, key, target)):
-            report.append(Finding(name, False, reason))
+        elif engine in NVIDIA:
+            title, capability = readers.ENGINES[engine].title, target.capability
+            if capability is None or capability < NVIDIA[engine]:
+                since = " from A100 on" if NVIDIA[engine] > (0, 0) else ""
+                report.append(Finding(name, False, f"{title} wants an NVIDIA GPU{since}; use --engine vllm"))
+            elif key.startswith("w8a8-fp") and capability < (8, 9):
+                lacking = f"{target.title} has no FP8 arithmetic; choose another --target"
+                weight_only = f"{title} runs FP8 weight-only on {target.title}; use int8"
+                report.append(Finding(name, False, weight_only if engine == "sglang" else lacking))
     return report
-
-
-def _without_gain(engine: str, key: str, target: Target) -> str | None:
-    """Why an engine for NVIDIA GPUs gains nothing from a format on the target; None: nothing is known against it."""
-    title, capability = readers.ENGINES[engine].title, target.capability
-    if capability is None or capability < NVIDIA[engine]:
-        since = " from A100 on" if NVIDIA[engine] > (0, 0) else ""
-        return f"{title} wants an NVIDIA GPU{since}; use --engine vllm"
-    if key.startswith("w8a8-fp") and capability < (8, 9):
-        weight_only = f"{title} runs FP8 weight-only on {target.title}; use int8"
-        return weight_only if engine == "sglang" else f"{target.title} has no FP8 arithmetic; choose another --target"
-    return None
 
 
 def _format(plan: Plan, engine: str) -> list[Finding]:
@@ -216,25 +204,21 @@ def _draft(plan: Plan) -> list[Finding]:
     return [Finding("speculation", True, f"{title}, is carried as it is: {len(names)} tensors, {whole}")]
 
 
-def _size(plan: Plan) -> Finding:
-    if (plan.recipe.reduce or plan.recipe.resize) and plan.bytes_after == plan.bytes_before:
-        return Finding("size", True, f"{size(plan.bytes_after)}, as the weights stay as they are")
-    return Finding(
-        "size",
-        plan.bytes_after < plan.bytes_before,
-        f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({smaller(plan.bytes_before, plan.bytes_after)})"
-        if plan.bytes_after < plan.bytes_before
-        else f"{size(plan.bytes_after)} is not smaller than {size(plan.bytes_before)}; choose another scheme",
-    )
-
-
-def _memory(plan: Plan, target: Target) -> Finding:
-    room = MEMORY_SHARE * (target.memory or 0) * 1e9 - plan.bytes_after
-    if room <= 0:
-        return Finding(
-            "memory", False, f"{size(plan.bytes_after)} do not fit on {target.title}; use a scheme of fewer bits"
-        )
-    return Finding("memory", True, f"{size(room)} left on {target.title} for the KV cache and activations")
+def _size(plan: Plan, target: Target | None) -> list[Finding]:
+    """Whether the weights get smaller, and fit on the target."""
+    before, after = plan.bytes_before, plan.bytes_after
+    if (plan.recipe.reduce or plan.recipe.resize) and after == before:
+        report = [Finding("size", True, f"{size(after)}, as the weights stay as they are")]
+    elif after < before:
+        report = [Finding("size", True, f"{size(before)} -> {size(after)} ({smaller(before, after)})")]
+    else:
+        report = [Finding("size", False, f"{size(after)} is not smaller than {size(before)}; choose another scheme")]
+    if target and target.memory:
+        room = MEMORY_SHARE * target.memory * 1e9 - after
+        lacking = f"{size(after)} do not fit on {target.title}; use a scheme of fewer bits"
+        left = f"{size(room)} left on {target.title} for the KV cache and activations"
+        report.append(Finding("memory", room > 0, left if room > 0 else lacking))
+    return report
 
 
 def _calibration(plan: Plan) -> list[Finding]:

@@ -121,14 +121,11 @@ def cache_finding(recipe: Recipe, source: Source, target: Target, everywhere: bo
     """
     title, risk = "vllm: KV cache", "" if normalizes(source.meta_model) else _RISK
     if recipe.kv_cache:
-        needs = target.kv_fp8_refused or f"FP8 {_CALIBRATED}. Runs in {target.kv_fp8}{_instead(target)}{risk}"
+        instead = f". Better there: {target.kv_instead}" if target.kv_instead else ""
+        needs = target.kv_fp8_refused or f"FP8 {_CALIBRATED}. Runs in {target.kv_fp8}{instead}{risk}"
         return Finding(title, not target.kv_fp8_refused, needs)
     if target.kv_instead:
         return Finding(title, True, f"16 bits; to halve it, {target.kv_instead}")
     if target.kv_fp8_refused or not everywhere:
         return Finding(title, True, "16 bits")
     return Finding(title, True, f"16 bits; --kv-cache fp8 halves it {_CALIBRATED}{risk}")
-
-
-def _instead(target: Target) -> str:
-    return f". Better there: {target.kv_instead}" if target.kv_instead else ""

@@ -7,7 +7,7 @@ in the recipe that the run hands on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vlmcompress.models import Group, Source, embedding_name
@@ -122,14 +122,16 @@ def make_plan(
     if problems and refuse:
         raise UserError(problems[0])
     schemes = None if surveyed.undecided else surveyed.schemes
+    embedding = Group(0, "embedding", (embedding_name(surveyed.source.meta_model),))
+    vocabulary = [group for group in (surveyed.head, embedding) if group and group.linears[0] in surveyed.schemes]
     undecided_bytes = surveyed.budget.largest if surveyed.budget and surveyed.undecided else None
     return Plan(
-        **{field.name: getattr(surveyed, field.name) for field in fields(surveyed)},
+        **vars(surveyed),
         problems=problems,
         rows=[
             *_rows(surveyed.source, "decoder", surveyed.groups, schemes),
             *_rows(surveyed.source, "vision", surveyed.vision_groups, surveyed.schemes),
-            *_rows(surveyed.source, "vocabulary", _vocabulary(surveyed), surveyed.schemes),
+            *_rows(surveyed.source, "vocabulary", vocabulary, surveyed.schemes),
         ],
         bytes_after=surveyed.bytes_written if undecided_bytes is None else undecided_bytes,
         peak_bytes=peak_bytes(surveyed),
@@ -156,34 +158,25 @@ def peak_bytes(survey: Survey) -> int:
     if not ("gram" in statistics.facts["needs"] if statistics else _reads_inputs(survey)):
         return resident
     streams = 2 if CROSS in survey.method.needs.statistics else 1
+    # A group's layers read one input, so it has one Gram matrix [in, in]: of each of three modalities, and of each stream.
     squares = [[group[0][1] ** 2 for group in groups if group] for groups in shapes]
     grams = max((3 * streams * sum(sides) + 2 * max(sides, default=0) for sides in squares), default=0)
     config, calibrate = survey.source.config, survey.recipe.calibrate
     hidden = (config.get("text_config") or config).get("hidden_size") or 0
     tokens = 0 if statistics else calibrate.samples * (calibrate.max_length or SAMPLE_TOKENS)
     second_stream = (streams - 1) * (6 * block + 2 * tokens * hidden)
-    return resident + 4 * grams + tokens * (6 * hidden + _pixel_bytes(config)) + second_stream
+    # Float32 pixels of a patch for each token that its merger leaves, in samples of which half is visual.
+    vision = config.get("vision_config") or {}
+    patch = vision.get("patch_size") or 14
+    patch = patch[0] if isinstance(patch, list) else patch
+    merge = (vision.get("spatial_merge_size") or 1) ** 2
+    pixels = 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
+    return resident + 4 * grams + tokens * (6 * hidden + pixels) + second_stream
 
 
 def _reads_inputs(survey: Survey) -> bool:
     """Whether the scheme, the KV cache or the budget go by the inputs of layers."""
     return bool(survey.method.needs.statistics or survey.recipe.kv_cache or survey.recipe.bits)
-
-
-def _pixel_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of float32 pixels for each token of a sample that is half visual."""
-    vision = config.get("vision_config") or {}
-    patch = vision.get("patch_size") or 14
-    patch = patch[0] if isinstance(patch, list) else patch
-    merge = (vision.get("spatial_merge_size") or 1) ** 2
-    return 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
-
-
-def _vocabulary(survey: Survey) -> list[Group]:
-    """The output head and the token embedding, where they are quantized."""
-    embedding = Group(0, "embedding", (embedding_name(survey.source.meta_model),))
-    groups = [*([survey.head] if survey.head else []), embedding]
-    return [group for group in groups if group.linears[0] in survey.schemes]
 
 
 def _rows(source: Source, part: str, groups: Sequence[Group], schemes: Mapping[str, Scheme] | None) -> list[Row]:

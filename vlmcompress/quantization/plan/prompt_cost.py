@@ -123,11 +123,21 @@ def plan(
         except UserError as error:
             raise UserError(f"--reduce {reducer}: {error}") from error
     counted = Counted(layouts_of(spec, processor, sizes), None, 0, (), 0)
-    text = _prompt_tokens(vlm, sizes, question) - counted.tokens
+    blank = [Image.new("RGB", size, "gray") for size in sizes]
+    inputs = encode_prompt(Sample("prompt", blank, question, origin="the prompt"), vlm)["input_ids"][0]
+    visual = int((inputs == getattr(model.config, spec.image_token)).sum())
+    if visual != counted.tokens:
+        raise UserError(f"the processor in {path} makes {visual} visual tokens where its settings say {counted.tokens}")
+    text = len(inputs) - visual
     decoder = Decoder(model, kv_bytes or model.dtype.itemsize)
     count = len(decoder.blocks)
     costs: dict[str, Cost | None] = {}
-    for label, stage in _stages(vlm, sizes, counted, resize):
+    stages = [("", counted)]  # images as they are, and as `resize` makes them
+    if resize is not None:
+        settled = resizing.settle(spec, processor, [tuple(sizes)], resize)
+        smaller = resizing.resized(vlm, settled)
+        stages.append((str(settled), Counted(layouts_of(smaller.spec, smaller.processor, sizes), None, 0, (), 0)))
+    for label, stage in stages:
         if label:
             costs[label] = decoder.cost([stage.tokens] * count, text)
         for reducer in chosen:
@@ -144,32 +154,9 @@ def plan(
     return Planned(spec.family, counted.images, text, context, without, full, costs, tuple(notes))
 
 
-def _stages(
-    vlm: VLM, sizes: Sequence[tuple[int, int]], counted: Counted, resize: Resize | None
-) -> list[tuple[str, Counted]]:
-    """Images as they are, with an empty label, and as `resize` makes them."""
-    stages = [("", counted)]
-    if resize is not None:
-        settled = resizing.settle(vlm.spec, vlm.processor, [tuple(sizes)], resize)
-        smaller = resizing.resized(vlm, settled)
-        stages.append((str(settled), Counted(layouts_of(smaller.spec, smaller.processor, sizes), None, 0, (), 0)))
-    return stages
-
-
 def too_small(chosen: ReducerChoice, layout: Layout) -> list[str]:
     """List the grids of an image that are kept whole because the kept share of them would round to no token."""
     grids = sorted({grid[1:] for grid, _ in layout.grids() if chosen.too_small(grid)})
     return [
         f"the share is less than one token of a {rows}x{columns} grid, which is kept whole" for rows, columns in grids
     ]
-
-
-def _prompt_tokens(vlm: VLM, sizes: Sequence[tuple[int, int]], question: str) -> int:
-    """Count the tokens of a prompt with blank images."""
-    blank = [Image.new("RGB", size, "gray") for size in sizes]
-    inputs = encode_prompt(Sample("prompt", blank, question, origin="the prompt"), vlm)["input_ids"][0]
-    visual = int((inputs == getattr(vlm.model.config, vlm.spec.image_token)).sum())
-    expected = sum(layout.tokens for layout in layouts_of(vlm.spec, vlm.processor, sizes))
-    if visual != expected:
-        raise UserError(f"the processor in {vlm.path} makes {visual} visual tokens where its settings say {expected}")
-    return len(inputs)

@@ -88,6 +88,8 @@ def decoder_work(blocks: Sequence[Block], lengths: Sequence[int]) -> tuple[int, 
     for block, n in zip(blocks, lengths, strict=True):
         span = min(n, block.window or n)
         linear += n * block.entries
+        # Causal attention: token i meets min(i, span) tokens, which are span (span + 1) / 2 + (n - span) span pairs. Each is
+        # a multiply-add for its score and one for the weighted values.
         attention += 2 * block.queries * (span * (span + 1) // 2 + (n - span) * span) + 2 * n * block.state
     return linear, attention
 
@@ -124,6 +126,7 @@ def tower(model: Model, patches: Sequence[int], tokens: int) -> int:
             if isinstance(module, nn.Conv2d | nn.Conv3d) and id(module) not in inside | of_tokens:
                 total += sum(patches) * module.weight.numel()
     total += tokens * sum(_linear(root) for root in projectors)
+    # Qwen2.5-VL: blocks whose number `fullatt_block_indexes` lacks attend within windows of `window_size` pixels.
     window = vision.get("window_size")
     wide = vision.get("fullatt_block_indexes") or []
     for index, block in enumerate(layers):
@@ -150,6 +153,7 @@ def read(model: Model, loaded: int) -> Read:
             continue
         decoder += spec.nbytes
         routed += spec.nbytes if _EXPERTS.search(name) else 0
+    # What is loaded may be quantized: the source's shares of it are taken for those of the files.
     left = max(loaded - aside, 0)
     share = routed / max(decoder, 1)
     return Read(left * (1 - share), left * share)

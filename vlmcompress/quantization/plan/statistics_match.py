@@ -10,7 +10,7 @@ from vlmcompress.models.data import Reading, data_hash, load_samples
 from vlmcompress.numerics.statistics.inputs import CROSS
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.calibration.statistics_folder import Statistics, short
-from vlmcompress.recipe import Calibrate, Recipe
+from vlmcompress.recipe import Recipe
 from vlmcompress.recipe import adapter as adapters
 from vlmcompress.reduction.choice import calibrated, same
 from vlmcompress.utils import identity
@@ -25,24 +25,45 @@ def problems(
     Args:
         method: method of the decoder; `blocks`: the groups of layers in each of its blocks that get it.
     """
-    return [
-        *statistics.other_model(recipe.model),
-        *_other_software(statistics),
-        *_absent(statistics, method, bool(recipe.kv_cache), blocks),
-        *_other_settings(statistics, recipe.calibrate),
-        *_other_resize(statistics, recipe),
-        *_other_reducer(statistics, recipe),
-        *_other_rotation(statistics, recipe),
-        *_other_adapter(statistics, recipe),
-    ]
+    folder, facts, calibrate = statistics.folder, statistics.facts, recipe.calibrate
+    lines = list(statistics.other_model(recipe.model))
+    # Another version of transformers may name modules and compute activations in other ways.
+    was, now = (versions.get("transformers") for versions in (facts["created_by"], identity.versions()))
+    if was != now:
+        lines.append(f"statistics {folder} were collected with transformers {was}, here is {now}; calibrate again")
+    lines += _absent(statistics, method, bool(recipe.kv_cache), blocks)
+    for key, value in facts["settings"].items():  # settings that the recipe gives again with other values
+        if key in calibrate.model_fields_set and getattr(calibrate, key) != value:
+            lines.append(
+                f"calibrate.{key} is {getattr(calibrate, key)} and statistics {folder} were collected with {value}; "
+                "leave it out"
+            )
+    # Of smaller images, or after another reducer, the decoder sees other tokens.
+    before, resize = statistics.resize, recipe.resize
+    if before != resize and (before is None or not before.same(resize)):
+        remedy = f"add --reduce {before}" if before else f"leave out {resize}"
+        lines.append(_of_others(statistics, f"with {before}" if before else "of images as they are", resize, remedy))
+    reducer, chosen = statistics.reducer, calibrated(recipe.reduce)
+    if not same(reducer, chosen):
+        remedy = f"add --reduce {reducer}" if reducer else "leave out --reduce"
+        described = f"behind the reducer {reducer}" if reducer else "of all visual tokens"
+        lines.append(_of_others(statistics, described, chosen, remedy))
+    rotated = statistics.rotation
+    if rotated != recipe.rotation:  # layers have other inputs
+        described = f"rotated ({rotated['kind']}, seed {rotated['seed']})" if rotated else "not rotated"
+        use = f"--rotate {rotated['kind']} --seed {rotated['seed']}" if rotated else "no --rotate"
+        lines.append(f"statistics {folder} are of the model {described}; use {use}, or calibrate again as you quantize")
+    merged, adapter = facts.get("adapter"), adapters.sha256(recipe.adapter)
+    if merged != adapter:
+        which = "with another adapter" if merged and adapter else "with an adapter" if merged else "without the adapter"
+        lines.append(f"statistics {folder} are of the model {which}; calibrate again as you quantize")
+    return lines
 
 
-def _other_software(statistics: Statistics) -> list[str]:
-    """Find a difference of transformers' version, as another may name modules and compute activations in other ways."""
-    was, now = (versions.get("transformers") for versions in (statistics.facts["created_by"], identity.versions()))
-    if was == now:
-        return []
-    return [f"statistics {statistics.folder} were collected with transformers {was}, here is {now}; calibrate again"]
+def _of_others(statistics: Statistics, described: str, now: object, remedy: str) -> str:
+    """A line about other visual tokens; `now`: the reducer or `resize` of the recipe."""
+    again = f"calibrate with --reduce {now}" if now else "calibrate without one"
+    return f"statistics {statistics.folder} are {described}; {again}, or {remedy}"
 
 
 def _absent(
@@ -81,60 +102,6 @@ def _absent(
 def remedy(statistics: Statistics, lacking: Iterable[str]) -> str:
     """What collects statistics with what these lack besides what they have."""
     return f"calibrate again with --needs {','.join(sorted({*statistics.facts['needs'], *lacking}))}"
-
-
-def _other_settings(statistics: Statistics, calibrate: Calibrate) -> list[str]:
-    """Find settings of the calibration that the recipe gives again with other values."""
-    was = {key: value for key, value in statistics.facts["settings"].items() if key in Calibrate.model_fields}
-    return [
-        f"calibrate.{key} is {getattr(calibrate, key)} and statistics {statistics.folder} were collected with {value}; "
-        "leave it out"
-        for key, value in was.items()
-        if key in calibrate.model_fields_set and getattr(calibrate, key) != value
-    ]
-
-
-def _other_reducer(statistics: Statistics, recipe: Recipe) -> list[str]:
-    """Find a difference of the reducer, as behind another one, or none, the decoder sees other tokens."""
-    was, now = statistics.reducer, calibrated(recipe.reduce)
-    if same(was, now):
-        return []
-    description = f"behind the reducer {was}" if was else "of all visual tokens"
-    remedy = f"add --reduce {was}" if was else "leave out --reduce"
-    again = f"calibrate with --reduce {now}" if now else "calibrate without one"
-    return [f"statistics {statistics.folder} are {description}; {again}, or {remedy}"]
-
-
-def _other_resize(statistics: Statistics, recipe: Recipe) -> list[str]:
-    """Find a difference of how images are made smaller, as the model sees others then."""
-    was, now = statistics.resize, recipe.resize
-    if was == now or (was is not None and was.same(now)):
-        return []
-    description = f"with {was}" if was else "of images as they are"
-    remedy = f"add --reduce {was}" if was else f"leave out {now}"
-    again = f"calibrate with --reduce {now}" if now else "calibrate without one"
-    return [f"statistics {statistics.folder} are {description}; {again}, or {remedy}"]
-
-
-def _other_rotation(statistics: Statistics, recipe: Recipe) -> list[str]:
-    """Find a difference of the rotation, as the decoder's layers have other inputs behind another one, or none."""
-    was, now = statistics.rotation, recipe.rotation
-    if was == now:
-        return []
-    description = f"rotated ({was['kind']}, seed {was['seed']})" if was else "not rotated"
-    add = f"--rotate {was['kind']} --seed {was['seed']}" if was else "no --rotate"
-    return [
-        f"statistics {statistics.folder} are of the model {description}; use {add}, or calibrate again as you quantize"
-    ]
-
-
-def _other_adapter(statistics: Statistics, recipe: Recipe) -> list[str]:
-    """Find a difference of the merged adapter, as the decoder has other weights with another one, or none."""
-    was, now = statistics.facts.get("adapter"), adapters.sha256(recipe.adapter)
-    if was == now:
-        return []
-    which = "with another adapter" if was and now else "with an adapter" if was else "without the adapter"
-    return [f"statistics {statistics.folder} are of the model {which}; calibrate again as you quantize"]
 
 
 def verify(statistics: Statistics, recipe: Recipe) -> None:

@@ -114,7 +114,9 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
     if recipe.reduce:
         recipe = recipe.model_copy(update={"reduce": scorer_file.named(recipe.reduce)})
     bytes_before = sum(spec.nbytes for spec in source.stored.values())
-    source = _outlined(recipe, source)
+    # What is written has an output head of its own where that is rotated or quantized.
+    if recipe.head != "bf16" or (recipe.rotate is not None and not rotation_problems(recipe, source)):
+        source = models.with_head(source)
     assigned = _assigned(recipe, source)
     others = {**assigned, **(allocation.methods if allocation else {})}
     head, head_method = models.head_group(source.spec, len(source.blocks)), vocabulary.head_method(recipe, source)
@@ -124,7 +126,11 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
     groups = [group for block in blocks for group in block]
     vision_module = SCHEMES.get(recipe.vision) if recipe.vision != "bf16" else None
     vision_method = QuantMethod(vision_module, vision_module.Options()) if vision_module else None
-    vision_groups = [group for group in vision_candidates(recipe, source) if _divides(source, group)]
+    vision_groups = [  # a group as a whole, as an engine may fuse it
+        group
+        for group in vision_candidates(recipe, source)
+        if not any(side % VISION_MULTIPLE for shape in source.shapes(group) for side in shape)
+    ]
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
     schemes |= _schemes(method, [head]) if head_method else {}
     if embedding := vocabulary.embedding_scheme(recipe, source):
@@ -216,17 +222,6 @@ def _or_fault(make: Callable[..., T], *args: Any) -> tuple[T | None, str | None]
         return make(*args), None
     except UserError as error:
         return None, str(error)
-
-
-def _divides(source: Source, group: Group) -> bool:
-    """Whether every layer's sides divide as kernels need it; an engine may fuse the group."""
-    return not any(side % VISION_MULTIPLE for shape in source.shapes(group) for side in shape)
-
-
-def _outlined(recipe: Recipe, source: Source) -> Source:
-    """The model that is written, as far as headers tell: with an output head of its own where it is rotated or quantized."""
-    rotated = recipe.rotate is not None and not rotation_problems(recipe, source)
-    return models.with_head(source) if rotated or recipe.head != "bf16" else source
 
 
 def _assigned(recipe: Recipe, source: Source) -> dict[Key, QuantMethod]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,14 @@ class VisualTokens:
     @property
     def text(self) -> str:
         """What becomes of an image, in words."""
-        return tokens_text(self.reducer, self.example, self.resize)
+        resize, reducer, example = self.resize, self.reducer, self.example
+        label = " + ".join(([str(resize)] if resize else []) + ([reducer.label] if reducer else []))
+        if example is None:
+            return label
+        before, image = f"{example['before']:,}", example["image"]
+        if example["after"] is None:
+            return f"{label}: fewer than the {before} visual tokens of a {image} image, as it shows"
+        return f"{label}: {before} -> {example['after']:,} visual tokens of a {image} image"
 
 
 def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
@@ -60,17 +66,6 @@ def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
     counted = recipe.engine == "vllm" and reducer is not None and reducer.takes_count
     tokens = _example(recipe.inputs_folder, reducer, resize) if example else None
     return VisualTokens(reducer, counted, tokens, resize)
-
-
-def tokens_text(reducer: ReducerChoice | None, example: Mapping[str, Any] | None, resize: Resize | None = None) -> str:
-    """What becomes of an image, in words; `example` as in `VisualTokens`."""
-    label = " + ".join(([str(resize)] if resize else []) + ([reducer.label] if reducer else []))
-    if example is None:
-        return label
-    before, image = f"{example['before']:,}", example["image"]
-    if example["after"] is None:
-        return f"{label}: fewer than the {before} visual tokens of a {image} image, as it shows"
-    return f"{label}: {before} -> {example['after']:,} visual tokens of a {image} image"
 
 
 def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) -> dict[str, Any] | None:
@@ -108,9 +103,10 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
     except UserError as error:
         return [f"reduce {recipe.reduce}: {error}"]
     if recipe.engine == "vllm":
-        for architecture in source.config.get("architectures") or []:
-            if reason := support.engine_refusal(architecture, recipe.reduce):
-                return [*reasons, f"reduce {recipe.reduce}: {reason}; or --set engine=transformers"]
+        try:
+            support.check(source.vlm, recipe.reduce, engine="vllm", files=False)
+        except UserError as error:
+            return [*reasons, f"reduce {recipe.reduce}: {error}; or --set engine=transformers"]
     return reasons
 
 

@@ -29,7 +29,10 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod | None:
     name, options = presets.named(recipe.head)
     if _CODE_BITS.get(recipe.head) == 4:
         options = {"group_size": _group_size(source), "symmetric": True}
-        if _sees_samples(recipe):
+        calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)
+        if (
+            needs.statistics or calibrate.data or calibrate.stats or recipe.kv_cache or recipe.bits
+        ):  # the run sees inputs
             options["balance"] = BALANCE
         else:
             name = "rtn"
@@ -41,12 +44,6 @@ def embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:
     """The number formats of the token embedding; None: it stays as it is."""
     bits = _CODE_BITS.get(recipe.embeddings)
     return None if bits is None else weight_only(bits, -1 if bits == 8 else _group_size(source))
-
-
-def _sees_samples(recipe: Recipe) -> bool:
-    """Whether a run of the recipe has statistics of inputs, whatever becomes of the head."""
-    calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)
-    return bool(needs.statistics or calibrate.data or calibrate.stats or recipe.kv_cache or recipe.bits)
 
 
 def _group_size(source: Source) -> int:

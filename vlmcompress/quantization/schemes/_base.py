@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import QTensor, Scheme
+from vlmcompress.numerics import QTensor, Scheme, round_to_nearest
 
 Search = Literal["ranges", "block_scales"]
 
@@ -85,3 +86,17 @@ class Quantizer(Protocol):
         self, weight: Tensor, stats: Any, options: Any, scale_dtype: torch.dtype, prepared: Any = None
     ) -> QTensor:
         """`weight [out, in]` quantized with the statistics of its input."""
+
+
+def no_data(options: Any) -> Needs:
+    """The `needs` of a scheme that reads no statistics."""
+    return Needs()
+
+
+def to_nearest(scheme: Callable[[Any], Scheme]) -> Callable[..., QTensor]:
+    """The `quantize` of a scheme of these number formats that rounds to nearest, in ranges that cover all."""
+
+    def quantize(weight: Tensor, stats: Any, options: Any, scale_dtype: torch.dtype, prepared: Any = None) -> QTensor:
+        return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
+
+    return quantize

@@ -69,26 +69,18 @@ def quantize_columns(
     scales = torch.cat([scale for scale, _ in params]).float()
     zeros = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None]).float()
     q = torch.empty(len(scales), len(feedback.order), dtype=fmt.dtype, device=scales.device)
-    for rows in _row_parts(q):
-        s = scales[rows].T.contiguous()  # [n_groups, rows]
-        z = None if zeros is None else zeros[rows].T.contiguous()
-        q[rows] = _quantize_columns(_some(weights, rows), feedback, s, z, fmt, block, sweeps)
-    codes = q.split([len(w) for w in weights])
-    return [QTensor.of(c, scale, zero, fmt, global_scale) for c, (scale, zero) in zip(codes, params, strict=True)]
-
-
-def _row_parts(q: Tensor) -> list[slice]:
-    """Split the rows of `q [out, in]` on a CPU, where large temporaries cost as much as what is done with them."""
+    # Rows are independent: H is the same for all. On a CPU large temporaries cost as much as what is done with them.
     parts = math.ceil(len(q) / _ROWS) if q.device.type == "cpu" else 1
     step = max(1, math.ceil(len(q) / max(1, parts) / _ALIGNED) * _ALIGNED)
-    return [slice(a, a + step) for a in range(0, len(q), step)]
-
-
-def _some(weights: Sequence[Tensor], rows: slice) -> list[Tensor]:
-    """Those `rows` of all `weights [out_i, in]`, one below the other."""
-    starts = itertools.accumulate((len(w) for w in weights), initial=0)
-    parts = [w[max(0, rows.start - a) : max(0, rows.stop - a)] for w, a in zip(weights, starts, strict=False)]
-    return [part for part in parts if len(part)]
+    starts = list(itertools.accumulate((len(w) for w in weights), initial=0))
+    for first in range(0, len(q), step):
+        rows = slice(first, first + step)
+        some = [w[max(0, first - a) : max(0, first + step - a)] for w, a in zip(weights, starts, strict=False)]
+        s = scales[rows].T.contiguous()  # [n_groups, rows]
+        z = None if zeros is None else zeros[rows].T.contiguous()
+        q[rows] = _quantize_columns([part for part in some if len(part)], feedback, s, z, fmt, block, sweeps)
+    codes = q.split([len(w) for w in weights])
+    return [QTensor.of(c, scale, zero, fmt, global_scale) for c, (scale, zero) in zip(codes, params, strict=True)]
 
 
 def _quantize_columns(
@@ -105,32 +97,33 @@ def _quantize_columns(
     Works on the transpose, where columns are contiguous.
     """
     order, matrix = feedback.order, feedback.matrix
-    rows = _in_order(weights, order, block)  # each becomes the errors of its column
+    # [in, out], float32 or wider, in the order of visits; each row becomes the errors of its column once that is rounded.
+    dtype = torch.promote_types(weights[0].dtype, torch.float32)
+    rows = torch.empty(len(order), sum(map(len, weights)), dtype=dtype, device=order.device)
+    for some, target in zip(order.split(block), rows.split(block), strict=True):
+        for weight, part in zip(weights, target.split([len(w) for w in weights], 1), strict=True):
+            part.copy_(weight.index_select(1, some).T)
     codes = torch.empty_like(rows, dtype=fmt.dtype)
+    # A column keeps the scale of its own group, whenever it is visited: the engine needs no index.
     groups = (order // (len(rows) if fmt.group < 0 else fmt.group)).int()
     fused = kernels(rows.device, fmt)
     visit = fused.visit if fused else _visit
+    # GPTQ's lazy batch updates, Eq. (4), turned round: instead of correcting all later columns when a block is done, a block
+    # takes the corrections of all columns before it when its turn comes. Of q_i = Q(w_i + sum_{j<i} (w_j - q_j) R_ji / R_ii)
+    # the sum over far columns is one large product,
     for first, end in _spans(0, len(rows), max(_FAR, block)):
         targets = rows[first:end].addmm(matrix[first:end, :first], rows[:first])
-        for a, b in _spans(first, end, block):
+        for a, b in _spans(first, end, block):  # that over nearer ones a product for each block,
             block_targets = targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
             q = torch.empty_like(block_targets)
+            # and that within the block is taken column by column.
             visit(block_targets, rows[a:b], q, matrix[a:b, a:b], scales, zeros, groups[a:b], fmt)
             if sweeps:
-                factor = matrix[a:b, a:b], feedback.pivots[a:b]
-                search(q, rows[a:b], block_targets, *factor, scales, zeros, groups[a:b], fmt, sweeps)
+                steps = scales.index_select(0, groups[a:b])
+                z = remainder(block_targets, q, steps, None if zeros is None else zeros.index_select(0, groups[a:b]))
+                search(q, rows[a:b], z, matrix[a:b, a:b], feedback.pivots[a:b], steps, fmt, sweeps)
             codes[a:b] = q
     return codes.index_select(0, order.argsort()).T.contiguous()
-
-
-def _in_order(weights: Sequence[Tensor], order: Tensor, block: int) -> Tensor:
-    """Columns of `weights [out_i, in]` in the order in which they are rounded: `[in, out]`, float32 or wider."""
-    dtype = torch.promote_types(weights[0].dtype, torch.float32)
-    columns = torch.empty(len(order), sum(map(len, weights)), dtype=dtype, device=order.device)
-    for some, target in zip(order.split(block), columns.split(block), strict=True):
-        for weight, part in zip(weights, target.split([len(w) for w in weights], 1), strict=True):
-            part.copy_(weight.index_select(1, some).T)
-    return columns
 
 
 def _visit(
@@ -154,15 +147,15 @@ def _visit(
     """
     s = scales.unbind()
     z = [None] * len(s) if zeros is None else zeros.unbind()
-    places = groups.tolist()
+    places = groups.tolist()  # waits for the device, once a block
     for c, d in _spans(0, len(rows), _STRIP):
         strip, columns = targets[c:d].addmm_(matrix[c:d, :c], rows[:c]), rows[c:d]
         earlier, errors = matrix[c:d, c:d].tril(-1), columns.T  # 0 for columns whose errors are not known yet
         for g, target, row, code, factors in zip(
             places[c:d], strip.unbind(), columns.unbind(), codes[c:d].unbind(), earlier.unbind(), strict=True
         ):
-            encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=code)
-            remainder(row, code, s[g], z[g], out=row)
+            encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=code)  # q_i
+            remainder(row, code, s[g], z[g], out=row)  # w_i - q_i, of the weight itself and not of its target
 
 
 def _spans(first: int, end: int, step: int) -> list[tuple[int, int]]:
@@ -171,6 +164,7 @@ def _spans(first: int, end: int, step: int) -> list[tuple[int, int]]:
 
 def propagated_error(residual: Tensor, feedback: Feedback) -> Tensor:
     """Estimate the error `[out, in]` that is left with `feedback`, from that of rounding to nearest; see `sketch`."""
+    # d_i + sum_{j<i} d_j R_ji / R_ii = r_i for all rows at once: a unit lower triangular system [in, in] x [in, out].
     fed = torch.linalg.solve_triangular(feedback.matrix, residual[:, feedback.order].T, upper=False, unitriangular=True)
     error = torch.empty_like(residual)
     error[:, feedback.order] = fed.T

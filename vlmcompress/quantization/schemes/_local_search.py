@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import Format, remainder, to_codes
+from vlmcompress.numerics import Format, to_codes
 from vlmcompress.quantization.schemes._fused import kernels
 
 STRIP = 16  # columns of which each row changes one code at a time
@@ -35,12 +35,10 @@ _TIE = 1e-6  # what a change counts for less than the same one a column earlier:
 def search(
     codes: Tensor,
     errors: Tensor,
-    targets: Tensor,
+    z: Tensor,
     matrix: Tensor,
     pivots: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    groups: Tensor,
+    steps: Tensor,
     fmt: Format,
     sweeps: int,
 ) -> None:
@@ -48,13 +46,13 @@ def search(
 
     Args:
         codes: `[columns, out]` float32, changed in place; so are their `errors [columns, out]`.
-        targets: `[columns, out]`, what the codes were rounded from.
+        z: `[columns, out]`, what the codes were rounded from less their values. What they were rounded from has the errors of
+            all columns before in it, so this is the z of the module.
         matrix: `[columns, columns]` and `pivots [columns]`, the block's part of `_columns.Feedback`.
-        scales, zeros: `[n_groups, out]`; `groups`: `[columns]`, int32, which of them a column has.
+        steps: `[columns, out]`, the scale of each code.
         sweeps: how many times to go through the block.
     """
-    steps = scales.index_select(0, groups)
-    z = remainder(targets, codes, steps, None if zeros is None else zeros.index_select(0, groups))
+    # L, unit lower triangular, of the block; upper = L^T diag(R_ii^2); slopes p = upper z and curvature K = upper L.
     lower = matrix.tril(-1)
     lower.diagonal().fill_(1)
     upper = lower.T * pivots.square()
@@ -78,7 +76,6 @@ def descend(
 
     Args:
         slopes: half the slopes `[columns, out]`, which follow the changes.
-        steps: `[columns, out]`, the scales of all codes.
         tie: what a change counts for less than the same one a column earlier.
     """
     diagonal = curvature.diagonal()[:, None]
@@ -87,10 +84,13 @@ def descend(
     strips = [*range(0, len(codes), width)]
     for number, a in enumerate(strips * sweeps):
         strip, behind = slice(a, a + width), slice(0 if number < len(strips) * (sweeps - 1) else a, None)
+        # q_j + p_j / K_jj is where f is least; p is in units of weights, codes are in steps. Rounded and clamped it is a code.
         change = codes[strip] - to_codes(torch.addcmul(codes[strip], slopes[strip], rates[strip]), fmt)
         c = change * steps[strip]
         gain = torch.addcmul(slopes[strip], c, halves[strip]).mul_(c)  # half of how f changes: the least is the best
+        # One code of each row of the strip, and none where nothing gains: changes of two columns are not independent.
         best = gain.le_(gain.amin(0).clamp_(max=-torch.finfo(gain.dtype).tiny))
         codes[strip].addcmul_(change, best, value=-1)
         errors[strip].add_(c.mul_(best))
+        # In the last sweep the slopes of columns that come no more are left as they are.
         slopes[behind].addmm_(curvature[behind, strip], c)

@@ -68,6 +68,7 @@ def least_error(
     """
     low, high = find_ranges(w, fmt, importance)
     kwargs: dict[str, Any] = {"scale_dtype": scale_dtype, "importance": importance, "global_scale": global_scale}
+    # With zero points a wider range only makes the step coarser.
     shares = torch.linspace(LARGEST if fmt.symmetric else 1.0, SMALLEST, steps)
     step = float(shares[0] - shares[1])
 
@@ -82,7 +83,9 @@ def least_error(
         least = errors.min(0, keepdim=True).indices  # on a CPU six times as fast as argmin
         return least[0], (scales.gather(0, least)[0], None if zeros is None else zeros.gather(0, least)[0])
 
-    plain = scale_from_range(w, low, high, fmt, **kwargs)  # of symmetric codes the better of two
+    # The error is nearly smooth in the share: every third one, then the two next to the best. The plain range is tried in any
+    # case, of symmetric codes the better of two.
+    plain = scale_from_range(w, low, high, fmt, **kwargs)
     some = shares[:: 1 if fmt.nvfp4 or fmt.mx else _COARSE].tolist()
     chosen, params = best([plain, *map(ranges, some)])
     share = low.new_tensor([1.0, *some])[chosen]
@@ -110,6 +113,7 @@ def _errors(w: Tensor, scales: Tensor, zeros: Tensor | None, importance: Tensor,
                 d.round_().clamp_(*bounds)
             else:
                 to_codes(d, fmt)
+            # sum_j v_j (w_j - Q(w_j))^2: [groups, 1, size] x [groups, size, rows]
             error.copy_(torch.bmm(counts[groups], remainder(part, d, scale, None, out=d).square_()))
     return errors[:, :, 0].transpose(1, 2)
 
@@ -128,49 +132,38 @@ def refined(
     Returns:
         scale and zero point, shaped as they came.
     """
-    parts = [
-        _refined(
-            w[a : a + _ROWS].float(),
-            scale[a : a + _ROWS],
-            None if zero is None else zero[a : a + _ROWS],
-            gram,
-            fmt,
-            sweeps,
-        )
-        for a in range(0, len(w), _ROWS)
-    ]
-    zeros = None if zero is None else torch.cat([part for _, part in parts if part is not None])
-    return torch.cat([part for part, _ in parts]), zeros
-
-
-def _refined(
-    w: Tensor, scale: Tensor, zero: Tensor | None, gram: Tensor, fmt: Format, sweeps: int
-) -> tuple[Tensor, Tensor | None]:
-    """Compute `refined` for some rows."""
     low, high = find_ranges(w, fmt, gram.diagonal())
     kwargs = {"scale_dtype": scale.dtype, "max_code": fmt.max_codes[0]}
     tried = [scale_from_range(w, low * ratio, high * ratio, fmt, **kwargs) for ratio in RATIOS]  # type: ignore[arg-type]
-    # [1 + ratios, out, n_groups]; the first is the current one
+    # [1 + ratios, out, n_groups]; the first is the current one, and at the end the chosen one
     scales = torch.stack([scale, *(tried_scale for tried_scale, _ in tried)])
     zeros = None
     if zero is not None:
         zeros = torch.stack([zero, *(tried_zero for _, tried_zero in tried if tried_zero is not None)])
-    d = residual(w, scale, zero, fmt)
-    products, rows = d @ gram, torch.arange(len(w), device=w.device)
     size = w.shape[1] // scale.shape[1]
-    for group in [*range(scale.shape[1])] * sweeps:
-        columns = slice(group * size, (group + 1) * size)
-        block_gram, old = gram[columns, columns], d[:, columns]
-        rest = products[:, columns] - old @ block_gram
-        own_zeros = None if zeros is None else zeros[..., group].flatten()[:, None]
-        errors = residual(
-            w[:, columns].repeat(len(scales), 1), scales[..., group].flatten()[:, None], own_zeros, fmt
-        ).unflatten(0, (len(scales), -1))
-        best = ((errors @ block_gram).add_(rest, alpha=2).mul_(errors)).sum(-1).argmin(0)
-        new = errors[best, rows]
-        products.addmm_(new - old, gram[columns])
-        d[:, columns] = new
-        scales[0, :, group] = scales[best, rows, group]
-        if zeros is not None:
-            zeros[0, :, group] = zeros[best, rows, group]
+    for a in range(0, len(w), _ROWS):
+        part = w[a : a + _ROWS].float()
+        d = residual(part, scale[a : a + _ROWS], None if zero is None else zero[a : a + _ROWS], fmt)
+        products, rows = d @ gram, torch.arange(len(part), device=w.device)
+        for group in [*range(scale.shape[1])] * sweeps:
+            columns = slice(group * size, (group + 1) * size)
+            block_gram, old = gram[columns, columns], d[:, columns]
+            rest = products[:, columns] - old @ block_gram  # sum over h != g of d_h G_hg
+            choices = scales[:, a : a + _ROWS, group]
+            zeros_of_group = None if zeros is None else zeros[:, a : a + _ROWS, group]
+            # d_g of every choice at once, [1 + ratios, rows, group], as rows of one matrix
+            errors = residual(
+                part[:, columns].repeat(len(scales), 1),
+                choices.flatten()[:, None],
+                None if zeros_of_group is None else zeros_of_group.flatten()[:, None],
+                fmt,
+            ).unflatten(0, (len(scales), -1))
+            # e(d) = d_g G_gg d_g^T + 2 d_g rest, the least of which is no more than that of the current range
+            best = ((errors @ block_gram).add_(rest, alpha=2).mul_(errors)).sum(-1).argmin(0)
+            new = errors[best, rows]
+            products.addmm_(new - old, gram[columns])
+            d[:, columns] = new
+            choices[0] = choices[best, rows]
+            if zeros_of_group is not None:
+                zeros_of_group[0] = zeros_of_group[best, rows]
     return scales[0], None if zeros is None else zeros[0]

@@ -7,7 +7,7 @@ or by AWQ's search for channel scales and clipped ranges (`awq`). A scheme's mod
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -46,12 +46,11 @@ class Options(QuantizerOptions):
             raise ValueError(f"rounding must be 'rtn', 'gptq' or 'awq', got {self.rounding!r}")
         object.__setattr__(self, "smooth", "off" if self.smooth is False else self.smooth)
         _ = self.feedback  # checks damp and the steps
-        changed = [field.name for field in fields(self) if field.name in _STEPS and self._is_set(field)]
+        changed = [
+            each.name for each in fields(self) if each.name in _STEPS and getattr(self, each.name) != each.default
+        ]
         if self.rounding != "gptq" and changed:
             raise ValueError(f"{' and '.join(changed)} are for rounding 'gptq', got rounding {self.rounding!r}")
-
-    def _is_set(self, step: Field[Any]) -> bool:
-        return bool(getattr(self, step.name) != step.default)
 
     @property
     def smoothing(self) -> str:
@@ -114,6 +113,7 @@ class Rounded:
         """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; none where the options ask for none."""
         if stats is None or options.smoothing == "off":
             return Smoothing()
+        # AWQ's scales compared by AWQ's error, or by what GPTQ's feedback leaves of the errors.
         scales = awq.candidates(weights, stats, awq.Options(group_size=self.fmt.group))
         if options.smoothing == "feedback":
             return gptq.smooth_for_feedback(weights, scales, stats, options.feedback, self.fmt, scale_dtype)
@@ -123,6 +123,7 @@ class Rounded:
         self, weights: list[Tensor], stats: GroupStats | None, options: Options, factor: gptq.Factor | None = None
     ) -> Prepared:
         """Find the group's global scale, and what its rounding needs of the Gram matrix."""
+        # vLLM takes the largest global scale of what it fuses and applies it to the scales of all of them.
         shared = find_global_scale(weights) if self.fmt.nvfp4 else None
         if options.rounding == "gptq":
             assert stats is not None
@@ -185,4 +186,5 @@ class Rounded:
             else:
                 counts = stats.importance() if ready.feedback is not None and stats is not None else None
                 scale, zero = find_params(weight, self.fmt, importance=counts, **kwargs)
+        # What a kernel makes of the scales is done to them here, before codes are found: so that is what is solved for.
         return (scale if self.kept is None else self.kept(scale)), zero

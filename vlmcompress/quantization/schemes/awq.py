@@ -87,7 +87,7 @@ class Options(QuantizerOptions):
             raise ValueError("clip_sweeps needs clip true")
 
 
-def needs(options: Any) -> Needs:
+def needs(options: Options) -> Needs:
     """The Gram matrix and mean magnitudes."""
     return Needs(frozenset({"gram", "absmean"}))
 
@@ -129,6 +129,8 @@ def best_scale(weights: list[Tensor], scales: list[Tensor], losses: Losses) -> T
     loses less."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
+    # Errors are sums over rows. A first eighth drops the worst half of the scales, the last rows are spent on a few; losses of
+    # all rows seen so far are summed in float64.
     rounds = _ROUNDS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
     total = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
     for eighths, count in rounds:
@@ -148,12 +150,15 @@ def sample(weights: list[Tensor]) -> list[Tensor]:
 
 def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> list[Tensor]:
     """The scales `[in]` to try besides 1, spread evenly over the exponent: the published family, then that of `duo`."""
+    # Eq. (5): s = s_X^a, where s_X is the mean magnitude of each input channel; a = 0 is the scale 1, which needs no search.
     x, points = stats.absmean(), options.grid - 1
     scales = [x.pow((k + 1) / points) for k in range(points)]
     if options.duo:
+        # `duo_scaling` of AutoAWQ and llm-compressor, which the paper does not have: large weights need less scale.
         w = _relative_magnitude(weights, scheme(options).weights)
         scales += [x.pow(a) / (w.pow(1 - a) + 1e-4) for a in torch.linspace(0, 1, points).tolist()]
     scales = [s.clamp(min=1e-4) for s in scales]
+    # As in the authors' code: the largest and the smallest scale become reciprocals, so that weights keep their size.
     scales = [s / (s.max() * s.min()).sqrt() for s in scales]
     return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in scales]
 
@@ -197,6 +202,7 @@ def _clipped(
         scale, zero = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
         return scale, zero, quadratic(residual(w, scale, zero, fmt), gram)
 
+    # A group's best range by itself may be worse beside those of other groups: the whole row decides, under the whole of G.
     scale, zero, error = tried(1.0)
     clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, steps, kwargs))
     better = (less < error)[:, None]
@@ -208,6 +214,7 @@ def _losses(
     w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, max_code: float | None = None
 ) -> Tensor:
     """Losses `tr(D G D^T)`, `D = Q(W s) / s - W`, for each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
+    # Eq. (4), ||Q(W s) (X / s) - W X||^2, as a trace with G = X^T X: D = Q(W s) / s - W is the change of W itself.
     d = errors(w, scales, gram.diagonal(), fmt, scale_dtype, max_code)
     return quadratic(d.flatten(0, 1), gram).view(len(scales), -1).sum(1, dtype=torch.float64)
 
@@ -220,7 +227,8 @@ def errors(
     `importance [in]`: as of `numerics.find_params`, before inputs are divided; `max_code`: likewise.
     """
     s = scales[:, None]
-    if fmt.symmetric:  # else it only matters which are 0
+    # Of inputs divided by s the Gram matrix has the diagonal G_jj / s_j^2. With zero points it only matters which are 0.
+    if fmt.symmetric:
         importance = (importance / s.square()).expand(-1, len(w), -1).flatten(0, 1)
     scaled = (w * s).flatten(0, 1)
     params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=importance, max_code=max_code)
@@ -249,17 +257,13 @@ def _best_ratio(
     least = torch.full_like(best, torch.inf)
     for k in range(steps):
         ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
-        params = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
-        error = torch.cat([_own_errors(w, params, blocks, fmt, rows) for rows in row_chunks(w)])
-        falls = error < least
-        best = torch.where(falls, ratio, best)
+        scale, zero = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
+        errors = []
+        for rows in row_chunks(w):  # d_g G_gg d_g^T for every group g of a row, as if the others were not rounded
+            d = residual(w[rows], scale[rows], None if zero is None else zero[rows], fmt)
+            d = d.view(len(d), n, size).transpose(0, 1)  # [n_groups, rows, group]
+            errors.append(torch.bmm(d, blocks).mul_(d).sum(-1).T)
+        error = torch.cat(errors)
+        best = torch.where(error < least, ratio, best)  # of equal ones the widest range, which fits other tokens best
         least = torch.minimum(error, least)
     return best
-
-
-def _own_errors(w: Tensor, params: tuple[Tensor, Tensor | None], blocks: Tensor, fmt: Format, rows: slice) -> Tensor:
-    """Errors `[rows, n_groups]` of rounding some rows of `w`, each group under its own of `blocks [n_groups, group, group]`."""
-    scale, zero = params
-    d = residual(w[rows], scale[rows], None if zero is None else zero[rows], fmt)
-    d = d.view(len(d), len(blocks), -1).transpose(0, 1)  # [n_groups, rows, group]
-    return torch.bmm(d, blocks).mul_(d).sum(-1).T

@@ -9,14 +9,9 @@ zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
-from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.numerics import ActFormat, Format, Scheme
+from vlmcompress.quantization.schemes._base import QuantizerOptions, no_data, to_nearest
 
 PRESETS: dict[str, dict] = {"FP8_DYNAMIC": {}}
 
@@ -26,18 +21,9 @@ class Options(QuantizerOptions):
     """No options."""
 
 
-def needs(options: Options) -> Needs:
-    """No statistics: the scheme is data-free."""
-    return Needs()
-
-
 def scheme(options: Options) -> Scheme:
     """Number formats: float8 weights with a scale per row, float8 activations with one per token."""
     return Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True))
 
 
-def quantize(
-    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
-) -> QTensor:
-    """Round `weight [out, in]` to nearest."""
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
+needs, quantize = no_data, to_nearest(scheme)

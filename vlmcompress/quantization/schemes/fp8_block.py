@@ -9,14 +9,9 @@ vLLM fuses only layers whose outputs are whole blocks, and the kernels are for H
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
-from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.numerics import ActFormat, Format, Scheme
+from vlmcompress.quantization.schemes._base import QuantizerOptions, no_data, to_nearest
 
 SIDE = 128
 PRESETS: dict[str, dict] = {"FP8_BLOCK": {}}
@@ -27,18 +22,9 @@ class Options(QuantizerOptions):
     """No options: kernels have blocks of 128 x 128."""
 
 
-def needs(options: Options) -> Needs:
-    """No statistics: the scheme is data-free."""
-    return Needs()
-
-
 def scheme(options: Options) -> Scheme:
     """Number formats: float8 weights with a scale per block, float8 activations with dynamic ones."""
     return Scheme(Format("float", 8, SIDE, rows=SIDE), ActFormat("float", 8, dynamic=True))
 
 
-def quantize(
-    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
-) -> QTensor:
-    """Round `weight [out, in]` to nearest."""
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
+needs, quantize = no_data, to_nearest(scheme)

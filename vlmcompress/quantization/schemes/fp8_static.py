@@ -70,6 +70,7 @@ def quantize(
     fmt = scheme(options).weights
     if prepared is None:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype)
+    # The scale of a matrix whose only element is the group's largest weight.
     scale, _ = find_params(prepared.view(1, 1), fmt, scale_dtype=scale_dtype)
     return quantize_with(weight, scale, None, fmt)
 

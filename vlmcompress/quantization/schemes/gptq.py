@@ -38,11 +38,11 @@ from vlmcompress.numerics.statistics.balance import check_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq
 from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
-from vlmcompress.quantization.schemes._cholesky import factorize, reordered
 from vlmcompress.quantization.schemes._columns import Feedback, propagated_error, quantize_columns
 from vlmcompress.quantization.schemes._ranges import least_error
 
 PREPARED_BY = ("damp", "actorder", "balance")
+_FACTORED = 256  # columns that are factorized at a time
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,14 @@ class Options(QuantizerOptions):
     def __post_init__(self) -> None:
         scheme(self)
         object.__setattr__(self, "smooth", "off" if self.smooth is False else self.smooth)
-        check_steps(self)
+        if self.smooth not in ("off", "awq", "feedback"):
+            raise ValueError(f"smooth must be 'off', 'awq' or 'feedback', got {self.smooth!r}")
+        if not isinstance(self.clip, bool):
+            raise ValueError(f"clip must be true or false, got {self.clip!r}")
+        for name, least in (("clip_grid", 3), ("sweeps", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
         object.__setattr__(self, "balance", check_balance(self.balance))
         if isinstance(self.damp, bool) or not isinstance(self.damp, int | float) or not 0 < self.damp <= 1:
             raise ValueError(f"damp must be a number above 0 and at most 1, got {self.damp!r}")
@@ -75,18 +82,6 @@ class Options(QuantizerOptions):
             raise ValueError(f"block must be a positive whole number, got {self.block!r}")
         if self.actorder not in ("static", None):
             raise ValueError(f"actorder must be 'static' or null, got {self.actorder!r}")
-
-
-def check_steps(options: Any) -> None:
-    """Check the options of the steps around feedback, which other schemes have as well. Raises ValueError."""
-    if getattr(options, "smooth", "off") not in ("off", "awq", "feedback"):
-        raise ValueError(f"smooth must be 'off', 'awq' or 'feedback', got {options.smooth!r}")
-    if not isinstance(options.clip, bool):
-        raise ValueError(f"clip must be true or false, got {options.clip!r}")
-    for name, least in (("clip_grid", 3), ("sweeps", 0)):
-        value = getattr(options, name)
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def needs(options: Options) -> Needs:
@@ -138,12 +133,13 @@ def smooth_for_feedback(
     Damping and the order of visits should be those of the smoothed inputs, whose scale is still unknown here: those of inputs
     divided by the middle one of AWQ's candidates with weights take their place. `prepare` continues from that factor.
     """
-    middle = scales[len(scales) * 3 // 4]
+    middle = scales[len(scales) * 3 // 4]  # the last half of the candidates are those with weights
     feedback = _factorized(stats.rescaled(middle), options)
-    residues = feedback.residues * middle.square()
+    residues = feedback.residues * middle.square()  # R_jj^2 of inputs that are divided by nothing
 
     def left(rows: Tensor, tried: Tensor) -> Tensor:
-        d = awq.errors(rows, tried, residues, fmt, scale_dtype, fmt.max_codes[0])
+        # With H_s = S^-1 H S^-1 the factor is S^-1 R, and the error of W s is s D: (s_j D_j)^2 R_jj^2 / s_j^2 = D_j^2 R_jj^2.
+        d = awq.errors(rows, tried, residues, fmt, scale_dtype, fmt.max_codes[0])  # D [k, rows, in]
         return (d.square_() @ residues).sum(1, dtype=torch.float64)
 
     divided = middle if stats.scale is None else middle * stats.scale
@@ -157,6 +153,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: 
     """
     if factor is None:
         return _factorized(stats, options)
+    # The factor is of inputs over `factor.scale`; those of `stats` are over `stats.scale`.
     return factor.feedback.rescaled(1 / factor.scale if stats.scale is None else stats.scale / factor.scale)
 
 
@@ -164,23 +161,59 @@ def _factorized(stats: GroupStats, options: Options) -> Feedback:
     """Factorize the Gram matrix of `stats`."""
     damp = options.damp
     for _ in range(8):
-        h = stats.gram()
+        h = (
+            stats.gram()
+        )  # H = X^T X [in, in] float32; the paper's H is twice that, which changes no quotient R_ji / R_ii
         diagonal = h.diagonal().clone()
         dead = diagonal == 0  # inputs that are always zero: with any positive diagonal their weights are just rounded
         diagonal[dead] = 1.0 if dead.all() else diagonal[~dead].mean()
+        # The paper adds 1% of the mean diagonal (its step 3, Cholesky reformulation): where inputs depend on each other H is
+        # singular.
         diagonal += damp * diagonal.mean()
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
+            # "act-order" of the authors' code: columns of large inputs first, while many others can still make up for them.
             order = diagonal.argsort(descending=True, stable=True)
         h = reordered(h, order)
         h.diagonal().copy_(diagonal[order])
         if factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
+            # `h` holds R^T now. Row i over its pivot R_ii is what column i is corrected by: R_ji / R_ii for j < i.
             pivots, residues = h.diagonal().clone(), torch.zeros_like(diagonal)
             residues[order] = pivots.square()
             return Feedback(order, h.div_(pivots[:, None]), residues.masked_fill_(dead, 0), pivots, warnings)
         damp *= 10
     raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
+
+
+def reordered(h: Tensor, order: Tensor) -> Tensor:
+    """Lower block triangle of `h [in, in]` with rows and columns in `order`; 0 elsewhere."""
+    reordered = torch.zeros_like(h)
+    for a in range(0, len(h), _FACTORED):
+        b = min(a + _FACTORED, len(h))
+        reordered[a:b, :b] = h.index_select(0, order[a:b]).index_select(1, order[:b])
+    return reordered
+
+
+def factorize(h: Tensor) -> bool:
+    """Factor `h [in, in]`, a lower block triangle, as `R R^T` with `R` upper triangular; write `R^T` over it.
+
+    By blocks from the last on, as R is Cholesky's factor of `h` with rows and columns reversed. In place, as `h` may be the
+    largest tensor of the run. Returns whether `h` is definite.
+    """
+    failed = []  # the device is asked once, after the last block
+    for a in reversed(range(0, len(h), _FACTORED)):
+        b = min(a + _FACTORED, len(h))
+        # [256, b]: rows a to b of what the blocks after them leave, H - R_after R_after^T.
+        panel = h[a:b, :b].addmm_(h[b:, a:b].T, h[b:, :b], alpha=-1) if b < len(h) else h[a:b]
+        # U U^T with U upper triangular is Cholesky's L L^T of the block with rows and columns reversed.
+        lower, info = torch.linalg.cholesky_ex(panel[:, a:].flip(0, 1))
+        upper = lower.flip(0, 1)
+        panel[:, a:] = upper.T
+        # The columns before: R_(<a, block) from R_(<a, block) U^T = H_(<a, block), written as its transpose.
+        panel[:, :a] = torch.linalg.solve_triangular(upper, panel[:, :a], upper=True)
+        failed.append(info)
+    return not torch.stack(failed).any()
 
 
 def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[tuple[str, str], ...]:

@@ -29,7 +29,7 @@ from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 
 PRESETS: dict[str, dict] = {"W8A8": {}, "INT8": {}}
-_LARGEST = 1e5
+_LARGEST = 1e5  # scale, and its reciprocal the smallest: as in the authors' code, so that 16 bits hold the quotients
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def smooth(
 ) -> Smoothing:
     """Compute SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1; one whose weights are all zero
     gets the largest, so that an input of no use sets no token's step."""
+    # Eq. (4). Maxima over tokens, and over the rows of all layers that read the input: [in].
     x = stats.absmax()
     w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
     s = x.pow(options.alpha) / w.pow(1 - options.alpha)

@@ -107,6 +107,7 @@ def loss(sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> fl
     """
     if not counts["answer"] + counts["vision"]:
         raise ValueError("the samples have no visual and no answer tokens to weigh; add some with images or answers")
+    # Mean absolute error, the authors' default; both sums over one number of elements, so that rho alone weighs the modalities.
     return (sums["answer"] + rho * sums["vision"]) / (counts["answer"] + counts["vision"])
 
 
@@ -114,6 +115,8 @@ def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Smoothing:
     """Find by the `gram` form the best scale `[in]` for the weights `[out_i, in]`; none when none beats leaving them."""
+    # The scale 1 is compared in any case. The mean pools all tokens, as published; the loss weighs them, by
+    # G = G_answer / n_answer + rho G_vision / n_vision up to a factor.
     _, *scales = candidates(stats.balanced("off").absmean(), options.grid)
     return Smoothing(awq.least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype))
 

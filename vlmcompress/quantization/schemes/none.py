@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.quantization.schemes._base import QuantizerOptions, no_data
 
 PRESETS: dict[str, dict] = {"UNQUANTIZED": {}}
 
@@ -14,11 +14,9 @@ class Options(QuantizerOptions):
     """No options."""
 
 
-def needs(options: Options) -> Needs:
-    """No statistics: the scheme is data-free."""
-    return Needs()
-
-
 def scheme(options: Options) -> None:
     """Return None, as nothing is quantized."""
     return None
+
+
+needs = no_data

@@ -94,4 +94,5 @@ def input_scale(stats: GroupStats | None, options: Options) -> Tensor | None:
     if options.activations != 4:
         return None
     assert stats is not None
+    # Inputs beyond the maximum saturate, whatever modality they are of: no balance has a say.
     return find_global_scale([stats.balanced("off").absmax()])

@@ -134,13 +134,16 @@ def corrected(weight: Tensor, cross: Tensor, feedback: Feedback, share: float = 
     """
     order, matrix, pivots = feedback.order, feedback.matrix, feedback.pivots[:, None]
     pull = (cross @ weight.T)[order]  # [in, out], in the order of visits: (w C^T)^T
+    # w* - w = w C^T (R R^T)^-1. `matrix` is M = diag(1 / R_ii) R^T, unit lower triangular, so R R^T = M^T diag(R_ii^2) M: two
+    # triangular systems and a division instead of an inverse.
     move = torch.linalg.solve_triangular(matrix.T, pull, upper=True, unitriangular=True).div_(pivots.square())
     move = torch.linalg.solve_triangular(matrix, move, upper=False, unitriangular=True)  # (w* - w)^T
     unit = torch.zeros_like(pivots)
     unit[0] = 1
     follow = torch.linalg.solve_triangular(matrix, unit, upper=False, unitriangular=True)  # u^T
     size = (matrix[1:, 0] * feedback.pivots[1:]).square().sum() + feedback.pivots[0] ** 2  # H_11 + d
-    first = pull[0] / size  # t_1 - w_1
+    first = pull[0] / size  # t_1 - w_1, the least squares of the first column alone
+    # Only the first entry of (w' - w*) R differs from zero, so GPTQ's corrections of later columns give Qronos' own.
     move += follow * (first - move[0])
     targets = weight.clone()
     targets[:, order] += share * move.T

@@ -98,6 +98,7 @@ def cover(weight: Tensor, fmt: Format, percentile: float) -> Tensor:
 
     Between two magnitudes the percentile is interpolated linearly.
     """
+    # A percentile near 1 lies among the few largest magnitudes, for which `topk` is enough: no sort of the whole weight.
     pieces = weight.float().abs().unflatten(1, (fmt.n_groups(weight.shape[1]), -1))  # [out, n_groups, group]
     place = (1 - percentile) * (pieces.shape[-1] - 1)  # counted from the largest
     below = math.floor(place)
@@ -113,6 +114,7 @@ def partition(entropies: Sequence[float], depth: int) -> list[list[int]]:
         entropies: entropy of each block's input given that of the block before, in bits; the first is not looked at.
         depth: the most blocks in a run.
     """
+    # High conditional entropy: the block's input is not settled by the one before, so ranges of both matter together.
     mean = sum(entropies[1:]) / max(1, len(entropies) - 1)
     runs: list[list[int]] = []
     for block, entropy in enumerate(entropies):

@@ -31,6 +31,7 @@ class Options(_rounded.WithSteps):
 
 def as_float8(scale: Tensor) -> Tensor:
     """Scales `[out, n_groups]` as the kernel has them, in the type that they came in: float8 relative to the row."""
+    # `convert_bf16_scales_to_fp8` in vLLM: the row's largest scale becomes 448 / 8 = 56, and a code times it stays in float8.
     of_row = scale.float().amax(1, keepdim=True) / (FLOAT8_MAX / 8)
     return ((scale.float() / of_row).to(FLOAT8).float().clamp_min_(_LEAST) * of_row).to(scale.dtype)
 

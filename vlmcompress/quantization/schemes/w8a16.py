@@ -8,14 +8,9 @@ alternative.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from vlmcompress.numerics import QTensor, Scheme, round_to_nearest, weight_only
-from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.numerics import Scheme, weight_only
+from vlmcompress.quantization.schemes._base import QuantizerOptions, no_data, to_nearest
 
 PRESETS: dict[str, dict] = {"W8A16": {"group_size": 128}}
 
@@ -30,18 +25,9 @@ class Options(QuantizerOptions):
         scheme(self)
 
 
-def needs(options: Options) -> Needs:
-    """No statistics: the scheme is data-free."""
-    return Needs()
-
-
 def scheme(options: Options) -> Scheme:
     """Number formats: symmetric 8-bit integer weights, 16-bit activations."""
     return weight_only(8, options.group_size)
 
 
-def quantize(
-    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
-) -> QTensor:
-    """Round `weight [out, in]` to nearest."""
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
+needs, quantize = no_data, to_nearest(scheme)

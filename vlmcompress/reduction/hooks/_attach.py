@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -185,20 +185,22 @@ class Attachment(Generic[Held]):
         assert self._call is not None
         return units(self.vlm, self._call)
 
-    def _decide(self, unit: Unit, signals: Signals, options: Any = None) -> Reduction:
-        """Decide what becomes of the rows of one unit's signals, and add to `seen` what has become of its tokens.
+    def _decide(self, units: Sequence[Unit], signals: Sequence[Signals], options: Any = None) -> list[Reduction]:
+        """Decide what becomes of the rows of each unit's signals, and add to `seen` what has become of its tokens.
 
         options: those of this decision, where a method makes several.
         """
-        if not self._told and methods.too_small(self.module, unit.grid, self.options):
-            self._told = True
-            grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
-            text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
-            warnings.warn(text, KeptWhole, stacklevel=2)
-        result = methods.reduce(self.module, signals, options or self.options)
-        total = result if signals.merged is None else signals.merged.then(result)
-        self.seen.append(Reduced(**vars(unit), reduction=total))
-        return result
+        for unit in units:
+            if not self._told and methods.too_small(self.module, unit.grid, self.options):
+                self._told = True
+                grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
+                text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
+                warnings.warn(text, KeptWhole, stacklevel=2)
+        results = methods.reduce_all(self.module, signals, options or self.options)
+        for unit, image, result in zip(units, signals, results, strict=True):
+            total = result if image.merged is None else image.merged.then(result)
+            self.seen.append(Reduced(**vars(unit), reduction=total))
+        return results
 
     def _words(self, mask: Tensor) -> Tensor:
         """Mark the words of the prompt, `[b, s]` bool; `mask [b, s]` is of this call's tokens."""

@@ -153,7 +153,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
         self.seen, states = [], hidden
         hidden = hidden.clone()
         for unit, signals in zip(units, self._signals(units, done, states, mask, before), strict=True):
-            result = self._decide(unit, signals, options)
+            result = self._decide([unit], [signals], options)[0]
             columns = _columns(unit, signals.merged)
             hidden[unit.row, columns[result.anchor]] = result.apply(states[unit.row, columns])
         self._stages = [*(self._stages if turn else []), (layer, self.seen)]

@@ -60,11 +60,11 @@ class Early(Attachment[Slots]):
         if not units:
             return None
         self.seen = []
-        rows = []
-        for number, (unit, features) in enumerate(zip(units, args[0], strict=True)):
-            result = self._decide(unit, self._signals(unit, number, features, None))
-            self._merged.append(result)
-            rows.append(result.apply(features))
+        images = enumerate(zip(units, args[0], strict=True))
+        self._merged = self._decide(
+            units, [self._signals(unit, number, features, None) for number, (unit, features) in images]
+        )
+        rows = [result.apply(features) for result, features in zip(self._merged, args[0], strict=True)]
         return (torch.stack(rows), *args[1:]), kwargs
 
     def _place(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -132,14 +132,13 @@ class Early(Attachment[Slots]):
             return embeds, list(zip(units, self._merged, strict=True))
         self.seen = []
         words = self._words(real) if "query" in self.module.NEEDS else None
-        out, changes = embeds.clone(), []
-        for number, unit in enumerate(units):
-            features = embeds[unit.row, unit.columns]
-            query = None if words is None else embeds[unit.row, words[unit.row]]
-            result = self._decide(unit, self._signals(unit, number, features, query))
-            out[unit.row, unit.columns[result.anchor]] = result.apply(features)
-            changes.append((unit, result))
-        return out, changes
+        features = [embeds[unit.row, unit.columns] for unit in units]
+        queries = [None if words is None else embeds[unit.row, words[unit.row]] for unit in units]
+        results = self._decide(units, [*map(self._signals, units, range(len(units)), features, queries)])
+        out = embeds.clone()
+        for unit, result, rows in zip(units, results, features, strict=True):
+            out[unit.row, unit.columns[result.anchor]] = result.apply(rows)
+        return out, list(zip(units, results, strict=True))
 
     def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
         """Signals of the unit that is the encoder's image `number`."""

@@ -9,9 +9,9 @@ no model and no other image. A module of this folder has
     COUNT       "fixed": all images of one size keep the same number of tokens; "adaptive": it depends on the image
     SERVED      whether an engine with one token count for all layers, fixed before the encoder runs, can serve it;
                 WHY_NOT says why when it cannot
-    BATCHED     whether `reduce` is many small steps, through which `reduce_all` takes all images of a call at once by
-                `torch.vmap`; so it changes no tensor in place that has no part of an image in it. Left out by methods of few
-                steps
+    BATCHED     whether `reduce` is many small steps, which `reduce_all` takes for all images of a call at once by `torch.vmap`:
+                no tensor that is alike for all images is changed in place, and a loop over the tokens that are kept goes
+                through `_selecting.for_all_images`. Left out by methods of few steps
     NO_BETTER_THAN  the baseline that it did not beat on any demo model at half the tokens (docs/results.md); left
                 out by methods that did, or that were not measured. `list reducers` shows it
     Options     frozen dataclass that extends `ReducerOptions`: the recipe's options, checked when made (ValueError). What the

@@ -8,6 +8,7 @@ Tokens of an image stand in raster order of their grid `(t, h, w)`, and so do th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import reprlib
 from collections.abc import Sequence
@@ -85,10 +86,15 @@ class Reduction:
         weight, plain = torch.cat([part.weight for part in parts]), all(part.plain for part in parts)
         return Reduction(torch.cat(target), torch.cat(anchor), weight, scale, plain)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> Tensor:
         """Number of tokens that each output stands for, `[m]` int64."""
-        return self._sum(torch.ones_like(self.target))
+        return _accumulate(torch.ones_like(self.target), self.target, len(self.anchor))
+
+    @functools.cached_property
+    def totals(self) -> Tensor:
+        """Sum of the weights of the tokens that each output stands for, `[m]` float32."""
+        return _accumulate(self.weight, self.target, len(self.anchor))
 
     def apply(self, x: Tensor) -> Tensor:
         """Reduce `x [n, ...]` to `[m, ...]` in its dtype, computed in float32 (float64 stays). Unmerged rows keep all bits."""
@@ -114,11 +120,11 @@ class Reduction:
             raise ValueError("a reduction that drops tokens cannot be undone")
         return x[self.target.to(x.device)]
 
-    @property
+    @functools.cached_property
     def coefficients(self) -> Tensor:
         """Coefficients `[n]` float32: output row r is the sum of `coefficients_i x_i` over the tokens i whose target is r."""
         safe = self.target.clamp(min=0)
-        factor = self.weight / self._sum(self.weight)[safe]
+        factor = self.weight / self.totals[safe]
         factor = factor if self.scale is None else factor * self.scale[safe]
         return factor.masked_fill(self.target < 0, 0.0)
 
@@ -130,12 +136,12 @@ class Reduction:
             )
         safe = self.target.clamp(min=0)
         target = torch.where(self.target < 0, self.target, other.target[safe])
-        inner, outer = self._sum(self.weight)[safe], other.weight[safe]
+        inner, outer = self.totals[safe], other.weight[safe]
         weight = self.weight * outer / inner  # multiplied first: sizes stay whole numbers, so means of means stay exact
         if self.scale is None and other.scale is None:
             return Reduction(target, self.anchor[other.anchor], weight, plain=self.plain and other.plain)
         first = self._scale()
-        scale = other._sum(other.weight * first) / other._sum(other.weight)
+        scale = _accumulate(other.weight * first, other.target, len(other.anchor)) / other.totals
         scale = scale if other.scale is None else scale * other.scale
         return Reduction(target, self.anchor[other.anchor], weight * first[safe], scale)
 
@@ -166,9 +172,6 @@ class Reduction:
 
     def _scale(self) -> Tensor:
         return torch.ones(len(self.anchor), device=self.anchor.device) if self.scale is None else self.scale
-
-    def _sum(self, values: Tensor) -> Tensor:
-        return _accumulate(values, self.target, len(self.anchor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,6 +362,7 @@ def _accumulate(values: Tensor, target: Tensor, m: int) -> Tensor:
     """
     out = torch.zeros(m + 1, *values.shape[1:], dtype=values.dtype, device=values.device)
     rows = target % (m + 1)  # -1 becomes the row behind the last
-    if values.is_cuda:  # here index_put_ sorts, and index_add_ adds in whatever order its threads run
+    if values.is_cuda and values.is_floating_point():
+        # index_put_ sorts the rows first, in a dozen kernels; index_add_ would add in whatever order its threads run.
         return out.index_put_((rows,), values, accumulate=True)[:m]
-    return out.index_add_(0, rows, values)[:m]  # on CPUs it is the other way round
+    return out.index_add_(0, rows, values)[:m]  # on CPUs index_put_ has no fixed order; whole numbers need none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -80,7 +81,8 @@ def _at_once(method: ModuleType, images: Sequence[Signals], options: ReducerOpti
         image = Signals(images[0].grid, heads=images[0].heads, finite=True, **tensors)  # type: ignore[arg-type]
         result = method.reduce(image, options)
         plain = result.plain
-        return {name: value for name, value in vars(result).items() if isinstance(value, Tensor)}
+        parts = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        return {name: value for name, value in parts.items() if isinstance(value, Tensor)}
 
     stacked = {name: torch.stack([getattr(image, name) for image in images]) for name in names}
     results = torch.vmap(decide)(stacked)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +56,44 @@ def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Redu
     return Reduction.join(parent, count=len(index))
 
 
+class _AllImages(torch.autograd.Function):
+    """A choice that `torch.vmap` (see `_run.reduce_all`) gives the tensors of all images, `[images, ...]`, instead of taking
+    its thousands of steps itself, each of which would cost the host more than the GPU."""
+
+    @staticmethod
+    def forward(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return choose(*(x[None] for x in tensors))[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing: indices have no gradient."""
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, choose: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
+        return choose(
+            *(
+                x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+                for x, dim in zip(tensors, dims[1:], strict=True)
+            )
+        ), 0
+
+
+def for_all_images(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`choose` for the tensors of an image; it takes and returns those of several, `[images, ...]`."""
+    return _AllImages.apply(choose, *tensors)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def kernels(device: torch.device, n: int) -> ModuleType | None:
+    """The Triton kernels of greedy choices (`_greedy_kernels`) among `n` tokens; None where torch takes each step."""
+    switch = os.environ.get("VLMCOMPRESS_TRITON")  # 0: torch does it all, should the kernels not work somewhere
+    if device.type != "cuda" or switch == "0" or find_spec("triton") is None:
+        return None
+    from vlmcompress.reduction.methods import _greedy_kernels
+
+    return _greedy_kernels if n <= _greedy_kernels.MOST else None
+
+
 def cover(
     worth: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0, covered: Tensor | None = None
 ) -> Tensor:
@@ -58,37 +101,51 @@ def cover(
 
     Greedy: always the column that raises that sum most, times `weight [n]` where that is given; the lowest index of those that
     fall short of the most by a share of at most `slack`. Maxima begin at 0, or at those of the columns `covered`, which are
-    not chosen again. On a CPU the choice is `lazily` made, on other devices `stepwise`; it is the same.
+    not chosen again. On a CPU the choice is `lazily` made, on a GPU by kernels, elsewhere `stepwise`; it is the same.
     """
     columns = worth.T.contiguous()  # a column's gain is then a sum along memory, in the same order for equal columns
     best = columns.new_zeros(columns.shape[1])
     taken = torch.zeros(len(columns), dtype=torch.bool, device=columns.device)
     if covered is not None and len(covered):
         best, taken = columns[covered].amax(0), taken.scatter(0, covered, True)
-    choose = lazily if worth.device.type == "cpu" else stepwise
-    return choose(columns, best, taken, count, torch.ones_like(columns[:, 0]) if weight is None else weight, slack)
+    weight = torch.ones_like(columns[:, 0]) if weight is None else weight
+
+    def choose(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor) -> Tensor:
+        if columns.device.type == "cpu":
+            images = zip(columns, best, taken, weight, strict=True)
+            return torch.stack([lazily(*image, count, slack) for image in images])
+        fused = kernels(columns.device, max(columns.shape[1:]))
+        return (fused.cover if fused else stepwise)(columns, best, taken, weight, count, slack)  # type: ignore[no-any-return]
+
+    return for_all_images(choose, columns, best, taken, weight)
 
 
-def stepwise(columns: Tensor, best: Tensor, taken: Tensor, count: int, weight: Tensor, slack: float) -> Tensor:
-    """Choose for `cover` with all gains computed in each step, so that nothing waits for the device.
+def stepwise(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+    """Choose for `cover`, `[b, count]`, with all gains computed in each step, so that nothing waits for the device.
 
     Args:
-        columns: `[n, m]`, the table's columns.
-        best: `[m]`, what is covered of each row to begin with.
-        taken: `[n]`, columns that are not to be chosen.
+        columns: `[b, n, m]`, the tables' columns.
+        best: `[b, m]`, what is covered of each row to begin with.
+        taken: `[b, n]`, columns that are not to be chosen.
+        weight: `[b, n]`, what a column's gain counts.
     """
-    lost, chosen = torch.zeros_like(columns[:, 0]).masked_fill(taken, -torch.inf), []
-    for _ in range(count):
-        gain = (columns - best).clamp(min=0).sum(1)
-        token = _first(torch.addcmul(lost, gain, weight), slack)
-        best = torch.maximum(best, columns.index_select(0, token)[0])
-        lost = lost.scatter(0, token, -torch.inf)
-        chosen.append(token)
-    return torch.cat(chosen) if chosen else lost.new_empty(0, dtype=torch.int64)
+    best, rise = best.clone(), torch.empty_like(columns)
+    lost = torch.zeros_like(weight).masked_fill(taken, -torch.inf)
+    chosen = torch.empty(count, len(columns), 1, dtype=torch.int64, device=columns.device)
+    rows = chosen[..., None].expand(-1, -1, -1, best.shape[1])  # the chosen tokens as indices of whole columns
+    for token, row in zip(chosen.unbind(), rows.unbind(), strict=True):
+        gain = torch.sub(columns, best[:, None], out=rise).clamp_(min=0).sum(2)
+        gain = torch.addcmul(lost, gain, weight)
+        if slack:
+            gain = (gain >= gain.amax(1, keepdim=True) * (1 - slack)).byte()
+        torch.argmax(gain, 1, keepdim=True, out=token)
+        torch.maximum(best, columns.gather(1, row)[:, 0], out=best)
+        lost.scatter_(1, token, -torch.inf)
+    return chosen[..., 0].T
 
 
-def lazily(columns: Tensor, best: Tensor, taken: Tensor, count: int, weight: Tensor, slack: float) -> Tensor:
-    """Choose for `cover` with only those gains computed anew that can be the largest; arguments and result as of `stepwise`.
+def lazily(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+    """Choose for `cover` of one image, with only those gains computed anew that can be the largest; arguments as of `stepwise`.
 
     What a column gains never rises while others are chosen, nor does its rounded sum, as each term falls and the order stays.
     So its last known gain is a bound (Minoux, 1978). The gains of highest bound are computed first, then those of all columns
@@ -109,15 +166,13 @@ def lazily(columns: Tensor, best: Tensor, taken: Tensor, count: int, weight: Ten
             old[front] = False
             if len(rest := old.nonzero().squeeze(1)):
                 bound[rest] = gains(rest)
-        token = _first(bound, slack)
+        # The lowest index of the largest, or of those that fall short of it by no more than the slack.
+        token = (
+            (bound >= bound.amax() * (1 - slack)).byte().argmax(0, keepdim=True)
+            if slack
+            else bound.argmax(0, keepdim=True)
+        )
         best = torch.maximum(best, columns[token][0])
         bound[token] = -torch.inf
         chosen.append(token)
     return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64)
-
-
-def _first(gain: Tensor, slack: float) -> Tensor:
-    """The lowest index, `[1]`, of the gains `[n]` that fall short of the largest by a share of at most `slack`."""
-    if slack == 0:
-        return gain.argmax(0, keepdim=True)
-    return (gain >= gain.amax() * (1 - slack)).byte().argmax(0, keepdim=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, share, unit
-from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
+from vlmcompress.reduction.methods._selecting import SelectingOptions, for_all_images, kernels, selected
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -51,21 +51,35 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def select(features: Tensor, count: int) -> Tensor:
-    """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen.
-
-    `left` is what of each token's squared length the chosen ones do not span, never less than `OWN`.
-    """
+    """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
-    kernel = rows @ rows.T
     left = (rows != 0).any(1).float() + OWN  # exactly alike, so that rounding does not choose the first token
-    free, factor, chosen = torch.ones_like(left), torch.zeros_like(kernel[:count]), []
-    for i in range(count):
-        token = (free * left).argmax(0, keepdim=True)
-        chosen.append(token)
-        free = free.scatter(0, token, -torch.inf)
-        before = factor[:i]
-        rest = kernel.index_select(0, token)[0] - before.index_select(1, token)[:, 0] @ before
-        row = rest / left.index_select(0, token).sqrt()
-        factor[i] = row
-        left = (left - row.square()).clamp(min=OWN)
-    return torch.cat(chosen)
+
+    def choose(kernel: Tensor, left: Tensor) -> Tensor:
+        fused = kernels(kernel.device, kernel.shape[1])
+        return (fused.span if fused else _steps)(kernel, left, count, OWN)  # type: ignore[no-any-return]
+
+    return for_all_images(choose, rows @ rows.T, left)
+
+
+def _steps(kernel: Tensor, left: Tensor, count: int, floor: float) -> Tensor:
+    """Choose among tokens with the `kernel [b, n, n]`; the tokens `[b, count]`.
+
+    Args:
+        left: `[b, n]`, what of each token's squared length the chosen ones do not span; it falls to `floor` at the lowest.
+    """
+    images, n = left.shape
+    factor = kernel.new_zeros(images, count, n)
+    chosen = torch.empty(count, images, 1, dtype=torch.int64, device=kernel.device)
+    lowest = torch.full_like(left, floor)
+    for i, token in enumerate(chosen.unbind()):
+        torch.argmax(left, 1, keepdim=True, out=token)
+        before, place = factor[:, :i], token[:, None]
+        # The next row of the factor: what of the token's row the rows before leave, over the root of what is left of itself.
+        rest = kernel.gather(1, place.expand(-1, -1, n))[:, 0]
+        column = before.gather(2, place.expand(-1, i, -1))[..., 0]
+        rest = rest - (torch.einsum("bi,bin->bn", column, before) if images > 1 else column[0] @ before[0])
+        row = torch.div(rest, left.gather(1, token).sqrt_(), out=factor[:, i])
+        lowest.scatter_(1, token, -torch.inf)  # together with the next line: a chosen token is not chosen again
+        left = torch.maximum(left.scatter(1, token, -torch.inf) - row.square(), lowest)
+    return chosen[..., 0].T

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, share, unit
-from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
+from vlmcompress.reduction.methods._selecting import SelectingOptions, for_all_images, kernels, selected
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -44,11 +44,24 @@ def select(features: Tensor, count: int) -> Tensor:
     """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
     distance = 1 - rows @ rows.T
-    alone = distance.masked_fill(torch.eye(len(rows), dtype=torch.bool, device=rows.device), torch.inf)
-    token = alone.amin(0).nan_to_num(posinf=0.0).argmax(0, keepdim=True)  # a single token has no neighbour
-    nearest, chosen = torch.full_like(distance[0], torch.inf), [token]
-    for _ in range(count - 1):
-        nearest = torch.minimum(nearest, distance.index_select(0, token)[0]).scatter(0, token, -torch.inf)
-        token = nearest.argmax(0, keepdim=True)
-        chosen.append(token)
-    return torch.cat(chosen)
+    # A token is no neighbour of its own; once it is chosen, this is its distance from the nearest kept one.
+    apart = distance.masked_fill(torch.eye(len(rows), dtype=torch.bool, device=rows.device), -torch.inf)
+
+    def choose(distance: Tensor) -> Tensor:
+        fused = kernels(distance.device, distance.shape[1])
+        return (fused.spread if fused else _steps)(distance, count)  # type: ignore[no-any-return]
+
+    return for_all_images(choose, apart)
+
+
+def _steps(distance: Tensor, count: int) -> Tensor:
+    """Choose among tokens of which `distance [b, n, n]` is given, its diagonal -inf; the tokens `[b, count]`."""
+    chosen = torch.empty(count, len(distance), 1, dtype=torch.int64, device=distance.device)
+    rows = chosen[..., None].expand(-1, -1, -1, distance.shape[2])  # the chosen tokens as indices of whole rows
+    # The first token is the one whose nearest neighbour is farthest; a single token has none.
+    nearest = distance.masked_fill(distance == -torch.inf, torch.inf).amin(2).nan_to_num(posinf=0.0)
+    for number, (token, row) in enumerate(zip(chosen.unbind(), rows.unbind(), strict=True)):
+        torch.argmax(nearest, 1, keepdim=True, out=token)
+        away = distance.gather(1, row)[:, 0]
+        nearest = torch.minimum(nearest, away, out=nearest) if number else away
+    return chosen[..., 0].T

@@ -1,0 +1,166 @@
+"""Triton kernels of greedy choices, for a GPU, where a start of a kernel takes longer than a step of the choice.
+
+In torch a choice starts 3 to 12 kernels for each token that it keeps, thousands for an image: on an H100 that took as long as
+the encoder. Here one program makes the choices of an image, with what it goes by in registers, so all images are done in the
+time of one and the host starts a few dozen kernels. `cover` is `_selecting.stepwise`, `spread` is `divprune._steps` and `span`
+is `cdpruner._steps`, with their arguments and results, up to the order of sums. Those are the oracles and run everywhere else;
+a test compares them in Triton's interpreter (`TRITON_INTERPRET=1`), which needs no GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST = 8192
+"""Most tokens of an image: one program holds a number for each in registers."""
+_PERIOD = 32  # most tokens that are chosen by gains of which only the largest are computed anew
+_BLOCK = 16  # rows of the Cholesky factor in registers
+
+
+def _warps(width: int) -> int:
+    """Warps of a program that has `width` numbers: 8 for each thread, as far as there can be so many threads."""
+    return max(1, min(32, width // 256))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _spread(distance, nearest, chosen, n, count, N: tl.constexpr):
+    image = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, N)
+    distance += image * n * n
+    token = tl.argmax(tl.load(nearest + image * n + j, mask=j < n, other=-float("inf")), 0)
+    left = tl.full([N], float("inf"), tl.float32)  # distance from the nearest chosen token; -inf of a chosen one
+    for step in range(count):
+        tl.store(chosen + image * count + step, token)
+        row = tl.load(distance + token.to(tl.int64) * n + j, mask=j < n, other=-float("inf"))
+        left = tl.minimum(left, row)
+        token = tl.argmax(left, 0)
+
+
+def spread(distance: Tensor, count: int) -> Tensor:
+    """Choose tokens that are far apart, `[b, count]`; see `divprune._steps`."""
+    images, n, _ = distance.shape
+    nearest = distance.masked_fill(distance == -torch.inf, torch.inf).amin(2).nan_to_num(posinf=0.0)
+    chosen = torch.empty(images, count, dtype=torch.int64, device=distance.device)
+    width = triton.next_power_of_2(n)
+    with torch.cuda.device_of(distance):
+        _spread[(images,)](distance, nearest, chosen, n, count, N=width, num_warps=_warps(width))
+    return chosen
+
+
+@triton.jit
+def _gain(columns, level, weight, token, m, i):
+    """What a column adds to the level, in one order of sums wherever it is computed."""
+    column = tl.load(columns + token.to(tl.int64) * m + i, mask=i < m, other=0.0)
+    return tl.sum(tl.maximum(column - level, 0.0), 0) * tl.load(weight + token)
+
+
+@triton.jit
+def _bounds(columns, best, bound, weight, n, m, M: tl.constexpr):
+    token, image = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, M)
+    level = tl.load(best + image * m + i, mask=i < m, other=0.0)
+    gain = _gain(columns + image * n * m, level, weight + image * n, token, m, i)
+    place = bound + image * n + token
+    # Rounded up by more than another order of sums changes, so that it bounds what `_cover` computes.
+    tl.store(place, tl.where(tl.load(place) == -float("inf"), -float("inf"), gain * 1.00001))
+
+
+@triton.jit(do_not_specialize=["count", "start", "steps"])
+def _cover(
+    columns, best, bound, weight, chosen, n, m, count, start, steps, slack,
+    N: tl.constexpr, M: tl.constexpr, SLACK: tl.constexpr,
+):  # fmt: skip
+    image = tl.program_id(0).to(tl.int64)
+    i, j = tl.arange(0, M), tl.arange(0, N)
+    columns += image * n * m
+    weight += image * n
+    level = tl.load(best + image * m + i, mask=i < m, other=0.0)
+    upper = tl.load(bound + image * n + j, mask=j < n, other=-float("inf"))
+    for step in range(steps):
+        fresh = tl.zeros([N], tl.int32)  # whose gain is computed for this level; the others' are bounds (Minoux, 1978)
+        token = tl.argmax(upper, 0)
+        while tl.max(tl.where(j == token, fresh, 0), 0) == 0:
+            upper = tl.where(j == token, _gain(columns, level, weight, token, m, i), upper)
+            fresh = tl.where(j == token, 1, fresh)
+            token = tl.argmax(upper, 0)
+        if SLACK:  # the lowest index of those that fall little short of the largest
+            line = tl.max(upper, 0) * (1 - slack)
+            token = tl.argmax((upper >= line).to(tl.int32), 0)
+            while tl.max(tl.where(j == token, fresh, 0), 0) == 0:
+                upper = tl.where(j == token, _gain(columns, level, weight, token, m, i), upper)
+                fresh = tl.where(j == token, 1, fresh)
+                token = tl.argmax((upper >= line).to(tl.int32), 0)
+        tl.store(chosen + image * count + start + step, token)
+        level = tl.maximum(level, tl.load(columns + token.to(tl.int64) * m + i, mask=i < m, other=0.0))
+        upper = tl.where(j == token, -float("inf"), upper)
+    tl.store(best + image * m + i, level, mask=i < m)
+    tl.store(bound + image * n + j, upper, mask=j < n)
+
+
+def cover(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+    """Choose columns whose maxima have a large sum, `[b, count]`; see `_selecting.stepwise`.
+
+    Every 1, 2, 4, ... 32 tokens, more often at first, where gains fall fast, all gains are computed with the whole GPU. Between
+    these one program goes by them as bounds, as `_selecting.lazily` does.
+    """
+    images, n, m = columns.shape
+    best, bound = best.clone(), torch.zeros_like(weight).masked_fill_(taken, -torch.inf)
+    chosen = torch.empty(images, count, dtype=torch.int64, device=columns.device)
+    wide, high = triton.next_power_of_2(n), triton.next_power_of_2(m)
+    warps, start, steps = _warps(max(wide, high)), 0, 1
+    while start < count:
+        steps = min(steps, count - start)
+        with torch.cuda.device_of(columns):
+            _bounds[(n, images)](columns, best, bound, weight, n, m, M=high, num_warps=warps)
+            _cover[(images,)](
+                columns, best, bound, weight, chosen, n, m, count, start, steps, slack,
+                N=wide, M=high, SLACK=slack > 0, num_warps=warps,
+            )  # fmt: skip
+        start, steps = start + steps, min(2 * steps, _PERIOD)
+    return chosen
+
+
+@triton.jit(do_not_specialize=["count", "start", "steps"])
+def _span(kernel, left, factor, chosen, n, count, start, steps, floor, N: tl.constexpr, ROWS: tl.constexpr):
+    image = tl.program_id(0).to(tl.int64)
+    j, k = tl.arange(0, N), tl.arange(0, ROWS)
+    kernel += image * n * n
+    rest = tl.load(left + image * n + j, mask=j < n, other=-float("inf"))
+    rows = tl.zeros([ROWS, N], tl.float32)
+    for step in range(steps):
+        token = tl.argmax(rest, 0)
+        tl.store(chosen + image * count + start + step, token)
+        size = tl.max(tl.where(j == token, rest, -float("inf")), 0)
+        column = tl.sum(tl.where((j == token)[None, :], rows, 0.0), 1)
+        row = tl.load(kernel + token.to(tl.int64) * n + j, mask=j < n, other=0.0)
+        row = (row - tl.sum(column[:, None] * rows, 0)) / tl.sqrt(size)
+        rows = tl.where((k == step)[:, None], row[None, :], rows)
+        free = (rest > -float("inf")) & (j != token)
+        rest = tl.where(free, tl.maximum(rest - row * row, floor), -float("inf"))
+    tl.store(left + image * n + j, rest, mask=j < n)
+    tl.store(factor + (image * ROWS + k[:, None]) * n + j[None, :], rows, mask=(j < n)[None, :])
+
+
+def span(kernel: Tensor, left: Tensor, count: int, floor: float) -> Tensor:
+    """Choose tokens of large determinant, `[b, count]`; see `cdpruner._steps`.
+
+    What a block of rows of the factor explains is taken from the whole kernel by one product, so that a step reads only the
+    rows of its own block.
+    """
+    images, n, _ = kernel.shape
+    chosen = torch.empty(images, count, dtype=torch.int64, device=kernel.device)
+    wide = triton.next_power_of_2(n)
+    block = max(1, min(_BLOCK, 2**16 // wide))
+    factor, kernel, left = kernel.new_empty(images, block, n), kernel.clone(), left.clone()
+    for start in range(0, count, block):
+        steps = min(block, count - start)
+        with torch.cuda.device_of(kernel):
+            _span[(images,)](
+                kernel, left, factor, chosen, n, count, start, steps, floor,
+                N=wide, ROWS=block, num_warps=_warps(2 * wide),
+            )  # fmt: skip
+        kernel.baddbmm_(factor.mT, factor, alpha=-1)
+    return chosen
