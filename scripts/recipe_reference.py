@@ -27,12 +27,9 @@ from vlmcompress.reduction import methods
 INTRO = """\
 # Recipe keys
 
-A recipe says everything that decides what `vlmcompress quantize` writes. It is a YAML file, and each of its keys can
-also be given on the command line: `--set options.damp=0.1` sets the key `damp` below `options`, and the most used keys
-have a flag of their own (`--scheme`, `--target`, `--reduce`, `--bits` and `--group-size`, which are `options.bits` and
-`options.group_size`, ...). Where several places name a key, the first
-of these wins: command line, recipe file, what the target decides, default. `--dry-run` shows every key with its value
-and where that came from. An unknown key or a value of the wrong type is refused in one line before anything is read.
+A recipe decides what `vlmcompress quantize` writes. It is a YAML file; on the command line `--set options.damp=0.1` sets
+the key `damp` below `options`, and the most used keys have flags (`--scheme`, `--target`, `--reduce`, ...). The first of
+these wins: command line, recipe file, target, default. `--dry-run` shows every key, its value and where that came from.
 
 ```yaml
 # 4 bits for an A100, half of each image's tokens, calibrated on one's own questions
@@ -48,10 +45,9 @@ calibrate:
   samples: 256
 ```
 
-`vlmcompress list recipes` names the ready ones in `recipes/`; `--recipe NAME` takes one of them, `--recipe FILE` any file.
-
-This page is printed by `scripts/recipe_reference.py` from the classes that check a recipe; a test compares the two. The
-option `balance` is explained in [quantization](quantization.md#balance), reducers in [visual tokens](visual-tokens.md).
+`--recipe` takes a file or a name of `vlmcompress list recipes`. The option `balance` is explained in
+[quantization](quantization.md#balance), reducers in [visual tokens](visual-tokens.md). `scripts/recipe_reference.py`
+prints this page from the classes that check a recipe.
 """
 
 
@@ -83,24 +79,27 @@ def _options(registry: Any) -> str:
         named = f" Also {', '.join(also)}." if also else ""
         rows += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.{named}\n"]
         if dataclasses.fields(options):
-            rows += [] if _attributes(options) else [f"{_plain(inspect.getdoc(options) or '')}\n"]
-            rows.append(_table(options))
-        else:
-            rows.append("No options.\n")
+            rows += [f"{_plain(inspect.getdoc(options) or '')}\n", f"Defaults: {_defaults(options)}.\n"]
     return "\n".join(rows)
 
 
+def _defaults(options: type) -> str:
+    """List options with their defaults, and with their types where a default does not show it."""
+    hints, texts = typing.get_type_hints(options), []
+    for name, default, _ in _fields(options):
+        plain = hints[name] is Any or type(getattr(options, name, None)) is hints[name]
+        texts.append(f"`{name}` {default}" + ("" if plain else f" ({_type(hints[name])})"))
+    return ", ".join(texts)
+
+
 def _table(cls: type) -> str:
-    """Render a table with a row for each key: name, type, default and, from an `Attributes:` section, the meaning."""
+    """Render a table with a row for each key: name, type, default and meaning, from the class's `Attributes:` section."""
     meanings = _attributes(cls)
     hints = typing.get_type_hints(cls)
     rows = []
     for name, default, limits in _fields(cls):
-        cells = [f"`{name}`", _type(hints[name], limits), default] + (
-            [_plain(meanings.get(name, ""))] if meanings else []
-        )
-        rows.append(cells)
-    head = ["key", "type", "default"] + (["meaning"] if meanings else [])
+        rows.append([f"`{name}`", _type(hints[name], limits), default, _plain(meanings.get(name, ""))])
+    head = ["key", "type", "default", "meaning"]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
 

@@ -198,7 +198,6 @@ def test_lines_are_short(page):
         ("compatibility", "compatibility"),
         ("compatibility", "overview"),
         ("kernel_choice", "kernels"),
-        ("format_table", "formats"),
         ("bench_accuracy", "accuracy"),
         ("compare_weights", "weights"),
         ("bench_reducers", "reducers"),

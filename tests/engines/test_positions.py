@@ -1,31 +1,37 @@
-"""Positions of kept tokens, without an engine: packing is exact, and both parts add up to those of the full prompt."""
+"""Positions of kept tokens, without an engine: packing is exact, and both parts add up to those of the full prompt.
+
+The code is imported by the tests, as it imports vLLM, which takes some seconds in each process that collects tests.
+"""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from vlmcompress.engines.vllm.plugin._positions import LIMIT, OriginalPositions, pack, unpack
+
+def code() -> ModuleType:
+    return import_module("vlmcompress.engines.vllm.plugin._positions")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_places_are_exact_in_every_dtype(dtype):
     """Of every size that there is; bfloat16 by itself would round 257 to 256."""
-    some = torch.cat([torch.arange(70_000), torch.arange(0, LIMIT, 1009), torch.tensor([LIMIT - 1])])
+    some = torch.cat([torch.arange(70_000), torch.arange(0, code().LIMIT, 1009), torch.tensor([code().LIMIT - 1])])
     places = torch.stack([some, some.flip(0), some // 2], 1)
     rows = torch.randn(len(some), 2).to(dtype)
-    unpacked, back = unpack(pack(rows, places))
+    unpacked, back = code().unpack(code().pack(rows, places))
     assert torch.equal(back, places)
     assert torch.equal(unpacked, rows)
 
 
 def test_a_place_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="beyond 16,777,215"):
-        pack(torch.zeros(1, 2), torch.tensor([[0, LIMIT, 0]]))
+        code().pack(torch.zeros(1, 2), torch.tensor([[0, code().LIMIT, 0]]))
 
 
 class Engine:
@@ -41,16 +47,19 @@ class Engine:
         return positions.clone()
 
 
-class Model(OriginalPositions, Engine):
+def model() -> Any:
     """Images are grids `feature.grid`."""
 
-    def __init__(self, compact: bool = False) -> None:
-        self.reducer = SimpleNamespace(compact=compact)
-        self._places = torch.zeros(3, 65, dtype=torch.int64)
-        self._positions = torch.zeros_like(self._places)
+    class Model(code().OriginalPositions, Engine):
+        def __init__(self) -> None:
+            self.reducer = SimpleNamespace(compact=False)
+            self._places = torch.zeros(3, 65, dtype=torch.int64)
+            self._positions = torch.zeros_like(self._places)
 
-    def span(self, feature):
-        return np.zeros((3, feature.mm_position.length), dtype=np.int64), max(feature.grid)
+        def span(self, feature):
+            return np.zeros((3, feature.mm_position.length), dtype=np.int64), max(feature.grid)
+
+    return Model()
 
 
 def prompt(*parts: Any) -> tuple[list[SimpleNamespace], list[torch.Tensor], torch.Tensor, torch.Tensor, int]:
@@ -71,7 +80,7 @@ def prompt(*parts: Any) -> tuple[list[SimpleNamespace], list[torch.Tensor], torc
         where = SimpleNamespace(offset=len(positions), length=len(kept))
         features.append(SimpleNamespace(grid=grid, mm_position=where))
         chosen = torch.tensor([places[i] for i in kept])
-        packed.append(pack(torch.randn(len(kept), 2), chosen))
+        packed.append(code().pack(torch.randn(len(kept), 2), chosen))
         positions += [tuple(at + side for side in places[i]) for i in kept]
         visual += [True] * len(kept)
         at += max(grid)
@@ -85,30 +94,30 @@ def test_both_parts_add_up_to_the_positions_of_the_full_prompt():
     """Oracle: the rule, token by token. With and without text between images, an image in front, text alone."""
     for parts in (PROMPT, PROMPT[1:], PROMPT[:2], (5,)):
         features, packed, visual, expected, end = prompt(*parts)
-        ids, model = [0] * len(visual), Model()
-        coarse, delta = model.get_mrope_input_positions(ids, list(reversed(features)))
+        ids, served = [0] * len(visual), model()
+        coarse, delta = served.get_mrope_input_positions(ids, list(reversed(features)))
         assert delta == end - len(ids)
-        embeds = model.embed_input_ids(torch.tensor(ids), packed, is_multimodal=visual)
-        assert torch.equal(model.forward(None, coarse, None, embeds), expected)
+        embeds = served.embed_input_ids(torch.tensor(ids), packed, is_multimodal=visual)
+        assert torch.equal(served.forward(None, coarse, None, embeds), expected)
         assert torch.equal(embeds[visual], torch.cat([part[:, :2] for part in packed] or [embeds[visual]]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_chunks_may_cut_an_image_anywhere(size):
     features, packed, visual, expected, _ = prompt(*PROMPT)
-    coarse, _ = (model := Model()).get_mrope_input_positions([0] * len(visual), features)
+    coarse, _ = (served := model()).get_mrope_input_positions([0] * len(visual), features)
     rows = iter(torch.cat(packed))
     for start in range(0, len(visual), size):
         part = slice(start, start + size)
         chunk = [next(rows)[None] for _ in range(int(visual[part].sum()))]
-        model.embed_input_ids(torch.zeros(len(visual[part])), chunk, is_multimodal=visual[part])
-        assert torch.equal(model.forward(None, coarse[:, part], None, None), expected[:, part])
+        served.embed_input_ids(torch.zeros(len(visual[part])), chunk, is_multimodal=visual[part])
+        assert torch.equal(served.forward(None, coarse[:, part], None, None), expected[:, part])
 
 
 def test_nothing_of_a_step_is_left_for_the_next():
     features, packed, visual, _, _ = prompt(*PROMPT)
-    model = Model()
-    model.embed_input_ids(torch.zeros(len(visual)), packed, is_multimodal=visual)
-    model.embed_input_ids(torch.zeros(4), [], is_multimodal=torch.zeros(4, dtype=torch.bool))
+    served = model()
+    served.embed_input_ids(torch.zeros(len(visual)), packed, is_multimodal=visual)
+    served.embed_input_ids(torch.zeros(4), [], is_multimodal=torch.zeros(4, dtype=torch.bool))
     positions = torch.arange(4).expand(3, -1)
-    assert torch.equal(model.forward(None, positions, None, None), positions)
+    assert torch.equal(served.forward(None, positions, None, None), positions)

@@ -191,8 +191,24 @@ ENGINE.answer("some/model", [Request("a", [{"role": "user", "content": "x"}])], 
 BUSY = {"asleep": "time.sleep(60)", "in a computation": "ctypes.PyDLL(None).sleep(60)"}
 
 
-@pytest.mark.parametrize("busy", BUSY)
-@pytest.mark.parametrize("sent", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGKILL], [signal.SIGINT] * 2])
+@pytest.mark.parametrize(
+    ("sent", "busy"),
+    [
+        ([signal.SIGINT], "asleep"),
+        ([signal.SIGTERM], "in a computation"),
+        ([signal.SIGKILL], "in a computation"),
+        ([signal.SIGINT] * 2, "asleep"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ([signal.SIGINT], "in a computation"),
+                ([signal.SIGTERM], "asleep"),
+                ([signal.SIGKILL], "asleep"),
+                ([signal.SIGINT] * 2, "in a computation"),
+            )
+        ),
+    ],
+)
 def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, sent: list[signal.Signals], busy: str) -> None:
     """Ctrl-C, kill, kill -9 and impatient Ctrl-C of the parent, while the worker's lifeline (its real code) is waiting. A child
     of the worker's is deaf to SIGTERM."""

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -217,7 +218,9 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, int, Path, Path]]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, quick_engines: None
+) -> Iterator[tuple[subprocess.Popen, int, Path, Path]]:
     """A checkpoint whose reducer reads the question, served by `serve`."""
     folder = build("llava", tmp_path_factory.mktemp("serve") / "tiny-llava")
     config = json.loads((folder / "config.json").read_text())
@@ -287,4 +290,5 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
 
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) in (0, -signal.SIGTERM)
-    assert session_ends(process.pid)
+    (number,) = set(re.findall(r"APIServer pid=(\d+)", log.read_text()))
+    assert session_ends(int(number))

@@ -23,6 +23,8 @@ CASES = [
     for method in (FEW if spec.experts else SHARES)
     if family_refusal(spec, method) is None
 ]
+# What does not depend on both: every method with one family, every family with two methods; the rest is slow.
+EACH = [pytest.param(*case, marks=[] if case[0] == "llava" or case[1] in FEW else [pytest.mark.slow]) for case in CASES]
 SMALL = {
     "vscan": {"window": 2, "shallow": 0},
     "fastv": {"layer": 1},

@@ -40,10 +40,7 @@ KINDS = {
 def main() -> None:
     import vllm.entrypoints.llm  # noqa: F401, to be frozen
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.model_executor.models import registry
 
-    # vLLM looks at each model class that it has not seen on this machine in a process of its own, which has to import vLLM.
-    registry._run_in_subprocess = lambda look: look()
     quicker.freeze()
     for line in sys.stdin:
         order = json.loads(line)

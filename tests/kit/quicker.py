@@ -15,17 +15,20 @@ def freeze() -> None:
 
         PreTrainedConfig.__repr__ = object.__repr__  # each config that is read is put into a message for nobody
     if "vllm" in sys.modules:
-        _replace_kernels()
+        _look_once()
     gc.collect()
     gc.freeze()  # imported code stays: the garbage collector need not look through it
     if "vllm" in sys.modules:
         gc.freeze = gc.unfreeze = lambda: None  # or each end of an engine would undo that
 
 
-def _replace_kernels() -> None:
-    """What vLLM does on a CPU at each start of an engine, once: look for kernels in all modules."""
+def _look_once() -> None:
+    """What vLLM does at each start of an engine, once: on a CPU, look for kernels in all modules. And what it does in a process
+    of its own, which has to import vLLM, here: look at each model class that it has not seen on this machine."""
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
+    registry._run_in_subprocess = lambda look: look()
     if current_platform.is_cpu():
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)

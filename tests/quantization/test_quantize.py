@@ -59,7 +59,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("model", ["qwen", "llava"])
+@pytest.mark.parametrize("model", [pytest.param("qwen", marks=pytest.mark.slow), "llava"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_is_whole_and_loads(world, tmp_path, model, scheme):
     """The doctor finds nothing, transformers reloads without a missing key, and the answer's logits stay close."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 
 import pytest
 
@@ -14,7 +16,8 @@ from vlmcompress.evaluation.results import load
 def test_the_demo_command(tmp_path, quick_engines):
     """`scripts/demo` on a few questions: a checkpoint, a clean bill from the doctor, a report that passes the gate."""
     command = ["scripts/demo", "demo-llava", "gptq-plus", "200", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = os.environ | {"VLMCOMPRESS": f"{sys.executable} -m vlmcompress"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = load(tmp_path / "report")
     assert results.gate is not None and results.gate.verdict == "pass"

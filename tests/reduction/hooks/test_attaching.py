@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, StaticCache
 
-from tests.kit.attached_cases import CASES, given, traces
+from tests.kit.attached_cases import EACH, given, traces
 from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from tests.kit.tiny import build
 from vlmcompress.models import all_specs, load
@@ -24,7 +24,7 @@ from vlmcompress.utils.errors import UserError
 pytestmark = pytest.mark.representatives
 
 
-@pytest.mark.parametrize(("family", "method"), CASES)
+@pytest.mark.parametrize(("family", "method"), EACH)
 def test_detaching_restores_the_model(family, method):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
@@ -73,7 +73,7 @@ def test_an_error_within_the_model_leaves_nothing_behind():
         assert vlm.model(**inputs).logits.shape[1] < inputs["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize(("family", "method"), CASES)
+@pytest.mark.parametrize(("family", "method"), EACH)
 def test_text_alone_is_untouched(family, method):
     vlm = tiny(family)
     inputs = encode(vlm, NONE)

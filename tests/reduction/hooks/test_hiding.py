@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kit import reference
-from tests.kit.attached_cases import CASES, FAMILIES, given
+from tests.kit.attached_cases import CASES, EACH, FAMILIES, given
 from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import REGISTRY
@@ -94,7 +94,7 @@ def placed(vlm, inputs: dict) -> dict:
     return inputs | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)}
 
 
-@pytest.mark.parametrize(("family", "method"), CASES)
+@pytest.mark.parametrize(("family", "method"), EACH)
 def test_a_batch_is_its_prompts_one_by_one(family, method):
     vlm = tiny(family)
     prompts = [ONE, TWO, NONE]
@@ -111,7 +111,7 @@ def test_a_batch_is_its_prompts_one_by_one(family, method):
         assert torch.equal(left.reduction.target, right.reduction.target) and left.grid == right.grid
 
 
-@pytest.mark.parametrize(("family", "method"), CASES)
+@pytest.mark.parametrize(("family", "method"), EACH)
 def test_keep_all_changes_no_bit(family, method):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
