@@ -88,8 +88,8 @@ def for_all_images(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 @functools.cache
 def kernels(device: torch.device, n: int) -> ModuleType | None:
     """The Triton kernels of greedy choices (`_greedy_kernels`) among `n` tokens; None where torch takes each step."""
-    switch = os.environ.get("VLMCOMPRESS_TRITON")  # 0: torch does it all, should the kernels not work somewhere
-    if device.type != "cuda" or switch == "0" or find_spec("triton") is None:
+    switch = os.environ.get("VLMCOMPRESS_TRITON")  # 1: they have run in Triton's interpreter alone, on no GPU
+    if device.type != "cuda" or switch != "1" or find_spec("triton") is None:
         return None
     from vlmcompress.reduction.methods import _greedy_kernels
 
