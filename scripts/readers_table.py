@@ -6,10 +6,10 @@ scripts/readers_table.py    prints it; a test compares it with the page
 
 from __future__ import annotations
 
-from vlmcompress.export.readers import ENGINES, Cell, Engine
+from vlmcompress.export.readers import ENGINES, Cell, EngineFormats
 
 
-def rows(engine: Engine) -> list[str]:
+def rows(engine: EngineFormats) -> list[str]:
     """A row of each cell, which may stand for several formats."""
     formats: dict[str, list[str]] = {}
     cells = {repr(cell): cell for cell in engine.formats.values() if isinstance(cell, Cell)}
@@ -19,7 +19,7 @@ def rows(engine: Engine) -> list[str]:
     return [row(engine, ", ".join(names), cells[key]) for key, names in formats.items()]
 
 
-def row(engine: Engine, names: str, cell: Cell) -> str:
+def row(engine: EngineFormats, names: str, cell: Cell) -> str:
     """Engine, formats, what is read of them, what it takes, and how that is known."""
     text = "; ".join([cell.text, *cell.notes.values(), *(experts(cell))])
     takes = "; ".join(
@@ -39,7 +39,7 @@ def experts(cell: Cell) -> list[str]:
     return [f"experts of {', '.join(map(short, sorted(cell.experts)))} alone" if cell.experts else "no experts"]
 
 
-def families(engine: Engine) -> list[str]:
+def families(engine: EngineFormats) -> list[str]:
     """Lines on the architectures that an engine has, or lacks in a format."""
     lines = []
     if engine.architectures is not None:

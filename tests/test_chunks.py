@@ -157,7 +157,7 @@ def test_rows_of_a_weight(rows, fmt, one_thread):
         for importance in (None, counts[0], counts):
             kwargs = {"importance": importance, "global_scale": shared}
             scale, zero = _rounding.find_params(w, fmt, scale_dtype=torch.bfloat16, **kwargs)
-            codes = _rounding.quantize(w, scale, zero, fmt)
+            codes = _rounding.weight_codes(w, scale, zero, fmt)
             results += [scale, *([] if zero is None else [zero]), codes.float()]
             results += [function(w, scale, zero, fmt) for function in (_rounding.fake_quantize, _rounding.residual)]
             results.append(_rounding.dequantize(codes, scale, zero, fmt))
@@ -348,7 +348,7 @@ def test_bytes_of_a_tensor(size, tmp_path, generator, monkeypatch):
 def test_sizes_of_shards(size):
     """A shard may be full to the byte, and no tensor is lost or written twice."""
     specs = [(str(i), tensor_files.Spec("U8", (length,))) for i, length in enumerate([size, 1, 0, size, PIECE])]
-    shards = tensor_files.split(specs, PIECE)
+    shards = tensor_files.split_shards(specs, PIECE)
     assert [item for shard in shards for item in shard.items()] == specs
     assert all(len(shard) == 1 or sum(spec.nbytes for spec in shard.values()) <= PIECE for shard in shards)
 

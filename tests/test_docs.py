@@ -33,7 +33,7 @@ from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import Signals, TokenCounter
 from vlmcompress.utils.registry import Registry
-from vlmcompress.utils.settings import bundled
+from vlmcompress.utils.settings import bundled_recipes
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
@@ -277,7 +277,7 @@ def test_recipes_in_pages_are_recipes(tmp_path):
 
 def test_bundled_recipes_in_commands_exist():
     named = {recipe for line in COMMANDS for recipe in re.findall(r"--recipe ([\w-]+)(?= |$)", line)}
-    assert named and named <= bundled().keys()
+    assert named and named <= bundled_recipes().keys()
 
 
 def test_rows_of_data_are_read(tmp_path):
@@ -301,7 +301,7 @@ def test_formats_has_every_field():
     classes = [cls for cls in vars(results).values() if isinstance(cls, type) and issubclass(cls, BaseModel)]
     expected = set.union(*(fields(cls) for cls in classes), fields(gate.GateFile), fields(gate.SuiteRules)) - {"suite"}
     expected |= fields(gate.SpeedRule)
-    for record in (manifest.Manifest, manifest.Data, statistics_folder.Facts):
+    for record in (manifest.Manifest, manifest.CalibrationData, statistics_folder.Facts):
         expected |= record.__annotations__.keys()
     for cls in (TokenCounter, gradients.Gradient, gradients.Gradients):
         expected |= {field.name for field in dataclasses.fields(cls)}

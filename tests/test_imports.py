@@ -20,7 +20,7 @@ GRAPH.remove_import(importer="vlmcompress", imported="vlmcompress.api")  # the f
 MODULES = sorted(name for name in GRAPH.modules if name.startswith("vlmcompress"))
 PURE = {"torch", *sys.stdlib_module_names}
 KNOWN = ("numerics", "utils.registry", "utils.errors")
-"""What algorithms may import of the package, beside their own folder."""
+"""What algorithms may import of the package, next to their own folder."""
 
 
 def imports(module: str) -> set[str]:

@@ -3,9 +3,8 @@
     import vlmcompress
 
     recipe = vlmcompress.Recipe.of("MODEL", "OUT", scheme="awq", calibrate={"data": "images"}, reduce="divprune:0.5")
-    done = vlmcompress.quantize(recipe)
-    found = vlmcompress.evaluate(done.out, "MODEL", limit=200)
-    found.suites[0].overall.difference
+    checkpoint = vlmcompress.quantize(recipe) results = vlmcompress.evaluate(checkpoint.out, "MODEL", limit=200)
+    results.suites[0].overall.difference
 
 Keys of a recipe are those of recipe files. Bad input raises `UserError`, whose one line says what, where and what to do.
 """
@@ -34,7 +33,7 @@ from vlmcompress.quantization.calibrate import calibrate as _calibrate
 from vlmcompress.quantization.inputs import Result
 from vlmcompress.quantization.run import quantize as _quantize
 from vlmcompress.recipe import Recipe
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import Attachment
 from vlmcompress.reduction.hooks import attach as _attach
 from vlmcompress.reduction.support import family_refusal
@@ -117,25 +116,21 @@ def evaluate(
         suites: names (`vlmcompress list suites`), task files or data; none: the bundled world.
         data: a local copy of the suite's data; alone: questions and answers.
         columns: of questions and answers, field of a sample (`image`, `question`, `answer`, ...) -> the column it is read from.
-        skip_bad: how many of their rows may be skipped as they cannot be used: below 1 a share, else a number.
-        engine: `vllm`, `hf` (transformers) or `openai:URL`, or an engine.
-        baseline_engine: the same for the baseline; None: the same engine.
-        reduce: `METHOD:KEEP`, attached to the candidate, whatever it carries; with `hf` only.
-        speculative: JSON of vLLM's `--speculative-config`, for the candidate; with `vllm` only.
-        ray: a Ray cluster whose workers share the questions: `auto`, `HOST:PORT` of its head, or `local` for one made here.
-        limit: the most questions to ask of each suite.
-        seed: seed of the choice of questions, and of the engine.
-        score: how answers to `data` of your own are scored: `auto`, or see `vlmcompress eval --help`.
-        margins: the drop in accuracy that is allowed, as a share, by suite; "" for all others.
-        journal: file that keeps answers as they come; an interrupted run goes on from there.
-        restart: ask all anew, and empty the journal.
-        progress: called with (label, done, total).
+        skip_bad: how many unusable rows may be skipped: below 1 a share, else a number. engine: `vllm`, `hf`
+        (transformers) or `openai:URL`, or an engine. baseline_engine: the same for the baseline; None: the same
+        engine. reduce: `METHOD:KEEP`, used in place of the candidate's own reducer; `hf` only. speculative: JSON of
+        vLLM's `--speculative-config`, for the candidate; with `vllm` only. ray: a Ray cluster whose workers share the
+        questions: `auto`, `HOST:PORT` of its head, or `local` for one made here. limit: the most questions to ask of
+        each suite. seed: seed of the choice of questions, and of the engine. score: how answers to `data` of your own
+        are scored: `auto`, or see `vlmcompress eval --help`. margins: allowed drop in accuracy, as a share, by suite;
+        "" for all others. journal: file that keeps answers as they come; an interrupted run goes on from there.
+        restart: ask all anew, and empty the journal. progress: called with (label, done, total).
 
     Raises:
         UserError: a checkpoint, suite or data is missing, or the engine fails.
     """
     if reduce:
-        chosen = parse(reduce)
+        chosen = parse_reducer(reduce)
         if engine != "hf":
             other = engine if isinstance(engine, str) else engine.name
             raise UserError(
@@ -150,7 +145,7 @@ def evaluate(
     if speculative is not None:
         if tested.name != "vllm" or not isinstance(tested, Local):
             raise UserError(f"--speculative-config is for vLLM, not for {tested.name}; leave one of the two out")
-        config = speculation.checked(Path(hub.local(candidate)), speculative)
+        config = speculation.read_speculative_config(Path(hub.local(candidate)), speculative)
         name = f"vllm, {config.get('method', 'draft_model')}"
         tested = dataclasses.replace(tested, name=name, speculative=json.dumps(config))
     before = _engine(baseline_engine or engine)
@@ -179,7 +174,7 @@ def evaluate(
 
 
 def load(path: str | Path, *, trust_remote_code: bool = False) -> VLM:
-    """Load a model, a folder or an id on the Hub, with its processor: on the CPU, in its own type. `attach` takes it."""
+    """Load a model (a folder or Hub id) with its processor, on the CPU, in its stored dtype. Pass it to `attach`."""
     return models.load(hub.local(path, code=trust_remote_code), trust_remote_code=trust_remote_code)
 
 
@@ -193,8 +188,8 @@ def attach(vlm: VLM, reducer: str) -> Attachment:
     Raises:
         UserError: there is no such reducer, or it does not go with this model.
     """
-    return _attach(vlm, parse(reducer))
+    return _attach(vlm, parse_reducer(reducer))
 
 
 def _engine(engine: str | Engine) -> Engine:
-    return engines.get(engine) if isinstance(engine, str) else engine
+    return engines.get_engine(engine) if isinstance(engine, str) else engine

@@ -40,7 +40,7 @@ class Scales:
         self.learner = Learner("qwen", self.vlm.model, self.writer.image_id)
         self.random = Random(seed)
         self.weights = dict.fromkeys(FAMILIES, 0.5) | {"text": 0.1}
-        by_tokens = {setting.tokens: setting for setting in resizing.settings(self.vlm.spec, self.vlm.processor)}
+        by_tokens = {setting.tokens: setting for setting in resizing.image_settings(self.vlm.spec, self.vlm.processor)}
         self.settings = [by_tokens[tokens] if tokens else ImageSetting(0) for tokens in SCALES]
 
     def loss(self) -> torch.Tensor:

@@ -151,17 +151,17 @@ class Trainer:
             if id(p) in chosen:
                 layered = p.ndim == 2 and any(part in key for part in ("layers.", "blocks."))
                 (matrices if layered and self.plan.muon else rest).append(p)
-        made: list[torch.optim.Optimizer] = [
+        result: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         ]
         if matrices:
-            made.append(
+            result.append(
                 torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, ns_steps=4, adjust_lr_fn="match_rms_adamw")
             )
-        for optimizer in made:
+        for optimizer in result:
             for group in optimizer.param_groups:
                 group["rate"] = rate
-        return made
+        return result
 
     def update(self, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, scale: float) -> None:
         loss.backward()

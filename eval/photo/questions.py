@@ -93,7 +93,7 @@ def _larger(rng: Random, scene: Scene, names: list[str]) -> Turn | None:
     return f"Which is larger, the {first.name} or the {second.name}?", (first, second)[areas[1] > areas[0]].name
 
 
-def _beside(rng: Random, scene: Scene, names: list[str]) -> Turn | None:
+def _next_to(rng: Random, scene: Scene, names: list[str]) -> Turn | None:
     """Asks for the next thing in a row or column, where there is just one on that side."""
     item = rng.choice(scene.items)
     side, (down, across) = rng.choice(list(SIDES.items()))
@@ -110,5 +110,5 @@ def _beside(rng: Random, scene: Scene, names: list[str]) -> Turn | None:
 
 _ASK: dict[str, Callable[[Random, Scene, list[str]], Turn | None]] = {
     "name": _name, "choose": _choose, "place": _place, "where": _where,
-    "count": _count, "exists": _exists, "larger": _larger, "beside": _beside,
+    "count": _count, "exists": _exists, "larger": _larger, "beside": _next_to,
 }  # fmt: skip

@@ -38,7 +38,7 @@ def plural(name: str) -> str:
 
 
 def one(name: str) -> str:
-    """The name behind its article."""
+    """The name after its article."""
     if name in _PAIRS:
         return name
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""Descriptions of scenes in 30 to 60 words: a family beside the frozen ones, whose answers are long enough to time decoding.
+"""Descriptions of scenes in 30 to 60 words: a family next to the frozen ones, whose answers are long enough to time decoding.
 
 A grammar makes the text from the scene, row by row or column by column as the question says:
 

@@ -1,7 +1,7 @@
 """Checkpoints of random weights with the shapes of real models, their calibration data, and what is made of them.
 
 `full` is the model as published, but for depth where a comment says so; `tower` lacks all decoder
-blocks but one; `shallow` has three of full width behind a short tower and a small vocabulary, which suffices for kernels and
+blocks but one; `shallow` has three of full width after a short tower and a small vocabulary, which suffices for kernels and
 answers; `tiny` is for a CPU. Weights are drawn
 on the GPU. The norms get a log-normal gain per channel, so that AWQ has something to find. The tokenizer has one token per
 byte; the rest of the vocabulary are names that no text contains.
@@ -153,14 +153,16 @@ def recipe(
 def reduced(full: Path, reduce: str) -> Path:
     """Return the folder of `full` with a reducer, the weights linked instead of copied."""
     from vlmcompress.reduction import block as reducer_block
-    from vlmcompress.reduction.choice import parse
+    from vlmcompress.reduction.choice import parse_reducer
 
     def make(folder: Path) -> None:
         folder.mkdir(parents=True)
         for file in full.iterdir():
             if file.is_file() and file.name != "config.json":
                 os.link(file, folder / file.name)
-        config = reducer_block.write(json.loads((full / "config.json").read_text()), parse(reduce))
+        config = reducer_block.config_with_reducer(
+            json.loads((full / "config.json").read_text()), parse_reducer(reduce)
+        )
         (folder / "config.json").write_text(json.dumps(config, indent=2))
 
     return _made(full.with_name(f"{full.name}-{reduce.replace(':', '-').replace('/', '-')}"), make)
@@ -212,7 +214,7 @@ def _save(shape: Shape, folder: Path) -> None:
     from vlmcompress import models
 
     built, processor = _built(shape)
-    with models.quiet():
+    with models.quiet_transformers():
         built.save_pretrained(folder, max_shard_size="4GB")
         processor.save_pretrained(folder)
 
@@ -226,7 +228,7 @@ def _built(shape: Shape) -> tuple[Any, Any]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    with models.quiet():
+    with models.quiet_transformers():
         with torch.device(device):
             built = AutoModelForImageTextToText.from_config(config(shape), dtype=torch.bfloat16)
         with torch.no_grad():

@@ -122,8 +122,8 @@ STEPS: tuple[Step, ...] = (
         _each_shape(0.5, QUANTIZES),
     ),
     Step(
-        "reducers", "milliseconds and waits of each reducer beside the encoder at 1, 8 and 32 images",
-        "gpu.bare.reduced:beside_encoder", [Part("qwen2.5-vl-7b", 1, MODELS)],
+        "reducers", "milliseconds and waits of each reducer next to the encoder at 1, 8 and 32 images",
+        "gpu.bare.reduced:next_to_encoder", [Part("qwen2.5-vl-7b", 1, MODELS)],
     ),
     Step(
         "prefill", "prefill with all, half and a quarter of the visual tokens", "gpu.bare.reduced:prefill",

@@ -53,7 +53,7 @@ def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -
         recipe = resolve({"model": str(source), "out": str(outs[-1]), **keys}).recipe
         manifests.append(quantize(recipe).manifest)
     rows = []
-    options = EvalOptions(engines.get("vllm"), engines.get("vllm"), limit=limit)
+    options = EvalOptions(engines.get_engine("vllm"), engines.get_engine("vllm"), limit=limit)
     for name, manifest, results in zip(
         names, manifests, evaluate_all(outs, source, [None], None, options), strict=True
     ):

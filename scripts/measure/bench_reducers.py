@@ -39,10 +39,10 @@ from reduced_answers import Asker
 
 from vlmcompress import models
 from vlmcompress.cli._process import quiet_libraries
-from vlmcompress.models.data import Sample, bundled, encode, load_samples
+from vlmcompress.models.data import Sample, bundled_data, encode, load_samples
 from vlmcompress.reduction import scorer_file
-from vlmcompress.reduction.choice import ReducerChoice, choose
-from vlmcompress.reduction.hooks.learning import learn
+from vlmcompress.reduction.choice import ReducerChoice, make_choice
+from vlmcompress.reduction.hooks.learning import learn_thresholds
 from vlmcompress.reduction.support import family_refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,11 +98,11 @@ def settings() -> list[Setting]:
     for share in SHARES:
         for method, variants in AT_SHARES.items():
             for options in variants if share > ABOVE.get(method, 0) else ():
-                shown = {} if method in ("random", "vscan") else options
-                rows.append(Setting(choose(method, {"keep": share, **options}, "setting"), _group(method, shown)))
+                output = {} if method in ("random", "vscan") else options
+                rows.append(Setting(make_choice(method, {"keep": share, **options}, "setting"), _group(method, output)))
         if share == SHARES[0]:
             for method, variants in OWN_COUNT.items():
-                rows += [Setting(choose(method, options, "setting"), method) for options in variants]
+                rows += [Setting(make_choice(method, options, "setting"), method) for options in variants]
     return sorted(rows, key=_later)
 
 
@@ -121,7 +121,7 @@ def _group(method: str, options: dict[str, Any]) -> str:
 def samples(model: str, split: str, per_family: int | None) -> list[Sample]:
     """Choose the first `per_family` questions of each family with images, all for None."""
     chosen, counts = [], dict[str | None, int]()
-    for sample in load_samples(bundled(MODELS[model], split), samples=None, seed=0, check_images=False):
+    for sample in load_samples(bundled_data(MODELS[model], split), samples=None, seed=0, check_images=False):
         counts[sample.family] = 1 + counts.get(sample.family, 0)
         if sample.images and (per_family is None or counts[sample.family] <= per_family):
             chosen.append(sample)
@@ -152,8 +152,8 @@ def measure(args: argparse.Namespace) -> None:
             row = {"model": model, "split": args.split, "per_family": args.per_family} | row
             with args.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            shown = f"{100 * row['exact'].count('1') / len(row['exact']):.2f}% of {row['after'] / row['before']:.3f}"
-            print(f"{time.strftime('%H:%M:%S')} {model} {setting.key}: {shown}", file=sys.stderr, flush=True)
+            output = f"{100 * row['exact'].count('1') / len(row['exact']):.2f}% of {row['after'] / row['before']:.3f}"
+            print(f"{time.strftime('%H:%M:%S')} {model} {setting.key}: {output}", file=sys.stderr, flush=True)
 
 
 def _included(setting: Setting, args: argparse.Namespace) -> bool:
@@ -172,10 +172,10 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
     if chosen and chosen.options.scorer is not None:
         scorer = str(args.scorers / f"{model}.safetensors")
         chosen = ReducerChoice(chosen.method, replace(chosen.options, scorer=scorer))  # type: ignore[call-arg]
-        chosen = scorer_file.known(asker.vlm.model.config, chosen)
-    if chosen and chosen.options.unlearnt:
-        learning = load_samples(bundled(MODELS[model], "calibration"), samples=CALIBRATION, seed=0)
-        chosen = learn(asker.vlm, encode(learning, asker.vlm), chosen)
+        chosen = scorer_file.load_scorer(asker.vlm.model.config, chosen)
+    if chosen and chosen.options.needs_thresholds:
+        learning = load_samples(bundled_data(MODELS[model], "calibration"), samples=CALIBRATION, seed=0)
+        chosen = learn_thresholds(asker.vlm, encode(learning, asker.vlm), chosen)
     answers = asker.ask(chosen)
     before, after = int(answers.before.sum()), int(answers.after.sum())
     held = int(answers.held.sum()) / layers

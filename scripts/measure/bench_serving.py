@@ -36,11 +36,11 @@ import serving_table
 from serving_burst import WARM_UP, burst, state, warm_up
 from serving_model import ROOT, SIDE, Variant, prepare
 
-from vlmcompress.engines.vllm.serve import Server, server
+from vlmcompress.engines.vllm.serve import Server, vllm_server
 from vlmcompress.evaluation import sides
 from vlmcompress.evaluation.speed.prompts import open_prompts
 from vlmcompress.evaluation.speed.serving import ALWAYS, FLAGS
-from vlmcompress.reduction.choice import parse as parse_reducer
+from vlmcompress.reduction.choice import parse_reducer as parse_reducer
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
 
@@ -69,7 +69,7 @@ def servers(group: str, folders: Mapping[Variant, Path], progress: ProgressBar) 
     with contextlib.ExitStack() as stack:
 
         def start(variant: Variant) -> Server:
-            return stack.enter_context(server(folders[variant], flags=flags, images=1))
+            return stack.enter_context(vllm_server(folders[variant], flags=flags, images=1))
 
         progress(f"{group}: starting vLLM", 0, len(folders))
         with ThreadPoolExecutor(2) as starters:

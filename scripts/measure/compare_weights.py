@@ -39,7 +39,7 @@ from weight_methods import chosen as chosen_methods
 from weights_bench import Bench, chosen, quantized
 
 from vlmcompress.cli._process import quiet_libraries
-from vlmcompress.models.data import bundled
+from vlmcompress.models.data import bundled_data
 from vlmcompress.quantization import calibrate
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "weights.json"
@@ -122,7 +122,7 @@ def tabulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not args.table:
         measure(args)
     name = args.model.name
-    questions = chosen(args.model, args.split, args.questions) if bundled(args.model, args.split) else []
+    questions = chosen(args.model, args.split, args.questions) if bundled_data(args.model, args.split) else []
     rows = weights_table.summarise(args.work, name, args.split, questions)
     if args.save:
         RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, joined(rows))) + "\n]\n")

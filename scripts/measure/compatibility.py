@@ -73,7 +73,7 @@ def in_transformers(out: Path) -> Cell:
     from vlmcompress import models
 
     cell: Cell = {"problem": None}
-    with models.quiet():
+    with models.quiet_transformers():
         try:
             loaded: Any = AutoModelForImageTextToText.from_pretrained(out, dtype="auto", output_loading_info=True)
             model, info = loaded

@@ -98,7 +98,7 @@ def facts(folder: Path) -> dict:
 
     from vlmcompress.export import launch_files
 
-    every = asdict(launch_files.facts(json.loads((folder / "config.json").read_text()), {}, "OUT"))
+    every = asdict(launch_files.launch_facts(json.loads((folder / "config.json").read_text()), {}, "OUT"))
     return {key: every[key] for key in ("architecture", "method", "groups", "embeddings", "experts", "kept_layers")}
 
 
@@ -125,10 +125,10 @@ def render(rows: list[dict]) -> str:
             lines.append(f"{head} | refused {why(row['refused'])} |{' |' * (1 + len(OTHERS))}")
             continue
         cells = ["runs" if row["vllm"] == "runs" else f"no {why(row['vllm'])}"]
-        groups = {key: readers.Group(**group) for key, group in row["facts"]["groups"].items()}
-        checkpoint = readers.Facts("OUT", **row["facts"] | {"groups": groups})
+        groups = {key: readers.QuantizedGroup(**group) for key, group in row["facts"]["groups"].items()}
+        checkpoint = readers.LoadFacts("OUT", **row["facts"] | {"groups": groups})
         for name in OTHERS:
-            verdict = readers.verdict(name, checkpoint)
+            verdict = readers.load_verdict(name, checkpoint)
             loads = "loads" if verdict.evidence.startswith("run") else "read"
             cells.append(f"no {why(verdict.reason)}" if verdict.reason else loads)
         lines.append(f"{head} | {' | '.join(cells)} | {named(row['targets'], every)} |")

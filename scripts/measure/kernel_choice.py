@@ -34,7 +34,7 @@ def titles(machine: str) -> str:
     name, _, without = machine.partition(" without ")
     if without:
         return f"B200 with VLLM_DISABLED_KERNELS={without}"
-    every = (targets.get(target) for target in targets.REGISTRY.names())
+    every = (targets.get_target(target) for target in targets.REGISTRY.names())
     return ", ".join(target.title for target in every if machine_of(target) == name)
 
 

@@ -31,7 +31,7 @@ RESULTS = ROOT / "eval" / "readers.json"
 WHOLE = ("llava", "qwen3-vl")  # families that are tried in all cases
 PACKAGES = ("torch", "transformers", "compressed-tensors", "gptqmodel", "optimum")
 CLOSE = 0.25  # of the size of logits: activations in 4 bits move them by 0.14, codes without scales by more than 1
-# Format -> cases: names of `schemes`, or of what is made beside them.
+# Format -> cases: names of `schemes`, or of what is made next to them.
 CASES = {
     "compressed-tensors": (
         *("w4", "w4 zero points", "w2", "w8", "int8", "fp8", "fp8 fixed", "nvfp4", "mxfp4", "two widths"),
@@ -82,10 +82,10 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
     from vlmcompress.api import Recipe, quantize
     from vlmcompress.export import write as checkpoint
     from vlmcompress.export.convert import convert
-    from vlmcompress.export.launch_files import facts
-    from vlmcompress.export.layer_targets import layers_of
+    from vlmcompress.export.launch_files import launch_facts
+    from vlmcompress.export.layer_targets import describe_layers
 
-    made = schemes()
+    result = schemes()
     for family in families:
         source = tiny.build(family, place / family / "source", **TINY.get(family, {}))
         for form, cases in CASES.items():
@@ -97,10 +97,10 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
                     settings = {"scheme": "rtn", "options": {"group_size": 32}, "embeddings": "w8a16", "head": "w4a16"}
                     quantize(Recipe.of(source, first, **settings))
                 elif not first.exists():
-                    main, *others = (rtn.parts(source, scheme) for scheme in made[case])
+                    main, *others = (rtn.parts(source, scheme) for scheme in result[case])
                     other = others[0].quantized if others else main.quantized
                     quantized = {k: other[k] if "down_proj" in k else v for k, v in main.quantized.items()}
-                    layers = layers_of(
+                    layers = describe_layers(
                         {name: scheme for name, (_, scheme, _) in quantized.items()},
                         main.source.meta_model,
                         main.source.written,
@@ -112,7 +112,7 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
                 for folder, name in ((plain, "bf16"), (out, form)):
                     if not folder.exists():
                         convert(first, folder, name)
-                every = asdict(facts(json.loads((out / "config.json").read_text()), {}, "OUT"))
+                every = asdict(launch_facts(json.loads((out / "config.json").read_text()), {}, "OUT"))
                 kept = ("architecture", "method", "groups", "embeddings", "experts", "kept_layers")
                 yield {
                     "case": f"{family}: {form}, {case}",

@@ -59,7 +59,7 @@ class Questions:
 @dataclass(frozen=True)
 class Found:
     """Results by question: whether its answer is right, `exact [questions]` bool, and its number of visual tokens in the
-    prompt, in the end behind the reducer, and in all blocks' caches together, `before`, `after`, `held [questions]` int64.
+    prompt, in the end after the reducer, and in all blocks' caches together, `before`, `after`, `held [questions]` int64.
     """
 
     exact: Tensor
@@ -155,7 +155,7 @@ class Asker:
         predicted, answers = (
             [out.logits.argmax(-1)],
             labels[:, :-1].clamp(min=0),
-        )  # tokens behind an answer's end are not read
+        )  # tokens after an answer's end are not read
         for step in answers.split(1 if stepwise else max(1, answers.shape[1]), 1):
             if step.shape[1]:
                 out = self.vlm.model(input_ids=step, past_key_values=out.past_key_values, use_cache=True)

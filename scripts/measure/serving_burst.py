@@ -18,7 +18,7 @@ from vlmcompress.evaluation.speed import client, counters, measure
 from vlmcompress.evaluation.speed.client import Load
 from vlmcompress.evaluation.speed.prompts import Prompts
 from vlmcompress.evaluation.speed.runs import kv_bytes_per_token
-from vlmcompress.reduction.choice import parse as parse_reducer
+from vlmcompress.reduction.choice import parse_reducer as parse_reducer
 from vlmcompress.utils.errors import UserError
 
 
@@ -63,7 +63,7 @@ def burst(
     """Send a burst, after a request that is not measured, and check it; returns its part of a row."""
     load = LOADS[kind]
     distinct = prompts.burst(FIRST[kind] + (0 if group == "warm" else turn), load.images)
-    bodies = [client.encode(running.name, messages, load.tokens) for messages in distinct]
+    bodies = [client.encode_request(running.name, messages, load.tokens) for messages in distinct]
     warm_up(running, prompts, group, 1)
     before = counters.counters(running)
     with most_running(running) as most:
@@ -90,7 +90,7 @@ def warm_up(running: Server, prompts: Prompts, group: str, count: int) -> None:
     """Send requests that are not measured: of images that don't come again, or (warm) of those that will."""
     serials = range(count) if group == "warm" else itertools.islice(WAKING, count)
     distinct = [prompts.burst(serial, 1)[0] for serial in serials]
-    bodies = [client.encode(running.name, messages, LOADS["load"].tokens) for messages in distinct]
+    bodies = [client.encode_request(running.name, messages, LOADS["load"].tokens) for messages in distinct]
     outcomes, _ = client.send(running.url, bodies, Load("closed", 2))
     if bad := [outcome.error for outcome in outcomes if outcome.error]:
         raise UserError(f"{running.name} could not answer: {bad[0]}")

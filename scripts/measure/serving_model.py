@@ -15,9 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmcompress.models.data.sources import bundled
+from vlmcompress.models.data.sources import bundled_data
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "eval/demo/demo-llava"  # whose tokenizer and chat template it has
@@ -65,7 +65,7 @@ def build(folder: Path, layers: int) -> None:
     config["vision_config"] |= VISION
     config["image_seq_length"] = SIDE * SIDE
     torch.manual_seed(0)
-    with models.quiet():
+    with models.quiet_transformers():
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
         model.save_pretrained(folder)
     weights = folder / "model.safetensors"
@@ -106,11 +106,11 @@ def _with_reducer(full: Path, reduce: str, folder: Path) -> None:
     for file in full.iterdir():
         if file.is_file() and file.name != "config.json":
             os.link(file, folder / file.name)
-    config = reducer_block.write(json.loads((full / "config.json").read_text()), parse(reduce))
+    config = reducer_block.config_with_reducer(json.loads((full / "config.json").read_text()), parse_reducer(reduce))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def _quantize(full: Path, scheme: str, folder: Path) -> None:
     command = [sys.executable, "-m", "vlmcompress", "quantize", str(full), "--scheme", scheme, "-o", str(folder)]
-    data = [] if scheme == "rtn" else ["--calib", str(bundled(DEMO, "calibration")), "--samples", "2"]
+    data = [] if scheme == "rtn" else ["--calib", str(bundled_data(DEMO, "calibration")), "--samples", "2"]
     subprocess.run([*command, *data], check=True)

@@ -8,7 +8,7 @@
 
 For every setting (kind of score, samples, images, share of answers that change both ways) and true loss: how often the verdict
 at a margin of one point is wrong, and how often the 95% interval holds the truth. A pass is wrong where the loss is the margin
-or more, a fail where it's the margin or less; both may happen in 2.5%. The bootstrap's wrong passes stand beside ours. Then:
+or more, a fail where it's the margin or less; both may happen in 2.5%. The bootstrap's wrong passes stand next to ours. Then:
 
 - images of two sizes, documents with many questions and photos with one, where losses go with size: documents lose all, or
   half, or answers one by one, or photos do, or both; sizes as they are or drawn;
@@ -77,7 +77,7 @@ QUICK = [Setting("right/wrong", 300, True, 0.7, 0.02), Setting("thirds", 300, Fa
 
 @dataclass(frozen=True)
 class Sizes:
-    """Documents of `questions` questions each beside photos of one. `drawn`: each image is a document with the probability
+    """Documents of `questions` questions each next to photos of one. `drawn`: each image is a document with the probability
     documents / (documents + photos), so that their number differs from one evaluation to the next."""
 
     documents: int
@@ -205,11 +205,11 @@ def of_sizes(rng: np.random.Generator, mix: Sizes, runs: int) -> dict[str, Any]:
 
 def power_at_detectable(rng: np.random.Generator, setting: Setting, runs: int) -> float:
     """Share of evaluations that show a drop as large as an evaluation of a lossless candidate said was detectable."""
-    shown = 0
+    output = 0
     for _ in range(runs):
         drop = noninferiority.detectable(MeanDifference(*draw(rng, setting, 0.0)), LEVEL)
-        shown += MeanDifference(*draw(rng, setting, drop)).p_at_least(0.0) < NOMINAL
-    return shown / runs
+        output += MeanDifference(*draw(rng, setting, drop)).p_at_least(0.0) < NOMINAL
+    return output / runs
 
 
 def decided_with_needed(rng: np.random.Generator, setting: Setting, runs: int) -> float | None:
@@ -225,7 +225,7 @@ def decided_with_needed(rng: np.random.Generator, setting: Setting, runs: int) -
         mean = MeanDifference(*data)
         if noninferiority.verdict(mean, MARGIN, LEVEL) != "inconclusive":
             continue
-        needed = noninferiority.needed(mean, MARGIN, LEVEL)
+        needed = noninferiority.samples_needed(mean, MARGIN, LEVEL)
         if not needed or needed > 20_000:
             continue
         done += 1
@@ -269,7 +269,7 @@ def images_needed(rng: np.random.Generator, margin: float, questions: int) -> in
     names = np.repeat(np.arange(20_000), questions)
     fate = rng.permutation(len(names)) / len(names)
     d = np.where(fate < 0.75 * margin, -1.0, np.where(fate < 1.25 * margin, 1.0, 0.0))
-    needed = noninferiority.needed(MeanDifference(d, names), margin, LEVEL)
+    needed = noninferiority.samples_needed(MeanDifference(d, names), margin, LEVEL)
     return needed and math.ceil(needed / questions)
 
 
@@ -307,9 +307,9 @@ def simulate(settings: Sequence[Setting], mixes: Sequence[Sizes], runs: int, see
     for mix in mixes:
         sizes.append(of_sizes(rng, mix, runs))
         print(json.dumps(sizes[-1]), flush=True)
-    shown, decided, few = [], [], max(100, runs // 10)
+    output, decided, few = [], [], max(100, runs // 10)
     for setting in [s for s in settings if s.n < 3000]:
-        shown.append(power_at_detectable(rng, setting, few))
+        output.append(power_at_detectable(rng, setting, few))
         if (share := decided_with_needed(rng, setting, few // 2)) is not None:
             decided.append(share)
     needed = {
@@ -327,7 +327,7 @@ def simulate(settings: Sequence[Setting], mixes: Sequence[Sizes], runs: int, see
         "sizes": sizes,
         "few_images": [few_images(rng, runs, *case) for case in FEW],
         "images_needed": needed,
-        "power_at_detectable": [min(shown), float(np.mean(shown)), max(shown)],
+        "power_at_detectable": [min(output), float(np.mean(output)), max(output)],
         "decided_with_needed": [min(decided), float(np.mean(decided)), max(decided)],
         "families": false_families(rng, runs // 5),
     }

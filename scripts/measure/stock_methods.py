@@ -42,7 +42,7 @@ def run_stock(
     """
     batches = with_images(batches)
     batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # AWQ's loss is of tokens 1
-    groups = models.resolve(vlm.model, vlm.spec)
+    groups = models.resolve_groups(vlm.model, vlm.spec)
     linears = [_exactly(linear) for group in groups for linear in group.linears]
     scheme = int8.scheme(int8.Options()) if name == "int8" else weight_only(bits, group_size, symmetric)
     config = compressed_tensors.quantization_config([(scheme, linears)], ignore=[])
@@ -70,7 +70,7 @@ def with_images(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Append to each sample without an image one that has one, each of these in turn.
 
     llm-compressor's pipeline wants every sample to have the same keys, and its GPTQ counts tokens that its AWQ leaves out: with
-    one image behind all texts (`alike`) that image would be most of what GPTQ sees of images.
+    one image after all texts (`alike`) that image would be most of what GPTQ sees of images.
     """
     donors = itertools.cycle([batch for batch in batches if "pixel_values" in batch])
     return [batch if "pixel_values" in batch else alike([batch, *itertools.islice(donors, 1)])[0] for batch in batches]

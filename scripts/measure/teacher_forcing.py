@@ -267,7 +267,7 @@ def load_quantized(folder: Path, like: VLM) -> VLM:
     """Load a compressed-tensors checkpoint with its weights dequantized to BF16, ready for `predictions`."""
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
-    with models.quiet():
+    with models.quiet_transformers():
         config = CompressedTensorsConfig(dequantize=True)
         model, info = models.open_model(folder, dtype=torch.bfloat16, quantization_config=config)
     if lacking := sorted(map(str, info["missing_keys"])):

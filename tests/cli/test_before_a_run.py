@@ -86,7 +86,7 @@ def test_data_are_looked_at_before_a_run(capfd, model, tmp_path, row, says):
 
 
 def spoil(folder: Path, kind: str) -> None:
-    """Spoil the checkpoint in `folder`, or the picture `a.png` or the rows beside it."""
+    """Spoil the checkpoint in `folder`, or the picture `a.png` or the rows next to it."""
     template, processor = folder / "model" / "chat_template.jinja", folder / "model" / "processor_config.json"
     if kind == "no template":
         template.unlink()

@@ -63,9 +63,9 @@ def test_every_verb_has_its_place(capfd, monkeypatch):
     assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 22
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    shown = capfd.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 60 or "Exit codes" in max(shown.splitlines(), key=len)
-    groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE)
+    output = capfd.readouterr().out
+    assert max(map(len, output.splitlines())) <= 60 or "Exit codes" in max(output.splitlines(), key=len)
+    groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", output, re.MULTILINE)
     by_group = {
         title: re.findall(r"^  ([a-z-]+)  ", text, re.MULTILINE) for title, text in groups if title != "options"
     }
@@ -110,13 +110,13 @@ def test_other_spellings_of_a_flag(call, capsys):
     """One word has one meaning in `--help`; what it was called before, and what other tools call it, is still read."""
     with pytest.raises(SystemExit):
         cli.main([*call.split()[:1], "--help"])
-    shown = re.findall(r"--[\w-]+", capsys.readouterr().out)
+    output = re.findall(r"--[\w-]+", capsys.readouterr().out)
     for flags in SPELLINGS[call]:
         words = flags.split()
         ours, others = words[: len(words) // 2], words[len(words) // 2 :]
         plain = vars(cli.parse(call.split()))
         assert vars(cli.parse([*call.split(), *ours])) == vars(cli.parse([*call.split(), *others])) != plain
-        assert ours[0] in shown and others[0] not in shown
+        assert ours[0] in output and others[0] not in output
 
 
 GREET = '''"""Greet somebody. Politely."""
@@ -213,8 +213,8 @@ def test_check(capfd, model):
 
 def test_doctor_of_a_folder_that_is_none(capfd, tmp_path):
     assert cli.main(["doctor", str(tmp_path / "none")]) in (1, 2)
-    shown = capfd.readouterr()
-    assert "Traceback" not in shown.err + shown.out
+    output = capfd.readouterr()
+    assert "Traceback" not in output.err + output.out
 
 
 def test_list(capfd):
@@ -235,7 +235,7 @@ def test_a_target_with_one_scheme_names_it_once(capfd):
 
 
 def test_list_reducers_says_what_their_modules_say(capfd):
-    from vlmcompress.reduction.choice import parse
+    from vlmcompress.reduction.choice import parse_reducer
     from vlmcompress.reduction.methods import REGISTRY
     from vlmcompress.reduction.support import SERVED, engine_refusal
 
@@ -251,7 +251,7 @@ def test_list_reducers_says_what_their_modules_say(capfd):
         assert entry["why_not"] == getattr(module, "WHY_NOT", None) and (entry["served"] or entry["why_not"])
         assert bool(entry["vllm"]) == entry["served"]
         for family in SERVED.names():
-            reason = engine_refusal(SERVED.constant(family, "ARCHITECTURE"), parse(entry["name"]))
+            reason = engine_refusal(SERVED.constant(family, "ARCHITECTURE"), parse_reducer(entry["name"]))
             assert (reason is None) == (family in entry["vllm"])
     assert cli.main(["list", "reducers"]) == 0
     text = " ".join(capfd.readouterr().out.split())
@@ -286,9 +286,9 @@ def test_stdout_holds_nothing_but_the_object(capfd, monkeypatch):
 
     replaced(monkeypatch, noisy)
     assert cli.main(["list", "--json"]) == 0
-    shown = capfd.readouterr()
-    assert json.loads(shown.out) == {"ok": True}
-    assert all(line in shown.err for line in ("from python", "from the descriptor", "from a child"))
+    output = capfd.readouterr()
+    assert json.loads(output.out) == {"ok": True}
+    assert all(line in output.err for line in ("from python", "from the descriptor", "from a child"))
 
 
 def raising(error: BaseException):
@@ -311,8 +311,8 @@ def raising(error: BaseException):
 def test_exit_codes(capfd, monkeypatch, error, code, message):
     replaced(monkeypatch, raising(error))
     assert cli.main(["list"]) == code
-    shown = capfd.readouterr().err
-    assert message in shown and shown.count("\n") == 1
+    output = capfd.readouterr().err
+    assert message in output and output.count("\n") == 1
 
 
 def test_interrupted_quantize_says_how_to_go_on(capfd, monkeypatch):

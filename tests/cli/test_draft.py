@@ -94,13 +94,13 @@ class Trained:
         self.image, self.token = Image.open(image), vlm.model.config.image_token_id
         stored = safetensors.torch.load_file(folder / "model.safetensors")
         self.vocabulary = guessable(stored, len(vlm.model.get_output_embeddings().weight))
-        data = teacher_cache.Data("none", [], 0, 0)
+        data = teacher_cache.TrainingData("none", [], 0, 0)
         self.lessons = Lessons(vlm, data, recipe, draft.method, draft.images, self.vocabulary)
         tables = ("d2t", "t2d", "token_map")
         self.tensors = {name: tensor.float() for name, tensor in stored.items() if name not in tables}
 
     def logits(self, text: str, said: list[int], proposal: list[int]) -> torch.Tensor:
-        """Logits of the guesses behind the tokens `said` of an answer; a later one sees the tokens of `proposal` before it."""
+        """Logits of the guesses after the tokens `said` of an answer; a later one sees the tokens of `proposal` before it."""
         batch = encode_prompt(Sample("0", [self.image], text), self.lessons.target)
         prompt = batch["input_ids"][0]
         whole = torch.cat([prompt, torch.tensor(said + proposal)])
@@ -193,7 +193,7 @@ def test_every_kind_in_vllm(family, flags, data, tmp_path, capsys):
     setting = draft_folder.speculative_config(out, target)
     if "medusa" in flags and installed().numbers >= speculation.MEDUSA_ENDS:
         with pytest.raises(UserError, match="no Medusa any more"):
-            speculation.checked(target, json.dumps(setting))
+            speculation.read_speculative_config(target, json.dumps(setting))
         return
     expected, drafted = asked(
         "speculation", [job | {"speculative": None}, job | {"speculative": setting, "alone": True}]
@@ -328,20 +328,26 @@ def test_doctor_and_push_look_at_a_draft(draft, reduced, tmp_path, capsys):
         code, _, err = run(capsys, "push", bad, "me/draft", "--dry-run")
         assert code == 2 and message in err
     code, out, _ = run(capsys, "push", draft, "me/draft", "--dry-run", "--base-model", "me/model", "--json")
-    shown = json.loads(out)
-    assert code == 0 and "base_model: me/model" in shown["card"] and "--draft me/draft" in shown["card"]
-    assert set(shown["files"]) == {"README.md", "config.json", "model.safetensors", draft_folder.FACTS, "serve/vllm.sh"}
+    output = json.loads(out)
+    assert code == 0 and "base_model: me/model" in output["card"] and "--draft me/draft" in output["card"]
+    assert set(output["files"]) == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        draft_folder.FACTS,
+        "serve/vllm.sh",
+    }
 
 
 def test_plan_counts_it(draft, reduced, capsys):
     arguments = ("plan", reduced, "--target", "rtx4090", "--json")
-    alone, beside = (json.loads(run(capsys, *arguments, *flags)[1]) for flags in ((), ("--draft", draft)))
-    assert beside["speculative"]["weights"] == sum(
+    alone, next_to = (json.loads(run(capsys, *arguments, *flags)[1]) for flags in ((), ("--draft", draft)))
+    assert next_to["speculative"]["weights"] == sum(
         tensor.nbytes for tensor in safetensors.torch.load_file(draft / "model.safetensors").values()
     )
     assert (
-        beside["memory"]["token_bytes"] - alone["memory"]["token_bytes"]
-        == beside["speculative"]["token_bytes"]
+        next_to["memory"]["token_bytes"] - alone["memory"]["token_bytes"]
+        == next_to["speculative"]["token_bytes"]
         == 2 * 2 * 32 * 2
     )
     code, _, err = run(capsys, "plan", reduced, "--draft", draft, "--speculative", "ngram")

@@ -14,7 +14,7 @@ from vlmcompress import cli
 from vlmcompress.models.data.encode import encode_prompt
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.reduction import methods
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import picture
 from vlmcompress.reduction.hooks.picture import Counts
 from vlmcompress.reduction.methods import Signals
@@ -31,7 +31,7 @@ def noise(*size: int) -> Image.Image:
 def looked(family: str, images: list[Image.Image], text: str) -> list[methods.Reduction]:
     model = vlm(family)
     layouts = [model.spec.layout(model.processor, *image.size, len(images)) for image in images]
-    return picture.decide(model, encode_prompt(Sample("x", images, "what is it"), model), layouts, parse(text))
+    return picture.decide(model, encode_prompt(Sample("x", images, "what is it"), model), layouts, parse_reducer(text))
 
 
 def features(family: str, images: list[Image.Image]) -> torch.Tensor:
@@ -53,7 +53,7 @@ def features(family: str, images: list[Image.Image]) -> torch.Tensor:
 )
 @pytest.mark.parametrize("text", ["divprune:0.3", "uniform:0.3"])
 def test_each_image_as_the_method_decides_on_its_features(family, text):
-    images, chosen = [noise(112, 84), noise(90, 150)], parse(text)
+    images, chosen = [noise(112, 84), noise(90, 150)], parse_reducer(text)
     rows, model = features(family, images), vlm(family)
     for image, decision in zip(images, looked(family, images, text), strict=True):
         layout = model.spec.layout(model.processor, *image.size, len(images))
@@ -68,7 +68,7 @@ def test_each_image_as_the_method_decides_on_its_features(family, text):
 
 
 def test_images_that_go_stay_or_shrink_while_generating():
-    """What is drawn of methods that leave one token of whole images, all, or drop some behind the prompt's last token."""
+    """What is drawn of methods that leave one token of whole images, all, or drop some after the prompt's last token."""
     images = [noise(112, 84), noise(112, 84)]
     left = {
         text: [Counts.of(reduction).left for reduction in looked("qwen2-5-vl", images, text)]
@@ -96,9 +96,9 @@ def test_verb(capfd, tmp_path):
     arguments += ["--question", "what", "-o", str(tmp_path / "new" / "out.png")]
     arguments += [part for text in ("dart:0.5", "relevance:0.5", "fastv:0.5,layer=1") for part in ("--reduce", text)]
     assert cli.main([*arguments, "--json"]) == 0
-    shown = capfd.readouterr()
-    data = json.loads(shown.out)
-    assert shown.err == "" and [Path(image["image"]).name for image in data["images"]] == ["a.png", "b.jpg"]
+    output = capfd.readouterr()
+    data = json.loads(output.out)
+    assert output.err == "" and [Path(image["image"]).name for image in data["images"]] == ["a.png", "b.jpg"]
     for image in data["images"]:
         assert len(image["reduced"]) == 3
         for counts in image["reduced"].values():
@@ -123,6 +123,6 @@ def test_images_too_small_for_the_share(capfd, tmp_path):
         str(tmp_path / "a.png"),
     ]
     assert cli.main([*arguments, "-o", str(tmp_path / "out.png"), "--reduce", "dart:0.01", "--json"]) == 0
-    shown = capfd.readouterr()
-    assert shown.err == "warning: dart:0.01: the share is less than one token of a 4x4 grid, which is kept whole\n"
-    assert json.loads(shown.out)["images"][0]["reduced"]["dart:0.01"]["kept"] == 16
+    output = capfd.readouterr()
+    assert output.err == "warning: dart:0.01: the share is less than one token of a 4x4 grid, which is kept whole\n"
+    assert json.loads(output.out)["images"][0]["reduced"]["dart:0.01"]["kept"] == 16

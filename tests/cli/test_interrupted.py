@@ -49,8 +49,8 @@ def test_interrupted(world, tmp_path, capsys, monkeypatch, verb):
     code, _, err = run(capsys, *call, "-o", whole)
     assert code == 0, err
 
-    def stop(_bar: ProgressBar, shown: str, done: int, total: int) -> None:
-        if shown == label and done >= last:
+    def stop(_bar: ProgressBar, output: str, done: int, total: int) -> None:
+        if output == label and done >= last:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

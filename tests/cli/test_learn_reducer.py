@@ -60,11 +60,11 @@ def test_a_checkpoint_carries_it(models, scorers, tmp_path, capsys, name):
     batch = encode(vlm, 1)
     with torch.no_grad(), attach(vlm, "learned", {"keep": 0.5, "scorer": str(scorers[name])}) as attached:
         expected = vlm.model(**batch).logits
-        kept = [unit.reduction.anchor.tolist() for unit in attached.seen]
+        kept = [unit.reduction.anchor.tolist() for unit in attached.reduced_units]
     read = AutoModelForImageTextToText.from_pretrained(out, dtype="auto").eval()
     with torch.no_grad(), attach_carried(read, vlm.processor, out) as attached:
         assert torch.equal(read(**batch).logits, expected)
-        assert [unit.reduction.anchor.tolist() for unit in attached.seen] == kept
+        assert [unit.reduction.anchor.tolist() for unit in attached.reduced_units] == kept
     (out / scorer_file.CARRIED).write_bytes(b"")
     code, text, _ = run(capsys, "doctor", out, "--source", model)
     assert code != 0 and "scorer" in text
@@ -79,7 +79,7 @@ def test_calibration_goes_on_behind_it(models, scorers, data, tmp_path, capsys):
     code, _, err = run(capsys, *arguments, *reduce, "-o", tmp_path / "out")
     assert code == 0, err
     scorer = scorer_file.read(scorers["llava"])
-    scorer_file.save(other, scorer.weights | {"bias": scorer.weights["bias"] + 1}, scorer.facts)
+    scorer_file.save_scorer(other, scorer.weights | {"bias": scorer.weights["bias"] + 1}, scorer.facts)
     code, _, err = run(capsys, *arguments, "--reduce", f"learned:0.5,scorer={other}", "-o", tmp_path / "no")
     assert code == 2 and "statistics" in err and not (tmp_path / "no").exists()
 
@@ -158,9 +158,9 @@ def test_the_scorer_of_another_model_is_refused(models, scorers, tmp_path, capsy
     assert code == 2 and "of another model" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-def mixed(folder, shown):
-    """Forty rows, of which `shown` have an image."""
-    return calibration_rows.write(folder, 40, lambda row: f"{row}.png" if shown(row) else [], side=112, kinds=3)
+def mixed(folder, output):
+    """Forty rows, of which `output` have an image."""
+    return calibration_rows.write(folder, 40, lambda row: f"{row}.png" if output(row) else [], side=112, kinds=3)
 
 
 def test_samples_of_text_alone_go_along(models, tmp_path, capsys):

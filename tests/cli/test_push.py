@@ -71,10 +71,10 @@ def test_dry_run_shows_what_would_be_uploaded(made, capfd) -> None:
         name: len(content) for name, content in was.items() if name not in (card.CARD, manifest.MANIFEST)
     }
     assert cli.main(["push", str(made), "my-org/tiny-w4", "--dry-run", "--private"]) == 0
-    shown = capfd.readouterr().out
-    assert f"Would upload {len(was)} files, " in shown and "to my-org/tiny-w4 (private if new):" in shown
-    assert "  | license: other\n" in shown and all(name in shown for name in was)
-    assert "The card names no original, as only a folder is known; say --base-model ORG/NAME." in shown
+    output = capfd.readouterr().out
+    assert f"Would upload {len(was)} files, " in output and "to my-org/tiny-w4 (private if new):" in output
+    assert "  | license: other\n" in output and all(name in output for name in was)
+    assert "The card names no original, as only a folder is known; say --base-model ORG/NAME." in output
     assert before(made) == was
 
 
@@ -109,14 +109,14 @@ def test_an_odd_card_of_the_original_is_left_alone(kept, made, tmp_path, capfd) 
     folder = tmp_path / "out"
     shutil.copytree(made, folder)
     (folder / card.SOURCE_CARD).write_text(f"---\n{kept}\n---\n")
-    text = card.render(manifest.read(folder), folder, "out")
+    text = card.render_card(manifest.read_manifest(folder), folder, "out")
     (tmp_path / "README.md").write_text(text)
     assert set(metadata_load(tmp_path / "README.md") or {}) == {"quantized_by", "library_name", "pipeline_tag", "tags"}
 
 
 def results(made: Path, folder: Path, **changes: object) -> Path:
     measured = made_results.make_results()
-    side = {"weight_bytes": manifest.read(made)["size"]["weights_after"], "layer_errors": {}} | changes
+    side = {"weight_bytes": manifest.read_manifest(made)["size"]["weights_after"], "layer_errors": {}} | changes
     measured = measured.model_copy(update={"candidate": measured.candidate.model_copy(update=side)})
     folder.mkdir()
     (folder / FILE).write_text(json.dumps(measured.to_dict()))
@@ -185,7 +185,7 @@ def test_without_a_token_or_a_network(made, monkeypatch, capfd) -> None:
         assert text.startswith("error: ") and text.count("\n") == 1
         return text
 
-    monkeypatch.setattr(hub, "_ours", False)
+    monkeypatch.setattr(hub, "_offline_by_default", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that the command line leaves it alone
     assert "no token for the Hub; log in with `hf auth login` or set HF_TOKEN" in said()
     monkeypatch.setenv("HF_TOKEN", "hf_nothing")
@@ -197,17 +197,17 @@ def test_without_a_token_or_a_network(made, monkeypatch, capfd) -> None:
 def test_upload(made, server, monkeypatch, capfd, tmp_path) -> None:
     """What arrives is a whole checkpoint, by `doctor`, with the card that was shown; a second upload replaces what an engine
     would read and leaves the rest."""
-    shown = dry(made, capfd, "--base-model", "lab/original")
+    output = dry(made, capfd, "--base-model", "lab/original")
     push = ["push", str(made), "my-org/tiny-w4", "--private", "--base-model", "lab/original"]
     assert cli.main(push) == 0
-    assert f"Uploaded {len(shown['files'])} files to {server.address}/my-org/tiny-w4" in capfd.readouterr().out
+    assert f"Uploaded {len(output['files'])} files to {server.address}/my-org/tiny-w4" in capfd.readouterr().out
     assert server.private == {"my-org/tiny-w4"}
 
     def arrived() -> dict[str, bytes]:
         return server.repositories["model my-org/tiny-w4"]["main"][1]
 
-    assert {name: len(content) for name, content in arrived().items()} == shown["files"]
-    assert arrived()[card.CARD].decode() == shown["card"]
+    assert {name: len(content) for name, content in arrived().items()} == output["files"]
+    assert arrived()[card.CARD].decode() == output["card"]
     for name, content in arrived().items():
         (tmp_path / "there" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "there" / name).write_bytes(content)
@@ -216,7 +216,7 @@ def test_upload(made, server, monkeypatch, capfd, tmp_path) -> None:
         "my-org/tiny-w4", arrived() | {"model-00002-of-00002.safetensors": b"old", "serve/old.sh": b"", "pic.png": b"p"}
     )
     assert cli.main(push) == 0
-    assert set(arrived()) == set(shown["files"]) | {"pic.png"}
+    assert set(arrived()) == set(output["files"]) | {"pic.png"}
     capfd.readouterr()
     server.refuses = '"license" must be one of [apache-2.0, ...]'
     assert cli.main(push) == 2

@@ -35,7 +35,7 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-5-vl"])
 def test_what_is_written(models, data, tmp_path, capsys, name):
-    """It loads, carries the reducer, is close to the original behind it, passes the doctor, and can be quantized."""
+    """It loads, carries the reducer, is close to the original after it, passes the doctor, and can be quantized."""
     model, out = models[name], tmp_path / "out"
     arguments = ("--reduce", "divprune:0.25", "--calib", data, "-o", out, "--steps", 12, "--every", 4, "--lr", 1e-3)
     code, text, err = run(capsys, "recover", model, *arguments, "--json")
@@ -131,7 +131,7 @@ def test_a_run_behind_another_scorer_is_no_going_on(models, data, tmp_path):
     facts = {"model_type": "llava", "source": "mine", "width": width, "hidden": 4, "keep": 0.5}
 
     def trained(seed: int) -> None:
-        scorer_file.save(path, learned.initial(torch.zeros(width), torch.ones(width), 4, seed), facts)
+        scorer_file.save_scorer(path, learned.initial(torch.zeros(width), torch.ones(width), 4, seed), facts)
 
     def broken(label: str, _done: int, _total: int) -> None:
         if label == "recovering":  # all that the teacher says is kept by then

@@ -131,14 +131,14 @@ def test_calibrate_names_the_reducer_for_the_next_step(models, tmp_path, capsys)
         "absmean",
     )
     code, text, _ = run(capsys, *arguments, "--reduce", "uniform:0.25", "-o", tmp_path / "stats")
-    assert code == 0 and "behind      uniform:0.25, whose dropped tokens are not counted" in text
+    assert code == 0 and "after      uniform:0.25, whose dropped tokens are not counted" in text
     assert f"--stats {tmp_path / 'stats'} --reduce uniform:0.25 -o OUT" in text and "vision 8" in text
     code, _, said = run(capsys, "quantize", models["llava"], "--reduce", "uniform", "-o", tmp_path / "out")
     assert code == 2 and "none leaves the weights as they are" in said
 
 
 def test_two_stages_are_planned_calibrated_and_written(models, tmp_path, capsys):
-    """The share is measured on the calibration images; statistics behind smaller images say so and are checked."""
+    """The share is measured on the calibration images; statistics after smaller images say so and are checked."""
     model, stats, out = models["qwen2-5-vl"], tmp_path / "stats", tmp_path / "out"
     rows = calibration_rows.write(tmp_path, 4, side=224)
     both = ("--reduce", "resize:0.5", "--reduce", "uniform:0.5")
@@ -156,8 +156,8 @@ def test_two_stages_are_planned_calibrated_and_written(models, tmp_path, capsys)
     assert config["vlmcompress"]["reduce"] == {"method": "uniform", "keep": 0.5}
     assert f"at most {tokens} visual tokens, in every engine" in (out / "README.md").read_text()
     assert run(capsys, "doctor", out, "--source", model)[0] == 0
-    behind = run(capsys, "quantize", model, "--scheme", "int8", *both, "--calib", rows, "-o", tmp_path / "behind")
-    assert behind[0] == 0
+    after = run(capsys, "quantize", model, "--scheme", "int8", *both, "--calib", rows, "-o", tmp_path / "behind")
+    assert after[0] == 0
     other = json.loads((tmp_path / "behind" / "vlmcompress.json").read_text())
     assert other["recipe"]["resize"] == record["recipe"]["resize"]
     assert other["calibration"]["tokens"] == record["calibration"]["tokens"]

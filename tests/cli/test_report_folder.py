@@ -15,7 +15,7 @@ from vlmcompress.cli._outcome import OK, UNDECIDED
 from vlmcompress.evaluation.accuracy import accuracy
 from vlmcompress.evaluation.accuracy import gate as gates
 from vlmcompress.evaluation.report import files
-from vlmcompress.evaluation.results import Side, load
+from vlmcompress.evaluation.results import Side, load_results
 from vlmcompress.utils.errors import UserError
 
 
@@ -26,8 +26,8 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_what_is_refused(tmp_path, capsys):
     """By every verb that writes a report, with nothing changed; a wrong path of a checkpoint is not what is said."""
     report, foreign, other = tmp_path / "report", tmp_path / "foreign", tmp_path / "other"
-    files.write(make_results(), report)
-    files.write(make_results("something else"), other)
+    files.write_report(make_results(), report)
+    files.write_report(make_results("something else"), other)
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("mine")
     demo = str(DEMO_LLAVA)
@@ -57,7 +57,7 @@ def test_what_is_refused(tmp_path, capsys):
         assert code == 2 and line in err and len(err.splitlines()) == 1, (call, err)
     assert (content(report), content(foreign)) == before
     assert cli.main(["report", str(other), "-o", str(report), "--overwrite"]) == 0
-    assert load(report).candidate.name == "something else"
+    assert load_results(report).candidate.name == "something else"
 
 
 def test_the_same_two_fill_one_report(tmp_path):
@@ -79,13 +79,16 @@ def test_the_same_two_fill_one_report(tmp_path):
     speed_rule = gates.SpeedRule(metric="request_throughput", at_least=0.01)
     gate = gates.GateFile(name="both", suites={"*": gates.SuiteRules(margin=0.5)}, speed=[speed_rule])
     assert conclude(results, gate, report, overwrite=False)[0] == UNDECIDED
-    assert [rule.value for rule in load(report).gate.rules][1] == "not measured"
+    assert [rule.value for rule in load_results(report).gate.rules][1] == "not measured"
     check_folder(report, sides, overwrite=False)
     speed = results.model_copy(update={"suites": [], "samples": [], "bench": make_bench()})
     assert conclude(speed, None, report, overwrite=False)[0] == OK
-    assert load(report).suites == results.suites and load(report).bench == speed.bench
-    assert load(report).gate == gates.judge(load(report), gate) and load(report).gate.rules[1].verdict == "pass"
-    damaged = load(report).gate.model_copy(update={"file": {"suites": 3}})
+    assert load_results(report).suites == results.suites and load_results(report).bench == speed.bench
+    assert (
+        load_results(report).gate == gates.judge(load_results(report), gate)
+        and load_results(report).gate.rules[1].verdict == "pass"
+    )
+    damaged = load_results(report).gate.model_copy(update={"file": {"suites": 3}})
     with pytest.raises(UserError, match="gate both is damaged: suites is 3"):
         gates.recorded(damaged)
     assert accuracy.described(report, engine) == results.baseline, "a baseline may be an earlier report"
@@ -104,4 +107,4 @@ def test_a_report_that_cannot_be_read(tmp_path):
         check_folder(call.report, sides, overwrite=False)
     check_folder(call.report, sides, overwrite=call.overwrite)
     conclude(results, None, call.report, overwrite=call.overwrite)
-    assert load(tmp_path) == results
+    assert load_results(tmp_path) == results

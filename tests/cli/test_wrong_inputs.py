@@ -31,7 +31,7 @@ from vlmcompress.evaluation.doctor import files as doctor
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import _checks, _template
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 
 Spoil = Callable[[], object]
 pytestmark = pytest.mark.timeout(300)
@@ -123,7 +123,9 @@ def manifest(errors: object) -> Spoil:
 
 def newer_reducer() -> None:
     """A checkpoint whose reducer is of a version to come."""
-    config = reducer_block.write(json.loads((DEMO / "config.json").read_text()), parse("dart:0.5"))
+    config = reducer_block.config_with_reducer(
+        json.loads((DEMO / "config.json").read_text()), parse_reducer("dart:0.5")
+    )
     write("tampered/config.json", json.dumps(config | {"vlmcompress": {"schema": 99}}))()
 
 
@@ -219,8 +221,8 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "search m -o o --dataset d", r"takes no '--dataset'; did you mean '--calib' or '--data'\?"
     yield "check m --scheme rtn --engine vlm", "unknown engine 'vlm'; did you mean 'vllm'"
     for flags, message in {
-        "o --tensor-parallel-size=2": "flags of vllm serve go behind --, as in vlmcompress serve OUT -- --tens",
-        "o --prot 9": r"did you mean '--port'\? Flags of vllm serve go behind --",
+        "o --tensor-parallel-size=2": "flags of vllm serve go after --, as in vlmcompress serve OUT -- --tens",
+        "o --prot 9": r"did you mean '--port'\? Flags of vllm serve go after --",
         "/no/such/out": "no such checkpoint",
         f"{DEMO} --max-model-len 0": "--max-model-len is 0",
         f"{DEMO} --port 99999": "--port 99999 is no port",
@@ -623,12 +625,12 @@ def test_one_line(name, original, tmp_path, capfd, monkeypatch):
     before = state(tmp_path)
     arguments = command.split() if isinstance(command, str) else command
     assert cli.main(arguments) == 2
-    shown = capfd.readouterr()
-    lines = [line for line in shown.err.splitlines() if line.strip()]
-    if "doctor" in arguments and not shown.err:
-        assert "PROBLEM" in shown.out
+    output = capfd.readouterr()
+    lines = [line for line in output.err.splitlines() if line.strip()]
+    if "doctor" in arguments and not output.err:
+        assert "PROBLEM" in output.out
     else:
-        assert shown.out == "" and len(lines) == 1 and lines[0].startswith("error: "), shown.err
+        assert output.out == "" and len(lines) == 1 and lines[0].startswith("error: "), output.err
         assert re.search(message, lines[0]) and len(lines[0]) < 2100, lines[0]
     assert state(tmp_path) == before
 

@@ -22,16 +22,16 @@ from safetensors.torch import load_file, save_file
 from tests.kit import rtn
 from tests.kit.places import DEMOS
 from tests.kit.processes import session_ends, session_members
-from vlmcompress.engines import Answer, Request, Run, Settings, get
+from vlmcompress.engines import Answer, EngineSettings, Request, Run, get_engine
 from vlmcompress.engines.hf import ENGINE as HF
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
 from vlmcompress.models.data.sources import load_samples
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.utils.errors import UserError
 
 MODEL = DEMOS / "demo-llava"
-SETTINGS = Settings(max_tokens=8, logprobs=5)
+SETTINGS = EngineSettings(max_tokens=8, logprobs=5)
 pytestmark = pytest.mark.engine
 
 
@@ -57,7 +57,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], 
 @pytest.fixture(scope="module")
 def transformers(questions, quick_engines) -> Run:
     requests, media = questions
-    return get("hf").answer(MODEL, requests, media=media, settings=SETTINGS)
+    return get_engine("hf").answer(MODEL, requests, media=media, settings=SETTINGS)
 
 
 def agree(run: Run, other: Run) -> None:
@@ -84,7 +84,7 @@ def test_transformers(transformers: Run) -> None:
 WORDS = "what is this " * 2000
 
 
-def answers_before_a_refusal(engine: str, model: Path, questions, settings: Settings) -> Run:
+def answers_before_a_refusal(engine: str, model: Path, questions, settings: EngineSettings) -> Run:
     """What an engine answers when the last request is too long: that one is named, and those before it are answered first."""
     parts = [part for request in questions[0] for part in request.messages[0]["content"]]
     image = next(part for part in parts if part["type"] == "image_url")
@@ -92,7 +92,7 @@ def answers_before_a_refusal(engine: str, model: Path, questions, settings: Sett
     long = Request("long", [{"role": "user", "content": [image, image, image, {"type": "text", "text": WORDS}]}])
     answers: dict[str, Answer] = {}
     with pytest.raises(UserError, match="sample 'long' can't be answered.*maximum context length is 2048"):
-        get(engine).answer(
+        get_engine(engine).answer(
             model,
             [*questions[0], long],
             media=questions[1],
@@ -116,7 +116,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_transformers_reads_compressed_checkpoints(questions, transformers: Run, compressed: Path) -> None:
     """INT8 weights and activations answer as BF16 does, one request at a time and each with a limit of its own."""
-    run = answers_before_a_refusal("hf", compressed, questions, Settings(max_tokens=8, max_num_seqs=1))
+    run = answers_before_a_refusal("hf", compressed, questions, EngineSettings(max_tokens=8, max_num_seqs=1))
     same = [answer.text == transformers.answers[name].text for name, answer in run.answers.items()]
     assert len(same) == 8 and sum(same) >= 7
     assert all(answer.first is None for answer in run.answers.values())
@@ -128,13 +128,13 @@ def test_transformers_refuses_to_guess_weights(questions, compressed: Path) -> N
     del tensors[next(name for name in sorted(tensors) if name.endswith("q_proj.weight_scale"))]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match="transformers could not load .*lacks 1 tensors .*q_proj.weight_scale"):
-        get("hf").answer(compressed, questions[0], media=questions[1])
+        get_engine("hf").answer(compressed, questions[0], media=questions[1])
 
 
 HOLD = """
 import sys, time
-from vlmcompress.engines.vllm.serve import server
-with server(sys.argv[1], flags=["--max-num-seqs", "8"]) as running:
+from vlmcompress.engines.vllm.serve import vllm_server
+with vllm_server(sys.argv[1], flags=["--max-num-seqs", "8"]) as running:
     print(running.url, running.name, running.pid, flush=True)
     time.sleep(600)
 """
@@ -162,11 +162,11 @@ def test_a_served_model_answers_as_transformers_does(questions, transformers: Ru
     holder, url, name, pid = held
     requests, media = questions
     assert name == "demo-llava" and len(session_members(pid)) > 1
-    run = get(f"openai:{url}").answer(name, requests, media=media, settings=SETTINGS)
+    run = get_engine(f"openai:{url}").answer(name, requests, media=media, settings=SETTINGS)
     agree(run, transformers)
     long = Request("long", [{"role": "user", "content": WORDS}])
     with pytest.raises(UserError, match="sample 'long' can't be answered.*HTTP 400: .*maximum context length"):
-        get(f"openai:{url}").answer(name, [long], media=media)
+        get_engine(f"openai:{url}").answer(name, [long], media=media)
     holder.send_signal(signal.SIGKILL)
     assert session_ends(pid)
 
@@ -184,8 +184,8 @@ def test_a_killed_engine_goes_on(questions, transformers: Run, name: str) -> Non
         if len(arrived) == 1:
             os.kill(worker(), signal.SIGKILL)
 
-    settings = Settings(max_tokens=8, max_num_seqs=1, logprobs=5)
-    run = get(name).answer(MODEL, requests, media=media, settings=settings, on_answer=kill_once)
+    settings = EngineSettings(max_tokens=8, max_num_seqs=1, logprobs=5)
+    run = get_engine(name).answer(MODEL, requests, media=media, settings=settings, on_answer=kill_once)
     assert run.engine["restarts"] == 1
     assert sorted(arrived) == sorted(request.id for request in requests)
     agree(replace(run, answers={name: run.answers[name] for name in transformers.answers}), transformers)
@@ -211,8 +211,10 @@ def test_reduced_answers_count_the_tokens_that_are_left(questions, transformers,
     attached = replace(HF, reduce="uniform:0.5").answer(MODEL, questions[0], media=questions[1], settings=SETTINGS)
     shutil.copytree(MODEL, tmp_path / "reduced")
     config = tmp_path / "reduced" / "config.json"
-    config.write_text(json.dumps(reducer_block.write(json.loads(config.read_text()), parse("uniform:0.5"))))
-    run = get("hf").answer(tmp_path / "reduced", questions[0], media=questions[1], settings=SETTINGS)
+    config.write_text(
+        json.dumps(reducer_block.config_with_reducer(json.loads(config.read_text()), parse_reducer("uniform:0.5")))
+    )
+    run = get_engine("hf").answer(tmp_path / "reduced", questions[0], media=questions[1], settings=SETTINGS)
     assert run.engine["reduce"] == attached.engine["reduce"] == "uniform:0.5" and transformers.engine["reduce"] is None
     assert {name: answer.text for name, answer in run.answers.items()} == {
         n: answer.text for n, answer in attached.answers.items()

@@ -9,12 +9,12 @@ import math
 
 import pytest
 
-from vlmcompress.engines.vllm.cache_pool import Group, Layer, Pool, pool, tokens_bytes
-from vlmcompress.engines.vllm.served_model import Attention, Decoder, State, tp_choices, tp_problem
+from vlmcompress.engines.vllm.cache_pool import CacheLayer, Group, Pool, pool, tokens_bytes
+from vlmcompress.engines.vllm.served_model import Attention, ServedDecoder, State, tp_choices, tp_problem
 
 
-def decoder(*blocks: Attention | State | None) -> Decoder:
-    return Decoder(blocks, 8192, None, 2, 0, 0, (28672,))
+def decoder(*blocks: Attention | State | None) -> ServedDecoder:
+    return ServedDecoder(blocks, 8192, None, 2, 0, 0, (28672,))
 
 
 def test_the_worked_example():
@@ -47,7 +47,7 @@ def test_a_window_never_holds_more_blocks_than_are_counted(tokens, window):
 
 def test_groups_of_windows_and_full_attention_are_equally_long():
     """Gemma 3 27B: 62 blocks, 10 of them see everything: 7 tables of 8 or 10 layers, as vLLM's docstrings have it."""
-    full, local = Layer(8192, None, 0, 16), Layer(8192, 1024, 0, 16)
+    full, local = CacheLayer(8192, None, 0, 16), CacheLayer(8192, 1024, 0, 16)
     cut = pool([full if (i + 1) % 6 == 0 else local for i in range(62)], 16, 16)
     assert [group.window for group in cut.groups].count(None) == 1
     assert len(cut.groups) == 1 + math.ceil(52 / 10) and cut.block_bytes == 10 * 16 * 8192
@@ -58,7 +58,12 @@ def test_groups_of_windows_and_full_attention_are_equally_long():
 
 def test_a_state_takes_a_page_as_large_as_attention_has():
     """Gated DeltaNet: one or two states a sequence, whatever its length; blocks grow until a page holds a state."""
-    layers = [Layer(0, None, 1_000_000), Layer(0, None, 1_000_000), Layer(0, None, 1_000_000), Layer(4096, None, 0, 4)]
+    layers = [
+        CacheLayer(0, None, 1_000_000),
+        CacheLayer(0, None, 1_000_000),
+        CacheLayer(0, None, 1_000_000),
+        CacheLayer(4096, None, 0, 4),
+    ]
     cut = pool(layers, 16, 16)
     (tokens,) = [group.block for group in cut.groups if group.block]
     assert tokens % 16 == 0 and tokens * 4096 >= 1_000_000 > (tokens - 16) * 4096

@@ -15,7 +15,7 @@ import vlmcompress
 from tests.kit.cluster import two_nodes
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, engines
-from vlmcompress.engines import Answer, Request, Settings, data_parallel
+from vlmcompress.engines import Answer, EngineSettings, Request, data_parallel
 from vlmcompress.engines.data_parallel import DataParallel
 from vlmcompress.utils import workers
 from vlmcompress.utils.errors import UserError
@@ -81,7 +81,7 @@ def test_in_turn_is_the_engine_itself(media: Path, quick_engines: None) -> None:
         *(request(f"one-{number}", pictures[number % 3]) for number in range(4)),
         *(request(f"two-{number}", pictures[number], pictures[2]) for number in range(2)),
     ]
-    engine, settings = engines.get("hf"), Settings(max_tokens=4, logprobs=3)
+    engine, settings = engines.get_engine("hf"), EngineSettings(max_tokens=4, logprobs=3)
     arrived: list[Answer] = []
     counts: list[tuple[int, int]] = []
     plain = engine.answer(DEMO_LLAVA, requests, media=media, settings=settings)
@@ -104,7 +104,7 @@ def test_in_turn_is_the_engine_itself(media: Path, quick_engines: None) -> None:
 def test_images_elsewhere_are_refused(media: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside.png"
     shutil.copy(next(media.iterdir()), outside)
-    engine = DataParallel(engines.get("hf"), workers.of(None))
+    engine = DataParallel(engines.get_engine("hf"), workers.of(None))
     for image, reason in ((outside, "is not a file in"), (media / "none.png", "can't be read (No such file")):
         with pytest.raises(UserError, match=r"^sample 'one': ") as caught:
             engine.answer(DEMO_LLAVA, [request("one", image)], media=media)
@@ -115,7 +115,9 @@ def test_another_model_on_a_node_is_refused(tmp_path: Path) -> None:
     """On one machine: what a worker finds differs from what the run was started with."""
     model = tmp_path / "model"
     shutil.copytree(DEMO_LLAVA, model)
-    part = data_parallel.Part(engines.get("hf"), str(model), None, data_parallel.model_hash(model), Settings())
+    part = data_parallel.Part(
+        engines.get_engine("hf"), str(model), None, data_parallel.model_hash(model), EngineSettings()
+    )
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)
@@ -129,7 +131,7 @@ def test_another_model_on_a_node_is_refused(tmp_path: Path) -> None:
 def test_a_part_that_fails_is_told(media: Path, tmp_path: Path, quick_engines: None) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="^transformers could not load "):
-        DataParallel(engines.get("hf"), workers.of(None)).answer(tmp_path, [request("one")], media=media)
+        DataParallel(engines.get_engine("hf"), workers.of(None)).answer(tmp_path, [request("one")], media=media)
 
 
 def test_a_server_is_not_spread(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from vlmcompress.recipe import resolve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 ONE_BY_ONE = {"scheme": "none", "reduce": "uniform:1.0", "engine": "transformers"}
-# Part of a name -> factor of such weights, so that what experts compute shows in the answers; Gemma 4 has norms behind them.
+# Part of a name -> factor of such weights, so that what experts compute shows in the answers; Gemma 4 has norms after them.
 LARGER = {".experts.": 10, "post_feedforward_layernorm_2.": 100, "post_feedforward_layernorm.": 100}
 REST = [r"self_attn|\.0\.mlp\."]  # stays as it is: 4-bit kernels of linear layers take no float32
 # Family -> type, how far a token may be from transformers' best in log-probability, recipes. In float32 engines agree; in BF16,
@@ -74,7 +74,7 @@ def test_answers_are_those_of_transformers(folders):
         assert "error" not in answers, (family, kind, answers)
         dtype, margin, _ = CASES[family]
         vlm = models.load(folders[family, "published"], dtype=dtype)
-        with models.quiet():
+        with models.quiet_transformers():
             model = models.open_model(folder, dtype=dtype)[0].eval()
         batches = [encode(vlm, count) for count in (1, 2)]
         for batch, got in zip(batches, answers["answers"], strict=True):

@@ -18,7 +18,7 @@ from tests.kit.inputs import encode
 from tests.kit.places import DEMO_LLAVA, DEMOS
 from tests.kit.rtn import SCHEMES
 from vlmcompress import models
-from vlmcompress.engines import Request, Settings, get
+from vlmcompress.engines import EngineSettings, Request, get_engine
 from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.models.data.sources import load_samples
 from vlmcompress.numerics import NVFP4, find_global_scale, round_activations, round_to_nearest
@@ -93,7 +93,8 @@ def test_pure_answers_like_transformers(tmp_path, monkeypatch, quick_engines):
         content.append({"type": "text", "text": sample.question})
         requests.append(Request(str(number), [{"role": "user", "content": content}]))
     runs = [
-        get(name).answer(folder, requests, media=tmp_path, settings=Settings(max_tokens=8)) for name in ("vllm", "hf")
+        get_engine(name).answer(folder, requests, media=tmp_path, settings=EngineSettings(max_tokens=8))
+        for name in ("vllm", "hf")
     ]
     texts = [[run.answers[str(n)].text.strip() for n in range(len(samples))] for run in runs]
     right = [sum(a == sample.answer for a, sample in zip(each, samples, strict=True)) for each in texts]

@@ -6,16 +6,16 @@ import math
 
 import pytest
 
-from vlmcompress.engines import first_tokens, get
+from vlmcompress.engines import first_tokens, get_engine
 from vlmcompress.utils.errors import UserError
 
 
 def test_get() -> None:
-    assert (get("vllm").name, get("vllm").local) == ("vllm", True)
-    assert (get("hf").name, get("hf").local) == ("hf", True)
-    served = get("openai:http://localhost:8000/")
+    assert (get_engine("vllm").name, get_engine("vllm").local) == ("vllm", True)
+    assert (get_engine("hf").name, get_engine("hf").local) == ("hf", True)
+    served = get_engine("openai:http://localhost:8000/")
     assert (served.name, served.local) == ("openai:http://localhost:8000/v1", False)
-    assert get("openai:https://host/api/v2").name == "openai:https://host/api/v2"
+    assert get_engine("openai:https://host/api/v2").name == "openai:https://host/api/v2"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_get() -> None:
 )
 def test_get_refuses(spec: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        get(spec)
+        get_engine(spec)
     assert str(caught.value).startswith(message)
 
 

@@ -29,7 +29,7 @@ from vlmcompress.engines.vllm import environment
 from vlmcompress.export import launch
 from vlmcompress.export.launch import compose
 from vlmcompress.models.data.sources import load_samples
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 
 pytestmark = pytest.mark.engine
 PROGRAMS = Path(sys.executable).parent
@@ -107,7 +107,7 @@ def test_vllms_own_command_and_lm_eval_start() -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo in INT8 with half of its visual tokens, in a folder whose name has a space."""
     folder = tmp_path_factory.mktemp("launched") / "demo reduced"
-    rtn.write(DEMO_LLAVA, folder, rtn.SCHEMES["int8"], reducer=parse("divprune:0.5"))
+    rtn.write(DEMO_LLAVA, folder, rtn.SCHEMES["int8"], reducer=parse_reducer("divprune:0.5"))
     return folder
 
 

@@ -81,7 +81,7 @@ def _add_tokens(path: Path, tokens: list[str]) -> None:
 
 
 def as_llama_cpp_computes(family: str, model) -> None:
-    """What llama.cpp of 2026-10 does otherwise: LLaVA's CLS token comes behind the patches, and the features are all but the
+    """What llama.cpp of 2026-10 does otherwise: LLaVA's CLS token comes after the patches, and the features are all but the
     first token's."""
     if family == "llava":
         embeddings = model.model.vision_tower.embeddings
@@ -170,7 +170,7 @@ def test_the_engine_is_a_process_of_its_own(tmp_path):
         flags = ["--scheme", "rtn", "--set", "options.group_size=32", "--format", fmt]
         assert main(["quantize", str(source), *flags, "-o", str(tmp_path / name)]) == 0
     requests = questions(tmp_path, SIZES["qwen2-vl"], 4)
-    run = engines.get("llamacpp").answer(tmp_path / "out", requests, media=tmp_path, settings=SETTINGS)
+    run = engines.get_engine("llamacpp").answer(tmp_path / "out", requests, media=tmp_path, settings=SETTINGS)
     assert run.engine["name"] == "llamacpp" and run.answers.keys() == {request.id for request in requests}
     for name, answer in answers(hf, tmp_path / "dense", tmp_path, requests).items():
         if run.answers[name].first:
@@ -188,7 +188,7 @@ def written(family: str, folder: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def unquantized(tmp_path_factory) -> Path:
-    """A GGUF folder; its source stands beside it."""
+    """A GGUF folder; its source stands next to it."""
     return written("qwen2-vl", tmp_path_factory.mktemp("unquantized"))
 
 
@@ -217,7 +217,9 @@ def test_a_damaged_file_is_one_line(kind, file, unquantized, tmp_path, quick_eng
     shutil.copytree(unquantized, folder)
     (folder / file).write_bytes(MUTATIONS[kind]((folder / file).read_bytes()))
     with pytest.raises(UserError, match=r"^llama\.cpp could not (load|start) .*damaged.*: .") as raised:
-        engines.get("llamacpp").answer(folder, questions(tmp_path, [(56, 56)], 0), media=tmp_path, settings=SETTINGS)
+        engines.get_engine("llamacpp").answer(
+            folder, questions(tmp_path, [(56, 56)], 0), media=tmp_path, settings=SETTINGS
+        )
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 1200
 
 
@@ -255,7 +257,7 @@ def test_serve_becomes_a_server_that_ends_cleanly(unquantized, tmp_path):
             urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers), timeout=60
         ) as response:
             reply = json.load(response)
-        expected = engines.get("llamacpp").answer(unquantized, [request], media=tmp_path, settings=SETTINGS)
+        expected = engines.get_engine("llamacpp").answer(unquantized, [request], media=tmp_path, settings=SETTINGS)
         assert reply["usage"]["prompt_tokens"] == expected.answers["0"].prompt_tokens
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) in (0, -signal.SIGTERM) and session_ends(process.pid)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vlmcompress.engines import Request, Run, Settings, get, openai
+from vlmcompress.engines import EngineSettings, Request, Run, get_engine, openai
 from vlmcompress.utils.errors import UserError
 
 Reply = tuple[int, str] | None  # None: hang up
@@ -73,7 +73,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def ask(server: Server, folder: Path, count: int = 1, model: str = "small", **settings) -> Run:
     requests = [Request(f"q{i}", [{"role": "user", "content": f"what {i}"}]) for i in range(count)]
-    return server.engine.answer(model, requests, media=folder, settings=Settings(**settings))
+    return server.engine.answer(model, requests, media=folder, settings=EngineSettings(**settings))
 
 
 def test_a_proxy_is_for_other_machines(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_answer(server: Server, tmp_path: Path) -> None:
     content = [picture, {"type": "text", "text": "what"}, video]
     request = Request("q", [{"role": "user", "content": content}], max_tokens=5)
     arrived: list[str] = []
-    run = server.engine.answer("small", [request], media=tmp_path, settings=Settings(logprobs=2),
+    run = server.engine.answer("small", [request], media=tmp_path, settings=EngineSettings(logprobs=2),
                                on_answer=lambda answer: arrived.append(answer.id))  # fmt: skip
     answer = run.answers["q"]
     assert (answer.text, answer.finish, answer.prompt_tokens, answer.output_tokens) == ("red", "stop", 7, 2)
@@ -199,7 +199,7 @@ def test_server_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(UserError, match=f"no server answers at {url}/v1 .*; is it up?"):
-        get(f"openai:{url}").answer("small", [Request("q", [])], media=tmp_path)
+        get_engine(f"openai:{url}").answer("small", [Request("q", [])], media=tmp_path)
 
 
 def test_model_not_served(server: Server, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def source_of(family: str, folder: Path) -> Path:
     floats(family, folder)
     if family == "internvl":
         edit(folder, "processor_config.json", image_processor={"max_patches": 12})
-    if family.startswith("llava"):  # the pipeline writes a line break behind an image, as LLaVA's own template does
+    if family.startswith("llava"):  # the pipeline writes a line break after an image, as LLaVA's own template does
         template = folder / "chat_template.jinja"
         template.write_text(template.read_text().replace("<image>", "{{ '<image>\\n' }}"))
     return folder
@@ -221,7 +221,7 @@ def test_the_script_of_the_folder_answers(tmp_path):
     request, _ = questions(tmp_path, [(112, 84)])[:2]
     command = [sys.executable, str(out / "serve" / "ask_openvino.py"), "What is number 0?", str(tmp_path / "0.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    run = engines.get("openvino").answer(out, [request], media=tmp_path, settings=SETTINGS)
+    run = engines.get_engine("openvino").answer(out, [request], media=tmp_path, settings=SETTINGS)
     assert run.engine["name"] == "openvino" and run.engine["reduce"] == "cdpruner:0.5"
     assert _without_pieces(done.stdout).startswith(_without_pieces(run.answers["0"].text))
 

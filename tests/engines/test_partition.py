@@ -1,4 +1,4 @@
-"""Layers shared out among devices: the oracle is vLLM's own check of what one device has."""
+"""Layers split among devices: the oracle is vLLM's own check of what one device has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.kit import tiny
 from tests.kit.engine import asked
 from vlmcompress import cli
-from vlmcompress.engines.vllm.partition import Layer, choices, fits, fitting_size, problem
+from vlmcompress.engines.vllm.partition import FusedLayer, device_counts, fits, fitting_size, partition_problem
 from vlmcompress.models import Group
 from vlmcompress.numerics import Format, Scheme
 
@@ -20,7 +20,7 @@ GROUPS = (("down", 1), ("gate_up", 2), ("o", 1))
 
 def layer(name, rows, inputs, weights):
     group = Group(0, name, tuple(f"layers.0.{name}.{index}" for index in range(len(rows))), fused=len(rows) > 1)
-    return Layer(group, tuple((count, inputs) for count in rows), Scheme(weights))
+    return FusedLayer(group, tuple((count, inputs) for count in rows), Scheme(weights))
 
 
 @pytest.mark.engine
@@ -57,24 +57,30 @@ def test_the_size_that_is_proposed_is_the_largest_that_fits():
         size = fitting_size([down], devices)
         fitting = [g for g in (64, 32) if (width // devices) % g == 0]
         assert size == max(fitting, default=-1)
-        assert f"options.group_size={size}" in problem([down], devices) and "--tp" in problem([down], devices)
+        assert f"options.group_size={size}" in partition_problem([down], devices) and "--tp" in partition_problem(
+            [down], devices
+        )
     assert fitting_size([layer("down", [2048], 1216, Format("float", 4, 16))], 8) is None
 
 
 def test_what_is_said_of_blocks():
     """Of outputs, of inputs, and where not even one device has whole blocks."""
     blocks = Format("float", 8, 128, rows=128)
-    assert "576 of 1,152 outputs, which blocks of 128" in str(problem([layer("gate_up", [1152] * 2, 2048, blocks)], 2))
-    assert "576 of the 1,152 inputs, which groups of 128" in str(problem([layer("down", [2048], 1152, blocks)], 2))
-    assert str(problem([layer("gate_up", [200] * 2, 2048, blocks)], 2)).endswith("; use another scheme")
+    assert "576 of 1,152 outputs, which blocks of 128" in str(
+        partition_problem([layer("gate_up", [1152] * 2, 2048, blocks)], 2)
+    )
+    assert "576 of the 1,152 inputs, which groups of 128" in str(
+        partition_problem([layer("down", [2048], 1152, blocks)], 2)
+    )
+    assert str(partition_problem([layer("gate_up", [200] * 2, 2048, blocks)], 2)).endswith("; use another scheme")
 
 
 def test_a_device_has_a_head_of_keys_at_least():
     """Two heads of 128 on four devices: each has one, whole, which blocks of 128 rows do not tear."""
     blocks = Scheme(Format("float", 8, 128, rows=128))
     group = Group(0, "qkv", ("q", "k", "v"), fused=True)
-    qkv = Layer(group, ((2048, 2048), (256, 2048), (256, 2048)), blocks, head=128)
-    assert choices([qkv]) == [1, 2, 4, 8]
+    qkv = FusedLayer(group, ((2048, 2048), (256, 2048), (256, 2048)), blocks, head=128)
+    assert device_counts([qkv]) == [1, 2, 4, 8]
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def prompt(*parts: Any) -> tuple[list[SimpleNamespace], list[torch.Tensor], torc
     """Of text lengths and `(grid, kept)` in turn: images, their packed rows, which tokens are theirs, positions by the rule.
 
     The rule, one token at a time: text counts on; an image's tokens stand at its start plus their place; what follows it
-    starts behind its longest side.
+    starts after its longest side.
     """
     features, packed, visual, positions, at = [], [], [], [], 0
     for part in parts:

@@ -15,8 +15,8 @@ from tests.kit import reduced_cases as cases
 from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA
 from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
-from vlmcompress.models.data import bundled, encode, load_samples
-from vlmcompress.reduction.choice import parse
+from vlmcompress.models.data import bundled_data, encode, load_samples
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import learning as thresholds
 from vlmcompress.utils.errors import UserError
 
@@ -32,8 +32,8 @@ def prompts() -> list[cases.Turns]:
 def test_counts_and_answers_are_those_of_transformers(tmp_path):
     pytest.importorskip("vllm")
     vlm = cases.loaded(DEMO_LLAVA)
-    batches = encode(load_samples(bundled(DEMO_LLAVA, "calibration"), samples=32, seed=0), vlm)
-    reducer = thresholds.learn(vlm, batches, parse("dymu:0.4"))
+    batches = encode(load_samples(bundled_data(DEMO_LLAVA, "calibration"), samples=32, seed=0), vlm)
+    reducer = thresholds.learn_thresholds(vlm, batches, parse_reducer("dymu:0.4"))
     counter = thresholds.counter(vlm, batches, reducer)
     requests = [cases.request(vlm, turns, tmp_path / "images") for turns in prompts()]
     expected = cases.reference(vlm, reducer, requests, TOKENS, counter)
@@ -57,7 +57,7 @@ def test_every_tile_has_its_own_count(tmp_path):
         vlm = cases.loaded(source)
         requests = [cases.request(vlm, turns, tmp_path / "images") for turns in cases.noisy(flat=True)]
         batches = [inputs_of(vlm, request) for request in requests if request["images"]]
-        reducer = thresholds.learn(vlm, batches, parse("dymu:0.6"))
+        reducer = thresholds.learn_thresholds(vlm, batches, parse_reducer("dymu:0.6"))
         counter = thresholds.counter(vlm, batches, reducer)
         steep = dataclasses.replace(counter, margin=0.0, weights=tuple(20 * weight for weight in counter.weights))
         tiles = [tile for inputs in batches for tile in thresholds.pictures(vlm, inputs)]
@@ -83,7 +83,7 @@ def test_without_counts_it_is_refused(tmp_path):
     pytest.importorskip("vllm")
     from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
-    reducer = parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]")
+    reducer = parse_reducer("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]")
     config = AutoConfig.from_pretrained(cases.reduced(DEMO_LLAVA, tmp_path / "model", reducer))
     with pytest.raises(UserError, match="'count' is missing"):
         ServedReducer.of(config)

@@ -26,7 +26,7 @@ from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.models import all_specs, load
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY
 from vlmcompress.reduction.support import SERVED, engine_refusal
 from vlmcompress.utils.errors import UserError
@@ -36,14 +36,14 @@ PLAIN = json.loads((DEMO_LLAVA / "config.json").read_text())
 
 def config(reducer: str, folder: Path, **block):
     """The demo's config as transformers reads it, with a reducer whose block has been changed."""
-    written = reducer_block.write(PLAIN, parse(reducer))
+    written = reducer_block.config_with_reducer(PLAIN, parse_reducer(reducer))
     written["vlmcompress"].update(block)
     (folder / "config.json").write_text(json.dumps(written))
     return AutoConfig.from_pretrained(folder)
 
 
 def test_the_reducer_survives_transformers(tmp_path):
-    assert ServedReducer.of(config("dart:0.25,pivots=3", tmp_path)).chosen == parse("dart:0.25,pivots=3")
+    assert ServedReducer.of(config("dart:0.25,pivots=3", tmp_path)).chosen == parse_reducer("dart:0.25,pivots=3")
 
 
 @pytest.mark.parametrize(
@@ -74,24 +74,24 @@ def test_a_config_without_a_reducer_is_refused():
 @pytest.mark.parametrize("family", SERVED.names())
 def test_every_family_serves_the_baselines_and_no_method_within_the_language_model(family):
     architecture = SERVED.constant(family, "ARCHITECTURE")
-    served = {name for name in REGISTRY.names() if engine_refusal(architecture, parse(name)) is None}
+    served = {name for name in REGISTRY.names() if engine_refusal(architecture, parse_reducer(name)) is None}
     assert {"random", "uniform", "dart", "divprune"} <= served
     assert not served & {"fastv", "dart-llm", "dyrate", "pevlm"}
-    assert engine_refusal(support.PREFIX + architecture, parse("dart:0.5")) is None
+    assert engine_refusal(support.PREFIX + architecture, parse_reducer("dart:0.5")) is None
 
 
 def test_counts_that_depend_on_the_image_need_a_place_for_them():
-    merging = parse("dymu:thresholds=[0.9, 0.9]")
+    merging = parse_reducer("dymu:thresholds=[0.9, 0.9]")
     for counted in ("Llava", "Idefics3", "SmolVLM", "InternVL"):
         assert engine_refusal(f"{counted}ForConditionalGeneration", merging) is None
-        assert engine_refusal(f"{counted}ForConditionalGeneration", parse("tome:0.5")) is None
+        assert engine_refusal(f"{counted}ForConditionalGeneration", parse_reducer("tome:0.5")) is None
     assert "counts that depend on the image" in (engine_refusal("LlavaNextForConditionalGeneration", merging) or "")
 
 
 def test_choosing_among_images_needs_encoders_of_whole_images():
     served = {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
     assert {name.replace("-", "_") for name in support.served("litevlm")} == served
-    reason = engine_refusal("LlavaNextForConditionalGeneration", parse("litevlm")) or ""
+    reason = engine_refusal("LlavaNextForConditionalGeneration", parse_reducer("litevlm")) or ""
     assert "does not serve 'litevlm' with llava-next (without what it needs before the encoder)" in reason
     assert "\n" not in reason
 
@@ -104,13 +104,14 @@ def test_families_have_specs():
 
 def test_a_family_that_is_not_served_names_those_that_are():
     assert "LlavaForConditionalGeneration" in (
-        engine_refusal("Gemma3ForConditionalGeneration", parse("dart:0.5")) or ""
+        engine_refusal("Gemma3ForConditionalGeneration", parse_reducer("dart:0.5")) or ""
     )
 
 
 def test_fingerprints_differ_between_reducers(tmp_path):
     fingerprints = {
-        ServedReducer(parse(text)).fingerprint for text in ("dart:0.5", "dart:0.25", "dart:0.5,pivots=5", "random:0.5")
+        ServedReducer(parse_reducer(text)).fingerprint
+        for text in ("dart:0.5", "dart:0.25", "dart:0.5,pivots=5", "random:0.5")
     }
     assert len(fingerprints) == 4
 
@@ -315,4 +316,4 @@ def test_vllm_warns_of_what_was_not_tested(said):
         "vlmcompress was tested with vLLM 0.32 and 0.33, and this is 0.99.0. All that its plugin reaches into"
         in said[1]
     )
-    assert "leaves out drafts that see images, and mended EAGLE drafts: in vLLM 0.99.0 v1." in said[1]
+    assert "leaves out drafts that see images, and fixed EAGLE drafts: in vLLM 0.99.0 v1." in said[1]

@@ -82,9 +82,9 @@ def test_an_image_has_another_name_with_another_reducer(processed):
 
 
 def test_an_image_has_another_name_with_another_question_where_the_method_asks(processed):
-    asks = processed["asks"]
-    assert asks["plain"]["name"] == asks["again"]["name"] == asks["query"]["name"]
-    assert asks["plain"]["name"] != asks["other"]["name"]
+    query_aware = processed["asks"]
+    assert query_aware["plain"]["name"] == query_aware["again"]["name"] == query_aware["query"]["name"]
+    assert query_aware["plain"]["name"] != query_aware["other"]["name"]
 
 
 def test_a_question_for_a_method_that_does_not_ask_is_refused(processed):
@@ -101,7 +101,7 @@ def test_embeddings_of_images_are_refused(processed):
 
 
 def test_memory_is_measured_with_the_largest_video_that_fits(processed):
-    """Beside the largest image; vLLM takes no more than 16 frames of LLaVA-OneVision's for that."""
+    """Next to the largest image; vLLM takes no more than 16 frames of LLaVA-OneVision's for that."""
     films = processed["films"]
     assert films["internvl"]["tokens"] <= ROOM < films["internvl"]["more"]
     assert films["short"]["tokens"] <= ROOM
@@ -134,8 +134,8 @@ def test_an_image_has_two_names_one_where_it_stays_and_one_where_it_is_left_out(
     """Whatever is asked and whichever other images there are, so that caches keep them apart and know them again."""
     for asked_of in processed["views"].values():
         front = {asked_of[name]["names"][number] for name, number in (("front", 0), ("front and left", 0), ("one", 0))}
-        gone = {asked_of[name]["names"][0] for name in ("rear", "query", "names")}
-        assert len(front) == len(gone) == 1 and front != gone
+        dropped = {asked_of[name]["names"][0] for name in ("rear", "query", "names")}
+        assert len(front) == len(dropped) == 1 and front != dropped
         assert asked_of["left and front"]["names"] == asked_of["front and left"]["names"][::-1]
 
 

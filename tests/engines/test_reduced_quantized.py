@@ -15,13 +15,13 @@ import pytest
 
 from tests.kit import calibration_rows, lane, tiny
 from vlmcompress import engines, models
-from vlmcompress.engines import Settings, conformance
+from vlmcompress.engines import EngineSettings, conformance
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 
 pytestmark = pytest.mark.engine
 SCHEMES = {"fp8": {}, "int8": {}, "awq": {"group_size": 32}, "gptq": {"group_size": 64}}
@@ -45,7 +45,7 @@ SERVED = [
     (family, reducer)
     for family, name in ARCHITECTURES.items()
     for reducer in REDUCERS
-    if support.engine_refusal(name, parse(reducer)) is None
+    if support.engine_refusal(name, parse_reducer(reducer)) is None
 ]
 FEW = [
     ("llava", "visionzip:0.5", "fp8"),
@@ -71,7 +71,7 @@ def written(world: Path, out: Path, family: str, reducer: str, scheme: str) -> P
     recipe = {"model": str(world / family), "out": str(out), "scheme": scheme, "reduce": reducer}
     calibrate = {"data": str(world / "calib.jsonl"), "samples": 6}
     quantize(resolve(recipe | {"options": SCHEMES[scheme], "calibrate": calibrate}).recipe)
-    assert reducer_block.read(models.read_config(out)).reducer.method == parse(reducer).method
+    assert reducer_block.read_reducer(models.read_config(out)).reducer.method == parse_reducer(reducer).method
     return out
 
 
@@ -81,8 +81,8 @@ def check(world: Path, folder: Path, names: tuple[str, str, str]) -> str:
     requests, media = conformance.make_questions(world / "media", 4, None, seed=0), world / "media"
     runs = {}
     for engine, at_once in (("hf", 1), ("vllm", 4)):
-        settings = Settings(max_tokens=4, logprobs=5, max_model_len=2048, max_num_seqs=at_once)
-        runs[engine] = engines.get(engine).answer(out, requests, media=media, settings=settings)
+        settings = EngineSettings(max_tokens=4, logprobs=5, max_model_len=2048, max_num_seqs=at_once)
+        runs[engine] = engines.get_engine(engine).answer(out, requests, media=media, settings=settings)
     for name, answer in runs["vllm"].answers.items():
         expected = runs["hf"].answers[name]
         assert answer.prompt_tokens == expected.prompt_tokens, (names, name)

@@ -99,7 +99,7 @@ def served(chosen: dict, folder: Path) -> dict[str, tuple[dict, list[dict], list
 
 
 def pixels(vlm: VLM, turns: list[dict[str, Any]], stays: Sequence[bool]) -> int:
-    """How many numbers the images that stay have behind the image processor."""
+    """How many numbers the images that stay have after the image processor."""
     images = [part["image"] for part in turns[0]["content"] if part["type"] == "image"]
     kept = [image for image, stay in zip(images, stays, strict=True) if stay]
     return sum(

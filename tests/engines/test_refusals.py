@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.kit.pictures import picture
 from tests.kit.tiny import build
-from vlmcompress.engines import Request, Settings
+from vlmcompress.engines import EngineSettings, Request
 from vlmcompress.engines.hf import ENGINE
 from vlmcompress.utils.errors import UserError
 
@@ -34,7 +34,7 @@ def test_a_worker_goes_on_after_a_refusal(tmp_path: Path) -> None:
     module = tmp_path / "made_up.py"
     module.write_text(MODULE)
     engine, requests = replace(ENGINE, module=module), [Request(name, []) for name in "abcde"]
-    run = engine.answer("some/model", requests, media=tmp_path, settings=Settings(refusals=2))
+    run = engine.answer("some/model", requests, media=tmp_path, settings=EngineSettings(refusals=2))
     assert [(name, answer.text, answer.refused) for name, answer in run.answers.items()] == [
         *[("a", "yes", None), ("b", "", "ValueError: no b"), ("c", "yes", None)],
         *[("d", "", "ValueError: no d"), ("e", "yes", None)],
@@ -42,7 +42,7 @@ def test_a_worker_goes_on_after_a_refusal(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^sample 'd' can't be answered by some/model: ValueError: no d; so it is with 1"
     ):
-        engine.answer("some/model", requests, media=tmp_path, settings=Settings(refusals=1))
+        engine.answer("some/model", requests, media=tmp_path, settings=EngineSettings(refusals=1))
     with pytest.raises(UserError, match=r"^sample 'b' can't be answered by some/model: ValueError: no b$"):
         engine.answer("some/model", requests, media=tmp_path)
 
@@ -69,7 +69,7 @@ def test_a_request_that_ends_the_engine_is_found(tmp_path: Path) -> None:
     module = tmp_path / "dies.py"
     module.write_text(DIES.replace("NAMES", "('f',)"))
     engine, requests = replace(ENGINE, module=module), [Request(name, []) for name in "abcdefghijkl"]
-    run = engine.answer("some/model", requests, media=tmp_path, settings=Settings(refusals=1))
+    run = engine.answer("some/model", requests, media=tmp_path, settings=EngineSettings(refusals=1))
     assert [name for name, answer in run.answers.items() if answer.refused] == ["f"] and len(run.answers) == 12
     assert "the engine died of it: made up" not in str(run) and "exit code 1" in (run.answers["f"].refused or "")
     assert run.engine["restarts"] == 3
@@ -79,7 +79,7 @@ def test_a_request_that_ends_the_engine_is_found(tmp_path: Path) -> None:
         engine.answer("some/model", requests, media=tmp_path)
     module.write_text(DIES.replace("NAMES", "'abcdef'"))
     with pytest.raises(UserError, match="the first is sample 'd'"):
-        engine.answer("some/model", requests, media=tmp_path, settings=Settings(refusals=9))
+        engine.answer("some/model", requests, media=tmp_path, settings=EngineSettings(refusals=9))
 
 
 def requests_about(folder: Path, *images: Image.Image) -> list[Request]:
@@ -97,7 +97,7 @@ def test_transformers_finds_the_request_that_its_model_cannot_take(tmp_path: Pat
     model = build("lfm2-vl", tmp_path / "model")
     images = [picture(90, 60, seed) for seed in range(11)]
     requests = requests_about(tmp_path, *images[:5], Image.new("RGB", (900, 3)), *images[5:10])
-    run = ENGINE.answer(model, requests, media=tmp_path, settings=Settings(refusals=1))
+    run = ENGINE.answer(model, requests, media=tmp_path, settings=EngineSettings(refusals=1))
     assert [name for name, answer in run.answers.items() if answer.refused] == ["q5"]
     assert "is invalid for input of size" in (run.answers["q5"].refused or "") and run.engine["restarts"] == 0
     assert len(run.answers) == 11 and all(a.output_tokens for a in run.answers.values() if not a.refused)

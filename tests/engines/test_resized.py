@@ -24,7 +24,7 @@ STAGES = "both"
 
 
 def resized(cases: dict[str, Any], base: Path) -> dict[str, Path]:
-    """Family -> its checkpoint with smaller images; `both`: with a reducer behind them."""
+    """Family -> its checkpoint with smaller images; `both`: with a reducer after them."""
     folders = {}
     for name, reduce in cases.items():
         source = build("qwen2-5-vl" if name == STAGES else name, base / name / "source")

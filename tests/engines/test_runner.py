@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.kit.processes import alive, wait_until_gone
 from tests.kit.tiny import build
-from vlmcompress.engines import Answer, Request, Settings
+from vlmcompress.engines import Answer, EngineSettings, Request
 from vlmcompress.engines.local import LOG_VARIABLE, last_words
 from vlmcompress.engines.vllm import ENGINE, PYTHON_VARIABLE
 from vlmcompress.utils.errors import UserError
@@ -26,7 +26,7 @@ ASK = [Request("only", [{"role": "user", "content": "hello"}])]
 
 
 def ask(tmp_path: Path, **settings):
-    return ENGINE.answer("some/model", ASK, media=tmp_path, settings=Settings(**settings))
+    return ENGINE.answer("some/model", ASK, media=tmp_path, settings=EngineSettings(**settings))
 
 
 def test_missing_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_an_engine_that_breaks_tells_why(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"vLLM died .exit code 1. with some/model: AssertionError: Expected 2D tensors;"
     ):
-        engine.answer("some/model", ASK, media=tmp_path, settings=Settings())
+        engine.answer("some/model", ASK, media=tmp_path, settings=EngineSettings())
 
 
 def test_killed_engine_is_reported(tmp_path: Path, broken) -> None:
@@ -261,7 +261,7 @@ def test_real_engine(qwen: Path, tmp_path: Path, quick_engines) -> None:
     requests += [request(f"again {i}", a, text) for i in range(3)]
     requests += [replace(requests[0], id="short", max_tokens=1)]
     calls: list[tuple] = []
-    run = ENGINE.answer(qwen, requests, media=tmp_path, settings=Settings(max_tokens=4, max_num_seqs=2, logprobs=5),
+    run = ENGINE.answer(qwen, requests, media=tmp_path, settings=EngineSettings(max_tokens=4, max_num_seqs=2, logprobs=5),
                  label="tiny", progress=lambda *at: calls.append(at))  # fmt: skip
     length = {name: answer.prompt_tokens for name, answer in run.answers.items()}
     assert sorted(run.answers) == sorted(r.id for r in requests)

@@ -25,11 +25,11 @@ from tests.kit.processes import session_ends
 from tests.kit.tiny import build
 from tests.kit.vllm_source import package
 from vlmcompress import models
-from vlmcompress.engines import Request, Settings, get
+from vlmcompress.engines import EngineSettings, Request, get_engine
 from vlmcompress.engines.vllm import ENGINE, ENVIRONMENT, PYTHON_VARIABLE, Installed
 from vlmcompress.engines.vllm.serve import arguments_of, example, line_of, remarks, serve
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.utils.errors import UserError
 
 
@@ -73,16 +73,17 @@ def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reducer", "asks"),
+    ("reducer", "query_aware"),
     [("relevance:0.5", True), ("dart:0.5", False)],
 )
-def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, asks: bool, tmp_path: Path) -> None:
+def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, query_aware: bool, tmp_path: Path) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    (tmp_path / "config.json").write_text(json.dumps(reducer_block.write(plain, parse(reducer))))
+    (tmp_path / "config.json").write_text(json.dumps(reducer_block.config_with_reducer(plain, parse_reducer(reducer))))
     arguments = arguments_of(tmp_path, videos=1)
-    assert ("--trust-request-mm-kwargs" in arguments) is asks
+    assert ("--trust-request-mm-kwargs" in arguments) is query_aware
     assert (
-        any("vLLM takes the latter only with --trust-request-mm-kwargs" in line for line in remarks(arguments)) is asks
+        any("vLLM takes the latter only with --trust-request-mm-kwargs" in line for line in remarks(arguments))
+        is query_aware
     )
     refused = arguments_of(tmp_path, videos=1, extra=["--no-trust-request-mm-kwargs"])
     assert refused[-1] == "--no-trust-request-mm-kwargs" and remarks(refused) == []
@@ -195,7 +196,7 @@ def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:
 )
 def test_a_reducer_that_would_be_refused(block, plugins, text, tmp_path: Path, monkeypatch) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    config = reducer_block.write(plain, parse("dart:0.5"))
+    config = reducer_block.config_with_reducer(plain, parse_reducer("dart:0.5"))
     (tmp_path / "config.json").write_text(json.dumps(config | {reducer_block.KEY: config[reducer_block.KEY] | block}))
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
@@ -224,7 +225,9 @@ def server(
     """A checkpoint whose reducer reads the question, served by `serve`."""
     folder = build("llava", tmp_path_factory.mktemp("serve") / "tiny-llava")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(reducer_block.write(config, parse("relevance:0.5"))))
+    (folder / "config.json").write_text(
+        json.dumps(reducer_block.config_with_reducer(config, parse_reducer("relevance:0.5")))
+    )
     port, log = free_port(), folder.parent / "log"
     code = f"from vlmcompress.engines.vllm.serve import serve; serve({str(folder)!r}, port={port})"
     with open(log, "wb") as sink:
@@ -277,8 +280,8 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     assert "only with --trust-request-mm-kwargs" in log.read_text()
 
     request = Request("plain", [{"role": "user", "content": [text]}])
-    run = get(f"openai:http://127.0.0.1:{port}/v1").answer(
-        "tiny-llava", [request], media=folder.parent, settings=Settings(max_tokens=4, logprobs=5)
+    run = get_engine(f"openai:http://127.0.0.1:{port}/v1").answer(
+        "tiny-llava", [request], media=folder.parent, settings=EngineSettings(max_tokens=4, logprobs=5)
     )
     answer = run.answers["plain"]
     assert answer.text == without.choices[0].message.content and answer.prompt_tokens == without.usage.prompt_tokens

@@ -15,14 +15,14 @@ import pytest
 
 from tests.kit.places import ROOT
 from tests.kit.processes import alive, wait_until_gone
-from vlmcompress.engines.vllm.serve import free_port, server
+from vlmcompress.engines.vllm.serve import free_port, vllm_server
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.utils.errors import UserError
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such checkpoint folder"), server(tmp_path / "nothing"):
+    with pytest.raises(UserError, match="no such checkpoint folder"), vllm_server(tmp_path / "nothing"):
         pass
 
 
@@ -33,7 +33,7 @@ def test_port_taken(checkpoint: Path) -> None:
         port = taken.getsockname()[1]
         with (
             pytest.raises(UserError, match="can't be listened on .*choose another --port"),
-            server(checkpoint, port=port),
+            vllm_server(checkpoint, port=port),
         ):
             pass
 
@@ -45,7 +45,7 @@ def test_death_at_start_tells_the_last_error_lines(checkpoint: Path, broken, tmp
         pytest.raises(
             UserError, match="server could not start .exit code 7. with .*tiny-vlm: ValueError: no such head"
         ),
-        server(checkpoint, log=log),
+        vllm_server(checkpoint, log=log),
     ):
         pass
     assert "loading" in log.read_text()
@@ -57,9 +57,11 @@ def test_a_reducer_that_reads_the_question_may_be_asked(
 ) -> None:
     """As in `serve`, so that a benchmark's requests can bring the question, too."""
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    (checkpoint / "config.json").write_text(json.dumps(reducer_block.write(plain, parse(reducer))))
+    (checkpoint / "config.json").write_text(
+        json.dumps(reducer_block.config_with_reducer(plain, parse_reducer(reducer)))
+    )
     broken('echo "$@"; exit 7')
-    with pytest.raises(UserError, match="could not start"), server(checkpoint, log=tmp_path / "log"):
+    with pytest.raises(UserError, match="could not start"), vllm_server(checkpoint, log=tmp_path / "log"):
         pass
     assert ("--trust-request-mm-kwargs" in (tmp_path / "log").read_text().split()) is trusted
 
@@ -67,7 +69,7 @@ def test_a_reducer_that_reads_the_question_may_be_asked(
 def test_silence_times_out_and_leaves_no_process(checkpoint: Path, broken, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     broken(f"sleep 60 & echo $! > {pid}; wait")
-    with pytest.raises(UserError, match="was not up after 1 s with"), server(checkpoint, timeout=1):
+    with pytest.raises(UserError, match="was not up after 1 s with"), vllm_server(checkpoint, timeout=1):
         pass
     assert wait_until_gone(int(pid.read_text()))
 
@@ -79,7 +81,7 @@ def test_no_orphan_when_the_parent_is_killed(checkpoint: Path, broken, tmp_path:
     (package / "__init__.py").write_text(f"import time; open({str(pid)!r}, 'w').close(); time.sleep(60)")
     child = tmp_path / "child"
     broken(f'sleep 60 & echo $! > {child}; PYTHONPATH={package.parent} exec {sys.executable} "$@"')
-    code = f"from vlmcompress.engines.vllm.serve import server\nwith server({str(checkpoint)!r}): pass"
+    code = f"from vlmcompress.engines.vllm.serve import vllm_server\nwith vllm_server({str(checkpoint)!r}): pass"
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
     end = time.monotonic() + 60
     while not pid.exists() and time.monotonic() < end:

@@ -101,7 +101,7 @@ def test_a_table_says_what_is_seen_in_words_that_the_tower_knows():
 
 
 def test_the_towers_layers_are_the_donors_with_new_ones_between():
-    """What the donor's projector reads comes out of the same layer; only what lies behind it learns."""
+    """What the donor's projector reads comes out of the same layer; only what lies after it learns."""
     tokenizer = build_tokenizer("qwen")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     donor = AutoModelForImageTextToText.from_pretrained(DONOR, dtype=torch.float32)
@@ -134,6 +134,6 @@ def test_prose_is_english_and_packages_are_in_one_split_each():
     texts = paragraphs("calibration")
     assert len(texts) > 200 and len(set(texts)) == len(texts)
     words = " ".join(texts).lower().split()
-    assert all(asks.endswith(".") and answers for asks, answers in map(halves, texts))
+    assert all(query_aware.endswith(".") and answers for query_aware, answers in map(halves, texts))
     assert halves("Is it? Yes. No.") == ("Is it? Yes.", "No.") and halves("Alone.") == ("Alone.", "Alone.")
     assert words.count("the") > 0.03 * len(words) and all(300 <= len(text) <= 2400 for text in texts)

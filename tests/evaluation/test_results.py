@@ -8,7 +8,7 @@ import pytest
 
 from tests.kit.made_results import make_results
 from vlmcompress.evaluation.report import files
-from vlmcompress.evaluation.results import load
+from vlmcompress.evaluation.results import load_results
 from vlmcompress.utils.errors import UserError
 
 
@@ -33,7 +33,7 @@ def test_results_that_cannot_be(where, value, message, tmp_path):
     inner[where[-1]] = value
     (tmp_path / "results.json").write_text(json.dumps(data))
     with pytest.raises(UserError, match=message):
-        load(tmp_path)
+        load_results(tmp_path)
 
 
 @pytest.mark.parametrize("picture", ["AAAA", "!!", ""])
@@ -41,4 +41,4 @@ def test_pictures_that_are_none(picture, tmp_path):
     results = make_results()
     results = results.model_copy(update={"pictures": {sample.id: [picture] for sample in results.samples}})
     with pytest.raises(UserError, match="a picture that is no PNG"):
-        files.write(results, tmp_path / "report")
+        files.write_report(results, tmp_path / "report")

@@ -47,7 +47,7 @@ def test_one_size_everywhere(made):
     """Tensors without the headers of their files: the manifest, the doctor and results agree on both sides."""
     source, out = made
     assert len(list(out.glob("*.safetensors"))) > 1
-    recorded = manifest.read(out)["size"]
+    recorded = manifest.read_manifest(out)["size"]
     before, after = recorded["weights_before"], recorded["weights_after"]
     assert (sides.side(source, {}).weight_bytes, sides.side(out, {}).weight_bytes) == (before, after)
     details = {check.name: check.detail for check in doctor.diagnose(out)}

@@ -53,8 +53,8 @@ def test_merged_as_peft_merges(bases, family, kind, tmp_path):
     """Oracle: PEFT in float32, rounded to the base's type. Layers of decoder and tower, biases, whole modules."""
     expected = trained(bases[family], tmp_path / "adapter", **KINDS[kind])
     source = Source.of(bases[family])
-    assert adapter.problem(tmp_path / "adapter", source) is None
-    adapter.write(source, tmp_path / "adapter", tmp_path / "merged")
+    assert adapter.adapter_problem(tmp_path / "adapter", source) is None
+    adapter.write_merged(source, tmp_path / "adapter", tmp_path / "merged")
     merged = models.load(tmp_path / "merged").model.state_dict()
     before = models.load(bases[family]).model.state_dict()
     for name, value in expected.items():
@@ -80,7 +80,7 @@ def test_a_folder_with_an_adapter_stands_for_both(bases, tmp_path, capsys):
     assert all(torch.equal(merged[name], value.to(merged[name].dtype)) for name, value in expected.items())
     manifest = json.loads((tmp_path / "out" / "vlmcompress.json").read_text())
     assert (manifest["model"]["source"], manifest["recipe"]["adapter"]) == ("qwen2-5-vl", "adapter")
-    assert not list(tmp_path.glob(".out*")), "nothing is left beside OUT"
+    assert not list(tmp_path.glob(".out*")), "nothing is left next to OUT"
     recipe = resolve({"model": str(bases["llava"]), "adapter": str(tmp_path / "adapter"), "scheme": "rtn"}).recipe
     assert (recipe.model, recipe.adapter) == (bases["llava"], tmp_path / "adapter")
     capsys.readouterr()
@@ -144,11 +144,13 @@ def test_bad_adapters_end_in_a_line(case, good, tmp_path, capsys):
 
 def test_a_tied_head_is_refused(bases, tmp_path):
     trained(bases["gemma3"], tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
-    assert "shares the embedding's weights" in (adapter.problem(tmp_path / "adapter", Source.of(bases["gemma3"])) or "")
+    assert "shares the embedding's weights" in (
+        adapter.adapter_problem(tmp_path / "adapter", Source.of(bases["gemma3"])) or ""
+    )
 
 
 def resized(base, out, **settings):
-    """As `trained`, of a model that was given rows for eight more tokens; the tokenizer that has them lies beside."""
+    """As `trained`, of a model that was given rows for eight more tokens; the tokenizer that has them lies next to."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(base)
@@ -217,9 +219,9 @@ def test_the_adapters_tokenizer_and_template_are_taken(bases, tmp_path, capsys):
     vlm = models.load(out)
     assert vlm.processor.chat_template == template and (out / "chat_template.jinja").read_text() == template
     assert (out / "processor_config.json").read_bytes() == (base / "processor_config.json").read_bytes()
-    identity = adapters.sha256(folder)
+    identity = adapters.adapter_sha256(folder)
     inputs = resolve({"model": str(folder), "scheme": "none"}).recipe.inputs_folder
     assert models.load_processor(inputs).chat_template == template
     assert resolve({"model": str(base), "scheme": "none"}).recipe.inputs_folder == base
     (folder / "chat_template.jinja").write_text(template)
-    assert adapters.sha256(folder) != identity
+    assert adapters.adapter_sha256(folder) != identity

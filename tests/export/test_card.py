@@ -29,20 +29,20 @@ def record(errors: dict[str, dict[str, float]]) -> dict:
     }
 
 
-def rendered(folder: Path, form: str, **config: str) -> tuple[str, dict, readers.Facts]:
+def rendered(folder: Path, form: str, **config: str) -> tuple[str, dict, readers.LoadFacts]:
     """The card of a made-up checkpoint: its text, its metadata, and what is known of the checkpoint."""
     folder.mkdir()
     content = {"architectures": [QWEN], "model_type": "qwen2_5_vl"} | config
     content |= {"quantization_config": FORMATS[form]} if FORMATS[form] else {}
     (folder / "config.json").write_text(json.dumps(content))
-    text = card.render(record(WEIGHTS), folder, folder.name)
-    return text, yaml.safe_load(text.split("---")[1]), launch_files.facts(content, record({}), folder.name)
+    text = card.render_card(record(WEIGHTS), folder, folder.name)
+    return text, yaml.safe_load(text.split("---")[1]), launch_files.launch_facts(content, record({}), folder.name)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "unheard-of"])
 def test_a_card_offers_what_loads(form: str, tmp_path: Path) -> None:
     text, metadata, facts = rendered(tmp_path / "x y", form)
-    vllm, transformers = (readers.verdict(name, facts) for name in ("vllm", "transformers"))
+    vllm, transformers = (readers.load_verdict(name, facts) for name in ("vllm", "transformers"))
     assert ("vllm serve './x y' --served-model-name x-y" in text) is (vllm.reason is None)
     assert ("vllm" in metadata["tags"]) is (vllm.reason is None)
     loads = transformers.reason is None
@@ -71,7 +71,7 @@ def test_zero_points_name_the_versions_that_load_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["gguf", "openvino"])
 def test_folders_of_other_engines_carry_no_text_of_vllms(form: str, tmp_path: Path) -> None:
     text, metadata, facts = rendered(tmp_path / "out", form)
-    page = launch.files(facts)["README.md"]
+    page = launch.render_launch_files(facts)["README.md"]
     assert form in metadata["tags"] and "vllm" not in metadata["tags"] and "library_name" not in metadata
     assert "vllm serve" not in text and "AutoModel" not in text
     assert "vllm.sh" not in page and "Flags are for" not in page and "grafana" not in page
@@ -95,9 +95,9 @@ def test_the_error_of_layers_has_one_name(errors: dict, words: str, tmp_path: Pa
     from vlmcompress.evaluation.report import words as of_reports
 
     (tmp_path / "config.json").write_text("{}")
-    text = card.render(record(errors), tmp_path, "out")
+    text = card.render_card(record(errors), tmp_path, "out")
     done = dict.fromkeys(("reduce", "resize", "kv_cache", "bits", "visual_tokens"))
     done |= {"weights_before": 2, "weights_after": 1, "devices": [1], "out": "out", "seconds": 1, "warnings": []}
     said = quantize.text(done | {"worst_layers": quantize.worst_layers(errors), "next": [], "timing": {}})
-    for page in (text, said, of_reports.layers(errors)):
+    for page in (text, said, of_reports.layer_errors_text(errors)):
         assert words in page and ("calibration data were seen" in page) is (errors is WEIGHTS)

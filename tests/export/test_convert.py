@@ -25,7 +25,7 @@ pytestmark = pytest.mark.representatives
 
 NVFP4 = ("llava", "nvfp4"), ("qwen2-5-vl", "nvfp4a16")
 SCHEMES = {"awq": "w4-asymmetric", "gptq": "w4-symmetric", "gptq-v2": "w4-asymmetric", "modelopt": "fp8"}
-# Families that differ in what a format says of them: prefixes of names, layers kept beside others with a head, experts.
+# Families that differ in what a format says of them: prefixes of names, layers kept next to others with a head, experts.
 WHOLE = ("llava", "qwen3-5", "qwen3-vl-moe")
 UNREAD = ("gemma4-moe", "idefics3", "qwen3-vl-moe")
 """Families whose zero points in GPTQ v2 no engine is known to load."""
@@ -45,14 +45,14 @@ def sources(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def ours(sources, tmp_path_factory):
     """A function: family, scheme -> our checkpoint in compressed-tensors."""
-    made: dict[tuple, Path] = {}
+    result: dict[tuple, Path] = {}
 
     def get(family: str, scheme: str, **keys) -> Path:
         key = (family, scheme, *sorted(keys))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp(family) / "ct"
-            rtn.write(sources[family], made[key], rtn.SCHEMES[scheme], **keys)
-        return made[key]
+        if key not in result:
+            result[key] = tmp_path_factory.mktemp(family) / "ct"
+            rtn.write(sources[family], result[key], rtn.SCHEMES[scheme], **keys)
+        return result[key]
 
     return get
 
@@ -77,7 +77,7 @@ def test_there_and_back_is_the_same_file(family, name, ours, tmp_path):
     start = ours(family, SCHEMES[name])
     record = convert(start, tmp_path / "there", name)
     assert record["converted"] == {"from": "compressed-tensors", "to": name, "folder": "ct"}
-    assert record["recipe"]["format"] == name and record["errors"] == manifest.read(start)["errors"]
+    assert record["recipe"]["format"] == name and record["errors"] == manifest.read_manifest(start)["errors"]
     convert(tmp_path / "there", tmp_path / "back", "compressed-tensors")
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (start / "model.safetensors").read_bytes()
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(

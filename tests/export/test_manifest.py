@@ -43,7 +43,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
 def test_hashes_every_other_file(made):
     """Oracle: sha256sum of each file."""
     _, out = made
-    files = manifest.read(out)["files"]
+    files = manifest.read_manifest(out)["files"]
     names = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
     assert sorted([*files, manifest.MANIFEST]) == names
     for name, entry in files.items():
@@ -53,7 +53,7 @@ def test_hashes_every_other_file(made):
 
 def test_says_what_was_done_and_no_paths(made):
     source, out = made
-    content = manifest.read(out)
+    content = manifest.read_manifest(out)
     assert content["recipe"] == {"model": "llava", "out": "out", "scheme": "rtn", "seed": 3, "options": {"bits": 4}}
     assert content["seed"] == 3 and content["errors"] == ERRORS and content["calibration"]["source"] == "images"
     assert content["created_by"].keys() >= {"vlmcompress", "torch", "transformers", "compressed-tensors"}
@@ -93,10 +93,10 @@ def test_content_is_told_apart_by_any_byte(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}', '{"schema_version": 99}'])
 def test_unreadable(tmp_path, content):
     with pytest.raises(UserError, match="has no"):
-        manifest.read(tmp_path)
+        manifest.read_manifest(tmp_path)
     (tmp_path / manifest.MANIFEST).write_text(content)
     with pytest.raises(UserError, match=manifest.MANIFEST):
-        manifest.read(tmp_path)
+        manifest.read_manifest(tmp_path)
 
 
 def test_card_tells_how_to_serve(made):
@@ -107,7 +107,7 @@ def test_card_tells_how_to_serve(made):
     assert "INT4 group 128" in text and "FP8 per channel" in text
     assert "| vision | 3.00e-03 | 4.00e-03 | `a.q_proj` |" in text
     assert "text: 10, vision: 90" in text and "README.source.md" in text
-    size = manifest.read(out)["size"]
+    size = manifest.read_manifest(out)["size"]
     before, after = size["weights_before"], size["weights_after"]
     assert (
         f"Weights: {text_of.size(before)} before, {text_of.size(after)} after ({before / after:.2f}x smaller)." in text

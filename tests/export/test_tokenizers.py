@@ -100,9 +100,9 @@ def test_texts_are_of_all_kinds(tmp_path):
 def test_bytes_and_their_pairs_are_read_alike(name, family, tmp_path):
     folder = build(family, tmp_path / "model")
     config = models.build_meta_model(folder).config.to_dict()
-    compared = tokenizers.compare(FORMATS.get(name), folder, config)
+    compared = tokenizers.compare_tokenizers(FORMATS.get(name), folder, config)
     assert compared.texts > 100 and (compared.problem, compared.warning) == (None, None)
-    assert tokenizers.compare(FORMATS.get("awq"), folder, config).texts == 0
+    assert tokenizers.compare_tokenizers(FORMATS.get("awq"), folder, config).texts == 0
 
 
 @pytest.mark.parametrize("verb", ["quantize", "check", "export"])
@@ -141,9 +141,9 @@ def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):
     source = build("qwen2-vl", tmp_path / "source")
     config = models.build_meta_model(source).config.to_dict()
     keys = metadata(source, config["text_config"]["vocab_size"], config)
-    assert tokens.token_ids(keys, ["ab"], gguf._add) == [AutoTokenizer.from_pretrained(source)("ab")["input_ids"]]
+    assert tokens.gguf_token_ids(keys, ["ab"], gguf._add) == [AutoTokenizer.from_pretrained(source)("ab")["input_ids"]]
     with pytest.raises(UserError, match="^llama.cpp does not take the tokenizer .*; write another format$"):
-        tokens.token_ids(keys | {"tokenizer.ggml.pre": "of our own"}, ["ab"], gguf._add)
+        tokens.gguf_token_ids(keys | {"tokenizer.ggml.pre": "of our own"}, ["ab"], gguf._add)
 
 
 @pytest.fixture(scope="module")

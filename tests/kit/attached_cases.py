@@ -42,7 +42,7 @@ def given(method: str, keep: float = 0.4) -> dict:
 
 
 def extended(inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inputs with `tokens [b, t]` behind the prompts."""
+    """The inputs with `tokens [b, t]` after the prompts."""
     longer = dict(inputs)
     longer["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
     longer["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
@@ -52,7 +52,7 @@ def extended(inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str,
 
 
 def traces(model: torch.nn.Module) -> list:
-    """All that attaching might leave behind: hooks, and attributes by identity."""
+    """All that attaching might leave after: hooks, and attributes by identity."""
     traced: list = []
     for name, module in model.named_modules():
         traced.append((name, len(module._forward_hooks), len(module._forward_pre_hooks)))

@@ -31,23 +31,23 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 '''
 
 
-def hiding(folder: Path, shown: Iterable[str], brought: Iterable[str] = ()) -> str:
-    """Make a folder for PYTHONPATH under which only `shown` modules, and what these require, are found; returns PYTHONPATH.
+def hiding(folder: Path, output: Iterable[str], brought: Iterable[str] = ()) -> str:
+    """Make a folder for PYTHONPATH under which only `output` modules, and what these require, are found; returns PYTHONPATH.
 
     `brought`: modules that are hidden whatever requires them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text(_FINDER.format(names=sorted(hidden(shown) | {*brought})))
+    (folder / "sitecustomize.py").write_text(_FINDER.format(names=sorted(hidden(output) | {*brought})))
     return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
 
 
-def hidden(shown: Iterable[str]) -> set[str]:
-    """Installed modules that belong neither to the packages of `shown` modules nor to what these require."""
+def hidden(output: Iterable[str]) -> set[str]:
+    """Installed modules that belong neither to the packages of `output` modules nor to what these require."""
     owners = {
         module: {str(canonicalize_name(name)) for name in names}
         for module, names in importlib.metadata.packages_distributions().items()
     }
-    kept, waiting = {"vlmcompress"}, {name for module in shown for name in owners.get(module, ())}
+    kept, waiting = {"vlmcompress"}, {name for module in output for name in owners.get(module, ())}
     while waiting:
         name = waiting.pop()
         kept.add(name)

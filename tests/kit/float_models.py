@@ -13,9 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.kit.tiny import build
-from vlmcompress.engines import Request, Settings
+from vlmcompress.engines import EngineSettings, Request
 
-SETTINGS = Settings(max_tokens=8, logprobs=8, dtype="float32", max_num_seqs=1)
+SETTINGS = EngineSettings(max_tokens=8, logprobs=8, dtype="float32", max_num_seqs=1)
 
 
 def floats(family: str, folder: Path, **text: Any) -> Path:
@@ -60,7 +60,7 @@ def _merged(content: dict, entries: dict) -> dict:
 def questions(
     media: Path, sizes: Sequence[tuple[int, int]], count: int | None = None, prelude: str = ""
 ) -> list[Request]:
-    """Questions about `count` pictures (None: two of each size), which are written into `media`, and one without, each behind
+    """Questions about `count` pictures (None: two of each size), which are written into `media`, and one without, each after
     a prelude."""
     noise, requests = random.Random(0), []
     for index in range(2 * len(sizes) if count is None else count):

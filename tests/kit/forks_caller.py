@@ -23,10 +23,10 @@ def connected(address: str, parent: int) -> socket.socket:
             link.close()
             try:
                 with open(f"/proc/{parent}/stat") as file:
-                    gone = file.read().rpartition(")")[2].split()[0] == "Z"
+                    dropped = file.read().rpartition(")")[2].split()[0] == "Z"
             except OSError:
-                gone = True
-            if gone:
+                dropped = True
+            if dropped:
                 sys.exit(farewell(address))
             time.sleep(0.05)
 

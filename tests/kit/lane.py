@@ -1,4 +1,4 @@
-"""Another version of vLLM that tests run in, beside the one that is installed: see `scripts/vllm_lane.py`."""
+"""Another version of vLLM that tests run in, next to the one that is installed: see `scripts/vllm_lane.py`."""
 
 from __future__ import annotations
 

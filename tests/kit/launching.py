@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.export import launch, readers
-from vlmcompress.export.readers import Facts, Machine, Reducer
+from vlmcompress.export.readers import LoadFacts, Machine, Reducer
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 MACHINES = {
@@ -99,9 +99,9 @@ FORMATS: dict[str, dict | None] = {
     "unheard-of": {"quant_method": "quip"},
 }
 REDUCERS = {
-    "blind": Reducer("divprune:0.5", asks=False, served=True),
-    "asking": Reducer("relevance:0.5", asks=True, served=True),
-    "unserved": Reducer("fastv:0.5", asks=False, served=False),
+    "blind": Reducer("divprune:0.5", query_aware=False, served=True),
+    "asking": Reducer("relevance:0.5", query_aware=True, served=True),
+    "unserved": Reducer("fastv:0.5", query_aware=False, served=False),
 }
 
 
@@ -115,14 +115,14 @@ def facts(
     weights: int = 10**10,
     heads: int = 28,
     **config: Any,
-) -> Facts:
+) -> LoadFacts:
     """Facts of a checkpoint, read from a config as `read` reads it."""
     prefix = "Vlmcompress" if reducer else ""
     text = {"max_position_embeddings": 32768, "num_attention_heads": heads}
     content = {"architectures": [prefix + architecture], "text_config": text} | config
     if FORMATS[form]:
         content["quantization_config"] = FORMATS[form]
-    return readers.read(
+    return readers.gather_facts(
         content,
         name,
         weights=weights,
@@ -131,9 +131,9 @@ def facts(
     )
 
 
-def written(folder: Path, facts: Facts) -> Path:
+def written(folder: Path, facts: LoadFacts) -> Path:
     """Write all launch files into `folder`/serve and return that."""
-    for place, text in launch.files(facts).items():
+    for place, text in launch.render_launch_files(facts).items():
         path = folder / "serve" / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -20,12 +20,12 @@ from vlmcompress.evaluation.results import (
     Comparison,
     Divergence,
     Gate,
+    GateRule,
     LoadRun,
-    Made,
     Memory,
+    Provenance,
     Ratio,
     Results,
-    Rule,
     Scored,
     Side,
     Suite,
@@ -207,8 +207,8 @@ def make_results(name: str = "demo-awq", **changes: Any) -> Results:
     Image.effect_noise((40, 30), 60).convert("RGB").save(picture, "PNG")
     png = base64.b64encode(picture.getvalue()).decode()
     rules = [
-        Rule(name="world: accuracy", verdict="pass", value="-0.2 points (-0.9 to +0.3)", limit="-1.0 points"),
-        Rule(name="size", verdict="pass", value="0.51x", limit="at most 0.60x", reason=HOSTILE),
+        GateRule(name="world: accuracy", verdict="pass", value="-0.2 points (-0.9 to +0.3)", limit="-1.0 points"),
+        GateRule(name="size", verdict="pass", value="0.51x", limit="at most 0.60x", reason=HOSTILE),
     ]
     engine = {"name": "vllm", "version": "0.32.0", "device": "cpu"}
     values: dict[str, Any] = {
@@ -221,7 +221,7 @@ def make_results(name: str = "demo-awq", **changes: Any) -> Results:
             path=f"/models/{name}",
             weight_bytes=3_650_000,
             scheme="awq",
-            made=Made(source="demo", scheme="awq", options={"bits": 4}, versions={"vlmcompress": "0.1.0"}),
+            made=Provenance(source="demo", scheme="awq", options={"bits": 4}, versions={"vlmcompress": "0.1.0"}),
             layer_errors=layer_errors(),
             engine=engine,
         ),

@@ -120,7 +120,7 @@ def pretend(machine: str, folder: Path) -> None:
 
 
 def nvidia(machine: str, folder: Path) -> Any:
-    """vLLM's platform of an NVIDIA GPU of a capability, with the packages of its wheel for CUDA beside it."""
+    """vLLM's platform of an NVIDIA GPU of a capability, with the packages of its wheel for CUDA next to it."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
         for file, names in PACKAGES.items():

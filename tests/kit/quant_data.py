@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import decode, encode, find_params
+from vlmcompress.numerics import decode, find_params, round_to_codes
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import CROSS, MODALITIES, NEEDS, GroupStats
@@ -78,7 +78,7 @@ def slow_gptq(w, gram, fmt, damp, actorder):
         i, rest = free[0], free[1:]
         g = i // fmt.group
         s, z = scale[:, g].double(), None if zero is None else zero[:, g].double()
-        result[:, i] = decode(encode(w[:, i], s, z, fmt), s, z)
+        result[:, i] = decode(round_to_codes(w[:, i], s, z, fmt), s, z)
         inverse = torch.linalg.inv(h[free][:, free])
         w[:, rest] -= torch.outer((w[:, i] - result[:, i]) / inverse[0, 0], inverse[0, 1:])
         free = rest

@@ -21,7 +21,7 @@ from tests.kit.vllm_reduced import about
 from vlmcompress.models import VLM, load
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import scorer_file
-from vlmcompress.reduction.choice import ReducerChoice, parse
+from vlmcompress.reduction.choice import ReducerChoice, parse_reducer
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import Grid, Signals, TokenCounter, learned, reduce
 
@@ -30,7 +30,7 @@ Turns = list[dict[str, Any]]
 
 def chosen(reducer: str | ReducerChoice) -> ReducerChoice:
     """A reducer, as it is or as the command line has it."""
-    return parse(reducer) if isinstance(reducer, str) else reducer
+    return parse_reducer(reducer) if isinstance(reducer, str) else reducer
 
 
 def trained(reducer: str, vlm: VLM, folder: Path) -> str | ReducerChoice:
@@ -42,8 +42,8 @@ def trained(reducer: str, vlm: VLM, folder: Path) -> str | ReducerChoice:
     weights = learned.initial(torch.zeros(width), torch.ones(width), 16, seed=4)
     facts = {"model_type": config.model_type, "source": vlm.path.name, "width": width, "hidden": 16, "keep": 0.25}
     path = folder / "scorer.safetensors"
-    scorer_file.save(path, weights | {"value": torch.randn(16, 16, generator=random) / 4}, facts)
-    return parse(f"{reducer},scorer={path}")
+    scorer_file.save_scorer(path, weights | {"value": torch.randn(16, 16, generator=random) / 4}, facts)
+    return parse_reducer(f"{reducer},scorer={path}")
 
 
 def reduced(source: Path, folder: Path, reducer: str | ReducerChoice, counter: TokenCounter | None = None) -> Path:
@@ -52,12 +52,12 @@ def reduced(source: Path, folder: Path, reducer: str | ReducerChoice, counter: T
     for file in source.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
-    config, carried = json.loads((source / "config.json").read_text()), scorer_file.named(chosen(reducer))
+    config, carried = json.loads((source / "config.json").read_text()), scorer_file.with_scorer_hash(chosen(reducer))
     if carried.options.scorer:
         (folder / scorer_file.CARRIED).parent.mkdir()
         (folder / scorer_file.CARRIED).write_bytes(scorer_file.content(carried))
         carried = scorer_file.carried(carried)
-    (folder / "config.json").write_text(json.dumps(reducer_block.write(config, carried, counter)))
+    (folder / "config.json").write_text(json.dumps(reducer_block.config_with_reducer(config, carried, counter)))
     return folder
 
 
@@ -128,7 +128,7 @@ def turn(*parts: Image.Image | str) -> dict[str, Any]:
 
 
 def noisy(flat: bool = False) -> list[Turns]:
-    """One image, two of different sizes, none, an image behind text, one that came before, and a second turn."""
+    """One image, two of different sizes, none, an image after text, one that came before, and a second turn."""
     small, wide = noise(0, 84, 84, flat), noise(1, 196, 112, flat)
     first = turn(wide, "how many?")
     answered = {"role": "assistant", "content": [{"type": "text", "text": "three"}]}
@@ -236,7 +236,7 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
     Where attention is not all that mixes tokens, the prompt without them, each token at the position that it had. Where tokens
     merge within the encoder frames are images, so that it is `attach` after all.
     """
-    chosen = parse(reducer)
+    chosen = parse_reducer(reducer)
     if hasattr(chosen.module, "merge"):
         return reference(vlm, reducer, [request], tokens)[0]
     inputs = vlm.processor(text=[request["prompt"]], return_tensors="pt", **filmed(request["videos"][0]))
@@ -248,7 +248,7 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
         of_videos = {name: inputs[name] for name in ("video_grid_thw", "second_per_grid_ts") if name in inputs}
         positions, _ = vlm.model.model.get_rope_index(ids, mm_token_type_ids=kinds, **of_videos)
     mask, kinds = torch.ones_like(ids), torch.zeros_like(ids) if kinds is None else kinds
-    columns = (ids[0] == placeholder).nonzero().squeeze(1)[: len(features)]  # a newline behind them is kept
+    columns = (ids[0] == placeholder).nonzero().squeeze(1)[: len(features)]  # a newline after them is kept
     mask[0, columns] = (result.target >= 0).long()
     answer: list[int] = []
     leads: list[float] = []

@@ -60,7 +60,7 @@ def _under(square: Tensor) -> Any:
 
 
 def shifted(stages: Stages, columns: int) -> Stages:
-    """The stages of a prompt behind so many other tokens."""
+    """The stages of a prompt after so many other tokens."""
     return [(first, [replace(unit, columns=unit.columns + columns) for unit in units]) for first, units in stages]
 
 
@@ -98,9 +98,9 @@ def hidden_mask(mask: Tensor, units: list[Reduced]) -> Tensor:
     """The attention mask without the dropped tokens."""
     mask = mask.clone()
     for unit in units:
-        gone = torch.ones(len(unit.columns), dtype=torch.bool)
-        gone[unit.reduction.anchor] = False
-        mask[unit.row, unit.columns[gone]] = 0
+        dropped = torch.ones(len(unit.columns), dtype=torch.bool)
+        dropped[unit.reduction.anchor] = False
+        mask[unit.row, unit.columns[dropped]] = 0
     return mask
 
 
@@ -154,7 +154,7 @@ def compare_with_loop(
     options: Mapping[str, Any],
     loop: Callable[..., AbstractContextManager[list]],
 ) -> tuple[list[Reduced], Tensor, list]:
-    """Compare merging in the encoder with a loop that does it there row by row, behind the model's own placing of rows.
+    """Compare merging in the encoder with a loop that does it there row by row, after the model's own placing of rows.
 
     Args:
         loop: puts the loop into the model while its context is open, and gives a list that it fills.
@@ -167,5 +167,5 @@ def compare_with_loop(
     with loop(vlm, method, options) as filled:
         embeds = arguments(vlm, inputs)["inputs_embeds"]
         full = logits(vlm, inputs, attached.stages)
-    compare(reduced, full, inputs["attention_mask"], attached.seen)
-    return attached.seen, embeds, filled
+    compare(reduced, full, inputs["attention_mask"], attached.reduced_units)
+    return attached.reduced_units, embeds, filled

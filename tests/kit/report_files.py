@@ -15,12 +15,12 @@ class Balanced(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.reduced_units: list[tuple[str, dict[str, str | None]]] = []
         self.feed(text)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
+        self.reduced_units.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -28,4 +28,4 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.seen if name == tag]
+        return [attributes for name, attributes in self.reduced_units if name == tag]

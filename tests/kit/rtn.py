@@ -11,7 +11,7 @@ from vlmcompress import models
 from vlmcompress.export import manifest
 from vlmcompress.export import write as checkpoint
 from vlmcompress.export.formats import compressed_tensors
-from vlmcompress.export.layer_targets import layers_of
+from vlmcompress.export.layer_targets import describe_layers
 from vlmcompress.numerics import MXFP4, MXFP8, NVFP4, ActFormat, Format, Scheme, find_global_scale, round_to_nearest
 from vlmcompress.utils import tensor_files
 
@@ -40,7 +40,7 @@ def parts(
     """What `export.write` writes."""
     source = models.Source.of(folder)
     model, spec, names, entries = source.meta_model, source.spec, source.names, source.entries
-    chosen = [(group, scheme) for group in models.resolve(model, spec) if scheme]
+    chosen = [(group, scheme) for group in models.resolve_groups(model, spec) if scheme]
     chosen += [(group, vision) for group in models.vision_linears(model, spec) if vision]
     quantized = {}
     for group, group_scheme in chosen:
@@ -59,7 +59,7 @@ def parts(
         source=source,
         quantized=quantized,
         exporter=compressed_tensors,
-        layers=layers_of(
+        layers=describe_layers(
             {name: group_scheme for name, (_, group_scheme, _) in quantized.items()},
             model,
             source.written,
@@ -74,8 +74,8 @@ def parts(
 
 def write(source: Path, out: Path, scheme: Scheme | None, vision: Scheme | None = None, **keys) -> dict:
     """Quantize `source` into `out`; `keys` go to `Checkpoint` and `export.write`. Returns the quantized layers."""
-    made = parts(source, scheme, vision, keys.pop("kv_cache", False))
-    names = {field.name for field in fields(made)} & keys.keys()
-    made = replace(made, **{name: keys.pop(name) for name in names})
-    checkpoint.write(made, out, **keys)
-    return made.quantized
+    result = parts(source, scheme, vision, keys.pop("kv_cache", False))
+    names = {field.name for field in fields(result)} & keys.keys()
+    result = replace(result, **{name: keys.pop(name) for name in names})
+    checkpoint.write(result, out, **keys)
+    return result.quantized

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Parse `lines`, each the arguments behind `vllm serve`, and take `settings`, each arguments of `AsyncEngineArgs`.
+    """Parse `lines`, each the arguments after `vllm serve`, and take `settings`, each arguments of `AsyncEngineArgs`.
 
     The result has for each what vLLM keeps of the names in `fields`, as text. Those of the numbers in `whole` are made into
     configurations of the engine, too, which reads their model.

@@ -15,7 +15,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """`{"folders": {name: folder}, "films": {name: folder}, "tiles": folder, "views": folder, "room": tokens}` -> findings.
 
     Of each of `folders` what becomes of prompts about `IMAGE`; under "films" what a prompt of `room` tokens holds of a video
-    beside the largest image; under "tiles" how many tokens the largest image has; under "views" which images of a prompt stay.
+    next to the largest image; under "tiles" how many tokens the largest image has; under "views" which images of a prompt stay.
     """
     from vllm.plugins import load_general_plugins
 
@@ -71,7 +71,8 @@ def ask(processor: Any, text: str, images: Any = (IMAGE,), **arguments: Any) -> 
 
 
 def largest(folder: str, room: int) -> dict[str, Any]:
-    """Frames and tokens of the longest video in `room` tokens; tokens of it beside the largest image, and of one frame more."""
+    """Frames and tokens of the longest video in `room` tokens; tokens of it next to the largest image, and of one
+    frame more."""
     from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
 
     processor, counts = made(folder, max_model_len=room), {"image": 1, "video": 1}
@@ -114,7 +115,7 @@ def views(folder: str) -> dict[str, Any]:
     processor = made(folder, limit_mm_per_prompt={"image": 4}, max_model_len=1024)
     images = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (90, 90, 3), np.uint8)) for seed in range(3)]
     three, named = "front <image>\nleft <image>\nrear <image>\n", {"names": ["front", "left", "rear"]}
-    asks = {
+    query_aware = {
         "rear": (three + "what is at the rear?", images, {}),
         "front": (three + "what is at the front?", images, {}),
         "front and left": ("front <image>\nleft <image>\nwhat is at the front?", images[:2], {}),
@@ -128,9 +129,9 @@ def views(folder: str) -> dict[str, Any]:
     }
     cache = MultiModalProcessorOnlyCache(processor.info.ctx.model_config)
     return {
-        "uncached": {name: viewed(processor, None, *ask) for name, ask in asks.items()},
-        "cached": {name: viewed(processor, cache, *ask) for name, ask in asks.items()},
-        "again": {name: viewed(processor, cache, *ask) for name, ask in asks.items()},
+        "uncached": {name: viewed(processor, None, *ask) for name, ask in query_aware.items()},
+        "cached": {name: viewed(processor, cache, *ask) for name, ask in query_aware.items()},
+        "again": {name: viewed(processor, cache, *ask) for name, ask in query_aware.items()},
     }
 
 

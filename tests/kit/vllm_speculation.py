@@ -1,6 +1,6 @@
 """Greedy answers of vLLM with and without speculative decoding; runs in a child of `engine_worker.py`.
 
-Drafting n-grams imports llvmlite, and no engine starts behind that any more: vLLM 0.32's CPU build looks for kernels among
+Drafting n-grams imports llvmlite, and no engine starts after that any more: vLLM 0.32's CPU build looks for kernels among
 the attributes of all modules, and llvmlite's library claims to have any attribute.
 """
 

@@ -57,7 +57,7 @@ def result(family, kind, folders, answered) -> dict:
 def test_answers_like_transformers(family, kind, result, folders, loaded):
     """Oracle: transformers with the same checkpoint. Same prompt tokens, and each token is one of its best."""
     vlm = loaded(family)
-    with models.quiet():
+    with models.quiet_transformers():
         model = models.open_model(folders[family, kind], dtype="auto")[0].eval()
     for count, got in enumerate(result["answers"], start=1):
         batch = encode(vlm, count)
@@ -72,7 +72,7 @@ def test_layers_have_the_names_of_the_spec(family, kind, result, loaded):
     modules = set(result["modules"])
     dropped = unused_tower_layer(vlm)
     mixed = (".mlp.", f".{vlm.spec.experts}.") if vlm.spec.experts else ()
-    for group in models.resolve(vlm.model, vlm.spec) + models.vision_linears(vlm.model, vlm.spec):
+    for group in models.resolve_groups(vlm.model, vlm.spec) + models.vision_linears(vlm.model, vlm.spec):
         if group.linears[0].startswith(dropped) or any(part in group.linears[0] for part in mixed):
             continue  # experts are one layer there, and its class of mixtures names no parts of an MLP: see `test_experts`
         names = [vlm.spec.engine_name(name) for name in group.linears]

@@ -74,7 +74,7 @@ def test_the_tables_find_what_vllm_finds(family, kind, folders, placed):
 
 
 def test_a_place_has_the_name_that_the_tables_say(family, folders, placed):
-    """But for what vLLM fuses: then it is one with another last module, beside the others of the group."""
+    """But for what vLLM fuses: then it is one with another last module, next to the others of the group."""
     places = placed[f"{family} hub"]["places"]
     spec = models.spec_for(models.read_config(folders[f"{family} hub"]))
     inside = f".{spec.experts}." if spec.experts else None
@@ -95,7 +95,7 @@ def test_a_quantized_model_of_transformers_answers(checkpoint, samples, tmp_path
     source, out = checkpoint("llava", False), tmp_path / "out"
     keys = {"model": str(source), "out": str(out), "scheme": "awq", "vision": "fp8"}
     quantize(resolve(keys | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
-    assert "vision_tower.vision_model." in " ".join(manifest.read(out)["warnings"])
+    assert "vision_tower.vision_model." in " ".join(manifest.read_manifest(out)["warnings"])
     (replies,) = asked("answers", vllm_answers.jobs([out]))
     assert "error" not in replies, replies["error"]
     assert all(answer["answer"] for answer in replies["answers"])

@@ -88,7 +88,7 @@ def test_a_published_checkpoint_of_square_experts_computes_what_its_model_does(t
     """Oracle: the model in transformers that the file was saved from. Read by shape alone gate_up_proj would be turned."""
     torch.manual_seed(0)
     model = qwen3_vl_moe.model(moe_intermediate_size=64).eval()
-    with models.quiet():
+    with models.quiet_transformers():
         model.save_pretrained(tmp_path)
         qwen3_vl_moe.processor().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

@@ -36,10 +36,10 @@ def test_spec_is_its_file_name(family):
 def test_every_linear_is_accounted_for(family, loaded):
     """Each linear layer is in one decoder or vision group, in the projector, a tower's or the decoder's stem, or the head."""
     vlm = loaded(family)
-    llm = [name for group in models.resolve(vlm.model, vlm.spec) for name in group.linears]
+    llm = [name for group in models.resolve_groups(vlm.model, vlm.spec) for name in group.linears]
     tower = [name for group in models.vision_linears(vlm.model, vlm.spec) for name in group.linears]
     assert len(set(llm + tower)) == len(llm + tower)
-    kept = {name for group in models.resolve(vlm.model, vlm.spec) for name in group.kept}
+    kept = {name for group in models.resolve_groups(vlm.model, vlm.spec) for name in group.kept}
     rest = set(models.linear_names(vlm.model)) - kept - set(llm) - set(tower) - {vlm.spec.lm_head}
     rest -= {name for name in rest if vlm.spec.router and name.endswith(f".{vlm.spec.router}")}
     stem = vlm.spec.layers.rpartition(".")[0]
@@ -72,7 +72,7 @@ def test_linears_of_a_group_read_one_input(family, loaded):
         vlm.model(**encode(vlm, 1))
     for handle in handles:
         handle.remove()
-    for group in models.resolve(vlm.model, vlm.spec):
+    for group in models.resolve_groups(vlm.model, vlm.spec):
         first = inputs_of[group.linears[0]]
         assert all(torch.equal(inputs_of[name], first) for name in (*group.linears, *group.kept)), group
     depth = vlm.spec.layers.count(".") + 2
@@ -87,7 +87,7 @@ def test_smoothing_changes_no_logit(family, part, loaded):
     vlm = loaded(family)
     model = copy.deepcopy(vlm.model).float()
     batch = {name: value.float() if value.is_floating_point() else value for name, value in encode(vlm, 2).items()}
-    groups = models.resolve(model, vlm.spec) if part == "decoder" else models.vision_linears(model, vlm.spec)
+    groups = models.resolve_groups(model, vlm.spec) if part == "decoder" else models.vision_linears(model, vlm.spec)
     if part == "tower" and not any(template.smooth for template in vlm.spec.vision_groups):
         pytest.skip("nothing in the tower is smoothed")
     assert any(group.smooth for group in groups)
@@ -117,7 +117,7 @@ def test_skeleton_has_the_shapes_of_the_model(family, checkpoint, loaded):
 
 
 def _all_groups(model, spec: ModelSpec) -> list[Group]:
-    return models.resolve(model, spec) + models.vision_linears(model, spec)
+    return models.resolve_groups(model, spec) + models.vision_linears(model, spec)
 
 
 def _smooth(model, group: Group, spec: ModelSpec, part: str, generator: torch.Generator) -> None:

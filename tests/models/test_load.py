@@ -72,7 +72,7 @@ def test_config_is_not_json(folder, text):
         ("llama", "not a vision-language model"),
         ("llavva", "transformers .* does not know it .*did you mean 'llava'"),
         ("paligemma", "no file in vlmcompress/models describes it; transformers .* has it.*CONTRIBUTING.md says how"),
-        ("qwen3_omni_moe", "hears and speaks beside seeing.*'qwen3_vl_moe'"),
+        ("qwen3_omni_moe", "hears and speaks next to seeing.*'qwen3_vl_moe'"),
         ("kimi_vl", "Python code in the checkpoint.*vLLM has one"),
         ("deepseek_vl_v2", "DeepSeek-OCR are Python code"),
         ("internvl_chat", "Python code in the checkpoint; take .*'internvl'"),
@@ -94,7 +94,7 @@ def test_an_architecture_of_another_release_or_model(folder):
     assert ("has no architecture Qwen9VLForConditionalGeneration" in str(caught.value)) == bool(names)
     assert not names or {spec_architecture(spec) for spec in models.all_specs()} <= names
     edit_json(folder / "config.json", **newer)
-    refused(folder, "a newer release may", lambda path: models.build_meta_model(path, ours_only=False))
+    refused(folder, "a newer release may", lambda path: models.build_meta_model(path, supported_only=False))
     config = models.read_config(folder) | {"model_type": "llava"}
     models.spec_for(config | {"architectures": ["VlmcompressLlavaForConditionalGeneration"]})
     with pytest.raises(UserError, match="says architecture 'Qwen2VLForConditionalGeneration' and model type 'llava'"):

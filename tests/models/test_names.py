@@ -131,7 +131,7 @@ def test_ignore_covers_exactly_the_rest(family, what, hub_names, checkpoint):
     meta_model = models.build_meta_model(folder)
     spec = models.spec_for(models.read_config(folder))
     names = models.disk_names(meta_model, models.tensor_headers(folder))
-    groups = models.resolve(meta_model, spec)
+    groups = models.resolve_groups(meta_model, spec)
     if what == "one layer skipped":
         groups = [group for group in groups if group.layer != 1 or group.name != "down"]
     if what == "llm and tower":
@@ -151,7 +151,7 @@ def test_ignore_names_tower_and_projector_without_linear_layers(checkpoint):
     """Gemma's projector is a bare matrix in transformers, but the engine may see a layer there."""
     folder = checkpoint("gemma3")
     meta_model, spec = models.build_meta_model(folder), models.spec_for(models.read_config(folder))
-    quantized = {name for group in models.resolve(meta_model, spec) for name in group.linears}
+    quantized = {name for group in models.resolve_groups(meta_model, spec) for name in group.linears}
     names = models.disk_names(meta_model, models.tensor_headers(folder))
     ignore = ignore_entries(models.kept_modules(meta_model, spec, quantized, names))
     assert any(match_name("multi_modal_projector.mm_input_projection", entry) for entry in ignore)
@@ -165,7 +165,7 @@ def test_a_layer_whose_keys_are_its_values_is_named_as_both(checkpoint):
     attention = [f"model.language_model.layers.{layer}.self_attn" for layer in range(3)]
     assert [f"{path}.v_proj.weight" in names for path in attention] == [True, False, False]
     assert [f"{path}.k_proj.weight" in names for path in attention] == [True, True, False]
-    quantized = {name for group in models.resolve(meta_model, spec) for name in group.linears}
+    quantized = {name for group in models.resolve_groups(meta_model, spec) for name in group.linears}
     left = {f"{path}.{part}_proj" for path in attention for part in "qk"}
     ignore = ignore_entries(models.kept_modules(meta_model, spec, quantized - left, names))
     for path, kept in zip(attention, (False, True, False), strict=True):

@@ -19,7 +19,7 @@ def test_reloads_in_transformers_and_answers_alike(family, recipe, quantized, ch
     out = quantized(family, recipe)
     failed = [check for check in doctor.diagnose(out, source=checkpoint(family)) if not check.ok]
     assert not failed, failed
-    with models.quiet():
+    with models.quiet_transformers():
         model, info = models.open_model(out, dtype="auto")
     assert not any(info.values()), info
     source = loaded(family)

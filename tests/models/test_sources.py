@@ -121,8 +121,8 @@ def test_an_adapter_beside_the_whole_model_is_not_applied(folder):
     for model in (models.open_model(folder)[0], models.load(folder).model):
         state = model.state_dict()
         assert state.keys() == alone.keys() and all(torch.equal(state[name], alone[name]) for name in alone)
-    assert "beside the whole model and are not applied" in models.asides(folder)[0]
-    with model_folder.whole(folder) as view:  # for vLLM, which would take it for weights of the model
+    assert "next to the whole model and are not applied" in models.asides(folder)[0]
+    with model_folder.servable_folder(folder) as view:  # for vLLM, which would take it for weights of the model
         assert view != folder and not list(view.glob("adapter_*"))
         assert torch.equal(models.load(view).model.get_parameter(EMBEDDING), alone[EMBEDDING])
     assert not view.exists()
@@ -244,7 +244,7 @@ def test_a_quantization_config_is_read_where_vllm_reads_it(quantized, tmp_path, 
 
 
 def test_what_belongs_to_a_model(folder):
-    """Trainers leave states, logs and checkpoints beside a model; readers ask for none of them."""
+    """Trainers leave states, logs and checkpoints next to a model; readers ask for none of them."""
     for name in (
         "checkpoint-10/config.json",
         "checkpoint-10/model.safetensors",
@@ -276,7 +276,7 @@ def test_what_belongs_to_a_model(folder):
         *("tokenizer_config.json", "processor_config.json", "generation_config.json", "chat_template.jinja"),
         *("additional_chat_templates/tools.jinja", "reducer/scorer.safetensors"),
     }
-    assert model_folder.left_behind(folder) == sorted([*leftovers, "checkpoint-10", "runs", "global_step10"])
+    assert model_folder.unrelated_files(folder) == sorted([*leftovers, "checkpoint-10", "runs", "global_step10"])
     configure(folder, lambda config: config.update(auto_map={"AutoModel": "train.Y"}))
     assert Path("train.py") in model_folder.companions(folder)
     (folder / "vocab.txt").symlink_to("gone")

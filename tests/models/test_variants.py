@@ -22,7 +22,9 @@ def test_internvl3_5_is_an_internvl(internvl3_5, checkpoint):
     """Its groups are those of InternVL, each with what it smooths, and only the norms of queries and keys are new to it."""
     internvl, meta_model = models.build_meta_model(checkpoint("internvl")), models.build_meta_model(internvl3_5)
     spec = models.spec_for(models.read_config(internvl3_5))
-    assert spec.family == "internvl" and models.resolve(meta_model, spec) == models.resolve(internvl, spec)
+    assert spec.family == "internvl" and models.resolve_groups(meta_model, spec) == models.resolve_groups(
+        internvl, spec
+    )
     names = models.disk_names(meta_model, models.tensor_headers(internvl3_5))
     assert models.unfound(names, spec) == {} and names == {memory: spec.hub_name(memory) for memory in names}
     new = {name.rpartition("self_attn.")[2] for name in names.keys() - internvl.state_dict().keys()}
@@ -34,7 +36,7 @@ def test_internvl3_5_goes_the_whole_way(internvl3_5, samples, tmp_path):
     keys = {"model": str(internvl3_5), "out": str(tmp_path / "out"), "scheme": "awq"}
     quantize(resolve(keys | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
     vlm = models.load(internvl3_5)
-    with models.quiet():
+    with models.quiet_transformers():
         model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto").eval()
     batch = encode(vlm, 1)
     with torch.no_grad():

@@ -25,7 +25,7 @@ from vlmcompress.utils.errors import UserError
 
 
 def test_logits_are_those_of_norm_and_head(family, loaded):
-    """What comes behind the last block is the norm of the spec and the head: else the head's statistics would be wrong."""
+    """What comes after the last block is the norm of the spec and the head: else the head's statistics would be wrong."""
     vlm = loaded(family)
     with torch.no_grad():
         output = vlm.model(**encode(vlm, 1), output_hidden_states=True)
@@ -55,7 +55,7 @@ def test_a_tied_head_becomes_a_matrix_that_every_reader_finds(family, checkpoint
 
 @pytest.fixture(scope="module")
 def written(checkpoint, samples, tmp_path_factory):
-    """`written(family)`: the tiny model with head and embedding quantized, beside its manifest."""
+    """`written(family)`: the tiny model with head and embedding quantized, next to its manifest."""
 
     @functools.cache
     def get(family: str):
@@ -162,7 +162,7 @@ def test_refused(family_name, keys, message, checkpoint):
 
 
 def hf_model(out):
-    with models.quiet():
+    with models.quiet_transformers():
         model, info = models.open_model(out, dtype="auto")
     assert not any(info.values()), info
     return model.eval()

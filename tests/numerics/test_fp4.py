@@ -13,12 +13,12 @@ from vlmcompress.numerics import (
     find_global_scale,
     find_params,
     pack_fp4,
-    quantize,
     quantize_with,
     residual,
     round_activations,
     round_to_nearest,
     unpack_fp4,
+    weight_codes,
 )
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -71,8 +71,8 @@ def test_the_same_bits_as_compressed_tensors(preset):
 def test_codes_are_nearest_and_ties_go_to_the_even_one():
     """By definition: of the eight magnitudes the nearest, of two equally near ones that of even index."""
     x = torch.cat([torch.linspace(-8, 8, 4097), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])])
-    codes = quantize(x[None, :4096], torch.ones(1, 256), None, NVFP4)[0].float().tolist()
-    codes += quantize(x[None, -16:], torch.ones(1, 1), None, NVFP4)[0].float().tolist()
+    codes = weight_codes(x[None, :4096], torch.ones(1, 256), None, NVFP4)[0].float().tolist()
+    codes += weight_codes(x[None, -16:], torch.ones(1, 1), None, NVFP4)[0].float().tolist()
     for value, code in zip(x[:4096].tolist() + x[-16:].tolist(), codes, strict=True):
         order = sorted(range(8), key=lambda i: (abs(abs(value) - MAGNITUDES[i]), i % 2))
         assert abs(code) == MAGNITUDES[order[0]] and code * value >= 0, value
@@ -167,7 +167,7 @@ def test_a_global_scale_belongs_to_its_scales():
 def test_a_rounded_weight_is_a_fixed_point():
     qt = round_to_nearest(weights(), NVFP4)
     values = qt.dequantize(torch.float32)
-    assert torch.equal(quantize(values, qt.step, None, NVFP4).float(), qt.q.float())
+    assert torch.equal(weight_codes(values, qt.step, None, NVFP4).float(), qt.q.float())
     assert torch.equal(fake_quantize(values, qt.step, None, NVFP4), values)
     again = QTensor.of(qt.q, qt.step, None, NVFP4, qt.global_scale)
     assert torch.equal(again.scale.float(), qt.scale.float())

@@ -16,8 +16,8 @@ from vlmcompress.numerics import (
     dequantize,
     fake_quantize,
     find_params,
-    quantize,
     round_to_nearest,
+    weight_codes,
     weight_only,
 )
 
@@ -79,7 +79,7 @@ def test_rounding_matches_compressed_tensors(fmt, scale_dtype):
     w = weights()
     scale, zero = find_params(w, fmt, scale_dtype=scale_dtype)
     codes = forward.quantize(w, scale, zero, args, dtype=fmt.dtype)
-    q = quantize(w, scale, zero, fmt)
+    q = weight_codes(w, scale, zero, fmt)
     assert q.dtype is codes.dtype
     assert torch.equal(q.float(), codes.float())
     theirs = forward.fake_quantize(w, scale.float(), zero, args)
@@ -110,7 +110,7 @@ def test_rounding_again_changes_nothing(fmt):
     qt = round_to_nearest(w, fmt, scale_dtype=torch.bfloat16)
     assert qt.q.shape == w.shape
     assert qt.q.float().min() >= fmt.qmin and qt.q.float().max() <= fmt.qmax
-    again = quantize(qt.dequantize(torch.float32), qt.scale, qt.zero_point, fmt)
+    again = weight_codes(qt.dequantize(torch.float32), qt.scale, qt.zero_point, fmt)
     assert torch.equal(again.float(), qt.q.float())
 
 
@@ -146,8 +146,8 @@ def test_columns_that_count_nothing_widen_no_range(fmt):
     rounded, expected = (round_to_nearest(x, fmt, importance=counts) for x in (w, w * counts))
     assert torch.equal(rounded.scale, expected.scale)
     assert torch.equal(rounded.q[:, counts > 0], expected.q[:, counts > 0])
-    blind = round_to_nearest(w, fmt, importance=torch.zeros(128))
-    assert ((blind.dequantize(torch.float32) - w).abs() <= 1.001 * blind.scale.max()).all()
+    uninformed = round_to_nearest(w, fmt, importance=torch.zeros(128))
+    assert ((uninformed.dequantize(torch.float32) - w).abs() <= 1.001 * uninformed.scale.max()).all()
 
 
 @settings(max_examples=60, deadline=None)

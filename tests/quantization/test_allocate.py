@@ -84,7 +84,7 @@ def test_the_least_predicted_error_of_all_that_fit(world):
     base = recipe(world, None, {"budget": 3.9})
     work = make_plan(base)
     assert work.undecided and work.budget
-    allocation = allocate.share_out(work, progress=silent).allocation
+    allocation = allocate.allocate_bits(work, progress=silent).allocation
     errors = {(entry["block"], entry["group"]): entry["predicted"] for entry in allocation["groups"]}
     chosen = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
     sizes = work.budget.sizes
@@ -100,13 +100,13 @@ def test_the_least_predicted_error_of_all_that_fit(world):
 
 def test_a_budget_shared_out_without_answers_says_so(world, capsys):
     """Relative output errors are what is left without gradients; a rule that reads no errors has nothing to say."""
-    collected = statistics_folder.read(world / "stats")
-    blind = statistics_folder.Statistics(
+    collected = statistics_folder.read_statistics(world / "stats")
+    uninformed = statistics_folder.Statistics(
         collected.folder, {k: v for k, v in collected.facts.items() if k != "gradients"}
     )
     counts = collected.facts["calibration"]
     mute = statistics_folder.Statistics(
-        collected.folder, blind.facts | {"calibration": counts | {"tokens": counts["tokens"] | {"answer": 0}}}
+        collected.folder, uninformed.facts | {"calibration": counts | {"tokens": counts["tokens"] | {"answer": 0}}}
     )
     lacking, silence = (
         "hold no gradients, so bits .*; calibrate again with --needs .*gradient",
@@ -114,9 +114,9 @@ def test_a_budget_shared_out_without_answers_says_so(world, capsys):
     )
     for statistics, by, says in (
         (collected, "error", None),
-        (blind, "error", lacking),
+        (uninformed, "error", lacking),
         (mute, "error", silence),
-        (blind, "luq", None),
+        (uninformed, "luq", None),
     ):
         work = make_plan(recipe(world, None, {"budget": 3.9, "by": by}))
         _, facts = allocate.decide(work, statistics, allocate.reader(work.source), silent)
@@ -131,7 +131,7 @@ def test_the_size_of_the_whole(world, tmp_path, bits):
     written = done.manifest["size"]["weights_after"]
     limit = float(bits["max_size"].removesuffix("MB")) * 1e6
     assert 0.97 * limit < written <= limit
-    dry = allocate.share_out(make_plan(recipe(world, None, bits)), progress=silent)
+    dry = allocate.allocate_bits(make_plan(recipe(world, None, bits)), progress=silent)
     assert dry.bytes_after == written
     _, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
@@ -140,7 +140,10 @@ def test_the_size_of_the_whole(world, tmp_path, bits):
 @pytest.mark.parametrize("by", ["luq", "qvlm"])
 def test_rankings_by_entropy(world, tmp_path, by):
     done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9, "by": by, "among": [2, 4]}))
-    allocation, entropy = done.manifest["allocation"], statistics_folder.read(world / "stats").facts["entropy"]
+    allocation, entropy = (
+        done.manifest["allocation"],
+        statistics_folder.read_statistics(world / "stats").facts["entropy"],
+    )
     mean = {}
     for entry in allocation["groups"]:
         mean.setdefault(entry["block"], []).append(int(entry["width"]))
@@ -150,10 +153,10 @@ def test_rankings_by_entropy(world, tmp_path, by):
 
 
 def test_without_statistics_they_are_collected_first(world, tmp_path):
-    """The same widths as with statistics of the same data, solved behind quantized blocks; nothing is left behind."""
+    """The same widths as with statistics of the same data, solved after quantized blocks; nothing is left behind."""
     out = tmp_path / "out"
     done = quantize(recipe(world, out, {"budget": 3.9}, stats=False))
-    with_stats = allocate.share_out(make_plan(recipe(world, None, {"budget": 3.9})), progress=silent)
+    with_stats = allocate.allocate_bits(make_plan(recipe(world, None, {"budget": 3.9})), progress=silent)
     widths = [
         [entry["width"] for entry in facts["groups"]] for facts in (done.manifest["allocation"], with_stats.allocation)
     ]
@@ -203,7 +206,7 @@ def test_interrupted_and_resumed(world, tmp_path):
         time.sleep(0.02)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    with locks.held(folders.beside(out, "lock"), "waiting", wait=True):  # the program's fork ends a little later
+    with locks.held(folders.staging_path(out, "lock"), "waiting", wait=True):  # the program's fork ends a little later
         pass
     assert hidden.exists() and not out.exists()
     kept = hidden.stat().st_mtime_ns
@@ -213,7 +216,7 @@ def test_interrupted_and_resumed(world, tmp_path):
     assert not hidden.exists() and kept
     for path in whole.glob("*.safetensors"):
         assert path.read_bytes() == (out / path.name).read_bytes()
-    assert manifest.read(whole)["allocation"] == manifest.read(out)["allocation"]
+    assert manifest.read_manifest(whole)["allocation"] == manifest.read_manifest(out)["allocation"]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +279,7 @@ def test_statistics_that_lack_what_a_rule_or_width_needs(world, tmp_path):
         UserError,
         match="needs entropy, which .*bare lacks; calibrate again with --needs entropy,gram",
     ):
-        allocate.share_out(make_plan(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
+        allocate.allocate_bits(make_plan(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
     with pytest.raises(UserError, match="hold gram and the scheme needs absmax, too"):
         make_plan(recipe(world, None, {"budget": 6, "among": [4, "int8"]}, **bare))
 

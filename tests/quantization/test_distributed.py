@@ -61,7 +61,7 @@ def test_statistics_are_those_of_one_worker(world, tmp_path):
     (code, _, err), (other, _, nothing) = ended(start("calibrate", *asked(world, tmp_path / "two", *extra)))
     assert (code, other) == (0, 0), err + nothing
     alone("calibrate", *asked(world, tmp_path / "one", *extra))
-    single, two = (statistics_folder.read(tmp_path / name) for name in ("one", "two"))
+    single, two = (statistics_folder.read_statistics(tmp_path / name) for name in ("one", "two"))
     assert single.facts["gradients"]["loss"] == pytest.approx(two.facts["gradients"]["loss"], rel=1e-3)
     assert single.facts["entropy"]["luq"] == pytest.approx(two.facts["entropy"]["luq"], abs=0.05)
     for layer in range(len(single.facts["blocks"])):

@@ -20,7 +20,7 @@ def exact(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 
 def test_of_a_whole_vocabulary_it_is_exact():
     teacher, student = logits()
-    divergence = teacher_cache.divergence(teacher_cache.teacher_targets(teacher), student)
+    divergence = teacher_cache.teacher_divergence(teacher_cache.teacher_targets(teacher), student)
     assert torch.allclose(divergence, exact(teacher, student), rtol=1e-5)
 
 
@@ -34,7 +34,7 @@ def test_of_the_most_likely_it_is_that_of_the_coarser_distributions():
         others = [token for token in range(50) if token not in chosen]
         outcomes = [(p[token], q[token]) for token in chosen] + [(p[others].sum(), q[others].sum())]
         sums.append(sum(float(a * (a.log() - b.log())) for a, b in outcomes))
-    divergence = float(teacher_cache.divergence(kept, student))
+    divergence = float(teacher_cache.teacher_divergence(kept, student))
     assert divergence == pytest.approx(sum(sums) / 4, rel=1e-4)
     assert divergence <= float(exact(teacher, student))
 
@@ -43,9 +43,9 @@ def test_of_the_most_likely_it_is_that_of_the_coarser_distributions():
 def test_it_is_nothing_of_the_teacher_itself_and_has_a_gradient(whole):
     teacher, student = logits()
     kept = teacher_cache.teacher_targets(teacher, whole=whole, top=8)
-    assert abs(float(teacher_cache.divergence(kept, teacher))) < 1e-5
+    assert abs(float(teacher_cache.teacher_divergence(kept, teacher))) < 1e-5
     student.requires_grad_()
-    teacher_cache.divergence(kept, student).backward()
+    teacher_cache.teacher_divergence(kept, student).backward()
     assert student.grad.isfinite().all() and student.grad.abs().sum() > 0
 
 
@@ -53,7 +53,7 @@ def test_a_certain_teacher_has_no_rest():
     teacher = torch.full((2, 50), -1e4)
     teacher[:, 3] = 0
     student = torch.randn(2, 50, requires_grad=True)
-    divergence = teacher_cache.divergence(teacher_cache.teacher_targets(teacher, whole=10, top=8), student)
+    divergence = teacher_cache.teacher_divergence(teacher_cache.teacher_targets(teacher, whole=10, top=8), student)
     assert torch.allclose(divergence, -student.log_softmax(-1)[:, 3].mean(), rtol=1e-5)
     divergence.backward()
     assert student.grad.isfinite().all()
@@ -62,4 +62,4 @@ def test_a_certain_teacher_has_no_rest():
 def test_other_numbers_of_tokens_are_refused():
     teacher, student = logits()
     with pytest.raises(ValueError, match="the teacher has 4 answer tokens, the student 3"):
-        teacher_cache.divergence(teacher_cache.teacher_targets(teacher), student[:3])
+        teacher_cache.teacher_divergence(teacher_cache.teacher_targets(teacher), student[:3])

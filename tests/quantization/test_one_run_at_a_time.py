@@ -108,8 +108,8 @@ def test_every_verb_that_keeps_work_beside_out(world: Path, tmp_path: Path, caps
     }
     with claimed(out):
         assert cli.main([verb, str(world / "model"), "-o", str(out), *extra[verb]]) == 2
-    shown = capsys.readouterr().err
-    assert f"another run, process {os.getpid()}, is writing {out} now" in shown and shown.count("\n") == 1
+    output = capsys.readouterr().err
+    assert f"another run, process {os.getpid()}, is writing {out} now" in output and output.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
@@ -172,10 +172,10 @@ def test_notes_of_another_run_are_refused(tmp_path: Path) -> None:
 
 
 def test_statistics_that_are_replaced_while_they_are_read(world: Path, tmp_path: Path) -> None:
-    """`calibrate --overwrite` beside a `quantize --stats`: blocks of two statistics in one checkpoint are refused."""
+    """`calibrate --overwrite` next to a `quantize --stats`: blocks of two statistics in one checkpoint are refused."""
     stats = tmp_path / "stats"
     calibrate(recipe(world, stats), needs=("gram", "absmax", "absmean"))
-    read = statistics_folder.read(stats)
+    read = statistics_folder.read_statistics(stats)
     assert read.load(0)[0]
     with safe_open(stats / "layer-0000.safetensors", "pt") as file:
         assert file.metadata()["run"] == read.facts["run"]
@@ -214,8 +214,8 @@ def test_no_room(world: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-    shown = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
-        "no space left while writing" in shown and f"kept in {tmp_path}/.late.work: the same command goes on" in shown
+        "no space left while writing" in output and f"kept in {tmp_path}/.late.work: the same command goes on" in output
     )
     assert cli.main(call) == 0 and weights(tmp_path / "late").keys() == weights(out).keys()

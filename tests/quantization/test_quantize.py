@@ -70,7 +70,7 @@ def test_every_scheme_is_whole_and_loads(world, tmp_path, model, scheme):
     errors = result.manifest["errors"]
     assert errors and all({"text", "vision", "answer"} <= set(error) for error in errors.values())
     assert result.manifest["calibration"]["samples"] == 6
-    assert not list(tmp_path.glob(".out*")), "something was left beside OUT"
+    assert not list(tmp_path.glob(".out*")), "something was left next to OUT"
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_killed_at_any_moment(world, tmp_path, signal_number):
     _, said = process.communicate(timeout=60)
     if process.returncode == 0:
         pytest.fail("the run ended before it could be killed")
-    with locks.held(folders.beside(out, "lock"), "waiting", wait=True):  # the program's fork ends a little later
+    with locks.held(folders.staging_path(out, "lock"), "waiting", wait=True):  # the program's fork ends a little later
         pass
     assert not out.exists()
     if signal_number != signal.SIGKILL:

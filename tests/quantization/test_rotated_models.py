@@ -34,14 +34,14 @@ def pair(family, checkpoint, tmp_path):
     if family in REFUSED:
         pytest.skip("refused")
     source = spread(checkpoint(family), tmp_path / "model")
-    rotate.write(Source.of(source), tmp_path / "rotated", rotate.Rotations("hadamard", 1))
+    rotate.write_rotated(Source.of(source), tmp_path / "rotated", rotate.Rotations("hadamard", 1))
     return tuple(models.load(folder, dtype=torch.float32) for folder in (source, tmp_path / "rotated"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, checkpoint, tmp_path):
     with pytest.raises(UserError, match=f"a rotation does not leave {name} as it is: .*{REFUSED[name]}"):
-        rotate.write(Source.of(checkpoint(name)), tmp_path / "rotated", rotate.Rotations("hadamard", 1))
+        rotate.write_rotated(Source.of(checkpoint(name)), tmp_path / "rotated", rotate.Rotations("hadamard", 1))
     assert not (tmp_path / "rotated").exists()
 
 
@@ -82,7 +82,7 @@ def _check_head(before, after) -> None:
 
 
 def _deep(vlm) -> int:
-    """How many projectors come behind the one that makes visual tokens."""
+    """How many projectors come after the one that makes visual tokens."""
     return len(getattr(vlm.model.config.vision_config, "deepstack_visual_indexes", None) or ())
 
 
@@ -104,14 +104,14 @@ def test_heads_of_values_have_rotations_of_their_own(kind, checkpoint, tmp_path)
     stream = models.stream(source.meta_model, source.spec)
     vlm = models.load(source.path, dtype=torch.float64)
     gains = vlm.model.state_dict()
-    made = rotate.changes(stream, rotations, gains.__getitem__)
+    result = rotate.changes(stream, rotations, gains.__getitem__)
     r1 = rotations.stream(stream.width).matrix()
     for block, values in enumerate(stream.values):
         assert values.heads == 2 * values.kv_heads
         v, o = vlm.model.get_submodule(values.v), vlm.model.get_submodule(values.o)
         g = vlm.model.get_submodule(stream.readers[values.v]).weight
-        new_v, new_o = made[f"{values.v}.weight"](v.weight), made[f"{values.o}.weight"](o.weight)
-        new_bias = made[f"{values.v}.bias"](v.bias)
+        new_v, new_o = result[f"{values.v}.weight"](v.weight), result[f"{values.o}.weight"](o.weight)
+        new_bias = result[f"{values.v}.bias"](v.bias)
         for head in range(values.heads):
             kv, w = head // 2, values.width
             r2 = rotations.head(block, kv, w).matrix()
@@ -124,7 +124,7 @@ def test_heads_of_values_have_rotations_of_their_own(kind, checkpoint, tmp_path)
 def test_names_as_transformers_saves_them(checkpoint, tmp_path):
     """Where the embedding has not the hub's name, the head that is added has transformers', too."""
     source = Source.of(spread(checkpoint("llava-onevision", hub_names=False), tmp_path / "model"))
-    rotate.write(source, tmp_path / "rotated", rotate.Rotations("hadamard", 1))
+    rotate.write_rotated(source, tmp_path / "rotated", rotate.Rotations("hadamard", 1))
     assert head_on_disk(source) in Source.of(tmp_path / "rotated").stored
     models.load(tmp_path / "rotated")
 
@@ -148,7 +148,7 @@ def test_what_is_no_rms_norm_is_refused(loaded):
         "subtract the mean": (f"{stem}.norm", nn.LayerNorm(128, bias=False)),
         "does not multiply by its weight": (f"{stem}.layers.1.input_layernorm", _OneMore(128)),
         "nothing is known about what model.language_model.layers.0.scale": (f"{stem}.layers.0.scale", _OneMore(4)),
-        "no norm behind its blocks": (f"{stem}.norm", nn.Identity()),
+        "no norm after its blocks": (f"{stem}.norm", nn.Identity()),
         "projector does not end in a linear layer": ("model.multi_modal_projector.behind", _OneMore(128)),
     }
     for reason, (path, module) in cases.items():

@@ -42,21 +42,21 @@ def logits(model, batch) -> torch.Tensor:
 def likeness(model, out) -> float:
     """The least cosine of the logits that transformers computes from the source and from OUT."""
     vlm = models.load(model)
-    with models.quiet():
+    with models.quiet_transformers():
         written = models.open_model(out, dtype="auto")[0].eval()
     batch = encode(vlm, 2)
     return float(torch.cosine_similarity(logits(vlm.model, batch), logits(written, batch), dim=-1).min())
 
 
 def test_not_quantized_it_is_the_same_model(model, tmp_path):
-    """All that changes is BF16's rounding. OUT is whole, its size is as planned, and nothing is left beside it."""
+    """All that changes is BF16's rounding. OUT is whole, its size is as planned, and nothing is left next to it."""
     asked_for = recipe(model, tmp_path / "out")
     done = quantize(asked_for)
     assert likeness(model, done.out) > 0.999
     assert not [finding for finding in doctor.diagnose(done.out) if not finding.ok]
     planned = make_plan(asked_for, refuse=False)
     assert done.manifest["size"]["weights_after"] == planned.bytes_after
-    assert done.manifest["size"]["weights_before"] == planned.bytes_before == models.stored_bytes(model)
+    assert done.manifest["size"]["weights_before"] == planned.bytes_before == models.checkpoint_bytes(model)
     assert "output head" in done.manifest["warnings"][0] and done.manifest["recipe"]["rotate"] == "hadamard"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert Source.of(done.out).names["lm_head.weight"] and not models.tied_names(models.build_meta_model(done.out))

@@ -109,7 +109,7 @@ def test_a_type_can_be_asked_for(model, tmp_path):
     ("kind", "part"), [("qwen3-5", "linear_attn.A_log"), ("glm4v-moe", "mlp.gate.e_score_correction_bias")]
 )
 def test_what_is_float32_on_purpose_stays_so(model, tmp_path, kind, part):
-    """As transformers keeps it, or the family's blocks compute with it; a matrix beside it is cast."""
+    """As transformers keeps it, or the family's blocks compute with it; a matrix next to it is cast."""
     source = stored_as(model(kind), tmp_path / "source", lambda t: t.float())
     written(source, tmp_path / "out")
     before, after = load_file(source / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
@@ -129,7 +129,7 @@ def test_numbers_that_do_not_fit(model, tmp_path):
 
 
 def test_the_doctor_finds_a_mix_in_the_checkpoint_of_another_tool(model, tmp_path):
-    """A norm in float32 behind layers in bfloat16 ends in an error in transformers; `convert` writes all in one type."""
+    """A norm in float32 after layers in bfloat16 ends in an error in transformers; `convert` writes all in one type."""
     written(model("llava"), tmp_path / "out")
     (tmp_path / "out" / "vlmcompress.json").unlink()
     mixed = stored_as(tmp_path / "out", tmp_path / "mixed", lambda t: t.float() if t.ndim == 1 and len(t) > 3 else t)

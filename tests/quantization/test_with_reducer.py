@@ -41,7 +41,7 @@ def reduced(setup, file_text, folder):
 @pytest.mark.parametrize("text", ["reduce: dart:0.25\n", "reduce: {method: dart, keep: 0.25}\n"])
 def test_a_recipe_names_a_reducer_in_either_form(tmp_path, text):
     got = reduced({}, text, tmp_path)
-    assert got.recipe.reduce == choice.parse("dart:0.25")
+    assert got.recipe.reduce == choice.parse_reducer("dart:0.25")
     assert got.recipe.plain()["reduce"] == {"method": "dart", "keep": 0.25, "pivots": 0}
     assert got.origin("reduce.keep") == f"recipe {tmp_path / 'recipe.yaml'}"
 
@@ -53,11 +53,13 @@ def test_no_reducer_by_default_and_null_takes_one_away(tmp_path):
 
 def test_a_named_method_starts_anew_and_an_option_amends(tmp_path):
     text = "reduce: {method: dart, keep: 0.25, pivots: 8}\n"
-    assert reduced({"reduce": "divprune"}, text, tmp_path).recipe.reduce == choice.parse("divprune")
+    assert reduced({"reduce": "divprune"}, text, tmp_path).recipe.reduce == choice.parse_reducer("divprune")
     amended = reduced({"reduce": {"keep": 0.5}}, text, tmp_path)
-    assert amended.recipe.reduce == choice.parse("dart:0.5,pivots=8")
+    assert amended.recipe.reduce == choice.parse_reducer("dart:0.5,pivots=8")
     assert amended.origin("reduce.keep") == "command line"
-    assert reduced({"reduce": {"keep": 0.5}}, "reduce: dart\n", tmp_path).recipe.reduce == choice.parse("dart:0.5")
+    assert reduced({"reduce": {"keep": 0.5}}, "reduce: dart\n", tmp_path).recipe.reduce == choice.parse_reducer(
+        "dart:0.5"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,10 +109,10 @@ def test_a_checkpoint_carries_its_reducer(models, tmp_path, model_name, scheme):
     out = tmp_path / "out"
     done = quantize(recipe(models[model_name], reduce="dart:0.25", scheme=scheme, out=str(out)))
     config = json.loads((out / "config.json").read_text())
-    block = reducer_block.read(config)
-    assert block is not None and block.reducer == choice.parse("dart:0.25")
+    block = reducer_block.read_reducer(config)
+    assert block is not None and block.reducer == choice.parse_reducer("dart:0.25")
     assert all(name.startswith("Vlmcompress") for name in config["architectures"])
-    assert done.manifest["recipe"]["reduce"] == block.reducer.plain() == manifest.read(out)["recipe"]["reduce"]
+    assert done.manifest["recipe"]["reduce"] == block.reducer.plain() == manifest.read_manifest(out)["recipe"]["reduce"]
     assert [check for check in doctor.diagnose(out, models[model_name]) if not check.ok] == []
     if scheme == "none":
         old, new = load_file(models[model_name] / "model.safetensors"), load_file(out / "model.safetensors")

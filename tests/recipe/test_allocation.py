@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from vlmcompress.recipe.allocation import RULES, Candidate, Unreachable, cost, solve_knapsack
+from vlmcompress.recipe.allocation import RULES, GroupOption, Unreachable, cost, solve_knapsack
 
 ENTROPY = {"entropy": {"luq": [3.0, 1.0, 2.0, 4.0], "qvlm": [1.0, 2.0, 3.0, 4.0]}}
 
@@ -16,7 +16,7 @@ def random_groups(seed: int, count: int, size: int, step: int = 1) -> dict:
     """Groups with candidates of random sizes (multiples of `step`) and errors, neither sorted nor convex."""
     rng = random.Random(seed)
     return {
-        (i // 2, "ab"[i % 2]): [Candidate(step * rng.randint(1, 60), rng.random() ** 3) for _ in range(size)]
+        (i // 2, "ab"[i % 2]): [GroupOption(step * rng.randint(1, 60), rng.random() ** 3) for _ in range(size)]
         for i in range(count)
     }
 
@@ -57,7 +57,7 @@ def decoder(seed: int, layers: int = 80) -> dict:
         for name, weights in shapes.items():
             scale = rng.lognormvariate(0, 1.5) * weights
             table[layer, name] = [
-                Candidate(int(weights * (bits + 0.125)) // 8, scale * 4.0**-bits * rng.uniform(0.7, 1.4))
+                GroupOption(int(weights * (bits + 0.125)) // 8, scale * 4.0**-bits * rng.uniform(0.7, 1.4))
                 for bits in (2, 3, 4, 8)
             ]
     return table
@@ -88,7 +88,7 @@ def test_the_same_table_gives_the_same_choice_in_any_order():
 
 
 def blocks(sizes=(20, 30, 40, 80), layers: int = 4) -> dict:
-    return {(layer, "g"): [Candidate(size, 1 / size) for size in sizes] for layer in range(layers)}
+    return {(layer, "g"): [GroupOption(size, 1 / size) for size in sizes] for layer in range(layers)}
 
 
 def test_luq_gives_the_lowest_entropy_the_fewest_bits():

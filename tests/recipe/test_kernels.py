@@ -37,7 +37,7 @@ def test_the_answers_are_vllms(answers):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_are_those_that_vllm_picks(answers, name):
-    target = targets.get(name)
+    target = targets.get_target(name)
     for key in FORMATS:
         picked = ours(answers, name, key)
         if key in target.refused:
@@ -50,7 +50,7 @@ def test_kernels_are_those_that_vllm_picks(answers, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_formats_computed_in_16_bits_are_said_to_be(answers, name):
-    target = targets.get(name)
+    target = targets.get_target(name)
     in_16_bits = {
         key
         for key in FORMATS
@@ -67,12 +67,12 @@ def test_other_w4a8_is_computed_in_16_bits_everywhere(answers):
 def test_the_way_round_the_int8_kernel(answers):
     assert answers["10.0"]["w8a8-int"]["rows"]["kernel"] == WORKAROUND
     assert answers[f"10.0 without {WORKAROUND}"]["w8a8-int"]["rows"]["kernel"] == "TritonInt8ScaledMMLinearKernel"
-    assert f"VLLM_DISABLED_KERNELS={WORKAROUND}" in (targets.get("b200").refusal("w8a8-int") or "")
+    assert f"VLLM_DISABLED_KERNELS={WORKAROUND}" in (targets.get_target("b200").refusal("w8a8-int") or "")
 
 
 def test_every_format_of_a_target_is_asked_for():
     for name in NAMES:
-        target = targets.get(name)
+        target = targets.get_target(name)
         assert {*target.kernels, *target.refused, *target.weight_only} - {"bf16"} == set(FORMATS)
 
 
@@ -87,7 +87,7 @@ def test_formats_are_what_they_are_called():
 
 def ours(answers: Answers, name: str, key: str) -> dict[str, str | None]:
     """Kind of a format that we may write, and whose shape the target takes -> the word of the kernel."""
-    target = targets.get(name)
+    target = targets.get_target(name)
     limit = target.limits.get(key, targets.Limit())
     kinds = {}
     for kind, answer in answers[machine_of(target)][key].items():

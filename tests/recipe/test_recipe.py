@@ -15,10 +15,10 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.recipe import SCHEMES, Recipe, resolve
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.settings import assign, bundled, merge
+from vlmcompress.utils.settings import assign, bundled_recipes, merge
 
 BASE = {"model": "m"}
-BUNDLED = bundled()
+BUNDLED = bundled_recipes()
 
 
 def write(folder: Path, text: str) -> Path:
@@ -115,8 +115,8 @@ def test_a_preset_that_is_not_written_says_why(name):
 
 def test_options_beside_a_preset(tmp_path):
     """They go before its own, and its own before those of a file that another place names it over."""
-    beside = resolve(BASE | {"scheme": "W8A16", "options": {"group_size": 32}}).recipe
-    assert (beside.scheme, beside.options.group_size) == ("w8a16", 32)
+    next_to = resolve(BASE | {"scheme": "W8A16", "options": {"group_size": 32}}).recipe
+    assert (next_to.scheme, next_to.options.group_size) == ("w8a16", 32)
     file = write(tmp_path, "scheme: gptq\noptions: {symmetric: false, bits: 3}\n")
     over = resolve(BASE | {"scheme": "W4A16"}, file).recipe
     assert (over.scheme, over.options.symmetric, over.options.bits) == ("gptq-plus", True, 4)

@@ -25,7 +25,7 @@ FP8 = Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_default_schemes_exist_and_run(name):
-    target = targets.get(name)
+    target = targets.get_target(name)
     assert set(target.schemes) == {None, "memory", "throughput"}
     for scheme in target.schemes.values():
         module = SCHEMES.get(scheme)
@@ -34,7 +34,7 @@ def test_default_schemes_exist_and_run(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_refusals_name_a_scheme_that_runs(name):
-    target = targets.get(name)
+    target = targets.get_target(name)
     reasons = {**target.refused, **target.weight_only}
     for reason in reasons.values():
         assert "use " in reason or "set options" in reason, reason
@@ -48,7 +48,7 @@ def test_refusals_name_a_scheme_that_runs(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_of_the_machine(name):
     """Each is there or is said to be missing, and they are of a size and an order that machines have."""
-    target = targets.get(name)
+    target = targets.get_target(name)
     if target.is_cpu:
         assert target.memory is None and target.bandwidth is None and not target.rates
         return
@@ -99,21 +99,21 @@ def test_default_scheme(name, goal, scheme):
 
 
 def test_gpus_without_cuda_are_no_cpus():
-    assert [name for name in NAMES if targets.get(name).is_cpu] == ["cpu"]
-    assert targets.get("mi300x").capability is None
+    assert [name for name in NAMES if targets.get_target(name).is_cpu] == ["cpu"]
+    assert targets.get_target("mi300x").capability is None
 
 
 def test_a_checkpoint_that_gains_nothing_still_has_a_kernel():
-    a100 = targets.get("a100")
+    a100 = targets.get_target("a100")
     assert a100.kernel("w8a8-fp") == "Humming" and a100.refusal("w8a8-fp")
-    assert targets.get("b200").kernel("w8a8-int") is None
+    assert targets.get_target("b200").kernel("w8a8-int") is None
 
 
 def test_a100_refuses_fp8_and_says_what_to_use():
     with pytest.raises(
         UserError, match="A100 80GB has no FP8 tensor cores.* use int8 for throughput or gptq-plus for memory"
     ):
-        targets.refuse("a100", FP8)
+        targets.refuse_scheme("a100", FP8)
 
 
 def test_vision_and_kv_cache_are_checked_too():
@@ -128,7 +128,7 @@ def test_cpu_refuses_eight_bit_weights_only_and_three_bits():
 
 def test_unknown_target_has_a_suggestion():
     with pytest.raises(UserError, match="unknown target 'h10'; did you mean 'h100'"):
-        targets.get("h10")
+        targets.get_target("h10")
 
 
 def test_limit():
@@ -142,15 +142,17 @@ def test_limit():
 
 def test_another_package_adds_a_machine(monkeypatch, tmp_path):
     """By an entry point whose module holds a `TARGET`."""
-    (tmp_path / "our_machine.py").write_text("from vlmcompress.recipe import targets\nTARGET = targets.get('h100')\n")
+    (tmp_path / "our_machine.py").write_text(
+        "from vlmcompress.recipe import targets\nTARGET = targets.get_target('h100')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     point = EntryPoint("our-machine", "our_machine", "vlmcompress.recipe.targets")
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     monkeypatch.setattr(targets, "REGISTRY", registry.Registry(point.group, "target", targets.TARGETS))
     assert {*targets.REGISTRY.names()} == {*NAMES, "our-machine"}
-    assert targets.get("Our_Machine").title == "H100"
+    assert targets.get_target("Our_Machine").title == "H100"
 
 
 def test_no_torch():
-    code = "import sys; from vlmcompress.recipe import targets; targets.get('h100'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from vlmcompress.recipe import targets; targets.get_target('h100'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

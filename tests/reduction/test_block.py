@@ -7,7 +7,7 @@ import json
 import pytest
 
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY, TokenCounter
 from vlmcompress.utils.errors import UserError
 
@@ -16,12 +16,14 @@ PLAIN = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration
 
 @pytest.mark.parametrize("method", REGISTRY.names())
 def test_what_is_written_is_read(method):
-    learnt = {"dymu": "dymu:thresholds=[0.9, 0.8]"}
-    reducer = parse(learnt.get(method, method))
-    config = json.loads(json.dumps(reducer_block.write(PLAIN, reducer)))
+    learned = {"dymu": "dymu:thresholds=[0.9, 0.8]"}
+    reducer = parse_reducer(learned.get(method, method))
+    config = json.loads(json.dumps(reducer_block.config_with_reducer(PLAIN, reducer)))
     assert config["architectures"] == ["VlmcompressLlavaForConditionalGeneration"]
-    assert reducer_block.read(config) == reducer_block.CarriedReducer("llava", reducer)
-    assert reducer_block.write(config, parse("random:0.5")) == reducer_block.write(PLAIN, parse("random:0.5"))
+    assert reducer_block.read_reducer(config) == reducer_block.CarriedReducer("llava", reducer)
+    assert reducer_block.config_with_reducer(config, parse_reducer("random:0.5")) == reducer_block.config_with_reducer(
+        PLAIN, parse_reducer("random:0.5")
+    )
 
 
 def counter():
@@ -29,25 +31,25 @@ def counter():
 
 
 def test_a_count_from_pixels_is_carried():
-    reducer = parse("dymu:thresholds=[0.9, 0.8]")
-    config = json.loads(json.dumps(reducer_block.write(PLAIN, reducer, counter())))
-    assert reducer_block.read(config) == reducer_block.CarriedReducer("llava", reducer, counter())
+    reducer = parse_reducer("dymu:thresholds=[0.9, 0.8]")
+    config = json.loads(json.dumps(reducer_block.config_with_reducer(PLAIN, reducer, counter())))
+    assert reducer_block.read_reducer(config) == reducer_block.CarriedReducer("llava", reducer, counter())
     config["vlmcompress"]["count"]["buckets"] = [16, 4]
     with pytest.raises(UserError, match="count.buckets should be ascending"):
-        reducer_block.read(config)
+        reducer_block.read_reducer(config)
     with pytest.raises(UserError, match="'dart' takes none"):
-        reducer_block.read(reducer_block.write(PLAIN, parse("dart"), counter()))
+        reducer_block.read_reducer(reducer_block.config_with_reducer(PLAIN, parse_reducer("dart"), counter()))
 
 
 @pytest.mark.parametrize("text", ["dymu", "dymu:thresholds=x.json"])
 def test_what_is_for_a_model_in_memory_is_not_carried(text):
     with pytest.raises(UserError, match="has no thresholds"):
-        reducer_block.write(PLAIN, parse(text))
+        reducer_block.config_with_reducer(PLAIN, parse_reducer(text))
 
 
 def test_nothing_is_carried():
-    assert reducer_block.read(PLAIN) is None
-    assert reducer_block.read({"model_type": "llava"}) is None
+    assert reducer_block.read_reducer(PLAIN) is None
+    assert reducer_block.read_reducer({"model_type": "llava"}) is None
 
 
 @pytest.mark.parametrize(
@@ -77,19 +79,19 @@ def test_nothing_is_carried():
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(change, text):
-    config = reducer_block.write(PLAIN, parse("dart:0.5"))
+    config = reducer_block.config_with_reducer(PLAIN, parse_reducer("dart:0.5"))
     block = config["vlmcompress"]
     for key, value in change.items():
         into = config if key in config else block
         into[key] = value
     with pytest.raises(UserError) as caught:
-        reducer_block.read(config)
+        reducer_block.read_reducer(config)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_key_of_the_block_is_missing():
-    config = reducer_block.write(PLAIN, parse("dart:0.5"))
+    config = reducer_block.config_with_reducer(PLAIN, parse_reducer("dart:0.5"))
     del config["vlmcompress"]["reduce"]
     with pytest.raises(UserError, match="'reduce' is missing"):
-        reducer_block.read(config)
+        reducer_block.read_reducer(config)

@@ -6,7 +6,7 @@ import pytest
 
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import methods
-from vlmcompress.reduction.choice import compared, layered, parse, read, same
+from vlmcompress.reduction.choice import compared, layered, parse_reducer, reducer_of_setting, same
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.settings import merge
@@ -28,18 +28,21 @@ from vlmcompress.utils.settings import merge
     ],
 )
 def test_understood(text, plain):
-    chosen = parse(text)
+    chosen = parse_reducer(text)
     assert chosen.plain() == plain
-    assert read(plain).plain() == plain
+    assert reducer_of_setting(plain).plain() == plain
     assert isinstance(chosen.options, methods.REGISTRY.get(plain["method"]).Options)
 
 
 @pytest.mark.parametrize("method", methods.REGISTRY.names())
 def test_defaults_and_back(method):
-    chosen = parse(method)
+    chosen = parse_reducer(method)
     assert chosen.options == methods.REGISTRY.get(method).Options()
-    assert read({"method": method, **({"keep": "auto"} if chosen.options.keep is not None else {})}) == chosen
-    assert parse(str(chosen)) == chosen
+    assert (
+        reducer_of_setting({"method": method, **({"keep": "auto"} if chosen.options.keep is not None else {})})
+        == chosen
+    )
+    assert parse_reducer(str(chosen)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_defaults_and_back(method):
     ["dart:0.25", "dart:1/3,pivots=8", "random:1", "dymu:0.07,thresholds=[0.9, 0.8]", "visionzip:0.5,merge=mean"],
 )
 def test_written_as_read(text):
-    assert str(parse(text)) == text
+    assert str(parse_reducer(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_written_as_read(text):
         ("dart:1/0", "keep is '1/0', should be a number"),
         ("dart:0.5,pivot=3", "has no option 'pivot'; did you mean 'pivots'?"),
         ("dart:0.5,pivots=2.5", "pivots is 2.5, should be a whole number"),
-        ("dart:0.5,8", "'8' is no setting; write METHOD:KEEP,OPTION=VALUE"),
+        ("dart:0.5,8", "'8' is not a setting; write METHOD:KEEP,OPTION=VALUE"),
         ("dart:0.5,keep=0.3", "'keep' is given twice"),
         ("dyrate:0.5", "'dyrate' has no share to keep; its options are factor, least, layer"),
         ("visionzip:0.5,merge=max", "merge must be 'sum' or 'mean', got 'max'"),
@@ -83,14 +86,14 @@ def test_written_as_read(text):
 )
 def test_refused(text, message):
     with pytest.raises(UserError) as raised:
-        parse(text)
+        parse_reducer(text)
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("settings", [None, 3, {"keep": 0.5}, {"method": 3}, ["dart"]])
 def test_recipes_that_say_no_method(settings):
     with pytest.raises(UserError, match="write it like {method: dart, keep: 0.5}"):
-        read(settings)
+        reducer_of_setting(settings)
 
 
 def test_what_options_say_is_no_option():
@@ -98,7 +101,7 @@ def test_what_options_say_is_no_option():
     for text in ("dymu:0.5,learns=false", "dart:0.5,vtu=true", "tome:layer=2", "tome:0.5,thresholds=[0.5]"):
         option = text.partition("=")[0].rpartition(",")[2].rpartition(":")[2]
         with pytest.raises(UserError, match=f"has no option '{option}'"):
-            parse(text)
+            parse_reducer(text)
 
 
 def test_what_has_to_be_learnt():
@@ -108,17 +111,19 @@ def test_what_has_to_be_learnt():
         "dymu:0.5,thresholds=file.json": (True, False, False),
         "dymu:0.5,thresholds=[0.5, 0.25]": (True, False, True),
     }
-    choices = {text: parse(text) for text in states}
-    assert {text: (c.options.learns, c.options.unlearnt, c.learnt) for text, c in choices.items()} == states
-    *_, learnt = choices.values()
-    assert str(learnt.asked_for) == "dymu:0.5" and learnt.label == "dymu:0.5 (learnt thresholds)"
+    choices = {text: parse_reducer(text) for text in states}
+    assert {
+        text: (c.options.learns, c.options.needs_thresholds, c.has_thresholds) for text, c in choices.items()
+    } == states
+    *_, learned = choices.values()
+    assert str(learned.without_thresholds) == "dymu:0.5" and learned.label == "dymu:0.5 (learned thresholds)"
     assert choices["tome:0.5"].with_thresholds((0.5,)) == choices["tome:0.5"]
-    assert [same(learnt, other) for other in choices.values()] == [False, True, True, True]
-    assert not same(learnt, learnt.with_thresholds((0.5, 0.5))) and not same(learnt, None) and same(None, None)
+    assert [same(learned, other) for other in choices.values()] == [False, True, True, True]
+    assert not same(learned, learned.with_thresholds((0.5, 0.5))) and not same(learned, None) and same(None, None)
 
 
 @pytest.mark.parametrize(
-    ("text", "asks"),
+    ("text", "query_aware"),
     [
         ("dart:0.5", False),
         ("relevance:0.5", True),
@@ -127,13 +132,13 @@ def test_what_has_to_be_learnt():
         ("coverage:0.5,merge=nearest", False),
     ],
 )
-def test_who_has_to_be_shown_the_question(text, asks):
-    assert parse(text).asks is asks
+def test_who_has_to_be_shown_the_question(text, query_aware):
+    assert parse_reducer(text).query_aware is query_aware
 
 
 def test_too_small():
-    assert parse("dart:0.1").too_small((1, 2, 2)) and not parse("dart:0.1").too_small((1, 2, 3))
-    assert not parse("dymu:0.01").too_small((1, 1, 1)) and not parse("pevlm").too_small((1, 1, 1))
+    assert parse_reducer("dart:0.1").too_small((1, 2, 2)) and not parse_reducer("dart:0.1").too_small((1, 2, 3))
+    assert not parse_reducer("dymu:0.01").too_small((1, 1, 1)) and not parse_reducer("pevlm").too_small((1, 1, 1))
 
 
 def resolved(*layers):
@@ -199,7 +204,7 @@ def test_resize_values(settings, message):
 
 
 def test_resize_is_written_as_read():
-    assert compared(["resize:0.5,tokens=64", "dart:0.5"]) == (Resize(keep=0.5, tokens=64), [parse("dart:0.5")])
+    assert compared(["resize:0.5,tokens=64", "dart:0.5"]) == (Resize(keep=0.5, tokens=64), [parse_reducer("dart:0.5")])
     assert str(Resize(keep=0.5, tokens=64)) == "resize:0.5,tokens=64" and str(Resize(keep="1/4")) == "resize:0.25"
-    with pytest.raises(UserError, match="no reducer of tokens"):
-        parse("resize:0.5")
+    with pytest.raises(UserError, match="not a token reducer"):
+        parse_reducer("resize:0.5")

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from vlmcompress.reduction import scorer_file
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import learned
 from vlmcompress.utils.errors import UserError
 
@@ -26,7 +26,7 @@ def config(model_type="llava", width=8):
 
 @pytest.fixture
 def path(tmp_path):
-    scorer_file.save(tmp_path / "s.safetensors", WEIGHTS, FACTS)
+    scorer_file.save_scorer(tmp_path / "s.safetensors", WEIGHTS, FACTS)
     return tmp_path / "s.safetensors"
 
 
@@ -34,38 +34,40 @@ def test_it_reads_what_it_wrote(path):
     scorer = scorer_file.read(path)
     assert scorer.facts == FACTS and scorer.weights.keys() == WEIGHTS.keys()
     assert all(torch.equal(scorer.weights[name], value) for name, value in WEIGHTS.items())
-    again = scorer_file.save(path.with_name("again.safetensors"), WEIGHTS, FACTS)
+    again = scorer_file.save_scorer(path.with_name("again.safetensors"), WEIGHTS, FACTS)
     assert again.sha256 == scorer.sha256, "equal content gives equal bytes"
 
 
 def test_a_reducer_gets_its_network(path):
-    chosen = scorer_file.known(config(), parse(f"learned:0.5,scorer={path}"))
+    chosen = scorer_file.load_scorer(config(), parse_reducer(f"learned:0.5,scorer={path}"))
     assert torch.equal(chosen.options.network.on(torch.device("cpu"))["token"], WEIGHTS["token"])
-    assert len(chosen.options.sha256) == 64 and chosen == scorer_file.named(parse(f"learned:0.5,scorer={path}"))
+    assert len(chosen.options.sha256) == 64 and chosen == scorer_file.with_scorer_hash(
+        parse_reducer(f"learned:0.5,scorer={path}")
+    )
     assert str(chosen) == f"learned:0.5,scorer={path}" and "network" not in chosen.plain()
-    for other in (parse("coverage:0.5"), parse("dymu")):
-        assert scorer_file.known(config(), other) is other
+    for other in (parse_reducer("coverage:0.5"), parse_reducer("dymu")):
+        assert scorer_file.load_scorer(config(), other) is other
 
 
 def test_a_checkpoint_has_the_file_at_its_place(path, tmp_path):
-    chosen = scorer_file.carried(scorer_file.named(parse(f"learned:0.5,scorer={path}")))
+    chosen = scorer_file.carried(scorer_file.with_scorer_hash(parse_reducer(f"learned:0.5,scorer={path}")))
     assert chosen.plain()["scorer"] == scorer_file.CARRIED
     folder = tmp_path / "out"
     (folder / "reducer").mkdir(parents=True)
     (folder / scorer_file.CARRIED).write_bytes(path.read_bytes())
-    assert scorer_file.known(config(), chosen, folder).options.network is not None
-    scorer_file.save(folder / scorer_file.CARRIED, WEIGHTS | {"bias": torch.ones(4)}, FACTS)
+    assert scorer_file.load_scorer(config(), chosen, folder).options.network is not None
+    scorer_file.save_scorer(folder / scorer_file.CARRIED, WEIGHTS | {"bias": torch.ones(4)}, FACTS)
     with pytest.raises(UserError, match="it was changed"):
-        scorer_file.known(config(), chosen, folder)
-    elsewhere = parse(f"learned:0.5,scorer=../../s.safetensors,sha256={chosen.options.sha256}")
+        scorer_file.load_scorer(config(), chosen, folder)
+    elsewhere = parse_reducer(f"learned:0.5,scorer=../../s.safetensors,sha256={chosen.options.sha256}")
     with pytest.raises(UserError, match=r"should be 'reducer/scorer\.safetensors'"):
-        scorer_file.known(config(), elsewhere, folder)
+        scorer_file.load_scorer(config(), elsewhere, folder)
 
 
 def test_a_file_that_changes_during_a_run_is_not_carried(path):
-    chosen = scorer_file.named(parse(f"learned:0.5,scorer={path}"))
+    chosen = scorer_file.with_scorer_hash(parse_reducer(f"learned:0.5,scorer={path}"))
     assert scorer_file.content(chosen) == path.read_bytes()
-    scorer_file.save(path, WEIGHTS | {"bias": torch.ones(4)}, FACTS)
+    scorer_file.save_scorer(path, WEIGHTS | {"bias": torch.ones(4)}, FACTS)
     with pytest.raises(UserError, match="changed during the run"):
         scorer_file.content(chosen)
 
@@ -79,7 +81,7 @@ def test_a_file_that_changes_during_a_run_is_not_carried(path):
 )
 def test_the_scorer_of_another_model_is_refused(path, other, text):
     with pytest.raises(UserError, match=text) as caught:
-        scorer_file.known(config(**other), parse(f"learned:0.5,scorer={path}"))
+        scorer_file.load_scorer(config(**other), parse_reducer(f"learned:0.5,scorer={path}"))
     assert "\n" not in str(caught.value) and "learn-reducer" in str(caught.value)
 
 
@@ -154,12 +156,12 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
 
 def test_what_a_file_says_of_itself_is_quoted_in_a_few_printable_characters(path):
     facts = FACTS | {"model_type": "x" * 10_000, "source": "\x1b[31m mine\n" * 100}
-    scorer_file.save(path, WEIGHTS, facts)
+    scorer_file.save_scorer(path, WEIGHTS, facts)
     with pytest.raises(UserError, match="of another model") as caught:
-        scorer_file.known(config(), parse(f"learned:0.5,scorer={path}"))
+        scorer_file.load_scorer(config(), parse_reducer(f"learned:0.5,scorer={path}"))
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600 + len(str(path))
 
 
 def test_no_scorer_is_said_before_anything_is_loaded():
     with pytest.raises(UserError, match="'learned' has no scorer; train one with"):
-        scorer_file.known(config(), parse("learned:0.5"))
+        scorer_file.load_scorer(config(), parse_reducer("learned:0.5"))

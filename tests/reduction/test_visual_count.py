@@ -9,18 +9,18 @@ import pytest
 import torch
 from PIL import Image
 
-from vlmcompress.engines.vllm.served_model import open_model
+from vlmcompress.engines.vllm.served_model import read_served_model
 from vlmcompress.models import load_processor
-from vlmcompress.reduction.choice import parse
-from vlmcompress.reduction.visual_count import Pictures, Rule, kept
+from vlmcompress.reduction.choice import parse_reducer
+from vlmcompress.reduction.visual_count import CountRule, Pictures, kept_tokens
 from vlmcompress.utils.errors import UserError
 
 SIZES = [(64, 64), (200, 90), (90, 260)]
 
 
-def rule(path) -> Rule:
-    model = open_model(path)
-    return Rule(path, model.meta_model.config, model.pictures)
+def rule(path) -> CountRule:
+    model = read_served_model(path)
+    return CountRule(path, model.meta_model.config, model.pictures)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2-5-vl", "qwen3-vl", "llava-next", "internvl", "gemma3"])
@@ -56,10 +56,10 @@ def test_videos_are_as_the_processor_makes_them(name, frames, width, height, che
     counted = rule(path).count(Pictures((), (frames, width, height)))
     assert counted.video == int(grid.prod()) // of.merge_size**2
     assert sum(counted.patches) == int(grid.prod())
-    left = kept(counted, parse("divprune:0.5"), open_model(path).spec)
+    left = kept_tokens(counted, parse_reducer("divprune:0.5"), read_served_model(path).spec)
     assert left is not None and abs(left - counted.video / 2) <= 0.5
     with pytest.raises(UserError, match="takes no videos"):
-        kept(counted, parse("relevance:0.5"), open_model(path).spec)
+        kept_tokens(counted, parse_reducer("relevance:0.5"), read_served_model(path).spec)
 
 
 @pytest.mark.parametrize("name", ["internvl", "llava-onevision"])
@@ -69,13 +69,13 @@ def test_videos_of_tiles_are_as_the_processor_writes_them(name, checkpoint):
     processor = load_processor(path)
     frames = [Image.new("RGB", (64, 64), "gray")] * 4
     text = getattr(processor, "video_token", "<video>")
-    made = processor(text=[text], videos=[frames], do_sample_frames=False, return_tensors="pt")["input_ids"][0]
+    result = processor(text=[text], videos=[frames], do_sample_frames=False, return_tensors="pt")["input_ids"][0]
     token = processor.video_token_id if name == "llava-onevision" else processor.image_token_id
     counted = rule(path).count(Pictures((), (4, 64, 64)))
-    assert counted.video == int((made == token).sum())
+    assert counted.video == int((result == token).sum())
     if name == "internvl":  # 4 tokens a frame, and a share of each frame's where they merge within the encoder
-        spec = open_model(path).spec
-        assert [kept(counted, parse(text), spec) for text in ("random:0.35", "tome:0.35")] == [6, 4]
+        spec = read_served_model(path).spec
+        assert [kept_tokens(counted, parse_reducer(text), spec) for text in ("random:0.35", "tome:0.35")] == [6, 4]
 
 
 def test_a_video_that_cannot_be_counted(checkpoint):

@@ -13,9 +13,9 @@ import torch
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.models.data import Sample, bundled, load_samples
+from vlmcompress.models.data import Sample, bundled_data, load_samples
 from vlmcompress.models.data.encode import encode_prompt
-from vlmcompress.reduction.choice import ReducerChoice, parse
+from vlmcompress.reduction.choice import ReducerChoice, parse_reducer
 from vlmcompress.reduction.hooks import attach
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
@@ -43,7 +43,7 @@ REDUCERS = [
 )
 def asker_and_samples(request: pytest.FixtureRequest) -> tuple[reduced_answers.Asker, list[Sample]]:
     """A demo model and neighbouring questions of each family with images: some share theirs, some have two."""
-    everything = load_samples(bundled(DEMOS / request.param, "validation"), samples=None, seed=0)
+    everything = load_samples(bundled_data(DEMOS / request.param, "validation"), samples=None, seed=0)
     families = sorted({s.family for s in everything if s.images})
     samples = [s for f in families for s in [o for o in everything if o.family == f][:PER_FAMILY]]
     vlm = models.load(DEMOS / request.param)
@@ -61,7 +61,7 @@ def generated(vlm: VLM, sample: Sample, chosen: ReducerChoice | None) -> tuple[b
         else:
             with attach(vlm, chosen) as attached:
                 out = vlm.model.generate(**inputs, **settings)
-            dropped = sum(len(unit.columns) - len(unit.reduction.anchor) for unit in attached.seen)
+            dropped = sum(len(unit.columns) - len(unit.reduction.anchor) for unit in attached.reduced_units)
     ids, lengths = inputs["input_ids"], [part.keys.shape[2] for part in out.past_key_values.layers]
     visual = int((ids == getattr(vlm.model.config, vlm.spec.image_token)).sum())
     held = sum(lengths) - len(lengths) * (out.sequences.shape[1] - 1 - visual)
@@ -75,7 +75,7 @@ def test_exact_match_is_that_of_generation(
     asker, samples = asker_and_samples
     if reduce and reduce.startswith(("vscan", "tome")) and not asker.vlm.spec.vision_cls:
         pytest.skip("the encoder has no CLS")
-    chosen = parse(reduce) if reduce else None
+    chosen = parse_reducer(reduce) if reduce else None
     answers = asker.ask(chosen)
     one_by_one = [generated(asker.vlm, sample, chosen) for sample in samples]
     assert answers.exact.tolist() == [right for right, *_ in one_by_one]
@@ -90,7 +90,7 @@ QUESTIONS = [Sample(str(number), [], "q", "a", family) for number, family in enu
 
 def row(reduce: str, right: int, kept: int, **extra: object) -> dict:
     """Of 20 questions the first `right` are answered; `kept` of 100 tokens are left."""
-    chosen = parse(reduce) if reduce != "full" else None
+    chosen = parse_reducer(reduce) if reduce != "full" else None
     measured_row: dict = {
         "model": "m",
         "split": "test",
@@ -166,7 +166,7 @@ def test_the_share_of_the_caches(
     asker_and_samples: tuple[reduced_answers.Asker, list[Sample]], reduce: str, cached: float
 ) -> None:
     """Of four blocks; counts are whole numbers in each, so the share is not exactly that."""
-    asker, chosen = asker_and_samples[0], parse(reduce)
+    asker, chosen = asker_and_samples[0], parse_reducer(reduce)
     row = bench_reducers.describe(asker, bench_reducers.Setting(chosen, chosen.method), "any", argparse.Namespace())
     assert row["cached"] == pytest.approx(cached, abs=0.01)
     kept = row["after"] / row["before"]  # of a method that drops at several blocks the mean over blocks

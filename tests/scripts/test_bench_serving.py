@@ -35,9 +35,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_reduced_checkpoint_has_the_weights_of_the_full_one(work: Path) -> None:
     reduced, full = prepare(QUARTER, work, 1), prepare(FULL, work, 1)
     assert (reduced / "model.safetensors").samefile(full / "model.safetensors")
-    block = reducer_block.read(json.loads((reduced / "config.json").read_text()))
+    block = reducer_block.read_reducer(json.loads((reduced / "config.json").read_text()))
     assert block is not None and str(block.reducer) == "dart:0.25"
-    assert reducer_block.read(json.loads((full / "config.json").read_text())) is None
+    assert reducer_block.read_reducer(json.loads((full / "config.json").read_text())) is None
     with safe_open(full / "model.safetensors", "pt") as weights:
         assert any(name.startswith("vision_tower.vision_model.") for name in weights.keys())  # noqa: SIM118
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.kit.places import ROOT
-from vlmcompress.evaluation.results import load
+from vlmcompress.evaluation.results import load_results
 
 
 @pytest.mark.engine
@@ -19,7 +19,7 @@ def test_the_demo_command(tmp_path, quick_engines):
     environment = os.environ | {"VLMCOMPRESS": f"{sys.executable} -m vlmcompress"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    results = load(tmp_path / "report")
+    results = load_results(tmp_path / "report")
     assert results.gate is not None and results.gate.verdict == "pass"
     assert results.suites[0].samples == 200 and results.suites[0].overall.baseline > 0.9
     assert results.candidate.weight_bytes < results.baseline.weight_bytes

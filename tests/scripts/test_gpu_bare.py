@@ -68,8 +68,8 @@ def test_bare_parts_can_be_imported_where_hardly_anything_is(tmp_path: Path) -> 
         modules[all(each.needs == ("torch",) for each in step.parts)] |= names
     running = []
     for alone, names in modules.items():
-        shown = {"torch"} if alone else {*steps.INSTALLED, "pydantic"}
-        environment = os.environ | {"PYTHONPATH": bare.hiding(tmp_path / str(alone), shown)}
+        output = {"torch"} if alone else {*steps.INSTALLED, "pydantic"}
+        environment = os.environ | {"PYTHONPATH": bare.hiding(tmp_path / str(alone), output)}
         command = [sys.executable, "-c", NEEDS, str(ROOT / "scripts"), str(ROOT), *sorted(names)]
         running.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     for process in running:

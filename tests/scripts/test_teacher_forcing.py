@@ -11,9 +11,9 @@ import torch
 
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
-from vlmcompress.engines import Request, Settings, get
+from vlmcompress.engines import EngineSettings, Request, get_engine
 from vlmcompress.evaluation.accuracy.scoring import normalise
-from vlmcompress.models.data import Sample, bundled, encode, load_samples
+from vlmcompress.models.data import Sample, bundled_data, encode, load_samples
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 
@@ -24,7 +24,7 @@ import teacher_forcing
 
 def several(model: str, per_family: int) -> list[Sample]:
     """Neighbouring questions of each family: some share images, some have two, some none."""
-    samples = load_samples(bundled(DEMOS / model, "validation"), samples=None, seed=0, check_images=False)
+    samples = load_samples(bundled_data(DEMOS / model, "validation"), samples=None, seed=0, check_images=False)
     return [
         s
         for family in sorted({s.family for s in samples})
@@ -69,7 +69,7 @@ def test_exact_match_is_that_of_generation(lossy: Path, tmp_path: Path, quick_en
             address = (tmp_path / f"{sample.id}-{at}.png").as_uri()
             content.insert(0, {"type": "image_url", "image_url": {"url": address}})
         requests.append(Request(sample.id, [{"role": "user", "content": content}]))
-    answers = get("hf").answer(lossy, requests, media=tmp_path, settings=Settings(max_tokens=16)).answers
+    answers = get_engine("hf").answer(lossy, requests, media=tmp_path, settings=EngineSettings(max_tokens=16)).answers
     generated = [normalise(answers[sample.id].text) == normalise(sample.answer or "") for sample in samples]
 
     original = models.load(DEMOS / "demo-llava")

@@ -11,8 +11,8 @@ from vlmcompress.training.teacher_cache import apart
 
 
 def sample(number: int, *images: int) -> Sample:
-    shown = [Image.fromarray(np.full((2, 2, 3), image, np.uint8)) for image in images]
-    return Sample(str(number), shown, "what is it?", "this")
+    output = [Image.fromarray(np.full((2, 2, 3), image, np.uint8)) for image in images]
+    return Sample(str(number), output, "what is it?", "this")
 
 
 def shown(samples: list[Sample]) -> set[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmcompress.training.train_loop import PATIENCE, Settings, TrainLog, order, rate, train
+from vlmcompress.training.train_loop import PATIENCE, LoopSettings, TrainLog, order, rate, train
 from vlmcompress.utils.work_folder import WorkFolder
 
 
@@ -68,7 +68,7 @@ def test_nothing_is_trained_by_a_divergence_that_is_no_number(tmp_path):
     log, best = train(
         {"w": weight},
         4,
-        Settings(4, 2, 0.1, 2, 0),
+        LoopSettings(4, 2, 0.1, 2, 0),
         backward=lambda index, factor: called.append(index) or 0.0,
         held_out=lambda: math.nan,
         changed=lambda step: None,
@@ -109,7 +109,7 @@ def fitted(work: WorkFolder, steps: int = 40, lr: float = 0.05, broken: float | 
     def held_out() -> float:
         return sum(float(loss(index)) for index in range(16, 24)) / 8
 
-    settings = Settings(steps, batch=3, lr=lr, every=5, seed=1)
+    settings = LoopSettings(steps, batch=3, lr=lr, every=5, seed=1)
     callbacks = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
     return train(trained, 16, settings, **callbacks, work=work), trained
 

@@ -52,7 +52,7 @@ def online(server, tmp_path, monkeypatch) -> Hub:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(hub, "_ours", False)  # whatever a command line set before in this process
+    monkeypatch.setattr(hub, "_offline_by_default", False)  # whatever a command line set before in this process
     return server
 
 
@@ -105,11 +105,11 @@ def test_quantize_from_ids_then_offline(server, source, tmp_path, monkeypatch, c
         server.files()
     )
     assert not set(NEVER) & set(server.files())
-    made = manifest.read(tmp_path / "first")
-    assert (made["model"]["source"], made["model"]["revision"]) == ("org/tiny", commit)
-    assert made["recipe"]["model"] == f"org/tiny@{commit}"
-    assert made["calibration"]["source"] == "org/questions:calib.jsonl"
-    assert (made["calibration"]["samples"], made["calibration"]["asked"]) == (4, 5)
+    result = manifest.read_manifest(tmp_path / "first")
+    assert (result["model"]["source"], result["model"]["revision"]) == ("org/tiny", commit)
+    assert result["recipe"]["model"] == f"org/tiny@{commit}"
+    assert result["calibration"]["source"] == "org/questions:calib.jsonl"
+    assert (result["calibration"]["samples"], result["calibration"]["asked"]) == (4, 5)
     assert "base_model: org/tiny\n" in (tmp_path / "first" / "README.md").read_text()
     assert json.loads(done.stdout)["next"][0].endswith(f"--baseline org/tiny@{commit} --data FILE")
     assert str(tmp_path / "home") not in (tmp_path / "first" / "vlmcompress.json").read_text()
@@ -122,7 +122,7 @@ def test_quantize_from_ids_then_offline(server, source, tmp_path, monkeypatch, c
         assert "fetching" not in capfd.readouterr().err
         weights = "model.safetensors"
         assert (tmp_path / "first" / weights).read_bytes() == (tmp_path / name / weights).read_bytes()
-        assert manifest.read(tmp_path / name)["model"] == made["model"]
+        assert manifest.read_manifest(tmp_path / name)["model"] == result["model"]
     assert not server.served
 
 
@@ -173,7 +173,7 @@ def test_an_existing_path_wins(online, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["/no/such", "./a/b", "../a", "plain", "a/b/c", "a/b c", "data/rows.jsonl", "a/b:"])
 def test_paths_are_no_ids(name):
-    assert hub.parse(name, "dataset") is None and hub.local(name, "dataset") == Path(name)
+    assert hub.parse_repository(name, "dataset") is None and hub.local(name, "dataset") == Path(name)
 
 
 def test_revisions(online, source):
@@ -187,7 +187,7 @@ def test_revisions(online, source):
         folder = hub.local(name)
         assert (folder / "model.safetensors").read_bytes() == weights
         assert hub.identity(folder) == {"source": "org/tiny", "revision": commit}
-        assert hub.shown(folder) == f"org/tiny@{commit}"
+        assert hub.display_path(folder) == f"org/tiny@{commit}"
     with pytest.raises(UserError, match=r"^model org/tiny has no revision 'v3' at http.*; name one of its branches"):
         hub.local("org/tiny@v3")
 
@@ -261,7 +261,7 @@ def test_refusals(online):
 
 
 def test_half_a_download_is_not_taken_for_whole(online, monkeypatch):
-    """Offline, what the cache lacks is missed: weights behind a configuration, pictures of a folder."""
+    """Offline, what the cache lacks is missed: weights after a configuration, pictures of a folder."""
     online.add("org/tiny", {"config.json": b"{}", "model.safetensors": b"weights"})
     online.add("org/data", {"a.png": b"1", "b.png": b"2"}, kind="dataset")
     hub.local("org/tiny", weights="none")
@@ -276,7 +276,7 @@ def test_half_a_download_is_not_taken_for_whole(online, monkeypatch):
 
 
 def test_an_adapter_with_its_tokenizer(online):
-    """Also where a config.json lies beside it; merged weights make a model of it, of which the adapter is no part."""
+    """Also where a config.json lies next to it; merged weights make a model of it, of which the adapter is no part."""
     files = dict.fromkeys(("adapter_model.safetensors", "tokenizer.json", "chat_template.jinja", "config.json"), b"{}")
     files["adapter_config.json"] = b'{"base_model_name_or_path": "org/base"}'
     online.add("org/adapter", files | {"optimizer.pt": b""})
@@ -305,7 +305,7 @@ DATA = [
 
 @pytest.mark.parametrize(("files", "opened"), DATA, ids=["splits", "shards", "jsonl", "images"])
 def test_data_sets(online, files, opened, capsys):
-    """Of a data set one table, with the images beside it unless it is parquet, or the images."""
+    """Of a data set one table, with the images next to it unless it is parquet, or the images."""
     commit = online.add("org/data", files, kind="dataset")
     path = hub.local("org/data", "dataset")
     folder = path if opened == "." else Path(str(path).removesuffix(opened))
@@ -318,7 +318,7 @@ def test_data_sets(online, files, opened, capsys):
 
 
 def test_data_by_split_and_part(online):
-    """Evaluation takes the test split, all of it; a part is named behind a colon."""
+    """Evaluation takes the test split, all of it; a part is named after a colon."""
     files = {
         f"data/{name}": b"" for name in ("train.parquet", "test-00000-of-00002.parquet", "test-00001-of-00002.parquet")
     }
@@ -336,15 +336,15 @@ def test_data_by_split_and_part(online):
 def test_libraries_stay_offline(online, monkeypatch):
     """`only_ids` closes the network for all but ids; what the user set stands."""
     online.add("org/tiny", {"config.json": b"{}", "model.safetensors": b""})
-    monkeypatch.setattr(hub, "_ours", False)
+    monkeypatch.setattr(hub, "_offline_by_default", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub.only_ids()
+    hub.offline_except_ids()
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
         hub.local("org/tiny")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    hub.only_ids()
+    hub.offline_except_ids()
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert (hub.local("org/tiny") / "config.json").is_file()
     assert constants.HF_HUB_OFFLINE is True

@@ -10,14 +10,14 @@ import pytest
 from vlmcompress.utils import json_files, yaml_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.json_files import Unreadable
-from vlmcompress.utils.messages import reason, shortened, unusable
+from vlmcompress.utils.messages import error_text, path_problem, shortened
 
 NESTED = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize("text", ['{"a": [1, 2.5, NaN, null]}', "7", r'"\ud83d\ude00"', "[" * 100 + "]" * 100])
 def test_what_is_json(text):
-    assert str(json_files.parse(text)) == str(json.loads(text)) == str(json_files.parse(text.encode()))
+    assert str(json_files.parse_json(text)) == str(json.loads(text)) == str(json_files.parse_json(text.encode()))
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def test_what_is_json(text):
 )
 def test_what_is_refused(parse, text, message):
     with pytest.raises((ValueError, UserError), match=message):
-        json_files.parse(text, finite=True) if parse == "json" else yaml_files.parse(text, "it")
+        json_files.parse_json(text, finite=True) if parse == "json" else yaml_files.parse_yaml(text, "it")
 
 
 def test_yaml_that_repeats_is_read():
     text = "a: &x {b: [1, 1e-4]}\nc: *x\nd:\n  <<: *x\n  e: *x\n"
     inner = {"b": [1, 1e-4]}
-    assert yaml_files.parse(text, "it") == {"a": inner, "c": inner, "d": {**inner, "e": inner}}
+    assert yaml_files.parse_yaml(text, "it") == {"a": inner, "c": inner, "d": {**inner, "e": inner}}
 
 
 def test_files(tmp_path):
@@ -62,10 +62,12 @@ def test_messages_end_with_a_whole_sentence():
     error = ValueError(
         "Validation error for field 'hidden_size':\n    TypeError: expected int, got str (value: 'big')\n"
     )
-    assert reason(error) == "Validation error for field 'hidden_size': TypeError: expected int, got str (value: 'big')"
-    assert reason(ValueError("first line\nsecond line")) == "first line" and reason(KeyError()) == "KeyError"
-    assert reason(ValueError("It is wrong. " + "Very wrong indeed. " * 30), 40) == "It is wrong. Very wrong indeed"
-    assert reason(ValueError("word " * 100), 30) == "word word word word word ..."
+    assert (
+        error_text(error) == "Validation error for field 'hidden_size': TypeError: expected int, got str (value: 'big')"
+    )
+    assert error_text(ValueError("first line\nsecond line")) == "first line" and error_text(KeyError()) == "KeyError"
+    assert error_text(ValueError("It is wrong. " + "Very wrong indeed. " * 30), 40) == "It is wrong. Very wrong indeed"
+    assert error_text(ValueError("word " * 100), 30) == "word word word word word ..."
     assert shortened("x" * 2000) == "x" * 2000
     assert len(shortened("x" * 200_000)) <= 2000 and "200,000 characters" in shortened("x" * 200_000)
-    assert "nested too deeply" in (unusable(RecursionError()) or "")
+    assert "nested too deeply" in (path_problem(RecursionError()) or "")

@@ -15,11 +15,11 @@ def test_progress_only_on_a_terminal(capsys, monkeypatch):
     silent.close()
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    shown = ProgressBar()
+    output = ProgressBar()
     for done in range(5):
-        shown("calibrating", done, 4)
-    shown("writing", 4, 4)
-    shown.close()
+        output("calibrating", done, 4)
+    output("writing", 4, 4)
+    output.close()
     text = capsys.readouterr().err
     assert "calibrating" in text and "100%" in text and "writing" in text and text.endswith("\n")
 
@@ -29,10 +29,10 @@ def test_a_quick_phase_ends_its_line(columns, capsys, monkeypatch):
     """All of it comes at once, before tqdm draws anew; the bar is whole, within the terminal, and text follows below."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
-    shown = ProgressBar()
+    output = ProgressBar()
     for done in (0, 1, 40, 100):
-        shown("writing", done, 100)
-    shown.close()
+        output("writing", done, 100)
+    output.close()
     text = capsys.readouterr().err
     assert text.endswith("\n") and "100%" in text.rstrip("\n").split("\r")[-1]
     assert max(map(len, text.replace("\n", "\r").split("\r"))) < columns

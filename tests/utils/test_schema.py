@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from tests.kit import made_manifest, tiny
 from tests.kit.made_results import make_results
 from vlmcompress import models
-from vlmcompress.evaluation.results import FILE, load
+from vlmcompress.evaluation.results import FILE, load_results
 from vlmcompress.export import draft_folder, draft_tensors, manifest
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.reduction import threshold_file
-from vlmcompress.reduction.visual_count import Pictures, Rule
+from vlmcompress.reduction.visual_count import CountRule, Pictures
 from vlmcompress.utils.errors import UserError
 
 OTHER = {str: [1], bool: "x", int: "x", float: "x", list: "x", dict: 7}
@@ -91,7 +91,7 @@ def test_a_manifest(tmp_path):
         files={"config.json": {"sha256": "0", "size": 2}},
     )
     file.write_text(json.dumps(content))
-    assert accepted(file, lambda: manifest.read(tmp_path)) == {"recipe.model"}, "which nobody reads"
+    assert accepted(file, lambda: manifest.read_manifest(tmp_path)) == {"recipe.model"}, "which nobody reads"
 
 
 def test_statistics(tmp_path):
@@ -128,11 +128,11 @@ def test_statistics(tmp_path):
     file = tmp_path / statistics_folder.NAME
     file.write_text(json.dumps(content))
     (tmp_path / "layer-0000.safetensors").write_bytes(b"12")
-    assert accepted(file, lambda: statistics_folder.read(tmp_path)) == {"calibration.reduce.method"}
+    assert accepted(file, lambda: statistics_folder.read_statistics(tmp_path)) == {"calibration.reduce.method"}
     for lacking in (content | {"gradients": content["gradients"] | {"blocks": [{}]}}, content | {"blocks": []}):
         file.write_text(json.dumps(lacking))
         with pytest.raises(UserError, match="lacks gradients of some layers; calibrate again"):
-            statistics_folder.read(tmp_path)
+            statistics_folder.read_statistics(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
@@ -177,7 +177,7 @@ def test_thresholds(tmp_path):
 def test_results(tmp_path):
     file = tmp_path / FILE
     file.write_text(make_results(samples=[], bench=None).model_dump_json(by_alias=True))
-    fields = accepted(file, lambda: load(tmp_path))
+    fields = accepted(file, lambda: load_results(tmp_path))
     free = {".".join(field.split(".")[-2:-1]) for field in fields}
     assert free <= {"machine", "engine", "options"}, "settings of any kind, which are shown"
 
@@ -199,6 +199,6 @@ def test_a_processor(model):
     spec = models.spec_for(models.read_config(model))
 
     def read() -> None:
-        Rule(model, config, spec).count(Pictures(((64, 48),)))
+        CountRule(model, config, spec).count(Pictures(((64, 48),)))
 
     accepted(model / "processor_config.json", read)

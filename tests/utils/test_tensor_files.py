@@ -16,8 +16,8 @@ from vlmcompress.utils.tensor_files import Spec
 @pytest.fixture
 def tensors():
     """One tensor of every type, of odd sizes, one empty, one scalar."""
-    made = {f"t.{code}": torch.arange(7).to(dtype) for code, dtype in tensor_files.DTYPES.items()}
-    return made | {"a.empty": torch.zeros(0, 3), "a.scalar": torch.tensor(2.5), "b.bf16": torch.ones(3, 5).bfloat16()}
+    result = {f"t.{code}": torch.arange(7).to(dtype) for code, dtype in tensor_files.DTYPES.items()}
+    return result | {"a.empty": torch.zeros(0, 3), "a.scalar": torch.tensor(2.5), "b.bf16": torch.ones(3, 5).bfloat16()}
 
 
 def write(path, tensors):
@@ -93,6 +93,6 @@ def test_missing_file_is_named(tmp_path):
 
 def test_split_fills_in_order():
     specs = [(str(i), Spec("U8", (size,))) for i, size in enumerate([4, 4, 4, 20, 1])]
-    assert [list(shard) for shard in tensor_files.split(specs, 10)] == [["0", "1"], ["2"], ["3"], ["4"]]
+    assert [list(shard) for shard in tensor_files.split_shards(specs, 10)] == [["0", "1"], ["2"], ["3"], ["4"]]
     assert tensor_files.shard_names(1) == ["model.safetensors"]
     assert tensor_files.shard_names(2)[1] == "model-00002-of-00002.safetensors"

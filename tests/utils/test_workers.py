@@ -37,7 +37,7 @@ def test_in_turn_goes_on_behind_a_users_error_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "asks", "size"),
+    ("nodes", "query_aware", "size"),
     [
         ([{"CPU": 8.0, "memory": 1e9}], {"num_cpus": 8}, 1),
         ([{"CPU": 8.0}, {"CPU": 32.0}, {"CPU": 16.0}], {"num_cpus": 8}, 3),
@@ -47,8 +47,8 @@ def test_in_turn_goes_on_behind_a_users_error_only() -> None:
         ([{"memory": 1e9}], {"num_cpus": 0}, 0),
     ],
 )
-def test_shares(nodes: list[dict[str, float]], asks: dict[str, float], size: int) -> None:
-    assert workers.shares(nodes) == (asks, size)
+def test_shares(nodes: list[dict[str, float]], query_aware: dict[str, float], size: int) -> None:
+    assert workers.shares(nodes) == (query_aware, size)
 
 
 @pytest.mark.parametrize(

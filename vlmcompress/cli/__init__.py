@@ -35,7 +35,7 @@ from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED
 from vlmcompress.utils import distributed, hub
 from vlmcompress.utils.errors import GateError, UserError
-from vlmcompress.utils.messages import shortened, unusable
+from vlmcompress.utils.messages import path_problem, shortened
 from vlmcompress.utils.registry import VERBS
 
 # Package that is absent -> the extra that brings it.
@@ -51,7 +51,7 @@ _EXTRAS = {
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse one call: `verb` is its verb, `extra` the arguments behind `--` for another program.
+    """Parse one call: `verb` is its verb, `extra` the arguments after `--` for another program.
 
     Raises:
         UserError: an unknown verb or flag, or a bad value, or one that is no text.
@@ -133,17 +133,17 @@ def _main(argv: list[str] | None) -> int:
         args.began = began
         if not args.verbose:
             process.quiet_libraries()
-        hub.only_ids()  # nothing is fetched behind the user's back
-        with process.stopping_signals(), process.stdout_kept_clean():
+        hub.offline_except_ids()  # nothing is fetched after the user's back
+        with process.stopping_signals(), process.redirect_stdout():
             code, data, text = VERBS.get(args.verb).run(args)
         if distributed.is_main():
             escape = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
             process.show(json.dumps(data, indent=1, default=str, ensure_ascii=escape) if as_json else text)
         return code
     except process.Stopped as stop:
-        return _fail(f"stopped by {stop.signal.name}{_how_to_go_on(args)}", 128 + stop.signal, as_json)
+        return _fail(f"stopped by {stop.signal.name}{_resume_hint(args)}", 128 + stop.signal, as_json)
     except KeyboardInterrupt:
-        return _fail(f"interrupted{_how_to_go_on(args)}", INTERRUPTED, as_json)
+        return _fail(f"interrupted{_resume_hint(args)}", INTERRUPTED, as_json)
     except GateError as error:
         return _fail(str(error), GATE, as_json)
     except distributed.NoNumber as error:
@@ -162,7 +162,7 @@ def _main(argv: list[str] | None) -> int:
             return _fail(f"{package} is not installed; {remedy}", BAD_INPUT, as_json)
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             return _fail("out of memory; use fewer --samples or a larger machine (see --dry-run)", BAD_INPUT, as_json)
-        if path := unusable(error):
+        if path := path_problem(error):
             return _fail(path, BAD_INPUT, as_json)
         with tempfile.NamedTemporaryFile("w", prefix="vlmcompress-error-", suffix=".txt", delete=False) as file:
             traceback.print_exc(file=file)
@@ -171,7 +171,7 @@ def _main(argv: list[str] | None) -> int:
         return _fail(f"internal error: {type(error).__name__}: {first}{where}", INTERNAL, as_json)
 
 
-def _how_to_go_on(args: argparse.Namespace) -> str:
+def _resume_hint(args: argparse.Namespace) -> str:
     """The end of the message about a stopped run: how to go on with it; "" where nothing is kept."""
     if "restart" not in args or getattr(args, "dry_run", False) or getattr(args, "report", "") is None:
         return ""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from vlmcompress.cli._outcome import GATE, OK, UNDECIDED, Outcome
 from vlmcompress.evaluation.accuracy import gate as gates
-from vlmcompress.evaluation.report.files import check, write
+from vlmcompress.evaluation.report.files import check_report_folder, write_report
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import terminal
-from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, joined, load
+from vlmcompress.evaluation.report.text import accuracy_tables
+from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, join_results, load_results
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.folders import user_errors
 
@@ -30,7 +30,7 @@ def check_folder(folder: str | Path | None, sides: Callable[[], tuple[Side, Side
         UserError: it can't be made or written to, holds other files, or the report of other checkpoints.
     """
     if folder:
-        check(Path(folder), *sides(), overwrite=overwrite)
+        check_report_folder(Path(folder), *sides(), overwrite=overwrite)
         with user_errors(Path(folder)):
             Path(folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -50,7 +50,7 @@ def conclude(
     """
     if folder and (Path(folder) / FILE).is_file():
         try:
-            results = joined(results, load(folder))
+            results = join_results(results, load_results(folder))
         except UserError:
             if not overwrite:
                 raise
@@ -58,11 +58,11 @@ def conclude(
     rules = gate or (gates.recorded(results.gate) if results.gate else None)
     if rules:
         results = results.model_copy(update={"gate": gates.judge(results, rules)})
-    files = write(results, folder) if folder else {}
+    files = write_report(results, folder) if folder else {}
     code = EXIT[results.gate.verdict] if gate and results.gate else OK
     data = {"ok": code == OK, **results.to_dict(pictures=False), "files": {kind: str(p) for kind, p in files.items()}}
     findings = Findings(results)
-    lines = [terminal(findings), "", *findings.headline]
+    lines = [accuracy_tables(findings), "", *findings.headline]
     if files:
         lines.append(f"Report: {files['html']}")
     return code, data, "\n".join(lines)

@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any):
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
-        self._meant: dict[str, list[str]] = {}
+        self._alternatives: dict[str, list[str]] = {}
 
     def add_argument(
         self, *names: Any, aliases: Iterable[str] = (), mistaken_for: Iterable[str] = (), **settings: Any
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         for alias in aliases:
             self._option_string_actions[alias] = action
         for foreign in mistaken_for:
-            self._meant.setdefault(foreign, []).append(action.option_strings[-1])
+            self._alternatives.setdefault(foreign, []).append(action.option_strings[-1])
         return action
 
     def error(self, message: str) -> NoReturn:
@@ -56,11 +56,15 @@ class Parser(argparse.ArgumentParser):
         """
         flag = unknown.partition("=")[0]
         flags = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
-        meant = self._meant.get(flag) or [f"--{name}" for name in [closest(flag.lstrip("-"), flags, 0.7)] if name]
-        hints = [f"did you mean {' or '.join(repr(name) for name in meant)}?"] if meant else []
+        suggestions = self._alternatives.get(flag) or [
+            f"--{name}" for name in [closest(flag.lstrip("-"), flags, 0.7)] if name
+        ]
+        hints = [f"did you mean {' or '.join(repr(name) for name in suggestions)}?"] if suggestions else []
         if other:
-            hints.append(f"{'Flags' if meant else 'flags'} of {other} go behind --, as in {self.prog} OUT -- {unknown}")
-        elif takers and not meant:
+            hints.append(
+                f"{'Flags' if suggestions else 'flags'} of {other} go after --, as in {self.prog} OUT -- {unknown}"
+            )
+        elif takers and not suggestions:
             hints.append(f"{' and '.join(takers)} {'have' if len(takers) > 1 else 'has'} it")
         raise UserError(f"{self.prog} takes no '{flag}'; {' '.join(hints) or f'see {self.prog} --help'}")
 
@@ -83,7 +87,7 @@ RECIPE_KEYS = {
     "seed": "seed",
 }
 
-# Recipe keys of a training that is not behind a reducer.
+# Recipe keys of a training that is not after a reducer.
 TRAINING = ("model", "out", "calibrate", "trust_remote_code", "seed")
 
 
@@ -350,7 +354,7 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def refuse_foreign(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:
+def refuse_unused(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:
     """Raise `UserError` for recipe values that a verb without a scheme has no use for.
 
     Args:

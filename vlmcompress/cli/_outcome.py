@@ -24,7 +24,7 @@ def findings_text(title: str, findings: Sequence[Finding]) -> str:
     return f"{title}\n{table(rows)}\n{len(findings)} things looked at, {verdict}."
 
 
-def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, remarks: Sequence[str] = ()) -> str:
+def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, notes: Sequence[str] = ()) -> str:
     """The text of a run that wrote something.
 
     Args:
@@ -40,7 +40,7 @@ def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, r
         for number, (name, part) in enumerate(spent.items())
     ]
     commands = ["Next:", *(f"  {command}" for command in done["next"])]
-    return "\n".join([f"Wrote {done['out']} in {duration(done['seconds'])}.", *lines, *phases, *remarks, *commands])
+    return "\n".join([f"Wrote {done['out']} in {duration(done['seconds'])}.", *lines, *phases, *notes, *commands])
 
 
 def evaluation_command(candidate: str | Path, baseline: str | Path, flags: str = "") -> str:
@@ -49,9 +49,9 @@ def evaluation_command(candidate: str | Path, baseline: str | Path, flags: str =
     Args:
         flags: further flags, quoted; empty, or beginning with a space.
     """
-    from vlmcompress.models.data.sources import bundled
+    from vlmcompress.models.data.sources import bundled_data
 
-    data = "" if bundled(baseline, "test") or bundled(candidate, "test") else " --data FILE"
+    data = "" if bundled_data(baseline, "test") or bundled_data(candidate, "test") else " --data FILE"
     return f"vlmcompress eval {shlex.quote(str(candidate))} --baseline {shlex.quote(str(baseline))}{flags}{data}"
 
 
@@ -62,8 +62,8 @@ def calibration_flag(model: str | Path, used: str | Path | None, bundled_with: s
         used: the data of this run, if the user gave some; the flag names them again.
         bundled_with: the model whose bundled data this run used otherwise.
     """
-    from vlmcompress.models.data.sources import bundled
+    from vlmcompress.models.data.sources import bundled_data
 
-    if used is None and bundled(model, "calibration"):
+    if used is None and bundled_data(model, "calibration"):
         return ""
-    return f" --calib {shlex.quote(str(used or bundled(bundled_with, 'calibration') or 'DATA'))}"
+    return f" --calib {shlex.quote(str(used or bundled_data(bundled_with, 'calibration') or 'DATA'))}"

@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def stdout_kept_clean() -> Iterator[None]:
+def redirect_stdout() -> Iterator[None]:
     """Within the context all that is printed to stdout goes to stderr, also by child processes and C libraries."""
     original_stdout = sys.stdout
     original_stdout.flush()

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.evaluation.search.search import QUESTIONS, setup_of
     from vlmcompress.utils.work_folder import claimed
 
-    parts = own_answers.split(args.images, args.most, args.max_drop)
+    parts = own_answers.split_images(args.images, args.most, args.max_drop)
     setup = setup_of(request)
     with claimed(request.out):
         if args.restart:

@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.speed import runs
     from vlmcompress.evaluation.speed.measure import parse_slo
-    from vlmcompress.evaluation.speed.text import text
+    from vlmcompress.evaluation.speed.text import speed_text
 
-    gate = gates.chosen(args.gate, None)
+    gate = gates.choose_gate(args.gate, None)
     check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     with closing(ProgressBar()) as progress:
         results = runs.run(
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> Outcome:
         )
     code, data, conclusion = conclude(results, gate, args.report, overwrite=args.overwrite)
     assert results.bench is not None
-    return code, data, f"{text(results.bench)}\n\n{conclusion}"
+    return code, data, f"{speed_text(results.bench)}\n\n{conclusion}"
 
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:

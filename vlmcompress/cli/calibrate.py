@@ -31,15 +31,15 @@ def options(parser: Parser) -> None:
     _flags.kv_cache(parser, "fp8: collect ranges of keys and values, too")
     _flags.adapter(parser)
     _flags.rotation(parser)
-    _flags.reducer(parser, "collect what the decoder sees behind a visual-token reducer")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
+    _flags.reducer(parser, "collect what the decoder sees after a visual-token reducer")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
         "--for",
         dest="readers",
         metavar="A,B",
         help="collect what these read: schemes, rules that share out bits; e.g. gptq,mbq,luq",
     )
-    which.add_argument(
+    choice.add_argument(
         "--needs",
         metavar="A,B",
         help="collect these, of gram (the large one), absmax, absmean, entropy, and gradient (a backward pass over the "
@@ -50,7 +50,7 @@ def options(parser: Parser) -> None:
     parser.epilog = (
         "Statistics are of the unquantized model (prefix float) and serve every scheme: for each group of layers and each\n"
         "modality (text, vision, answer) the Gram matrix X^T X, absolute maxima, means and counts. quantize without --stats\n"
-        "observes each block behind quantized ones instead (prefix quantized)."
+        "observes each block after quantized ones instead (prefix quantized)."
     )
 
 
@@ -59,23 +59,23 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
-    _flags.refuse_foreign(values, "calibrate", KEYS)
+    _flags.refuse_unused(values, "calibrate", KEYS)
     recipe = resolve(values | {"scheme": "none"}).recipe
     needs: dict[str, Any] = {"needs": frozenset(args.needs.split(","))} if args.needs else {}
     for name in args.needs.split(",") if args.needs else ():
         if name not in STATISTICS:
             raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
-    from vlmcompress.quantization.calibrate import calibrate, needed
+    from vlmcompress.quantization.calibrate import calibrate, statistics_needed
 
     if args.readers:
-        needs = {"needs": needed(args.readers.split(","))}
+        needs = {"needs": statistics_needed(args.readers.split(","))}
 
     with closing(ProgressBar()) as progress:
         done = calibrate(recipe, **needs, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
-    adapter = hub.shown(recipe.adapter) if recipe.adapter else None
-    data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - args.began, adapter)
+    adapter = hub.display_path(recipe.adapter) if recipe.adapter else None
+    data = result(done.out, hub.display_path(recipe.model), done.manifest, time.monotonic() - args.began, adapter)
     return OK, data, text(data, args.verbose)
 
 
@@ -128,9 +128,9 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
 
 def _stages(calibration: Mapping[str, Any]) -> list[str]:
     """What reduced the visual tokens during calibration, as `--reduce` takes it: a resize, a reducer, or both."""
-    from vlmcompress.reduction.choice import read
+    from vlmcompress.reduction.choice import reducer_of_setting
     from vlmcompress.reduction.resize import Resize
 
     resize, reduce = calibration.get("resize"), calibration.get("reduce")
     stages = [str(Resize(**resize))] if resize else []
-    return [*stages, str(read(reduce).asked_for)] if reduce else stages
+    return [*stages, str(reducer_of_setting(reduce).without_thresholds)] if reduce else stages

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.tp != 1:
         results.append(_devices(recipe, _flags.devices(args)))
     fine = all(finding.ok for finding in results)
-    title = f"{hub.shown(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
+    title = f"{hub.display_path(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
     data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in results]}
     return OK if fine else BAD_INPUT, data, findings_text(title, results)
 
@@ -58,7 +58,7 @@ def _devices(recipe: Recipe, tp: int) -> Finding:
     try:
         outlined = not recipe.from_quantized and not has_weights(recipe.model)
         source = models.Source.outline(recipe.model) if outlined else None
-        problem = devices.problem(make_plan(recipe, source=source, refuse=False), tp)
+        problem = devices.devices_problem(make_plan(recipe, source=source, refuse=False), tp)
     except UserError as error:
         return Finding("devices", False, str(error))
     return Finding("devices", problem is None, problem or f"the model can be split over {tp}")

@@ -79,7 +79,7 @@ def _conformance(args: argparse.Namespace) -> list[Any]:
     else:
         from vlmcompress.export import readers
 
-        readers.refuse(args.out, ["vllm"], "without --engine doctor examines its files")
+        readers.refuse_unreadable(args.out, ["vllm"], "without --engine doctor examines its files")
         if args.source is not None:
             raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
     from vlmcompress.engines import conformance

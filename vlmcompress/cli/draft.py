@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
     values = _flags.recipe_values(args)
     trained_on = "a draft is trained on the questions of DATA"
-    _flags.refuse_foreign(values, "draft", _flags.TRAINING, trained_on)
+    _flags.refuse_unused(values, "draft", _flags.TRAINING, trained_on)
     from vlmcompress.training.draft import ALIGNING, DraftTraining, draft
 
     if args.lr is None:
@@ -124,13 +124,13 @@ def run(args: argparse.Namespace) -> Outcome:
         note("vLLM serves Medusa heads up to 0.32; 0.33 has none any more. --kind eagle3 stays")
     from vlmcompress.engines.vllm import available
 
-    engine = engines.get("vllm") if args.engine == "vllm" or (args.engine is None and available()) else None
+    engine = engines.get_engine("vllm") if args.engine == "vllm" or (args.engine is None and available()) else None
     options: dict[str, Any] = {"base": base, "engine": engine, "restart": args.restart, "overwrite": args.overwrite}
     with closing(ProgressBar()) as progress:
         facts = draft(recipe, training, **options, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
-    folder, written = shlex.quote(hub.shown(recipe.model)), shlex.quote(str(recipe.out))
+    folder, written = shlex.quote(hub.display_path(recipe.model)), shlex.quote(str(recipe.out))
     data = {
         "ok": True,
         "out": str(recipe.out),

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
     if args.baseline is None and not args.reduce:
         raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
-    gate = gates.chosen(args.gate, args.max_drop)
+    gate = gates.choose_gate(args.gate, args.max_drop)
     check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     from vlmcompress.api import evaluate
 
@@ -121,6 +121,6 @@ def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
     from vlmcompress import engines
     from vlmcompress.evaluation.accuracy import accuracy
 
-    engine, baseline_engine = (engines.get(name) for name in (args.engine, args.baseline_engine or args.engine))
+    engine, baseline_engine = (engines.get_engine(name) for name in (args.engine, args.baseline_engine or args.engine))
     baseline = accuracy.described(args.baseline or args.out, baseline_engine)
     return baseline, accuracy.described(args.out, engine, args.reduce)

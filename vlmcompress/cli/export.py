@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.export import manifest
 
     source = Path(args.checkpoint)
-    manifest.read(source)
+    manifest.read_manifest(source)
     return carry_out(source, args)
 
 
@@ -42,7 +42,7 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
     from vlmcompress.export.convert import convert
 
     out = Path(args.out)
-    earlier = manifest.read(source)["warnings"] if (source / manifest.MANIFEST).is_file() else ()
+    earlier = manifest.read_manifest(source)["warnings"] if (source / manifest.MANIFEST).is_file() else ()
     with closing(ProgressBar()) as bar:
         record = convert(
             source,

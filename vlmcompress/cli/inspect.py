@@ -20,7 +20,7 @@ PLACE = 13
 def options(parser: argparse.ArgumentParser) -> None:
     _flags.model(parser)
     parser.add_argument("--image", metavar="FILE", action="append", required=True, help="may be repeated")
-    parser.add_argument("--question", metavar="Q", default="", help="text behind the images; some methods look at it")
+    parser.add_argument("--question", metavar="Q", default="", help="text after the images; some methods look at it")
     _flags.reducers(parser, required=True)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the picture to write; .png")
 
@@ -32,17 +32,17 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.models.data.encode import encode_prompt
     from vlmcompress.models.data.samples import Sample, open_image
     from vlmcompress.quantization.plan.prompt_cost import too_small
-    from vlmcompress.reduction.choice import parse
+    from vlmcompress.reduction.choice import parse_reducer
     from vlmcompress.reduction.hooks.picture import Counts, decide, sheet
     from vlmcompress.reduction.support import family_refusal
-    from vlmcompress.utils.folders import save
+    from vlmcompress.utils.folders import save_files
 
     out = Path(args.out)
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: a picture is written; name it FILE.png")
     if out.is_dir():
         raise UserError(f"{out} is a folder; name the file to write")
-    reducers = [parse(text) for text in args.reduce]
+    reducers = [parse_reducer(text) for text in args.reduce]
     model = hub.local(args.model)
     family = spec_for(read_config(model))
     for reducer in reducers:
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> Outcome:
         print(f"warning: {note}", file=sys.stderr)
     png = io.BytesIO()
     sheet(images, layouts, decisions).save(png, "PNG")
-    save(out.parent, {"picture": (out.name, png.getvalue())})
-    shown = [
+    save_files(out.parent, {"picture": (out.name, png.getvalue())})
+    pictures = [
         {
             "image": str(name),
             "tokens": layout.tokens,
@@ -74,5 +74,5 @@ def run(args: argparse.Namespace) -> Outcome:
         f"{name}\n{table([(label, Counts.of(part[number])) for label, part in decisions])}"
         for number, name in enumerate(args.image)
     ]
-    data = {"ok": True, "model": str(args.model), "images": shown, "file": str(out)}
+    data = {"ok": True, "model": str(args.model), "images": pictures, "file": str(out)}
     return OK, data, "\n".join([*lines, f"Wrote {out}."])

@@ -40,7 +40,7 @@ def options(parser: Parser) -> None:
     _flags.settings(parser, "calibrate.max_length or trust_remote_code")
     _flags.resumable(parser, "FILE")
     parser.epilog = (
-        "The network is trained so that MODEL answers behind the tokens that it keeps as it does with all of them. MODEL\n"
+        "The network is trained so that MODEL answers with the tokens that it keeps as it does with all of them. MODEL\n"
         "stays as it is, and where DATA have no answers, its own are taken. A tenth of DATA, 8 samples at least, is held\n"
         "out; the state with the lowest divergence KL(all tokens || kept tokens) there is written. Use FILE with\n"
         "--reduce learned:SHARE,scorer=FILE; a checkpoint that is made so carries it. torchrun -m vlmcompress\n"
@@ -51,15 +51,17 @@ def options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Train the network and report its held-out divergence."""
     from vlmcompress.recipe import resolve
-    from vlmcompress.reduction.choice import choose
+    from vlmcompress.reduction.choice import make_choice
     from vlmcompress.utils import yaml_files
 
     if args.keep == "auto":
         raise UserError("--keep auto: training needs a share; give one above 0 and below 1, such as 0.25")
-    keep = choose("learned", {"keep": yaml_files.parse(args.keep, "--keep")}, f"--keep {args.keep}").options.keep
+    keep = make_choice(
+        "learned", {"keep": yaml_files.parse_yaml(args.keep, "--keep")}, f"--keep {args.keep}"
+    ).options.keep
     values = _flags.recipe_values(args)
     trained_on = "a scorer is trained on images with questions"
-    _flags.refuse_foreign(values, "learn-reducer", _flags.TRAINING, trained_on)
+    _flags.refuse_unused(values, "learn-reducer", _flags.TRAINING, trained_on)
     from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
 
     training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"}, to=args.to)  # type: ignore[arg-type]
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> Outcome:
         facts = learn_reducer(recipe, training, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
-    model = hub.shown(recipe.model)
+    model = hub.display_path(recipe.model)
     calib = calibration_flag(model, recipe.calibrate.data, model)
     reduce = "--reduce " + shlex.quote(f"learned:{facts['keep']:g},scorer={recipe.out}")
     data = {
@@ -83,13 +85,13 @@ def run(args: argparse.Namespace) -> Outcome:
         ],
     }
     kl, samples = data["held_out_kl"], data["samples"]
-    beside = ", ".join(f"{name} {kl[name]:.4f}" for name in ("uniform", "coverage", "untrained"))
+    baselines = ", ".join(f"{name} {kl[name]:.4f}" for name in ("uniform", "coverage", "untrained"))
     written = samples["answers_of_the_teacher"]
     answers = f", {written} answers by the model itself" if written else ""
     steps = f"{data['steps']} of at most {data['training']['steps']}, step {data['best_step']} is kept"
     share = f"a share of {data['keep']:g}" if data["to"] is None else f"shares from {data['keep']:g} to {data['to']:g}"
     rows = [
-        ("held-out KL", f"{kl['learned']:.4f} nats an answer token at {share}; {beside}"),
+        ("held-out KL", f"{kl['learned']:.4f} nats an answer token at {share}; {baselines}"),
         ("steps", steps + (f"; {data['ended']}" if data["ended"] else "")),
         ("data", f"{samples['trained_on']} samples of '{samples['source']}', {samples['held_out']} held out{answers}"),
     ]

@@ -49,7 +49,7 @@ def _targets() -> Entries:
 
     entries = []
     for name in targets.REGISTRY.names():
-        machine = targets.get(name)
+        machine = targets.get_target(name)
         default, throughput = machine.schemes[None], machine.schemes["throughput"]
         schemes = default if throughput == default else f"{default} by default, {throughput} for throughput"
         entries.append({"name": name, "about": f"{machine.title}: {schemes}"})
@@ -57,9 +57,9 @@ def _targets() -> Entries:
 
 
 def _recipes() -> Entries:
-    from vlmcompress.utils.settings import bundled
+    from vlmcompress.utils.settings import bundled_recipes
 
-    lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in bundled().items()}
+    lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in bundled_recipes().items()}
     return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
 
 
@@ -79,13 +79,13 @@ def _reducers() -> Entries:
 def _suites() -> Entries:
     from vlmcompress.evaluation.accuracy import catalogue
 
-    return [{"name": name, "about": catalogue.about(name)} for name in catalogue.names()]
+    return [{"name": name, "about": catalogue.about_task(name)} for name in catalogue.task_names()]
 
 
 def _gates() -> Entries:
     from vlmcompress.evaluation.accuracy import gate
 
-    return [{"name": name, "about": gate.about(name)} for name in gate.names()]
+    return [{"name": name, "about": gate.about_gate(name)} for name in gate.gate_names()]
 
 
 KINDS: dict[str, Callable[[], Entries]] = {

@@ -16,7 +16,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.text import figures, parse_bytes, parse_pixels, size, table
 
 if TYPE_CHECKING:
-    from vlmcompress.engines.vllm.served_model import Model
+    from vlmcompress.engines.vllm.served_model import ServedModel
     from vlmcompress.evaluation.capacity.capacity import Capacity
 
 GROUP = "look first"
@@ -76,14 +76,14 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.plot and not Path(args.plot).parent.is_dir():
         raise UserError(f"--plot {args.plot}: {Path(args.plot).parent} does not exist; make the folder first")
     _process.import_transformers()
-    from vlmcompress.engines.vllm.served_model import open_model
-    from vlmcompress.evaluation.capacity.capacity import Request, plan_capacity
-    from vlmcompress.reduction.choice import parse
+    from vlmcompress.engines.vllm.served_model import read_served_model
+    from vlmcompress.evaluation.capacity.capacity import CapacityRequest, plan_capacity
+    from vlmcompress.reduction.choice import parse_reducer
     from vlmcompress.reduction.visual_count import Pictures
 
-    reducer = parse(args.reduce) if args.reduce else None
-    request = Request(Pictures(*fields.pop("pictures")), reduce=reducer, **fields)
-    model = open_model(Path(hub.local(args.model, weights="headers")))
+    reducer = parse_reducer(args.reduce) if args.reduce else None
+    request = CapacityRequest(Pictures(*fields.pop("pictures")), reduce=reducer, **fields)
+    model = read_served_model(Path(hub.local(args.model, weights="headers")))
     capacity = plan_capacity(model, request)
     data, text = as_data(capacity), plan_text(capacity)
     if args.sizes or args.plot:
@@ -130,7 +130,7 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         "pictures": ((image,) * images, video),
         "text": args.text_tokens,
         "out": args.out_tokens,
-        "target": targets.get(args.target) if args.target else None,
+        "target": targets.get_target(args.target) if args.target else None,
         "target_name": args.target,
         "tp": args.tp,
         "kv_cache": args.kv_cache,
@@ -143,7 +143,7 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:
+def _by_size(model: ServedModel, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:
     """A row for each image size: cache of one request, and how many requests the recommended format serves at once."""
     from vlmcompress.evaluation.capacity.capacity import plan_capacity
     from vlmcompress.reduction.visual_count import Pictures
@@ -193,12 +193,12 @@ def _draw(file: Path, rows: list[dict[str, Any]], capacity: Capacity) -> None:
 def plan_text(capacity: Capacity) -> str:
     """The plan as text: the request, the memory, the formats, and the commands to run."""
     from vlmcompress.evaluation.capacity import advice
-    from vlmcompress.evaluation.capacity.capacity import verdict
+    from vlmcompress.evaluation.capacity.capacity import capacity_verdict
 
     request = capacity.request
     where = request.target.title if request.target else "any machine"
     devices = f" x {request.tp}" if request.tp > 1 else ""
-    head = f"{advice.shown_model(capacity)} on {where}{devices}"
+    head = f"{advice.model_name(capacity)} on {where}{devices}"
     rows = [("a request", "visual", "text", "output", "context", "cache it fills", "in whole blocks")]
     for name, load in capacity.loads.items():
         counts = (f"{count:,}" for count in (load.visual, load.text, load.out, load.context))
@@ -210,13 +210,13 @@ def plan_text(capacity: Capacity) -> str:
         if row.weights.refused
     ]
     lines += ["", *refused] if refused else []
-    lines += ["", f"Verdict: {verdict(capacity)}"]
+    lines += ["", f"Verdict: {capacity_verdict(capacity)}"]
     if best := capacity.best:
-        lines[-1] += f" ({advice.reason(capacity, best)})"
-        written = advice.command(capacity, best, advice.shown_model(capacity))
-        flags = advice.flags(capacity, best)
+        lines[-1] += f" ({advice.recommendation(capacity, best)})"
+        written = advice.command(capacity, best, advice.model_name(capacity))
+        flags = advice.serve_flags(capacity, best)
         lines += [f"  {written}"] if written else []
-        lines.append(f"  vllm serve {'OUT' if written else advice.shown_model(capacity)} {' '.join(map(str, flags))}")
+        lines.append(f"  vllm serve {'OUT' if written else advice.model_name(capacity)} {' '.join(map(str, flags))}")
         lines += [table([(flag.name, flag.reason) for flag in flags], indent="    ")]
     lines += [f"  note: {note}" for note in capacity.notes]
     return "\n".join(lines)
@@ -298,7 +298,7 @@ def sizes_text(rows: list[dict[str, Any]], capacity: Capacity) -> str:
 def as_data(capacity: Capacity) -> dict[str, Any]:
     """The plan as data for `--json`; in bytes and seconds."""
     from vlmcompress.evaluation.capacity import advice
-    from vlmcompress.evaluation.capacity.capacity import verdict
+    from vlmcompress.evaluation.capacity.capacity import capacity_verdict
     from vlmcompress.quantization.plan.findings import MEMORY_SHARE
 
     request, best, drafting = capacity.request, capacity.best, capacity.speculation
@@ -326,11 +326,11 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
         }
         for row in capacity.rows
     ]
-    flags = advice.flags(capacity, best) if best else []
+    flags = advice.serve_flags(capacity, best) if best else []
     return {
         "ok": best is not None,
-        "verdict": verdict(capacity),
-        "model": advice.shown_model(capacity),
+        "verdict": capacity_verdict(capacity),
+        "model": advice.model_name(capacity),
         "target": request.target_name,
         "tp": request.tp,
         "kv_cache": request.kv_cache,
@@ -355,8 +355,8 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
         "loads": {name: {**dataclasses.asdict(load), "context": load.context} for name, load in capacity.loads.items()},
         "formats": formats,
         "recommended": best.weights.name if best else None,
-        "reason": advice.reason(capacity, best) if best else None,
-        "quantize": advice.command(capacity, best, advice.shown_model(capacity)) if best else None,
+        "reason": advice.recommendation(capacity, best) if best else None,
+        "quantize": advice.command(capacity, best, advice.model_name(capacity)) if best else None,
         "serve": [dataclasses.asdict(flag) for flag in flags],
         "notes": list(capacity.notes),
     }

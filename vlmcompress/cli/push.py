@@ -55,17 +55,17 @@ def run(args: argparse.Namespace) -> Outcome:
         if args.results:
             from vlmcompress.evaluation.report.findings import Findings
             from vlmcompress.evaluation.report.text import card_section
-            from vlmcompress.evaluation.results import load
+            from vlmcompress.evaluation.results import load_results
             from vlmcompress.export import manifest
 
-            results, record = load(args.results), manifest.read(out)
+            results, record = load_results(args.results), manifest.read_manifest(out)
             side, bytes_after = results.candidate, record["size"]["weights_after"]
             if side.weight_bytes != bytes_after or side.layer_errors != record.get("errors", {}):
                 raise UserError(
                     f"--results {args.results} is about another checkpoint than {out} ('{side.name}'); run eval again"
                 )
             measured = card_section(Findings(results))
-        upload = publish.plan(out, args.repository, base_model=args.base_model, measured=measured)
+        upload = publish.plan_upload(out, args.repository, base_model=args.base_model, measured=measured)
     data: dict[str, Any] = {
         "ok": True,
         "repository": args.repository,

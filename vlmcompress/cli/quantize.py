@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> Outcome:
         from vlmcompress.quantization.plan import devices
         from vlmcompress.quantization.plan.plan import make_plan
 
-        if problem := devices.problem(make_plan(resolved.recipe), count):
+        if problem := devices.devices_problem(make_plan(resolved.recipe), count):
             raise UserError(problem)
     if args.dry_run:
         return _planned(resolved, values, args.recipe, args.overwrite)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> Outcome:
         return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-    data = result(done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - args.began)
+    data = result(done.out, hub.display_path(resolved.recipe.model), done.manifest, time.monotonic() - args.began)
     return OK, data, text(data, args.verbose)
 
 
@@ -77,15 +77,15 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, ov
     _process.import_transformers()
     from vlmcompress.export.manifest import MANIFEST
     from vlmcompress.quantization.plan import devices
-    from vlmcompress.quantization.plan.calibration_data import looked_at
+    from vlmcompress.quantization.plan.calibration_data import preview_data
     from vlmcompress.quantization.plan.plan import make_plan
     from vlmcompress.utils import folders
 
     recipe = resolved.recipe
     if recipe.out is not None:
-        folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)
+        folders.check_out(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)
     plan = make_plan(recipe)
-    preview = looked_at(plan)
+    preview = preview_data(plan)
     if recipe.out is not None and plan.statistics:
         folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
     if plan.budget and plan.statistics and not plan.recipe.rotate:
@@ -94,11 +94,11 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, ov
         from vlmcompress.utils.progress import silent
 
         whole = resolve(values, file).recipe  # bits are shared out by the weights themselves
-        plan = allocate.share_out(make_plan(whole), progress=silent)
+        plan = allocate.allocate_bits(make_plan(whole), progress=silent)
     data = {
         "ok": True,
         **plan.to_dict(),
-        "devices": devices.choices(plan),
+        "devices": devices.launch_device_counts(plan),
         "samples": preview.count if preview else None,
         "origins": resolved.origins,
     }
@@ -127,7 +127,7 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
     ratio = "as they are"
     if plan.bytes_after != plan.bytes_before:
         ratio = smaller(plan.bytes_before, max(plan.bytes_after, 1))
-    prefix = {"float": "float: blocks are solved behind unquantized ones", None: "none: nothing is observed"}
+    prefix = {"float": "float: blocks are solved after unquantized ones", None: "none: nothing is observed"}
     shared = allocation_text(plan.allocation) if plan.allocation else ""
     if plan.undecided:
         shared = "\nThe widths of groups are decided after the calibration; with --stats they are shown here."
@@ -137,8 +137,8 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
         *([("images", plan.visual_tokens.text)] if plan.visual_tokens else []),
         ("peak memory", f"about {size(plan.peak_bytes)}"),
         ("calibration", data),
-        ("devices", devices_text(devices.choices(plan))),
-        ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved behind quantized ones")),
+        ("devices", devices_text(devices.launch_device_counts(plan))),
+        ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved after quantized ones")),
     ]
     lines = [f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})", table(settings)]
     lines.append(f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}")
@@ -165,8 +165,8 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
-    facts = readers.read(json_files.read(out / "config.json"), out.name)
-    served = recipe.get("engine", "vllm") == "vllm" and readers.verdict("vllm", facts).reason is None
+    facts = readers.gather_facts(json_files.read(out / "config.json"), out.name)
+    served = recipe.get("engine", "vllm") == "vllm" and readers.load_verdict("vllm", facts).reason is None
     engine = f" --engine {other} --baseline-engine hf" if other else " --engine hf"
     compare = evaluation_command(out, model, "" if served else engine)
     serve = f"vlmcompress serve {shlex.quote(str(out))}"
@@ -220,10 +220,10 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     lines = [f"  weights   {f'{size(after)}, as they were' if before == after else changed}"]
     if done["reduce"] or done["resize"]:
         from vlmcompress.quantization.plan.visual_tokens import VisualTokens
-        from vlmcompress.reduction.choice import read
+        from vlmcompress.reduction.choice import reducer_of_setting
         from vlmcompress.reduction.resize import Resize
 
-        reducer = read(done["reduce"]) if done["reduce"] else None
+        reducer = reducer_of_setting(done["reduce"]) if done["reduce"] else None
         resize = Resize(**done["resize"]) if done["resize"] else None
         lines.append(f"  images    {VisualTokens(reducer, False, done['visual_tokens'], resize).text}")
     lines.append(f"  devices   {devices_text(done['devices'])}")

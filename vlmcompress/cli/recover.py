@@ -1,4 +1,4 @@
-"""Train a model for some steps to answer behind a token reducer as it does without; the result is a plain checkpoint."""
+"""Train a model for some steps to answer with a token reducer as it does without; the result is a plain checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULTS = {"rank": 8, "steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
 def options(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of the original, in 16 bits or more")
     parser.add_argument("-o", "--out", required=True, help="folder to write")
-    _flags.reducer(parser, "what the model is to run behind, and the checkpoint carries")
+    _flags.reducer(parser, "what the model is to run after, and the checkpoint carries")
     _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
     parser.add_argument(
         "--train",
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
-    _flags.refuse_foreign(values, "recover", KEYS, "recover trains on images with questions alone")
+    _flags.refuse_unused(values, "recover", KEYS, "recover trains on images with questions alone")
     from vlmcompress.training.recover import TrainingOptions, recover
 
     training = TrainingOptions(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> Outcome:
         return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-    original, seconds = hub.shown(recipe.model), time.monotonic() - args.began
+    original, seconds = hub.display_path(recipe.model), time.monotonic() - args.began
     data = result(done.out, original, done.manifest, seconds, recipe.calibrate.data)
     return OK, data, text(data, args.verbose)
 
@@ -104,9 +104,9 @@ def result(
 
 def _reducers(recipe: Mapping[str, Any]) -> list[str]:
     """The reducer of a recipe in the form of the command line. A `resize` is in the processor's files already."""
-    from vlmcompress.reduction.choice import read
+    from vlmcompress.reduction.choice import reducer_of_setting
 
-    return [str(read(recipe["reduce"]).asked_for)] if recipe.get("reduce") else []
+    return [str(reducer_of_setting(recipe["reduce"]).without_thresholds)] if recipe.get("reduce") else []
 
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
@@ -126,8 +126,8 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         ("data", f"{samples['trained_on']} samples of '{data['source']}', {samples['held_out']} held out{answers}"),
     ]
     kept = "the original weights, which were written with the reducer"
-    remarks = [] if recovery["changed"] else [f"Nothing was better than {kept}."]
-    return written_text(done, [table(rows)], verbose, remarks)
+    notes = [] if recovery["changed"] else [f"Nothing was better than {kept}."]
+    return written_text(done, [table(rows)], verbose, notes)
 
 
 def _nats(value: float) -> str:

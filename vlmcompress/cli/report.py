@@ -22,8 +22,8 @@ def run(args: argparse.Namespace) -> Outcome:
     """Write the page. The exit code is 0 also for a failed gate, which `eval` exits with."""
     from vlmcompress.evaluation.report import comparison
 
-    files = comparison.write(args.runs, args.out, overwrite=args.overwrite)
+    files = comparison.write_comparison(args.runs, args.out, overwrite=args.overwrite)
     data = {"ok": True, "files": {kind: str(path) for kind, path in files.items()}}
-    tables = comparison.terminal(args.runs)
+    tables = comparison.comparison_tables(args.runs)
     text = f"Wrote {files['html']} ({', '.join(path.name for path in files.values())})."
     return OK, data, f"{tables}\n{text}" if tables else text

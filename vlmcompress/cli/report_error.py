@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 GROUP = "measure"
 PLACE = 34
-SHOWN = 12  # layers in the table
+TOP_LAYERS = 12  # layers in the table
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("other", metavar="OTHER", nargs="?", help="a second one: show what changed from OUT to OTHER")
     parser.add_argument("-o", "--out", metavar="FILE", help="write a page with heat maps; .html")
     parser.add_argument(
-        "--top", type=int, metavar="N", default=SHOWN, help=f"layers in the table; default: {SHOWN}; 0: all"
+        "--top", type=int, metavar="N", default=TOP_LAYERS, help=f"layers in the table; default: {TOP_LAYERS}; 0: all"
     )
     parser.add_argument("--stats", metavar="STATS", help="measure the errors with these statistics; needs --model")
     parser.add_argument("--model", metavar="MODEL", help="the original, for --stats")
@@ -35,7 +35,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Read or measure the errors, and write a page of them where one is asked for."""
     from vlmcompress.evaluation.report import layers
-    from vlmcompress.utils.folders import save
+    from vlmcompress.utils.folders import save_files
 
     if args.top < 0:
         raise UserError(f"--top is {args.top}; give a number of layers, or 0 for all")
@@ -45,13 +45,13 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--out {args.out}: a page is written; name it FILE.html")
     first, *rest = _errors(args)
     other = rest[0] if rest else None
-    data = {"ok": True, **layers.data(first, other)}
-    text = layers.text(first, other, args.top)
+    data = {"ok": True, **layers.layer_errors_json(first, other)}
+    text = layers.layers_text(first, other, args.top)
     if args.out is not None:
         out = Path(args.out)
         if out.is_dir():
             raise UserError(f"{out} is a folder; name the file to write")
-        data["file"] = str(save(out.parent, {"html": (out.name, layers.page(first, other))})["html"])
+        data["file"] = str(save_files(out.parent, {"html": (out.name, layers.layers_page(first, other))})["html"])
         text += f"\n\nWrote {out}."
     return OK, data, text
 
@@ -62,12 +62,12 @@ def _errors(args: argparse.Namespace) -> list[LayerErrors]:
     if args.stats is None:
         from vlmcompress.evaluation.doctor import layer_errors
 
-        return [layer_errors.read(folder) for folder in folders]
+        return [layer_errors.read_errors(folder) for folder in folders]
     from vlmcompress.evaluation.doctor import measured_errors
     from vlmcompress.quantization.calibration import statistics_folder
     from vlmcompress.utils import hub
 
-    statistics, model = statistics_folder.read(Path(args.stats)), hub.local(args.model)
+    statistics, model = statistics_folder.read_statistics(Path(args.stats)), hub.local(args.model)
     if not model.is_dir():
         raise UserError(f"{model} is not a folder; give the original that the statistics are of")
     return [measured_errors.measure(folder, statistics, model) for folder in folders]

@@ -18,7 +18,7 @@ from vlmcompress.utils.progress import ProgressBar
 from vlmcompress.utils.text import parse_pixels
 
 if TYPE_CHECKING:
-    from vlmcompress.evaluation.search.search import Request
+    from vlmcompress.evaluation.search.search import SearchRequest
 
 GROUP = "compress"
 PLACE = 22
@@ -46,7 +46,7 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--space", metavar="FILE", help="what to try, in recipe keys; default: all that the target runs"
     )
-    parser.add_argument("--recover", action="store_true", help="also try models trained behind their reducer")
+    parser.add_argument("--recover", action="store_true", help="also try models trained with their reducer")
     parser.add_argument("--limit", type=int, metavar="N", help="most questions of VALIDATION to ask; default: all")
 
 
@@ -99,16 +99,16 @@ def run(args: argparse.Namespace) -> Outcome:
         return search_outcome(search_request, args)
 
 
-def request(args: argparse.Namespace) -> Request:
+def request(args: argparse.Namespace) -> SearchRequest:
     """The search request that the flags describe."""
-    from vlmcompress.evaluation.search.search import Request
-    from vlmcompress.evaluation.search.speed import Load
+    from vlmcompress.evaluation.search.search import SearchRequest
+    from vlmcompress.evaluation.search.speed import TypicalRequest
 
     check(args)
     image = parse_pixels(args.image_size, "--image-size", most=999_999)
     base = _flags.recipe_values(args)
     out = Path(base.pop("out"))
-    return Request(
+    return SearchRequest(
         base=base,
         out=out,
         data=getattr(args, "data", None),
@@ -118,7 +118,7 @@ def request(args: argparse.Namespace) -> Request:
         margin=args.max_drop,
         goal=args.optimize,
         speed=args.speed,
-        load=Load(image=image, out=args.out_tokens),
+        load=TypicalRequest(image=image, out=args.out_tokens),
         budget=seconds(args.max_time) if args.max_time else None,
         engine=args.engine,
         ray=args.ray,
@@ -153,13 +153,15 @@ def seconds(text: str) -> float:
     return 3600.0 * hours + 60.0 * minutes + rest
 
 
-def search_outcome(search_request: Request, args: argparse.Namespace, reference: str = "the data's answers") -> Outcome:
+def search_outcome(
+    search_request: SearchRequest, args: argparse.Namespace, reference: str = "the data's answers"
+) -> Outcome:
     """Run a search, confirm its winner and write the page. `reference`: what answers are compared with, in words."""
     from vlmcompress.evaluation.report import search as report
-    from vlmcompress.evaluation.search.search import WORK, find
+    from vlmcompress.evaluation.search.search import WORK, run_search
 
     with closing(ProgressBar()) as progress:
-        data, winner = find(search_request, progress)
+        data, winner = run_search(search_request, progress)
         code = OK
         data["reference"] = reference
         if winner and search_request.confirm:
@@ -168,7 +170,7 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
             from vlmcompress.evaluation.accuracy import gate as gates
             from vlmcompress.evaluation.search.trial_log import CONFIRMED
 
-            gate = gates.chosen(None, search_request.margin)
+            gate = gates.choose_gate(None, search_request.margin)
             model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
             results = evaluate(
                 winner,
@@ -208,7 +210,7 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
             if all(candidate["why"].startswith(("loses more", "gains nothing")) for candidate in tried)
             else UNDECIDED
         )
-    files = report.write(data, search_request.out)
+    files = report.write_search_report(data, search_request.out)
     if not args.keep_work:
         shutil.rmtree(search_request.out / WORK, ignore_errors=True)
     data = {
@@ -217,4 +219,4 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
         "out": str(search_request.out),
         "files": {kind: str(path) for kind, path in files.items()},
     }
-    return code, data, report.text(data)
+    return code, data, report.search_text(data)

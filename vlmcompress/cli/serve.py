@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> Outcome:
         refused = ["--videos-per-request"] * (args.videos_per_request != 0)
         refused += ["--images-per-request"] * (args.images_per_request != 4)
         refused += ["--draft or --speculative-config"] * bool(_flags.drafting(args, args.out))
-        llamacpp_server.serve(args.out, args.host, args.port, args.max_model_len, [*refused, *args.extra])
+        llamacpp_server.serve_gguf(args.out, args.host, args.port, args.max_model_len, [*refused, *args.extra])
     from vlmcompress.engines.vllm.serve import serve
 
     serve(

@@ -35,28 +35,28 @@ def options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Learn the thresholds and write them."""
     from vlmcompress import models
-    from vlmcompress.quantization.inputs import placed, read_inputs
+    from vlmcompress.quantization.inputs import on_accelerator, read_inputs
     from vlmcompress.recipe import resolve
     from vlmcompress.reduction import support, threshold_file
-    from vlmcompress.reduction.choice import parse
+    from vlmcompress.reduction.choice import parse_reducer
     from vlmcompress.reduction.hooks import learning
 
     out = Path(args.out)
     if out.suffix != ".json" or out.is_dir():
         raise UserError(f"--out {out}: thresholds go to a file; name it FILE.json")
-    reducer = parse(f"{threshold_file.METHOD}:{args.keep}")
+    reducer = parse_reducer(f"{threshold_file.METHOD}:{args.keep}")
     values = {key: value for key, value in _flags.recipe_values(args).items() if key != "out"}
     recipe = resolve(values | {"scheme": "none"}).recipe
     if reason := support.family_refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    support.check(vlm, reducer)
+    support.check_reducer(vlm, reducer)
     with closing(ProgressBar()) as progress:
         inputs = read_inputs(recipe, vlm, "vlmcompress thresholds", progress)
-        with placed(vlm):
-            learnt = learning.learn(vlm, inputs.batches, reducer, progress)
-            kept = learning.kept(vlm, inputs.batches, learnt)
-    content = threshold_file.save(out, vlm, learnt, kept, inputs.origin or {})
+        with on_accelerator(vlm):
+            learned = learning.learn_thresholds(vlm, inputs.batches, reducer, progress)
+            kept = learning.count_kept(vlm, inputs.batches, learned)
+    content = threshold_file.save_thresholds(out, vlm, learned, kept, inputs.origin or {})
     facts = content["kept"]
     lines = [
         f"Thresholds of {len(content['reduce']['thresholds'])} layers, with which {facts['pictures']} pictures keep "

@@ -25,7 +25,7 @@ def options(parser: Parser) -> None:
         "--image-size", metavar="WxH", action="append", required=True, help="may be repeated: images of one prompt"
     )
     _flags.reducers(parser, required=False)
-    parser.add_argument("--question", metavar="Q", default="", help="text behind the images")
+    parser.add_argument("--question", metavar="Q", default="", help="text after the images")
     _flags.kv_cache(parser, "fp8 or bf16; default: the model's own type", default=None, metavar="TYPE")
     parser.epilog = (
         "prefill and KV cache are the language model's; the encoder works on whole images whatever a reducer drops, and on\n"
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> Outcome:
     sizes = [parse_pixels(text, "--image-size", most=999_999_999) for text in args.image_size]
     resize, reducers = compared(args.reduce)
     model = hub.local(args.model, weights="none")
-    costs = prompt_cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
+    costs = prompt_cost.prompt_costs(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
     for note in costs.notes:
         print(f"warning: {note}", file=sys.stderr)
     data = {"ok": True, "model": str(args.model), **costs.to_dict()}

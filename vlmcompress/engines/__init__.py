@@ -48,7 +48,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Settings:
+class EngineSettings:
     """Settings of a run of an engine.
 
     Attributes:
@@ -145,7 +145,7 @@ class Job:
     model: str | Path
     requests: Sequence[Request]
     media: Path
-    settings: Settings = Settings()
+    settings: EngineSettings = EngineSettings()
     label: str = "answering"
     progress: Progress = silent
     on_answer: Callable[[Answer], None] = lambda answer: None
@@ -179,7 +179,7 @@ def media_file(address: str, media: Path) -> Path:
     return path
 
 
-def get(spec: str) -> Engine:
+def get_engine(spec: str) -> Engine:
     """Return the engine that `spec` names.
 
     Raises:

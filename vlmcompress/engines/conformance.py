@@ -32,7 +32,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from vlmcompress import engines, models
-from vlmcompress.engines import Answer, Request, Settings, first_tokens, llamacpp_server
+from vlmcompress.engines import Answer, EngineSettings, Request, first_tokens, llamacpp_server
 from vlmcompress.engines.vllm import installed, interpreter, names
 from vlmcompress.export.convert import convert
 from vlmcompress.export.formats import compressed_tensors
@@ -122,13 +122,13 @@ def examine(
             requests = make_questions(media, prompts, data, seed)
         else:
             config = models.read_config(folder)
-            reduced = reducer_block.read(config) is not None
+            reduced = reducer_block.read_reducer(config) is not None
             spec = models.spec_for(config)  # what is wrong with the checkpoint is said before a model is loaded
             interpreter()
             requests = make_questions(media, prompts, data, seed)
             requests += _vllm_questions(media, requests[0], "mrope_section" in json.dumps(config), seed)
             progress("asking vLLM for the tensors' places", 0, 3)
-            findings.append(names.check(folder))
+            findings.append(names.check_tensors(folder))
             if not findings[0].ok:
                 return findings
             method = (config.get("quantization_config") or {}).get("quant_method", compressed_tensors.FORMAT)
@@ -140,13 +140,13 @@ def examine(
             exact = not config.get("quantization_config") and not (spec.mixed_blocks and installed().cpu)
         settings: dict[str, Any] = {"max_tokens": TOKENS, "logprobs": LOGPROBS, "dtype": "float32" if exact else "auto"}
         progress("asking transformers", 1, 3)
-        alone = Settings(**settings, max_num_seqs=1)
-        expected = engines.get("hf").answer(reference, requests, media=media, settings=alone).answers
+        alone = EngineSettings(**settings, max_num_seqs=1)
+        expected = engines.get_engine("hf").answer(reference, requests, media=media, settings=alone).answers
         progress(f"asking {engine}", 2, 3)
         if engine == "vllm":
             requests = requests + [Request(request.id + AGAIN, request.messages) for request in requests]
-            alone = Settings(**settings, max_num_seqs=BATCH)
-        answers = engines.get(engine).answer(folder, requests, media=media, settings=alone).answers
+            alone = EngineSettings(**settings, max_num_seqs=BATCH)
+        answers = engines.get_engine(engine).answer(folder, requests, media=media, settings=alone).answers
     return findings + judge(expected, answers, EXACT[engine] if exact else ROUNDED[reduced])
 
 
@@ -159,10 +159,10 @@ def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits:
     gaps = {name: gap for name in both if (gap := _gap(answers[name], expected[name])) is not None}
     others = []
     for name in gaps:
-        first, theirs = answers[name].first or {}, expected[name].first or {}
-        chosen, token = max(first, key=first.__getitem__), max(theirs, key=theirs.__getitem__)
+        first, reference = answers[name].first or {}, expected[name].first or {}
+        chosen, token = max(first, key=first.__getitem__), max(reference, key=reference.__getitem__)
         # A near tie may fall either way: each of the two values is off by up to the median that is allowed.
-        if theirs[token] - theirs.get(chosen, -1e9) > 2 * limits.median:
+        if reference[token] - reference.get(chosen, -1e9) > 2 * limits.median:
             others.append(name)
     within, enough = sum(gap <= limits.most for gap in gaps.values()), limits.share * len(gaps)
     middle, largest = (statistics.median(gaps.values()), max(gaps.values())) if gaps else (0.0, 0.0)

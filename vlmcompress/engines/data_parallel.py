@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.engines import Answer, Engine, Job, Refusals, Request, Run, Settings, media_file
+from vlmcompress.engines import Answer, Engine, EngineSettings, Job, Refusals, Request, Run, media_file
 from vlmcompress.engines.local import WORKER, Local
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
@@ -97,7 +97,7 @@ class Part:
     model: str
     hub: dict[str, str] | None
     content: str
-    settings: Settings
+    settings: EngineSettings
     requests: tuple[Request, ...] = ()
     images: tuple[tuple[str, bytes], ...] = ()
 
@@ -138,8 +138,8 @@ def divide(requests: Sequence[Request], batch: int, count: int) -> list[list[Req
     groups: dict[Any, list[Request]] = {}
     for request in requests:
         addresses = tuple(part[part["type"]]["url"] for part in request.media())
-        shown = (request.images(), request.videos()) if batch else addresses
-        groups.setdefault(shown or request.id, []).append(request)
+        media = (request.images(), request.videos()) if batch else addresses
+        groups.setdefault(media or request.id, []).append(request)
     cuts = ((group, batch or len(group)) for group in groups.values())
     units = [group[at : at + size] for group, size in cuts for at in range(0, len(group), size)]
     parts: list[list[Request]] = []
@@ -180,7 +180,7 @@ def _model_here(part: Part) -> Path:
     """The model's folder on this machine."""
     folder, node = Path(part.model), platform.node()
     if part.hub and not folder.is_dir():
-        hub.only_ids()
+        hub.offline_except_ids()
         return hub.local(f"{part.hub['source']}@{part.hub['revision']}")  # the commit says what is in it
     if not folder.is_dir():
         raise UserError(f"{folder} is not there on node {node}; put the model at the same path on every node")

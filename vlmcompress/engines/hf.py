@@ -77,9 +77,9 @@ class Engine:
         import torch
         from transformers import AutoProcessor
 
-        from vlmcompress.models import VLM, open_model, quiet, read_config, spec_for
+        from vlmcompress.models import VLM, open_model, quiet_transformers, read_config, spec_for
         from vlmcompress.models.data.encode import check_placeholders
-        from vlmcompress.reduction.choice import parse
+        from vlmcompress.reduction.choice import parse_reducer
         from vlmcompress.reduction.hooks import attach_carried
 
         settings, folder = job["settings"], job["model"]
@@ -105,9 +105,11 @@ class Engine:
         ids = [getattr(model.config, name, None) for name in names]
         self.visual = torch.tensor([token for token in ids if token is not None])
         if job.get("images_per_prompt") and (family := spec_for(read_config(folder))):
-            with quiet():
+            with quiet_transformers():
                 check_placeholders(VLM(self.model, self.processor, family, Path(folder)))
-        reduce = parse(job["reduce"]) if job.get("reduce") else None  # else the one that the checkpoint carries, if any
+        reduce = (
+            parse_reducer(job["reduce"]) if job.get("reduce") else None
+        )  # else the one that the checkpoint carries, if any
         self.attached = attach_carried(self.model, self.processor, folder, reduce)
         self.reduce = None if self.attached is None else str(self.attached.chosen)
 
@@ -147,7 +149,7 @@ class Engine:
                     part = {"type": "image", "image": image.convert("RGB")}
             elif part["type"] == "video_url":
                 images = any(other["type"] == "image_url" for other in content)
-                video.check(self.processor, "the request", images)
+                video.check_videos(self.processor, "the request", images)
                 file = media_file(part["video_url"]["url"], self.media)
                 decoded.append(video.Video(file, "the request").frames(self.processor))
                 part = {"type": "video", "video": decoded[-1][0]}
@@ -176,7 +178,7 @@ class Engine:
                 logits_processor=[first],  # `output_logits` would keep those of every step
             )[:, padded:]
         dropped = [0] * len(batch)
-        for unit in self.attached.seen if self.attached and count(batch[0], "image_url") else ():
+        for unit in self.attached.reduced_units if self.attached and count(batch[0], "image_url") else ():
             dropped[unit.row] += len(unit.reduction.target) - len(unit.reduction.anchor)
         for row, (request, limit) in enumerate(zip(batch, limits, strict=True)):
             answer = tokens[row, :limit].tolist()

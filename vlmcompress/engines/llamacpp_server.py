@@ -1,4 +1,4 @@
-"""llama.cpp's OpenAI-compatible server, that of the package `xllamacpp`, as a process: for `serve` and `bench`.
+"""llama.cpp's OpenAI-compatible server, that of the package `xllamacpp`, as a process: for `serve_gguf` and `bench`.
 
     with server("OUT") as running:
         requests.get(f"{running.url}/v1/models")
@@ -99,7 +99,7 @@ def command(folder: Path, host: str, port: int, context: int | None, slots: int)
     return [sys.executable, __file__, str(folder.resolve()), host, str(port), str(length), str(slots)]
 
 
-def serve(folder: str | Path, host: str, port: int, context: int | None, refused: list[str]) -> None:
+def serve_gguf(folder: str | Path, host: str, port: int, context: int | None, refused: list[str]) -> None:
     """Replace this process by the server; `refused`: flags that only vLLM has. Errors are those of `command`."""
     from vlmcompress.engines.vllm.serve import example
     from vlmcompress.utils.errors import UserError
@@ -113,7 +113,7 @@ def serve(folder: str | Path, host: str, port: int, context: int | None, refused
 
 
 @contextlib.contextmanager
-def server(
+def gguf_server(
     model: str | Path,
     *,
     max_model_len: int | None = None,

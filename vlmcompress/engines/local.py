@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.engines import Answer, Engine, Job, Refusals, Request, Run, Settings, first_tokens
+from vlmcompress.engines import Answer, Engine, EngineSettings, Job, Refusals, Request, Run, first_tokens
 from vlmcompress.utils import model_folder
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import note
@@ -131,7 +131,7 @@ class Local(Engine):
                 seconds += time.monotonic() - began if began else 0.0
         return Run(answers, engine | {"restarts": restarts}, round(seconds, 2))
 
-    def _run(self, model: Path, requests: Sequence[Request], media: Path, settings: Settings) -> Generator[dict]:
+    def _run(self, model: Path, requests: Sequence[Request], media: Path, settings: EngineSettings) -> Generator[dict]:
         job = {
             "media": str(media.resolve()),
             "images_per_prompt": max((request.images() for request in requests), default=0),
@@ -141,7 +141,7 @@ class Local(Engine):
             "speculative": json.loads(self.speculative) if self.speculative else None,
         }
         lines = [asdict(request) for request in requests]
-        with model_folder.whole(model) as folder:
+        with model_folder.servable_folder(model) as folder:
             job["model"] = str(folder.resolve())
             timeouts = settings.start_timeout, settings.answer_timeout
             yield from self.events(job, lines, model, *timeouts, refusals=True)
@@ -204,7 +204,7 @@ class Local(Engine):
                 silence = "gave no answer for" if started else "had not loaded the model after"
                 raise UserError(f"{self.title} {silence} {limit:g} s with {model}{last_words(log)}") from None
             if line is None:
-                end = f"({how_it_ended(worker.wait())}) with {model}{last_words(log)}"
+                end = f"({exit_text(worker.wait())}) with {model}{last_words(log)}"
                 raise Crash(f"{self.title} died {end}") if started else UserError(f"{self.title} could not start {end}")
             event = json.loads(line)
             if event["event"] == "error":
@@ -296,7 +296,7 @@ def stop_process(process: subprocess.Popen, grace: float = 5.0) -> None:
             process.wait(10.0)
 
 
-def how_it_ended(code: int) -> str:
+def exit_text(code: int) -> str:
     """Describe an exit status in words."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 

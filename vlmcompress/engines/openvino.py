@@ -45,13 +45,13 @@ class Engine(Rendered):
 
         from vlmcompress.export.openvino import REGISTRY, pruning
         from vlmcompress.reduction import block as reducer_block
-        from vlmcompress.reduction.choice import parse
+        from vlmcompress.reduction.choice import parse_reducer
 
         super().__init__(job, "openvino", REGISTRY, "openvino_language_model.xml")
         folder, settings = Path(job["model"]), job["settings"]
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        carried = reducer_block.read(config)
-        reduce = parse(job["reduce"]) if job.get("reduce") else carried.reducer if carried else None
+        carried = reducer_block.read_reducer(config)
+        reduce = parse_reducer(job["reduce"]) if job.get("reduce") else carried.reducer if carried else None
         self.reduce = str(reduce) if reduce else None
         self.pruned = pruning(reduce.plain(), self.family_name) if reduce else {}
         positions, limit = config["text_config"].get("max_position_embeddings") or 8192, settings["max_model_len"]
@@ -67,7 +67,7 @@ class Engine(Rendered):
         """Answer one request."""
         text, images = self.prompt(request["messages"])
         tag = self.family.tag or self.family.image
-        prompt = text.replace(self.family.image + self.family.behind, self.family.image).replace(self.family.image, tag)
+        prompt = text.replace(self.family.image + self.family.suffix, self.family.image).replace(self.family.image, tag)
         greedy = self._generate(prompt, images, request["max_tokens"] or settings["max_tokens"])
         if (length := greedy.perf_metrics.get_num_input_tokens()) >= self.longest:
             raise ValueError(f"the prompt has {length} tokens and the maximum context length is {self.longest}")

@@ -30,7 +30,7 @@ class _Record(BaseModel):
 
 
 class Calibration(_Record):
-    """The samples that a checkpoint was calibrated on. `prefix`: blocks were observed behind "float" or "quantized" ones.
+    """The samples that a checkpoint was calibrated on. `prefix`: blocks were observed after "float" or "quantized" ones.
 
     `images`: different images; `tokens`: numbers by modality; `text`: samples of text alone, from `text_source`.
     """
@@ -45,7 +45,7 @@ class Calibration(_Record):
     prefix: str | None = None
 
 
-class Made(_Record):
+class Provenance(_Record):
     """How a checkpoint was made, from its manifest.
 
     Attributes:
@@ -97,7 +97,7 @@ class Side(_Record):
     weight_bytes: Count = 0
     scheme: str = ""
     reducer: str = ""
-    made: Made | None = None
+    made: Provenance | None = None
     layer_errors: dict[str, dict[str, float]] = {}
     engine: dict[str, Any] = {}
 
@@ -325,7 +325,7 @@ class Bench(_Record):
     memory: dict[str, Memory] = {}
 
 
-class Rule(_Record):
+class GateRule(_Record):
     """One line of a judged gate: the rule, the value found, and the verdict.
 
     A rule on accuracy names its `suite`, its `family` (None: all samples) and the `margin`, so that a table of the suite
@@ -350,7 +350,7 @@ class Gate(_Record):
 
     name: str
     verdict: Verdict
-    rules: list[Rule]
+    rules: list[GateRule]
     file: dict[str, Any] = {}
 
 
@@ -381,7 +381,7 @@ class Results(_Record):
         return self.model_dump(mode="json", by_alias=True, exclude=None if pictures else {"pictures"})
 
 
-def load(path: str | Path) -> Results:
+def load_results(path: str | Path) -> Results:
     """Read a `results.json`, or the one in a folder.
 
     Raises:
@@ -411,7 +411,7 @@ def load(path: str | Path) -> Results:
     return results
 
 
-def joined(new: Results, old: Results) -> Results:
+def join_results(new: Results, old: Results) -> Results:
     """Add to `new` the accuracy or the speed that only `old` has, and its gate, if both are of the same checkpoints."""
     if new.identity() != old.identity():
         return new

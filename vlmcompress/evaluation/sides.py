@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vlmcompress import __version__, models
-from vlmcompress.evaluation.results import Calibration, Made, Side
+from vlmcompress.evaluation.results import Calibration, Provenance, Side
 from vlmcompress.export import card, manifest, readers
 from vlmcompress.models import read_json, shards
 from vlmcompress.reduction import block as reducer_block
@@ -30,18 +30,18 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     if not path.is_dir():
         return Side(name=str(model), path=str(model), engine=dict(engine))
     try:
-        record = manifest.read(path)
+        record = manifest.read_manifest(path)
     except UserError:  # none that can be read: an error here would cost hours of measurement
         record = {}
-    made = _made(path, record) if record else None
+    provenance = _provenance(path, record) if record else None
     reducer, attached = _reducer(path), engine.get("reduce") or ""
     return Side(
-        name=hub.facts(path)["source"] + (f" with {attached}" if attached != reducer and attached else ""),
-        path=hub.shown(path),
+        name=hub.source_facts(path)["source"] + (f" with {attached}" if attached != reducer and attached else ""),
+        path=hub.display_path(path),
         weight_bytes=_weight_bytes(path, record),
-        scheme=made.scheme if made else "",
+        scheme=provenance.scheme if provenance else "",
         reducer=attached or reducer,
-        made=made,
+        made=provenance,
         layer_errors=record.get("errors", {}),
         engine=dict(engine),
     )
@@ -50,7 +50,7 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
 def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
     """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers; where it has none, what its
     manifest says, or 0."""
-    if own_engine(path):
+    if format_engine(path):
         return record["size"]["weights_after"] if record else 0
     try:
         count = 0
@@ -62,7 +62,7 @@ def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
     return max(count, 0)
 
 
-def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
+def _provenance(path: Path, record: Mapping[str, Any]) -> Provenance | None:
     """Read from a manifest how its checkpoint was made, and from `config.json` its number formats.
 
     None where these are not what this version writes.
@@ -75,7 +75,7 @@ def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
             for group in (quantization.get("config_groups") or {}).values()
         ] or [card.other_format(quantization)] * bool(quantization)
         text = (data or {}).get("text") or {}
-        return Made(
+        return Provenance(
             source=record["model"]["source"],
             family=record["model"]["family"],
             scheme=recipe.get("scheme") or "",
@@ -115,13 +115,13 @@ def _reducer(path: Path) -> str:
     """
     file = path / "config.json"
     try:
-        block = reducer_block.read(read_json(file, "config")) if file.is_file() else None
+        block = reducer_block.read_reducer(read_json(file, "config")) if file.is_file() else None
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return str(block.reducer) if block else ""
 
 
-def own_engine(path: Path) -> str:
+def format_engine(path: Path) -> str:
     """The engine that alone loads a checkpoint, by the format in its config.json; empty where there is no such."""
     quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
     method = str(quantization.get("quant_method"))
@@ -146,7 +146,7 @@ def folder(model: str | Path, *engines: str) -> Path:
     _reducer(path)
     _note_asides(path)
     if engines:
-        readers.refuse(path, engines)
+        readers.refuse_unreadable(path, engines)
     return path
 
 

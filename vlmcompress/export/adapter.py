@@ -28,7 +28,7 @@ from vlmcompress.export.changed import Change
 from vlmcompress.export.write import OutputTensor
 from vlmcompress.models import Source
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.adapter import inputs_folder, read_config, replaced
+from vlmcompress.recipe.adapter import inputs_folder, read_adapter_config, replaced
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import unchanged
@@ -100,7 +100,7 @@ class Merge:
     rows: int | None = None
 
 
-def problem(folder: Path, source: Source) -> str | None:
+def adapter_problem(folder: Path, source: Source) -> str | None:
     """Why an adapter can't be merged into a model, from the headers of both; None where it can."""
     try:
         _merge(folder, source)
@@ -109,13 +109,13 @@ def problem(folder: Path, source: Source) -> str | None:
     return None
 
 
-def notes(recipe: Recipe) -> list[str]:
+def adapter_notes(recipe: Recipe) -> list[str]:
     """Lines about what a recipe's adapter brings besides weights."""
     kinds = replaced(recipe.model, recipe.adapter)
     return [f"the adapter's own {' and '.join(kinds)} took the place of the base's"] if kinds else []
 
 
-def write(
+def write_merged(
     source: Source,
     folder: Path,
     out: Path,
@@ -148,12 +148,12 @@ def write(
         tensors.append(OutputTensor(entry.name, spec, origin))
     config = models.with_vocabulary(source.config, merge.rows) if merge.rows else source.config
     files = inputs_folder(source.path, folder)
-    changed.write(source.path, out, tensors, config, (RECORD, mark), files=files, progress=progress)
+    changed.write_changed(source.path, out, tensors, config, (RECORD, mark), files=files, progress=progress)
 
 
 def _merge(folder: Path, source: Source) -> Merge:
     """What an adapter makes of its base, from headers; the values of a head are read that shares the embedding's."""
-    config = read_config(folder)
+    config = read_adapter_config(folder)
     _check_kind(folder, config)
     entries = _entries(folder)
     layers: dict[str, dict[str, Entry]] = {}
@@ -167,7 +167,7 @@ def _merge(folder: Path, source: Source) -> Merge:
         else:
             whole[name] = entry
     memory = models.memory_names(source.meta_model, [*(f"{name}.weight" for name in layers), *whole])
-    made: dict[str, Change] = {}
+    changes: dict[str, Change] = {}
     tied, vocabulary, sizes = models.tied_names(source.meta_model), _vocabulary(source), dict[str, int]()
     for name, entry in whole.items():
         parameter = memory[name]
@@ -178,17 +178,17 @@ def _merge(folder: Path, source: Source) -> Merge:
             sizes[parameter] = entry.spec.shape[0]
         elif entry.spec.shape != shape:
             raise UserError(f"{folder / WEIGHTS}: '{name}' is {list(entry.spec.shape)}, the base's is {list(shape)}")
-        made[parameter] = _value(entry)
+        changes[parameter] = _value(entry)
     rows = _rows(folder, source, sizes)
     for name, parts in layers.items():
         parameter = memory[f"{name}.weight"]
         shape = _stored_shape(folder, name, parameter, source)
         shape = (rows, *shape[1:]) if rows and parameter in vocabulary else shape
         low = _low(folder, config, name, parts, source, parameter, shape)
-        made[parameter] = _both(made[parameter], low.merged) if parameter in made else low.merged
-    if not made:
+        changes[parameter] = _both(changes[parameter], low.merged) if parameter in changes else low.merged
+    if not changes:
         raise UserError(f"{folder / WEIGHTS} has no adapter of any layer; give the folder that PEFT wrote")
-    return Merge(made, rows)
+    return Merge(changes, rows)
 
 
 def _vocabulary(source: Source) -> list[str]:

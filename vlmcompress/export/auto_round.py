@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vlmcompress.models.quantization_keys import INTEGERS, MADE, refuse_unknown
+from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, refuse_unknown
 from vlmcompress.utils.errors import UserError
 
 METHOD = "auto-round"
@@ -61,4 +61,4 @@ def translated(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(values: Any, further: Collection[str], at: str = "") -> None:
     """Raise `UserError` for what a block or its entry of a layer says that is not read; `further`: keys of a block alone."""
-    refuse_unknown(values, {*_NUMBERS, *further}, MADE | _INPUTS, INTEGERS, at)
+    refuse_unknown(values, {*_NUMBERS, *further}, IRRELEVANT | _INPUTS, INTEGERS, at)

@@ -26,14 +26,14 @@ from vlmcompress.utils.text import size, smaller
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
-ASKS = """ It reads the question: all words of the prompt or, where a server runs with `--trust-request-mm-kwargs`, what a \
+QUERY = """ It reads the question: all words of the prompt or, where a server runs with `--trust-request-mm-kwargs`, what a \
 request has under `"mm_processor_kwargs": {"query": "..."}`."""
 MAKER = "vlmcompress"
 _FROM_ORIGINAL = ("license", "license_name", "license_link", "language")
 _LONGEST = 1000  # characters of a value from the original's card
 
 
-def render(
+def render_card(
     record: Mapping[str, Any],
     tree: Path,
     name: str,
@@ -58,7 +58,7 @@ def render(
     front = front_matter(tree / SOURCE_CARD)
     licence = front.get("license_name") or front.get("license")
     owner = repository.partition("/")[0] if repository else None
-    facts = launch_files.facts(config, record, name)
+    facts = launch_files.launch_facts(config, record, name)
     about = metadata(record["model"]["source"], config, front, facts, base_model=base_model, quantized_by=owner)
     before, after = record["size"]["weights_before"], record["size"]["weights_after"]
     sizes = f"Weights: {size(before)} before, {size(after)} after ({smaller(before, after)})."
@@ -76,10 +76,10 @@ def render(
             f"## Image size\n\nThe processor makes large images smaller: {most}.{share if resize.get('keep') else ''} No "
             "weight depends on it, and the original's processor undoes it."
         )
-    if reducer := reducer_block.read(config):
-        asks = ASKS if reducer.reducer.asks and record["recipe"].get("engine", "vllm") == "vllm" else ""
+    if reducer := reducer_block.read_reducer(config):
+        query_aware = QUERY if reducer.reducer.query_aware and record["recipe"].get("engine", "vllm") == "vllm" else ""
         text = _reducer(reducer.reducer.label, record.get("visual_tokens"), _recovered(record))
-        sections.append("## Visual tokens\n\n" + text + asks)
+        sections.append("## Visual tokens\n\n" + text + query_aware)
     if recovery := record.get("recovery"):
         sections.append("## Recovered\n\n" + _recovery(recovery))
     if measured:
@@ -123,7 +123,11 @@ def _kept(quantization: Mapping[str, Any]) -> str:
     """What stays in 16 bits, by a block's own list of it: compressed-tensors' and ModelOpt's, AWQ's, GPTQ's."""
     dynamic = [pattern[2:] for pattern in quantization.get("dynamic") or () if pattern.startswith("-:")]
     entries = [*(quantization.get("ignore") or quantization.get("modules_to_not_convert") or ()), *dynamic]
-    plain = ["norms"] if readers.read({"quantization_config": quantization}, "").embeddings else ["embeddings", "norms"]
+    plain = (
+        ["norms"]
+        if readers.gather_facts({"quantization_config": quantization}, "").embeddings
+        else ["embeddings", "norms"]
+    )
     return f"Left as they were: {', '.join([*plain, *(f'`{entry}`' for entry in entries)])}."
 
 
@@ -153,19 +157,19 @@ def number_format(args: Mapping[str, Any] | None) -> str:
 
 
 def _recovered(record: Mapping[str, Any]) -> bool:
-    """Whether weights were trained behind the reducer."""
+    """Whether weights were trained with the reducer."""
     return bool((record.get("recovery") or {}).get("changed"))
 
 
 def _recovery(recovery: Mapping[str, Any]) -> str:
-    """The section about training behind the reducer."""
+    """The section about training with the reducer."""
     kl, samples = recovery["held_out_kl"], recovery["samples"]
     training = f"{recovery['steps']} steps on {samples['trained_on']} samples"
     if not recovery["changed"]:
         return f"{training} lowered nothing on {samples['held_out']} held-out samples; the weights are as they were before."
     parts = ", ".join(f"{name} ({count:,})" for name, count in recovery["parameters"].items())
     return (
-        f"Trained behind the reducer to answer as the original does: {training}, of which step "
+        f"Trained after the reducer to answer as the original does: {training}, of which step "
         f"{recovery['best_step']} is kept. "
         f"Its divergence from the original on {samples['held_out']} held-out samples fell from {kl['before']:.4f} to "
         f"{kl['after']:.4f} nats an answer token. Trained numbers: {parts}."
@@ -184,7 +188,7 @@ def _reducer(reducer: str, tokens: Mapping[str, Any] | None, recovered: bool) ->
     return f"{text} The block `{reducer_block.KEY}` of config.json says what is reduced."
 
 
-def _usage(name: str, facts: readers.Facts, repository: str | None) -> str:
+def _usage(name: str, facts: readers.LoadFacts, repository: str | None) -> str:
     """The section about the engines that run the checkpoint: what to install, the command or code, why others don't load it."""
     name = name if name.isprintable() and "`" not in name else "FOLDER"
     folder = shlex.quote(f"./{name}")
@@ -205,7 +209,7 @@ def _usage(name: str, facts: readers.Facts, repository: str | None) -> str:
         )
     flags = " --trust-remote-code" * facts.code + " --kv-cache-dtype fp8" * facts.kv_fp8
     served = f"```sh\nvllm serve {folder} --served-model-name {facts.name}{flags}\n```"
-    if reason := readers.verdict("vllm", facts).reason:
+    if reason := readers.load_verdict("vllm", facts).reason:
         served = f"vLLM does not load it: {reason}."
     elif facts.reducer:
         plugin = "pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint."
@@ -217,9 +221,9 @@ def _usage(name: str, facts: readers.Facts, repository: str | None) -> str:
     )
 
 
-def _transformers(name: str, facts: readers.Facts) -> str:
+def _transformers(name: str, facts: readers.LoadFacts) -> str:
     """How transformers loads the checkpoint, or why it does not."""
-    verdict, place = readers.verdict("transformers", facts), json.dumps(f"./{name}", ensure_ascii=False)
+    verdict, place = readers.load_verdict("transformers", facts), json.dumps(f"./{name}", ensure_ascii=False)
     if verdict.reason:
         return f"transformers does not load it: {verdict.reason}."
     imports = ["from transformers import AutoModelForImageTextToText, AutoProcessor"]
@@ -253,12 +257,12 @@ def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:
 
 def _provenance(record: Mapping[str, Any]) -> str:
     recipe, calibration = record["recipe"], record["calibration"]
-    made = ", ".join(f"{package} {version}" for package, version in record["created_by"].items())
+    versions = ", ".join(f"{package} {version}" for package, version in record["created_by"].items())
     changed = record.get("converted")
     if changed and recipe.get("scheme") == "converted":
         origin = f"Another tool's {_plain(changed['from'])} checkpoint, brought into the format {_plain(changed['to'])}"
-        return f"{origin} without rounding anything again. {made}.\n\nThe hash of every file: `{MANIFEST}`."
-    text = f"Scheme `{recipe.get('scheme')}`, seed {record['seed']}. {made}."
+        return f"{origin} without rounding anything again. {versions}.\n\nThe hash of every file: `{MANIFEST}`."
+    text = f"Scheme `{recipe.get('scheme')}`, seed {record['seed']}. {versions}."
     if changed:
         text += f" Written as {_plain(changed['from'])} first, then as {_plain(changed['to'])}, with the same weights."
     if calibration is None:
@@ -285,7 +289,7 @@ def metadata(
     source: str,
     config: Mapping[str, Any],
     original: Mapping[str, Any],
-    facts: readers.Facts,
+    facts: readers.LoadFacts,
     *,
     base_model: str | None = None,
     quantized_by: str | None = None,
@@ -308,12 +312,12 @@ def metadata(
         entries["base_model_relation"] = "quantized"
     if quantization:
         entries["quantized_by"] = quantized_by or MAKER
-    loaded = readers.verdict("transformers", facts)
+    loaded = readers.load_verdict("transformers", facts)
     if loaded.reason is None and not loaded.loader:  # the Hub then offers the code to load it
         entries["library_name"] = "transformers"
     entries["pipeline_tag"] = "image-text-to-text"
     entries |= {key: original[key] for key in _FROM_ORIGINAL if _usable(original.get(key))}
-    return entries | {"tags": _tags(config, served=readers.verdict("vllm", facts).reason is None)}
+    return entries | {"tags": _tags(config, served=readers.load_verdict("vllm", facts).reason is None)}
 
 
 def id_problem(name: str) -> str | None:
@@ -342,7 +346,7 @@ def front_matter(card: Path) -> dict[str, Any]:
     if len(marks) < 2 or marks[0] != 0:
         return {}
     try:
-        front = yaml_files.parse("\n".join(lines[1 : marks[1]]), str(card))
+        front = yaml_files.parse_yaml("\n".join(lines[1 : marks[1]]), str(card))
     except UserError:
         return {}
     return front if isinstance(front, dict) else {}

@@ -28,7 +28,7 @@ def has(out: Path, record: str, mark: str) -> bool:
     return (out / record).is_file() and (out / record).read_text(encoding="utf-8") == mark
 
 
-def write(
+def write_changed(
     source: Path,
     out: Path,
     tensors: Sequence[OutputTensor],
@@ -49,7 +49,7 @@ def write(
         progress: called with bytes written and bytes in all.
     """
     name, mark = record
-    folders.check(source, out, overwrite=True, mark=name)
+    folders.check_out(source, out, overwrite=True, mark=name)
     with folders.new_folder(out) as tree:
         write_weights(tree, list(tensors), parse_bytes(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
         write_json(tree / "config.json", dict(config))

@@ -13,8 +13,8 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.export import manifest, tokenizers
-from vlmcompress.export.formats import Format, Writer, files_problems, problems
-from vlmcompress.export.layer_targets import layers_of
+from vlmcompress.export.formats import ExportFormat, Writer, files_problems, format_problems
+from vlmcompress.export.layer_targets import describe_layers
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.export.stored import Stored
 from vlmcompress.export.write import Content, OutputTensor, cast_entry, write_folder
@@ -51,8 +51,8 @@ def convert(
     if format not in FORMATS.names():
         raise UserError(f"unknown format '{format}'{did_you_mean(format, FORMATS.names())}")
     writer = FORMATS.get(format)
-    folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
-    with models.quiet():
+    folders.check_out(source, out, overwrite=overwrite, mark=MANIFEST)
+    with models.quiet_transformers():
         stored = Stored.of(source)
     if stored.format == format and (source / MANIFEST).is_file():
         raise UserError(f"{source} is {format} already; choose another format")
@@ -61,12 +61,12 @@ def convert(
     specs = {entry.name: entry.spec for entry in stored.entries}
     if fault := models.draft_fault(stored.spec, stored.config, specs):
         raise UserError(fault)
-    carried = reducer_block.read(stored.config)
+    carried = reducer_block.read_reducer(stored.config)
     reducer = carried.reducer.plain() if carried else None
     model_config = stored.meta_model.config.to_dict()
     for reason in files_problems(writer, source, stored.spec.family, model_config, reducer):
         raise UserError(reason)
-    if problem := tokenizers.compare(writer, source, model_config).problem:
+    if problem := tokenizers.compare_tokenizers(writer, source, model_config).problem:
         raise UserError(problem)
     layers, tensors = _layers(stored, written, writer), written_tensors(stored, writer)
     config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
@@ -102,17 +102,17 @@ def convert(
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 
 
-def _layers(stored: Stored, written: Mapping[str, str], format: Format) -> Layers:
+def _layers(stored: Stored, written: Mapping[str, str], format: ExportFormat) -> Layers:
     """Which layers are quantized. `written`: memory name of a parameter -> its name in the output, which is in `format`."""
     names = [entry.name for entry in stored.entries]
     kv_cache = bool(stored.kv_scales) and format.KV_SCALES is not None
-    return layers_of(stored.schemes, stored.meta_model, written, stored.spec, stored=names, kv_cache=kv_cache)
+    return describe_layers(stored.schemes, stored.meta_model, written, stored.spec, stored=names, kv_cache=kv_cache)
 
 
 def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
     """What a format has in the place of each of a checkpoint's tensors. Raises `UserError` for what it cannot hold."""
     written = models.written_names(stored.names, stored.spec)
-    for problem in problems(writer, _layers(stored, written, writer)):
+    for problem in format_problems(writer, _layers(stored, written, writer)):
         raise UserError(problem)
     for layer in stored.layers.values():
         try:
@@ -121,7 +121,7 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
             raise UserError(f"{layer.prefix.removesuffix('.')}: {error}") from error
     renamed = {disk: written[memory] for memory, disk in stored.names.items()}
     owner = {entry.name: name for name, layer in stored.layers.items() for entry in layer.entries.values()}
-    unwanted, kv = set(models.left_out(stored.names, [entry.name for entry in stored.entries])), dict[str, str]()
+    unwanted, kv = set(models.unwritten_names(stored.names, [entry.name for entry in stored.entries])), dict[str, str]()
     for prefix, pair in stored.kv_scales.items():
         if writer.KV_SCALES is None:
             unwanted |= {entry.name for entry in pair}
@@ -156,8 +156,8 @@ def _record(stored: Stored, format: str) -> tuple[int, dict[str, Any]]:
     total += sum(2 * rows * columns for rows, columns in (layer.shape for layer in stored.layers.values()))
     converted = {"from": stored.format, "to": format, "folder": stored.path.resolve().name}
     if (stored.path / MANIFEST).is_file():
-        record = manifest.read(stored.path)
-        manifest.verify(stored.path, record)
+        record = manifest.read_manifest(stored.path)
+        manifest.verify_hashes(stored.path, record)
         recipe = record["recipe"] | {"format": format}
         return record["size"]["weights_before"], record | {"recipe": recipe, "converted": converted}
     recipe = {"model": str(stored.path), "scheme": "converted", "format": format, "seed": None}

@@ -21,8 +21,9 @@ FORMAT = "bf16"
 
 
 def outline(path: Path) -> Source:
-    """The 16-bit model that `write` would make of a checkpoint, from headers alone. Raises `UserError` if it is not FP8."""
-    with models.quiet():
+    """The 16-bit model that `write_dequantized` would make of a checkpoint, from headers alone. Raises `UserError` if
+    it is not FP8."""
+    with models.quiet_transformers():
         stored = Stored.of(path)
     for scheme in dict.fromkeys(stored.schemes.values()):
         if scheme.weights.kind != "float" or scheme.weights.bits != 8:
@@ -36,7 +37,7 @@ def outline(path: Path) -> Source:
     return Source(path, config, stored.spec, stored.meta_model, specs, names)
 
 
-def write(path: Path, out: Path, progress: Callable[[int, int], None] | None = None) -> Source:
+def write_dequantized(path: Path, out: Path, progress: Callable[[int, int], None] | None = None) -> Source:
     """Write the 16-bit model of an FP8 checkpoint into the folder `out`, in the place of an earlier one."""
     convert(path, out, FORMAT, overwrite=True, progress=progress)
     return Source.of(out)

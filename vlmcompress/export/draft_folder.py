@@ -2,7 +2,7 @@
 
 EAGLE-3's config is in the form of the `speculators` library (vLLM reads it in `transformers_utils/configs/speculators`): the
 draft's block as a Llama config, the target's taps, and how many tokens to guess. Medusa's is that of
-`transformers_utils/configs/medusa`. `vlmcompress-draft.json` beside it says which checkpoint the draft was trained for, by the
+`transformers_utils/configs/medusa`. `vlmcompress-draft.json` next to it says which checkpoint the draft was trained for, by the
 hash of its files: another one accepts fewer guesses, one of other sizes none.
 """
 
@@ -115,10 +115,12 @@ class Draft:
             raise UserError(
                 f"{folder} is no draft of vlmcompress (no {FACTS}); name the folder that `vlmcompress draft` wrote"
             )
-        facts = schema.read(_Facts, folder / FACTS, _REMEDY)
-        settings = schema.read(_Eagle3 if facts["method"] == "eagle3" else _Medusa, folder / "config.json", _REMEDY)
+        facts = schema.read_checked(_Facts, folder / FACTS, _REMEDY)
+        settings = schema.read_checked(
+            _Eagle3 if facts["method"] == "eagle3" else _Medusa, folder / "config.json", _REMEDY
+        )
         draft = Draft(folder, settings, facts)
-        draft_images.read(draft.block)
+        draft_images.read_draft_images(draft.block)
         if draft_tensors.HEAD not in draft.stored():
             raise UserError(f"{folder / WEIGHTS} lacks {draft_tensors.HEAD}; {_REMEDY}")
         return draft
@@ -148,7 +150,7 @@ class Draft:
     @property
     def images(self) -> DraftImages:
         """What it gets of images."""
-        return draft_images.read(self.block)
+        return draft_images.read_draft_images(self.block)
 
     def stored(self) -> dict[str, tensor_files.Entry]:
         """Its tensors, from the header of their file. UserError: there is none, or it is damaged."""
@@ -194,7 +196,7 @@ class Draft:
 
     def is_for(self, target: Path) -> bool:
         """Whether it was trained for just that checkpoint."""
-        return self.target.get("content_sha256") == manifest.model_hash(target)
+        return self.target.get("content_sha256") == manifest.checkpoint_hash(target)
 
     def speculative_config(self) -> dict[str, Any]:
         """What vLLM's `--speculative-config` is for it."""
@@ -204,8 +206,8 @@ class Draft:
         return {**method, "model": str(self.folder.resolve()), "num_speculative_tokens": self.tokens}
 
 
-def write(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Write config, facts, a card and further files (`texts`, by their places) beside the weights of a draft."""
+def write_draft(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Write config, facts, a card and further files (`texts`, by their places) next to the weights of a draft."""
     content = {"vlmcompress": __version__, **facts}
     files = {"config.json": folders.dump(settings), FACTS: folders.dump(content), CARD: card(facts), **texts}
     for name, text in files.items():

@@ -1,11 +1,11 @@
 """What a draft head gets of a request's images: none of their tokens, few, or all, and a vector of each (`draft --images`).
 
-    hidden      at each visual token the target's hidden state, beside the placeholder's embedding: what vLLM does by itself
+    hidden      at each visual token the target's hidden state, next to the placeholder's embedding: what vLLM does by itself
     all         the same with the image's features in the place of that embedding
     none        no visual token
-    METHOD:KEEP of `all` the rows that a reducer leaves: it looks at the features, as one behind the projector does
+    METHOD:KEEP of `all` the rows that a reducer leaves: it looks at the features, as one after the projector does
 
-A draft with few visual tokens has less to attend to, as in SpecVLM (arXiv 2509.11815). Beside the rows, ViSpec
+A draft with few visual tokens has less to attend to, as in SpecVLM (arXiv 2509.11815). Next to the rows, ViSpec
 (arXiv 2509.15235) adds a vector of the image to each row: here the mean of the request's features so far, times a matrix.
 
 vLLM keeps a draft's keys in the same blocks of its cache as the target's, and a block of the prefix cache holds what the
@@ -39,7 +39,7 @@ BLOCK = 16
 """Tokens of a block of vLLM's cache on GPUs; its CPU build has at least 32."""
 _KEYS = {"schema", "images", "vector", "block"}
 WORDS = ("hidden", "all", "none")
-_EVEN = choice.parse("uniform:0.5")  # where nothing should stay, and the blocks of the cache have room
+_EVEN = choice.parse_reducer("uniform:0.5")  # where nothing should stay, and the blocks of the cache have room
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DraftImages:
         rows = self.rows if isinstance(self.rows, str) else self.rows.plain()
         return {"schema": SCHEMA, "images": rows, "vector": self.vector, "block": self.block}
 
-    def gone(self, start: int, end: int, block: int) -> int:
+    def dropped_blocks(self, start: int, end: int, block: int) -> int:
         """How many blocks of `block` tokens are left out of an image that stands in the tokens `[start, end)` of a sequence.
 
         They lie within the image, and at least the share stays.
@@ -93,13 +93,13 @@ class DraftImages:
         return methods.reduce(reducer.module, signals, options, check=False)
 
 
-def parse(text: str, vector: bool = False, block: int = BLOCK) -> DraftImages:
+def parse_images(text: str, vector: bool = False, block: int = BLOCK) -> DraftImages:
     """Read the value of `--images`. UserError for another word, or a reducer that a draft can't have."""
-    rows = text if text in WORDS else _checked(choice.parse(text), f"--images {text}")
+    rows = text if text in WORDS else _checked(choice.parse_reducer(text), f"--images {text}")
     return DraftImages(rows, vector, block)
 
 
-def read(config: Mapping[str, Any]) -> DraftImages:
+def read_draft_images(config: Mapping[str, Any]) -> DraftImages:
     """Read what a draft's `transformer_layer_config` says. UserError for a block that is not right."""
     block = config.get(KEY)
     if block is None:
@@ -111,7 +111,7 @@ def read(config: Mapping[str, Any]) -> DraftImages:
         raise UserError(f"{where}.schema is {block['schema']!r}, this vlmcompress reads {SCHEMA}; upgrade it")
     rows = block["images"]
     if isinstance(rows, Mapping):
-        rows = _checked(choice.read(rows, f"{where}.images"), f"{where}.images")
+        rows = _checked(choice.reducer_of_setting(rows, f"{where}.images"), f"{where}.images")
     elif rows not in WORDS:
         raise UserError(f"{where}.images is {rows!r}, which is none of {', '.join(WORDS)}; train the draft again")
     if type(block["vector"]) is not bool:

@@ -18,7 +18,7 @@ from vlmcompress.utils.errors import UserError
 FOLDER = "serve"
 
 
-def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> readers.Facts:
+def launch_facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> readers.LoadFacts:
     """Gather what decides who loads a checkpoint, and what launch files need to know.
 
     Args:
@@ -30,19 +30,21 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> re
         UserError: the reducer's block is not right.
     """
     recipe, sizes = record.get("recipe") or {}, record.get("size") or {}
-    carried, reducer = reducer_block.read(config), None
+    carried, reducer = reducer_block.read_reducer(config), None
     if carried:
         choice = carried.reducer
-        reducer = readers.Reducer(" ".join(choice.label.split()), choice.asks, recipe.get("engine", "vllm") == "vllm")
+        reducer = readers.Reducer(
+            " ".join(choice.label.split()), choice.query_aware, recipe.get("engine", "vllm") == "vllm"
+        )
     machine, target_name = None, recipe.get("target")
     if isinstance(target_name, str) and target_name in targets.REGISTRY:
-        target = targets.get(target_name)
+        target = targets.get_target(target_name)
         machine = readers.Machine(target.title, target.memory, target.capability)
     weights = sizes.get("weights_after")
     weights = weights if isinstance(weights, int) else 0
     splits = record.get("devices")
     splits = tuple(count for count in splits if isinstance(count, int)) if isinstance(splits, list) else None
-    return readers.read(
+    return readers.gather_facts(
         config,
         name,
         weights=weights,
@@ -63,7 +65,7 @@ def _draft(config: Mapping[str, Any]) -> str:
     return spec.draft.prefix if spec.draft and models.draft_blocks(spec, config) else ""
 
 
-def write(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:
+def write_launch_files(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:
     """Write `serve/` anew and return its files. The manifest's hashes are the caller's to renew.
 
     Args:
@@ -71,7 +73,7 @@ def write(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:
         record: its manifest; hashes are not read.
         name: the name that the checkpoint will be served by: that of its folder, once it stands where it belongs.
     """
-    texts = launch.files(facts(json_files.read(folder / "config.json"), record, name))
+    texts = launch.render_launch_files(launch_facts(json_files.read(folder / "config.json"), record, name))
     if (folder / MANIFEST).is_file():  # else the folder is being written, and what is there came from the source
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for place, text in texts.items():

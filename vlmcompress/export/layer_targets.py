@@ -26,7 +26,7 @@ _ENGINE_EMBEDDING = "VocabParallelEmbedding"  # vLLM's class, which is named as 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # vLLM's names
 
 
-def layers_of(
+def describe_layers(
     schemes: Mapping[str, Scheme],
     model: nn.Module,
     disk: Mapping[str, str],
@@ -161,9 +161,9 @@ def misnamed(
     for name, scheme in layers.items():
         stored = disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
         for alias in dict.fromkeys((name, stored, spec.engine_name(name))):
-            taken = reader.quantizes(config, alias)
-            if taken != (scheme is not None):
-                wrong.append((alias, scheme or "unquantized", "quantized" if taken else None))
+            quantized = reader.quantizes(config, alias)
+            if quantized != (scheme is not None):
+                wrong.append((alias, scheme or "unquantized", "quantized" if quantized else None))
     return wrong
 
 

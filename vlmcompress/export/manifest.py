@@ -66,8 +66,8 @@ class _Recipe(TypedDict, total=False):
     target: str | None
 
 
-class Data(TypedDict):
-    """Calibration data: name, hash and counts. `prefix`: blocks were observed behind "float" or "quantized" ones."""
+class CalibrationData(TypedDict):
+    """Calibration data: name, hash and counts. `prefix`: blocks were observed after "float" or "quantized" ones."""
 
     source: str
     samples: Count
@@ -96,7 +96,7 @@ class Manifest(TypedDict):
     model: Original  # its name (on the Hub: id and commit), hashes of its config and of its safetensors headers
     recipe: _Recipe  # as resolved
     seed: int | None
-    calibration: Data | None
+    calibration: CalibrationData | None
     errors: dict[str, _ByKind]  # linear layer -> `|X dW^T|^2 / |X W^T|^2`, and what rounding X adds
     maxima: NotRequired[dict[str, _ByKind]]  # first layer of a group -> share of input channels whose maximum is there
     kv_cache: NotRequired[dict[str, dict[Literal["k", "v"], _Cache]]]  # attention module -> see `statistics.kv_range`
@@ -161,7 +161,7 @@ def hash_file(path: Path) -> dict[str, str | int]:
     return {"sha256": sha256(path), "size": path.stat().st_size}
 
 
-def read(folder: Path) -> dict:
+def read_manifest(folder: Path) -> dict:
     """Read the manifest of a checkpoint that vlmcompress wrote.
 
     Raises:
@@ -170,15 +170,15 @@ def read(folder: Path) -> dict:
     path = folder / MANIFEST
     if not path.is_file():
         raise UserError(f"{folder} has no {MANIFEST}; give a folder written by `vlmcompress quantize`")
-    return schema.read(Manifest, path, "quantize again", version=SCHEMA_VERSION)
+    return schema.read_checked(Manifest, path, "quantize again", version=SCHEMA_VERSION)
 
 
-def model_hash(folder: Path) -> str:
+def checkpoint_hash(folder: Path) -> str:
     """`identity.model_hash` of a folder; of what we wrote the manifest's hashes are taken, but of files written to since."""
     path, files = folder / MANIFEST, identity.model_files(folder)
     if not path.is_file():
         return identity.content_hash(files)
-    recorded, written, hashes = read(folder)["files"], path.stat().st_ctime_ns, {}
+    recorded, written, hashes = read_manifest(folder)["files"], path.stat().st_ctime_ns, {}
     for file in files:
         record, stat = recorded.get(file.name), file.stat()
         if record and record["size"] == stat.st_size and max(stat.st_mtime_ns, stat.st_ctime_ns) <= written:
@@ -186,7 +186,7 @@ def model_hash(folder: Path) -> str:
     return identity.content_hash(files, hashes)
 
 
-def verify(folder: Path, content: Mapping[str, Any]) -> None:
+def verify_hashes(folder: Path, content: Mapping[str, Any]) -> None:
     """Compare the hashes of a checkpoint's weights and config with its manifest; all of these files are read.
 
     Raises:

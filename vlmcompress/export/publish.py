@@ -59,7 +59,7 @@ def check_id(name: str, what: str) -> str:
     return name
 
 
-def plan(folder: Path, repository: str, *, base_model: str | None = None, measured: str | None = None) -> Upload:
+def plan_upload(folder: Path, repository: str, *, base_model: str | None = None, measured: str | None = None) -> Upload:
     """Decide what is uploaded; the folder is taken to be whole (`vlmcompress doctor`).
 
     Args:
@@ -73,9 +73,9 @@ def plan(folder: Path, repository: str, *, base_model: str | None = None, measur
     check_id(repository, "repository")
     if base_model is not None:
         check_id(base_model, "--base-model")
-    record = manifest.read(folder)
+    record = manifest.read_manifest(folder)
     name = repository.partition("/")[2]
-    text = card.render(record, folder, name, repository=repository, base_model=base_model, measured=measured)
+    text = card.render_card(record, folder, name, repository=repository, base_model=base_model, measured=measured)
     content = text.encode()
     described = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     files = {**record["files"], card.CARD: described}
@@ -131,7 +131,7 @@ def push(upload: Upload, *, private: bool = False) -> str:
             "or look with --dry-run"
         )
     try:
-        with hub.reaching_out(), tempfile.TemporaryDirectory(prefix="vlmcompress-push-") as stage:
+        with hub.online(), tempfile.TemporaryDirectory(prefix="vlmcompress-push-") as stage:
             for path in upload.sizes:  # links to files, and the texts that take the place of some
                 place = Path(stage, path)
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -170,4 +170,4 @@ def _refused(repository: str, error: Any) -> str:
         )
     said = getattr(error, "server_message", None) or str(error)
     first = (said.strip().splitlines() or [type(error).__name__])[0][:200]
-    return f"the Hub refused the upload of {repository} ({first}); run it again once that is mended"
+    return f"the Hub refused the upload of {repository} ({first}); run it again once that is fixed"

@@ -67,19 +67,19 @@ def changes(of: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) ->
     def both(first: Change | None, then: Change, value: Tensor) -> Tensor:
         return then(value if first is None else first(value))
 
-    made: dict[str, Change] = dict.fromkeys(of.rows, r1.rows)
-    made |= {f"{norm}.weight": torch.ones_like for norm in of.norms}
+    per_tensor: dict[str, Change] = dict.fromkeys(of.rows, r1.rows)
+    per_tensor |= {f"{norm}.weight": torch.ones_like for norm in of.norms}
     for linear, norm in of.readers.items():
-        made[f"{linear}.weight"] = functools.partial(absorbed, norm)
+        per_tensor[f"{linear}.weight"] = functools.partial(absorbed, norm)
     for linear in of.writers:
-        made[f"{linear}.weight"], made[f"{linear}.bias"] = r1.columns, r1.rows  # R^T W and b R
+        per_tensor[f"{linear}.weight"], per_tensor[f"{linear}.bias"] = r1.columns, r1.rows  # R^T W and b R
     for block, values in enumerate(of.values):
         r2 = [rotations.head(block, head, values.width) for head in range(values.kv_heads)]
         for name, change in _value_changes(values, r2).items():
-            made[name] = functools.partial(
-                both, made.get(name), change
+            per_tensor[name] = functools.partial(
+                both, per_tensor.get(name), change
             )  # R1 on one side of the matrix, R2 on the other
-    return made
+    return per_tensor
 
 
 def _value_changes(values: Values, r2: list[Rotation]) -> dict[str, Change]:
@@ -98,7 +98,7 @@ def _value_changes(values: Values, r2: list[Rotation]) -> dict[str, Change]:
     return {f"{values.v}.weight": rows, f"{values.v}.bias": rows, f"{values.o}.weight": columns}
 
 
-def write(
+def write_rotated(
     source: Source,
     out: Path,
     rotations: Rotations,
@@ -109,7 +109,7 @@ def write(
 ) -> None:
     """Write the rotated checkpoint of `source` into the folder `out`, which appears whole or not at all.
 
-    Other files are copied. A folder there that `write` made for the same source and rotation is left as it is.
+    Other files are copied. A folder there that `write_rotated` made for the same source and rotation is left as it is.
 
     Args:
         device: where matrices are multiplied.
@@ -123,10 +123,10 @@ def write(
         return
     residual = stream(source.meta_model, source.spec, source.stored)
     entries = source.entries
-    made = changes(residual, rotations, lambda name: tensor_files.read_tensor(entries[source.names[name]]))
-    tensors = _plan_tensors(source, residual, made, torch.device(device))
+    per_tensor = changes(residual, rotations, lambda name: tensor_files.read_tensor(entries[source.names[name]]))
+    tensors = _plan_tensors(source, residual, per_tensor, torch.device(device))
     config = untied(source.config) if residual.tied else source.config
-    changed.write(source.path, out, tensors, config, (RECORD, mark), shard_size=shard_size, progress=progress)
+    changed.write_changed(source.path, out, tensors, config, (RECORD, mark), shard_size=shard_size, progress=progress)
 
 
 def record(source: Source, rotations: Rotations) -> str:
@@ -136,7 +136,7 @@ def record(source: Source, rotations: Rotations) -> str:
 
 
 def _plan_tensors(
-    source: Source, residual: Stream, made: Mapping[str, Change], device: torch.device
+    source: Source, residual: Stream, per_tensor: Mapping[str, Change], device: torch.device
 ) -> list[OutputTensor]:
     """The tensors to write: those that change are made when their turn comes."""
     memory = {disk: name for name, disk in source.names.items()}
@@ -146,9 +146,9 @@ def _plan_tensors(
         name = memory.get(entry.name, "")
         if residual.tied and name == head:
             continue  # stored twice
-        change = made.get(name)
+        change = per_tensor.get(name)
         origin = entry if change is None else lazily(entry, change, device)
         tensors.append(OutputTensor(entry.name, entry.spec, origin))
     if residual.tied:
-        tensors.append(OutputTensor(head_on_disk(source), embedding.spec, lazily(embedding, made[head], device)))
+        tensors.append(OutputTensor(head_on_disk(source), embedding.spec, lazily(embedding, per_tensor[head], device)))
     return tensors

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.models import load_processor, quiet
+from vlmcompress.models import load_processor, quiet_transformers
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import shortened
 
@@ -54,7 +54,7 @@ class Comparison:
     warning: str | None = None
 
 
-def compare(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Comparison:
+def compare_tokenizers(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Comparison:
     """Compare the tokenizer of a format's engine with that of the model in a folder, or that was written into it.
 
     Args:
@@ -64,7 +64,7 @@ def compare(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Compariso
     if not hasattr(exporter, "token_ids"):
         return Comparison()
     try:
-        with quiet():
+        with quiet_transformers():
             processor = load_processor(folder)
     except Exception:  # of many kinds; whatever loads the processor to use it says so
         return Comparison()
@@ -77,12 +77,12 @@ def compare(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Compariso
     if tokens is None:
         return Comparison()
     differences = []
-    for text, theirs in zip(texts, tokens, strict=True):
-        ours = list(processor.tokenizer(text)["input_ids"])
-        if ours != theirs:
-            pairs = zip(ours, theirs, strict=False)
-            at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(ours), len(theirs)))
-            parts = list(theirs[at : at + 4]), list(ours[at : at + 4])
+    for text, actual in zip(texts, tokens, strict=True):
+        expected = list(processor.tokenizer(text)["input_ids"])
+        if expected != actual:
+            pairs = zip(expected, actual, strict=False)
+            at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(expected), len(actual)))
+            parts = list(actual[at : at + 4]), list(expected[at : at + 4])
             differences.append(
                 (
                     text,

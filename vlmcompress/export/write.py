@@ -1,7 +1,7 @@
 """Write the compressed checkpoint: the source folder with some tensors replaced.
 
 Nothing goes through transformers' saving: tensors that do not change are copied as bytes, under the names they had, so
-what an engine could read before it can read now; names that vLLM does not find are put right (`models.written_names`).
+what an engine could read before it can read now; names that vLLM does not find are corrected (`models.written_names`).
 The other files that belong to a model (tokenizer, processor, chat template, ...) are copied too. One layer is in memory
 at a time. Equal inputs give byte-identical files.
 """
@@ -21,17 +21,17 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from vlmcompress.export import card, launch_files, manifest, tokenizers
-from vlmcompress.export.formats import Format, Parts, Writer
+from vlmcompress.export.formats import ExportFormat, Parts, Writer
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import (
     Source,
-    left_out,
+    checkpoint_bytes,
     load_processor,
-    quiet,
+    quiet_transformers,
     read_config,
     refuse_quantized,
-    stored_bytes,
     untied,
+    unwritten_names,
     without_lost_draft,
 )
 from vlmcompress.models.layer_names import Layers
@@ -139,7 +139,7 @@ def write(
         progress: called with bytes written and bytes in all.
     """
     source, quantized = checkpoint.source, checkpoint.quantized
-    folders.check(source.path, out, overwrite=overwrite, mark=MANIFEST)
+    folders.check_out(source.path, out, overwrite=overwrite, mark=MANIFEST)
     config = read_config(source.path, weights=False)
     refuse_quantized(source.path, config)
     tensors = plan_tensors(checkpoint)
@@ -149,7 +149,7 @@ def write(
     config = untied(config) if source.spec.lm_head in quantized else config  # such a head shares no weight
     config = source.float_type.config(config)
     if checkpoint.reducer:
-        config = reducer_block.write(config, checkpoint.reducer, checkpoint.counter)
+        config = reducer_block.config_with_reducer(config, checkpoint.reducer, checkpoint.counter)
     original = checkpoint.original or source.path
     content = Content(
         tensors=tensors,
@@ -158,7 +158,7 @@ def write(
         layers=checkpoint.layers,
         config=config,
         manifest=checkpoint.manifest,
-        before=stored_bytes(original),
+        before=checkpoint_bytes(original),
         extra_files=checkpoint.extra_files,
         memory={source.written[parameter]: parameter for parameter in source.names},
         family=source.spec.family,
@@ -201,7 +201,7 @@ def write_folder(
             if hasattr(content.exporter, "write_files"):
                 parts = _parts(tree, content, source.name)
                 after = content.exporter.write_files(tree, content.family, parts, progress)
-                tokens = tokenizers.compare(content.exporter, tree, parts.config)
+                tokens = tokenizers.compare_tokenizers(content.exporter, tree, parts.config)
                 if tokens.problem:
                     raise UserError(tokens.problem)
                 warnings += [tokens.warning] if tokens.warning else []
@@ -210,8 +210,8 @@ def write_folder(
         size = {"weights_before": content.before, "weights_after": after}
         record = content.manifest | {"size": size, "tensors": len(content.tensors), "timing": phase_seconds()}
         record["warnings"] = [*record.get("warnings", ()), *warnings]
-        launch_files.write(tree, record, out.name)
-        (tree / card.CARD).write_text(card.render(record, tree, out.name), encoding="utf-8")
+        launch_files.write_launch_files(tree, record, out.name)
+        (tree / card.CARD).write_text(card.render_card(record, tree, out.name), encoding="utf-8")
         record["files"] = manifest.hash_files(tree)
         write_json(tree / MANIFEST, record)
     return record
@@ -219,7 +219,7 @@ def write_folder(
 
 def _parts(tree: Path, content: Content, title: str) -> Parts:
     """The content for a format with files of its own; `tree` holds the config and the processor that are written."""
-    with quiet():
+    with quiet_transformers():
         config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False).to_dict()
         processor = load_processor(tree, False)
     plain = {content.memory.get(t.name, t.name): t for t in content.tensors if not isinstance(t.origin, tuple)}
@@ -244,7 +244,7 @@ def plan_tensors(checkpoint: Checkpoint) -> list[OutputTensor]:
         raise ValueError(f"both quantized and changed: {sorted(overlap)}")
     tensors, renamed = list[OutputTensor](), {disk: written[memory] for memory, disk in names.items()}
     memory = {disk: name for name, disk in names.items()}
-    unwanted, specs = left_out(names, [entry.name for entry in entries]), dict[str, Spec]()
+    unwanted, specs = unwritten_names(names, [entry.name for entry in entries]), dict[str, Spec]()
     for entry in entries:
         name = renamed.get(entry.name, entry.name)
         if name in unwanted:
@@ -302,7 +302,7 @@ def output_specs(
     stored: Mapping[str, Spec],
     schemes: Mapping[str, Scheme],
     names: Mapping[str, str],
-    exporter: Format,
+    exporter: ExportFormat,
     kv_layers: int,
 ) -> dict[str, Spec]:
     """List the type and shape of every tensor that will be written, under a name of its own: the exact size of the output.
@@ -314,7 +314,7 @@ def output_specs(
         exporter: the format that is written.
         kv_layers: number of attention modules that get scales of keys and values.
     """
-    unwanted = left_out(names, stored)
+    unwanted = unwritten_names(names, stored)
     specs = {name: spec for name, spec in stored.items() if name not in unwanted}
     for name, scheme in schemes.items():
         weight = specs.pop(names[f"{name}.weight"])
@@ -324,7 +324,7 @@ def output_specs(
         except (UserError, ValueError):
             continue  # a shape that the scheme cannot have; the plan reports it
         specs |= {f"{name}:{local}": spec for local, spec in layer.items()}
-    # Scales of keys and values have the type of the layers beside them.
+    # Scales of keys and values have the type of the layers next to them.
     dtype = next((stored[names[f"{name}.weight"]].dtype for name in schemes), "BF16")
     return specs | {f"kv_cache:{i}": Spec(dtype, (2,)) for i in range(kv_layers)}
 
@@ -350,7 +350,7 @@ def write_weights(
     by_name, total = {tensor.name: tensor for tensor in tensors}, sum(tensor.spec.nbytes for tensor in tensors)
     if len(by_name) < len(tensors):
         raise ValueError("two tensors of the output have the same name")
-    files = tensor_files.split(((tensor.name, tensor.spec) for tensor in tensors), limit)
+    files = tensor_files.split_shards(((tensor.name, tensor.spec) for tensor in tensors), limit)
     file_names = tensor_files.shard_names(len(files))
 
     @functools.lru_cache(maxsize=1)
@@ -398,15 +398,15 @@ def rename(folder: Path, name: str) -> None:
     Raises:
         UserError: the folder has no manifest that can be read.
     """
-    record = manifest.read(folder)
+    record = manifest.read_manifest(folder)
     record["recipe"] = record["recipe"] | {"out": name}
     hashes = {
         path: described
         for path, described in record["files"].items()
         if path != card.CARD and not path.startswith(f"{launch_files.FOLDER}/")  # these say the folder's name
     }
-    launch_paths = launch_files.write(folder, record, name)
-    text = card.render(record, folder, name)
+    launch_paths = launch_files.write_launch_files(folder, record, name)
+    text = card.render_card(record, folder, name)
     for path in (folder / card.CARD, folder / MANIFEST):
         path.unlink(missing_ok=True)
     (folder / card.CARD).write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ from vlmcompress.models._load import (
     load,
     load_processor,
     open_model,
-    quiet,
+    quiet_transformers,
     spec_for,
 )
 from vlmcompress.models._modules import (
@@ -36,7 +36,7 @@ from vlmcompress.models._modules import (
     keys_are_values,
     layer_class,
     module_names,
-    resolve,
+    resolve_groups,
     routers,
     values_name,
     vision_linears,
@@ -44,12 +44,12 @@ from vlmcompress.models._modules import (
 )
 from vlmcompress.models._names import (
     disk_names,
-    left_out,
     linear_names,
     memory_names,
     tied_names,
     unfound,
     unfound_text,
+    unwritten_names,
     written_names,
 )
 from vlmcompress.models._placeholders import visual_features, visual_shape, wrong_settings
@@ -58,6 +58,7 @@ from vlmcompress.models._read import (
     all_specs,
     asides,
     check_files,
+    checkpoint_bytes,
     mixture,
     quantization_block,
     quantization_method,
@@ -66,11 +67,10 @@ from vlmcompress.models._read import (
     refuse_adapter,
     refuse_quantized,
     shards,
-    stored_bytes,
     stored_tensors,
     tensor_headers,
 )
-from vlmcompress.models._spec import HEAD, Draft, Group, LinearGroup, ModelSpec
+from vlmcompress.models._spec import HEAD, DraftHead, Group, LinearGroup, ModelSpec
 from vlmcompress.models._stream import Stream, Values, stream
 from vlmcompress.models._types import FloatType
 from vlmcompress.models._vocabulary import (

@@ -67,11 +67,11 @@ def check_sizes(content: Mapping[str, Any], file: Path) -> None:
     for where, key, value in _numbers(content):
         bound = LARGEST.get(key, ANY if isinstance(value, int) else math.inf)
         if abs(value) > bound or math.isnan(value):
-            shown = (
+            names = (
                 f"a number of {len(str(value))} digits" if isinstance(value, int) and value > ANY**2 else f"{value:,}"
             )
             raise UserError(
-                f"{file}: {where} is {shown}, more than the {bound:,} that are possible here; restore it from the source"
+                f"{file}: {where} is {names}, more than the {bound:,} that are possible here; restore it from the source"
             )
 
 
@@ -127,7 +127,7 @@ def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, 
         yield where, key, value
 
 
-_OMNI = "it hears and speaks beside seeing, and its 'thinker' alone, which vLLM serves, is not described yet; take"
+_OMNI = "it hears and speaks next to seeing, and its 'thinker' alone, which vLLM serves, is not described yet; take"
 UNSUPPORTED: dict[str, str] = {
     "deepseek_vl_v2": "DeepSeek-VL2 and DeepSeek-OCR are Python code in the checkpoint; vLLM has classes for them",
     "gemma4_unified": "it has no vision tower that could be kept apart: raw patches go into the decoder",

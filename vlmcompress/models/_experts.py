@@ -78,16 +78,16 @@ class Experts(nn.ModuleList):
                 continue
             expert.rows = tokens
             try:
-                made = expert(hidden_states[tokens])
+                outputs = expert(hidden_states[tokens])
             finally:
                 expert.rows = None
-            made = made[rows] if self.all_tokens else made
-            made = made * top_k_weights[rows, place, None]
-            output.index_add_(0, rows, made.to(output.dtype))
+            outputs = outputs[rows] if self.all_tokens else outputs
+            outputs = outputs * top_k_weights[rows, place, None]
+            output.index_add_(0, rows, outputs.to(output.dtype))
         return output
 
 
-def split(model: nn.Module, spec: ModelSpec) -> None:
+def split_experts(model: nn.Module, spec: ModelSpec) -> None:
     """Replace each block's fused experts by `Experts` on the meta device."""
     for path, fused in _fused(model, spec):
         experts, inner, width = fused.down_proj.shape[0], fused.down_proj.shape[2], fused.down_proj.shape[1]

@@ -48,7 +48,7 @@ from vlmcompress.models._template import endless
 from vlmcompress.models._types import Choice, FloatType
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import foreign_errors, reason
+from vlmcompress.utils.messages import error_text, foreign_errors
 from vlmcompress.utils.tensor_files import Entry, Spec
 
 
@@ -75,7 +75,7 @@ def spec_for(config: dict) -> ModelSpec:
     return spec
 
 
-def build_meta_model(path: str | Path, weights: bool = True, ours_only: bool = True) -> PreTrainedModel:
+def build_meta_model(path: str | Path, weights: bool = True, supported_only: bool = True) -> PreTrainedModel:
     """Build the model of `path` on the meta device: names and shapes, no weights read.
 
     Args:
@@ -83,18 +83,22 @@ def build_meta_model(path: str | Path, weights: bool = True, ours_only: bool = T
         ours_only: False: any model type that transformers has.
     """
     content, file = read_config(path, weights), Path(path) / "config.json"
-    spec = spec_for(content) if ours_only else None
-    if not ours_only and isinstance(content.get("model_type"), str) and content["model_type"] not in CONFIG_MAPPING:
+    spec = spec_for(content) if supported_only else None
+    if (
+        not supported_only
+        and isinstance(content.get("model_type"), str)
+        and content["model_type"] not in CONFIG_MAPPING
+    ):
         raise unknown(content, [name for spec in all_specs() for name in spec.model_types])
     try:
-        with quiet(), torch.device("meta"):
+        with quiet_transformers(), torch.device("meta"):
             meta_model = AutoModelForImageTextToText.from_config(
                 CONFIG_MAPPING[content["model_type"]].from_dict(content)
             )
         if spec:
-            _experts.split(meta_model, spec)
+            _experts.split_experts(meta_model, spec)
     except Exception as error:  # any value in a config can be wrong, and each raises something of its own
-        raise UserError(f"{file} is not a valid config ({reason(error)}); restore it from the source") from error
+        raise UserError(f"{file} is not a valid config ({error_text(error)}); restore it from the source") from error
     if weights:
         parameters = sum(parameter.numel() for parameter in meta_model.parameters())
         check_total(parameters, tensor_headers(path).values(), bool(content.get("quantization_config")), file)
@@ -127,11 +131,11 @@ def load(
     names = disk_names(meta_model, tensor_headers(path))
     check_shapes(path, meta_model, names)
     _check_head(path, meta_model, names)
-    with quiet():
+    with quiet_transformers():
         try:
             model, info = open_model(path, meta_model, dtype=dtype, trust_remote_code=trust_remote_code)
         except (RuntimeError, ValueError, OSError) as error:
-            raise UserError(f"{path} does not load ({reason(error)}); restore it from the source") from error
+            raise UserError(f"{path} does not load ({error_text(error)}); restore it from the source") from error
         processor = load_processor(path, trust_remote_code)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
@@ -152,7 +156,7 @@ def open_model(
     """`from_pretrained` of transformers with `output_loading_info`, but of the tensors that `stored_tensors` finds, with the
     experts of a mixture one by one, and with packed embeddings.
 
-    transformers 5.17 would choose the weight files by rules of its own, and put adapters that lie beside them into the model
+    transformers 5.17 would choose the weight files by rules of its own, and put adapters that lie next to them into the model
     (`maybe_load_adapters` in `integrations/peft.py`), so it gets the tensors. It builds the experts of a mixture fused, which
     compressed-tensors cannot quantize, and reads no checkpoint of Qwen3-VL that has them one by one. So it opens the model
     without them, and they are put in.
@@ -186,7 +190,7 @@ def open_model(
         tensors = {flattened(name): files[entry.file].get_slice(name) for name, entry in plain.items()}
         opened.enter_context(_packed_embeddings())
         if spec:
-            opened.enter_context(quiet())  # it would report the experts as lacking
+            opened.enter_context(quiet_transformers())  # it would report the experts as lacking
         options |= {"config": config, "state_dict": tensors, "dtype": dtype, "output_loading_info": True}
         # No path: with one, transformers would look for weight files and adapters itself.
         model, info = kind.from_pretrained(None, **options)
@@ -242,7 +246,7 @@ def compressed(meta_model: PreTrainedModel, block: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bars and log messages."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()

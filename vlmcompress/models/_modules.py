@@ -42,7 +42,7 @@ def layer_class(model: nn.Module, spec: ModelSpec) -> str:
     return type(model.get_submodule(decoder_layers(model, spec)[0])).__name__
 
 
-def resolve(model: nn.Module, spec: ModelSpec) -> list[Group]:
+def resolve_groups(model: nn.Module, spec: ModelSpec) -> list[Group]:
     """The linear groups of all decoder blocks, block by block, in the order in which a block runs them.
 
     A linear layer that no template names (a variant of the family) is a group of its own, without smoothing.
@@ -82,7 +82,7 @@ def _blocks(model: nn.Module, path: str) -> list[str]:
 def decoder_blocks(model: nn.Module, spec: ModelSpec) -> list[list[Group]]:
     """The groups of linear layers of each decoder block, in order."""
     blocks: list[list[Group]] = [[] for _ in decoder_layers(model, spec)]
-    for group in resolve(model, spec):
+    for group in resolve_groups(model, spec):
         blocks[group.layer].append(group)
     return blocks
 
@@ -180,7 +180,7 @@ def keys_are_values(path: str, names: Mapping[str, str]) -> bool:
 
 
 def values_name(name: str) -> str:
-    """The name of the `v_proj` beside a `k_proj`."""
+    """The name of the `v_proj` next to a `k_proj`."""
     return f"{name.removesuffix('k_proj')}v_proj"
 
 

@@ -155,10 +155,12 @@ def unfound(names: Mapping[str, str], spec: ModelSpec, stored: Iterable[str] = (
         stored: names of all tensors on disk, also of those that the model does not have.
     """
     lost = {memory: disk for memory, disk in names.items() if spec.engine_reads(disk) != spec.engine_name(memory)}
-    return {disk: spec.hub_name(memory) for memory, disk in lost.items()} | dict.fromkeys(left_out(names, stored))
+    return {disk: spec.hub_name(memory) for memory, disk in lost.items()} | dict.fromkeys(
+        unwritten_names(names, stored)
+    )
 
 
-def left_out(names: Mapping[str, str], stored: Iterable[str]) -> list[str]:
+def unwritten_names(names: Mapping[str, str], stored: Iterable[str]) -> list[str]:
     """Stored tensors that are not written: `position_ids` of old transformers, which no reader of today has a place for."""
     placed = set(names.values())
     return [disk for disk in stored if disk.endswith(".position_ids") and disk not in placed]

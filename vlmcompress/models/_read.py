@@ -51,7 +51,7 @@ def read_json(path: Path, what: str) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{what} {path} holds no JSON object; download it again")
     if path.name == "config.json":
-        schema.check(model_folder.Config, content, f"{what} {path}", "restore it from the source")
+        schema.check_value(model_folder.Config, content, f"{what} {path}", "restore it from the source")
     return content
 
 
@@ -179,7 +179,7 @@ def asides(path: str | Path) -> list[str]:
     path, lines = Path(path), []
     if model_folder.adapter_left(path):
         lines.append(
-            f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} lie beside the whole model and are not applied; if they are not merged "
+            f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} lie next to the whole model and are not applied; if they are not merged "
             "into it, give the folder as --adapter, too"
         )
     places = model_folder.weight_map(path / INDEX) if (path / INDEX).is_file() else {}
@@ -193,7 +193,7 @@ def asides(path: str | Path) -> list[str]:
     return lines
 
 
-def stored_bytes(path: str | Path) -> int:
+def checkpoint_bytes(path: str | Path) -> int:
     """Bytes of all tensors of the checkpoint in `path`."""
     return sum(entry.spec.nbytes for entry in stored_tensors(path).values())
 

@@ -84,7 +84,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftHead:
     """A head that drafts tokens for speculative decoding, for which transformers has no module.
 
     Attributes:
@@ -104,7 +104,7 @@ class ModelSpec:
         family: name, equal to the file's recipe name.
         model_types: `model_type` values of config.json.
         layers: path of the list of decoder blocks.
-        norm: the norm between the last block and the output head, beside the list of blocks.
+        norm: the norm between the last block and the output head, next to the list of blocks.
         head_shares: whether vLLM's class has the output head share the embedding's weight, whatever config.json says.
         embedding_whole: whether vLLM's class builds the token embedding without a quantization config.
         experts: the experts of a mixture within a block, fused in transformers and one by one here (`_experts`); None: none.
@@ -114,7 +114,7 @@ class ModelSpec:
         vision_layers: path of the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM
             cannot run the tower quantized.
         vision_attention: the attention within a tower block, where vLLM can compute it in FP8 by scales from a file (its class
-            asks `get_fp8_padded_hidden_size`) and has it under the same name with `.attn` behind; None where it can't.
+            asks `get_fp8_padded_hidden_size`) and has it under the same name with `.attn` after; None where it can't.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
         layout: function that computes which part of an image, of some size, each visual token shows.
         placeholders: function of the model's config that computes the settings by which its processor writes as many
@@ -141,10 +141,10 @@ class ModelSpec:
         mixed_blocks: layers besides causal attention that mix tokens in the decoder, in words; None where there are none.
         vision_cls: model type of the tower that has a CLS token and blocks whose `self_attn` gives its attention; None: none.
         vision_units: what a visual token is made of: one row of the tower's output (`patch`), those of a square (`block`), or a
-            mean of some where tiles are scaled down behind the tower (`resized`).
+            mean of some where tiles are scaled down after the tower (`resized`).
         vision_whole: whether each of several devices has the whole tower, as where vLLM runs transformers' module; else its
             layers are split.
-        vision_joint: names within a tower block of the attention and of the norm behind it, between which rows can merge, in
+        vision_joint: names within a tower block of the attention and of the norm after it, between which rows can merge, in
             transformers and in vLLM; None where tokens cannot merge in the tower.
         merging_towers: model types of towers in which they can, with the rows that are features: all, `full`, or those after
             CLS, `default`.
@@ -203,7 +203,7 @@ class ModelSpec:
     engine_mapper: Prefixes = ()
     engine_parts: tuple[tuple[str, str], ...] = ()
     hub_prefixes: Prefixes = ()
-    draft: Draft | None = None
+    draft: DraftHead | None = None
     text_defaults: tuple[tuple[str, Any], ...] = ()
     vllm_cpu: str | None = None
     tool_calls: tuple[str, str] | None = None
@@ -288,7 +288,7 @@ QWEN3_TOWER = (
     LinearGroup("fc2", ("mlp.linear_fc2",)),
 )
 
-MTP = Draft("mtp", "mtp_num_hidden_layers")  # Qwen3.5: multi-token prediction
+MTP = DraftHead("mtp", "mtp_num_hidden_layers")  # Qwen3.5: multi-token prediction
 
 # CLIP and SigLIP. A GELU sits between fc1 and fc2, so fc2 has no op to smooth into.
 CLIP = (

@@ -1,7 +1,7 @@
 """The layers that read and write a decoder's residual stream, found in the meta model: those that a rotation changes.
 
 Embedding, attention's `o`, the MLP's `down` and what turns the tower's output into visual tokens write rows into the stream;
-`qkv`, `gate_up` and the output head read them behind an RMSNorm. If every writer writes `y R` instead of `y` and every reader
+`qkv`, `gate_up` and the output head read them after an RMSNorm. If every writer writes `y R` instead of `y` and every reader
 expects that, nothing else changes, as `rms(y R) = rms(y)` for an orthogonal R. A norm's gains have to be in its readers then.
 
 Which is which follows from the family's groups: a group with a norm to smooth reads, one whose outputs are as wide as the
@@ -81,7 +81,7 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
     Raises:
         UserError: a rotation of the stream would change this model's outputs, with the reason.
     """
-    _refuse_known(spec, stored)
+    _refuse_family(spec, stored)
     config = meta_model.config.get_text_config()
     embedding = meta_model.get_input_embeddings()
     name = next(key for key, value in meta_model.named_parameters() if value is embedding.weight)
@@ -114,10 +114,10 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
     return residual
 
 
-def _refuse_known(spec: ModelSpec, stored: Iterable[str]) -> None:
+def _refuse_family(spec: ModelSpec, stored: Iterable[str]) -> None:
     """Raise `UserError` for families whose spec rules out a rotation."""
     if spec.norm_offset:
-        reason = "and its blocks have more that acts on the stream than attention and MLP behind a norm each"
+        reason = "and its blocks have more that acts on the stream than attention and MLP after a norm each"
         raise _refused(spec, f"its norms compute x * (1 + weight), {reason}")
     if spec.experts:
         raise _refused(spec, "its router and its experts read the stream by a norm that none of them can take in alone")
@@ -169,11 +169,11 @@ def _final_norm(meta_model: nn.Module, spec: ModelSpec, embedding: nn.Module) ->
         if name != layers and module is not embedding and any(True for _ in module.parameters())
     ]
     if len(others) != 1:
-        raise _refused(spec, f"its decoder has {', '.join(others) or 'no norm'} behind its blocks")
+        raise _refused(spec, f"its decoder has {', '.join(others) or 'no norm'} after its blocks")
     return f"{stem}.{others[0]}"
 
 
-def _known(residual: Stream) -> set[str]:
+def _described(residual: Stream) -> set[str]:
     """Names of the parameters of the stream's readers, writers, norms and rows."""
     linears = {f"{name}.{leaf}" for name in (*residual.readers, *residual.writers) for leaf in ("weight", "bias")}
     return {*residual.rows, *linears, *(f"{name}.weight" for name in residual.norms)}
@@ -181,7 +181,7 @@ def _known(residual: Stream) -> set[str]:
 
 def _check_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
     """Raise `UserError` for blocks with parameters besides readers, writers, norms and layers within a branch."""
-    parameters = _known(residual)
+    parameters = _described(residual)
     for name, _ in meta_model.get_submodule(spec.layers).named_parameters(prefix=spec.layers):
         module = name.rpartition(".")[0]
         if name in parameters or module.endswith(spec.inner):
@@ -193,7 +193,7 @@ def _check_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> N
 
 def _check_rest(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
     """Raise `UserError` for other parameters outside of blocks, tower and projector."""
-    parameters, roots = _known(residual), (*spec.vision, *spec.projector, spec.layers)
+    parameters, roots = _described(residual), (*spec.vision, *spec.projector, spec.layers)
     for name, _ in meta_model.named_parameters(remove_duplicate=False):
         if name not in parameters and not name.startswith(tuple(f"{root}." for root in roots)):
             raise _refused(spec, f"nothing is known about what {name} does to the stream")

@@ -67,12 +67,14 @@ def _environment() -> Any:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = lambda value, ensure_ascii=False, indent=None, separators=None, sort_keys=False: (
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None, separators=None, sort_keys=False: (
         json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     )
-    made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: "2026-01-01"}
-    return made
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: "2026-01-01"}
+    return environment
 
 
 def _render(template: str) -> str:

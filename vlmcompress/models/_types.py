@@ -2,7 +2,7 @@
 
 A quantized checkpoint needs it: transformers 5.17 casts plain ones to one type as it loads them, but of a quantized one only
 the tensors whose names it does not change (`convert_and_load_state_dict_in_model` in `core_model_loading.py`), so that a layer
-in bfloat16 behind a norm in float32 ends in an error. vLLM casts everything that it loads.
+in bfloat16 after a norm in float32 ends in an error. vLLM casts everything that it loads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layers as wide as the vocabulary: the token embedding and the output head, which may share one weight.
 
 A head that is quantized can share no weight with an embedding that is not, or that has other codes: vLLM gives it the
-embedding's `weight` beside its own packed tensors, and loads none of these. So it becomes a matrix of its own, and config.json
+embedding's `weight` next to its own packed tensors, and loads none of these. So it becomes a matrix of its own, and config.json
 says so (`with_head`, `untied`).
 """
 
@@ -24,7 +24,7 @@ PADDING = 64
 
 
 class NormAndHead(nn.Module):
-    """What comes behind the last block: hidden states `[..., width]` to logits `[..., vocabulary]`."""
+    """What comes after the last block: hidden states `[..., width]` to logits `[..., vocabulary]`."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec):
         super().__init__()
@@ -43,7 +43,7 @@ def final_norm(spec: ModelSpec) -> str:
 
 
 def head_group(spec: ModelSpec, layer: int) -> Group:
-    """The output head as a group of its own. `layer`: number of decoder blocks, behind which it comes."""
+    """The output head as a group of its own. `layer`: number of decoder blocks, after which it comes."""
     return Group(layer, HEAD, (spec.lm_head,))
 
 

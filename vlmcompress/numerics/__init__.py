@@ -1,11 +1,11 @@
-"""Number formats of weights and the only quantization arithmetic in the project: find a scale, round, undo.
+"""Number formats of weights, and all quantization arithmetic of the project: find a scale, round, dequantize.
 
 A weight `W [out, in]` is cut into groups along `in` (`group` > 0), rows (`group` = -1) or not at all (`group` = 0).
 Each piece has one scale `s` and, when asymmetric, one zero point `z`:
 
     q = clamp(round(W / s + z), qmin, qmax)        W ~ (q - z) * s
 
-Conventions, the same as compressed-tensors 0.19 (a test holds us to it), so that an exporter only packs bits:
+Conventions are those of compressed-tensors 0.19 (tested), so an exporter only packs bits:
 
 * Integers are signed, `qmin = -2^(b-1)`, `qmax = 2^(b-1) - 1`, for symmetric *and* asymmetric formats; `q` and `z`
   are int8. Formats that store unsigned codes add `2^(b-1)` to both.
@@ -46,16 +46,16 @@ from vlmcompress.numerics._rounding import (
     as_stored,
     decode,
     dequantize,
-    encode,
     fake_quantize,
     find_params,
     find_ranges,
-    quantize,
     remainder,
     residual,
+    round_to_codes,
     row_chunks,
     scale_from_range,
     to_codes,
+    weight_codes,
 )
 from vlmcompress.numerics._tensors import QTensor, quantize_with, round_activations, round_to_nearest
 
@@ -72,7 +72,7 @@ __all__ = [
     "as_stored",
     "decode",
     "dequantize",
-    "encode",
+    "round_to_codes",
     "fake_quantize",
     "find_global_scale",
     "find_params",
@@ -81,7 +81,7 @@ __all__ = [
     "label",
     "remainder",
     "pack_fp4",
-    "quantize",
+    "weight_codes",
     "quantize_with",
     "residual",
     "round_activations",

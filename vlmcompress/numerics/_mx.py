@@ -31,5 +31,5 @@ def stored(scale: Tensor) -> Tensor:
 
 
 def steps(stored: Tensor) -> Tensor:
-    """The float32 powers of two that bytes stand for; the inverse of `stored`."""
+    """The float32 powers of two of bytes; the inverse of `stored`."""
     return torch.exp2(stored.float() - _BIAS)

@@ -1,7 +1,6 @@
-"""Find scales, round, undo: the arithmetic of all formats; see the package for its conventions.
+"""Find scales, round, dequantize: the arithmetic of all formats; see the package for its conventions.
 
-Scales come in, and go out, as numbers that a code is multiplied by: of NVFP4, MXFP4 and MXFP8 float32, rounded to what is
-stored already.
+A scale is always the factor of a code: for NVFP4, MXFP4 and MXFP8 float32, already rounded to what is stored.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def find_params(
     Args:
         w: `[out, in]`, any float dtype.
         fmt: the format to fit.
-        scale_dtype: dtype the scale is stored in; of NVFP4, MXFP4 and MXFP8 it is theirs whatever this says.
-        ratio: at most 1; less clips the largest values for a finer step. A number, or a tensor shaped like the scale.
-        importance: weight of a squared error in each column, at least 0: `[in]` (the diagonal of a Gram matrix), or
+        scale_dtype: dtype the scale is stored in; NVFP4, MXFP4 and MXFP8 ignore it. ratio: at most 1; less clips the
+        largest values for a finer step. A number, or a tensor shaped like the scale. importance: weight of a squared
+        error in each column, at least 0: `[in]` (the diagonal of a Gram matrix), or
             `[out, in]`; None: all alike. Columns of weight 0 widen no range, unless all of a piece have it.
         max_code: the code at which the largest magnitude of a symmetric piece is put; None: the one of `fmt.max_codes` with the
             least error of rounding to nearest.
@@ -101,7 +100,7 @@ def scale_from_range(
         d, best, least = torch.empty_like(pieces), first[rows], None
         for scale in (first, *others):
             spread, _ = _spread(scale[rows], None)
-            remainder(pieces, encode(pieces, spread, None, fmt, out=d), spread, None, out=d).square_()
+            remainder(pieces, round_to_codes(pieces, spread, None, fmt, out=d), spread, None, out=d).square_()
             error = (d if importances is None else d.mul_(importances)).sum(-1).view_as(best)
             best = best if least is None else torch.where(error < least, scale[rows], best)
             least = error if least is None else torch.minimum(error, least)
@@ -110,7 +109,7 @@ def scale_from_range(
 
 
 def as_stored(scale: Tensor, fmt: Format, scale_dtype: torch.dtype, global_scale: Tensor | None = None) -> Tensor:
-    """Round float32 scales to what is stored, finite and above zero: in `scale_dtype`, of others as of `find_params`."""
+    """Round float32 scales to their stored values, finite and above zero: in `scale_dtype`, or as in `find_params`."""
     if fmt.mx:
         return _mx.on_grid(scale)
     if fmt.nvfp4:
@@ -121,7 +120,7 @@ def as_stored(scale: Tensor, fmt: Format, scale_dtype: torch.dtype, global_scale
 
 
 def row_chunks(w: Tensor) -> list[slice]:
-    """Split the rows of `w [out, in]` so that a few float32 temporaries of a part stay in a CPU's cache; elsewhere not at all.
+    """Split the rows of `w [out, in]` so that float32 temporaries of a part fit a CPU's cache; no split elsewhere.
 
     Arithmetic on weights is a chain of cheap passes, and passes through memory take several times as long.
     """
@@ -131,7 +130,9 @@ def row_chunks(w: Tensor) -> list[slice]:
     return [slice(a, a + step) for a in range(0, len(w), step)]
 
 
-def encode(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, *, out: Tensor | None = None) -> Tensor:
+def round_to_codes(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, *, out: Tensor | None = None
+) -> Tensor:
     """Codes of `x` as float32, one for each element; `scale` and `zero_point` are float32 and broadcast against `x`.
 
     `out`: float32 tensor that takes the codes; it may be `x`.
@@ -143,7 +144,7 @@ def encode(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, *, 
 
 
 def to_codes(x: Tensor, fmt: Format) -> Tensor:
-    """Round `x`, float32 in units of a step and counted from the code 0, to the nearest codes, in place."""
+    """Round `x`, float32 in units of a step with code 0 at 0, to the nearest codes, in place."""
     if fmt.fp4:
         return _fp4.round_fp4(x)
     if fmt.kind == "float":
@@ -152,22 +153,22 @@ def to_codes(x: Tensor, fmt: Format) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """The values that float32 `codes` stand for; the inverse of `encode` up to rounding."""
+    """The values of float32 `codes`; the inverse of `round_to_codes` up to rounding."""
     return codes * scale if zero_point is None else (codes - zero_point) * scale
 
 
 def remainder(
     x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *, out: Tensor | None = None
 ) -> Tensor:
-    """What remains of `x` without the values that its float32 `codes` stand for; `out`: where to put it, may be `x`."""
+    """`x` minus the values of its float32 `codes`; `out`: result tensor, may be `x`."""
     return torch.addcmul(x, codes if zero_point is None else codes - zero_point, scale, value=-1, out=out)
 
 
-def quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+def weight_codes(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
     """Codes `[out, in]` of `w [out, in]` in `fmt.dtype`, given parameters from `find_params`."""
     q = torch.empty_like(w, dtype=fmt.dtype, memory_format=torch.contiguous_format)
     for rows in row_chunks(w):
-        q[rows] = encode(_pieces(w[rows].float(), fmt), *_spread(scale, zero_point, rows), fmt).view_as(q[rows])
+        q[rows] = round_to_codes(_pieces(w[rows].float(), fmt), *_spread(scale, zero_point, rows), fmt).view_as(q[rows])
     return q
 
 
@@ -195,17 +196,17 @@ def fake_quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Form
     rounded = torch.empty_like(w, dtype=torch.float32, memory_format=torch.contiguous_format)
     for rows in row_chunks(w):
         spread, zeros = _spread(scale, zero_point, rows)
-        part = encode(_pieces(w[rows].float(), fmt), spread, zeros, fmt, out=_pieces(rounded[rows], fmt))
+        part = round_to_codes(_pieces(w[rows].float(), fmt), spread, zeros, fmt, out=_pieces(rounded[rows], fmt))
         (part if zeros is None else part.sub_(zeros)).mul_(spread)
     return rounded
 
 
 def residual(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
-    """`w - fake_quantize(w)`, what rounding takes away from `w [out, in]`; float32."""
+    """`w - fake_quantize(w)`, the rounding residual of `w [out, in]`; float32."""
     rest = torch.empty_like(w, dtype=torch.float32, memory_format=torch.contiguous_format)
     for rows in row_chunks(w):
         pieces, (spread, zeros) = _pieces(w[rows].float(), fmt), _spread(scale, zero_point, rows)
-        part = encode(pieces, spread, zeros, fmt, out=_pieces(rest[rows], fmt))
+        part = round_to_codes(pieces, spread, zeros, fmt, out=_pieces(rest[rows], fmt))
         remainder(pieces, part if zeros is None else part.sub_(zeros), spread, None, out=part)
     return rest
 
@@ -218,7 +219,7 @@ def _pieces(w: Tensor, fmt: Format) -> Tensor:
 
 
 def _of(importance: Tensor | None, rows: slice) -> Tensor | None:
-    """The part of weights `[in]` or `[out, in]` that concerns `rows`."""
+    """The part of weights `[in]` or `[out, in]` for `rows`."""
     return importance[rows] if importance is not None and importance.dim() == 2 and len(importance) > 1 else importance
 
 

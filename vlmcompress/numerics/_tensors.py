@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vlmcompress.numerics import _fp4, _mx
 from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, MXFP4, MXFP8, NVFP4, ActFormat, Format
-from vlmcompress.numerics._rounding import as_stored, dequantize, fake_quantize, find_params, quantize
+from vlmcompress.numerics._rounding import as_stored, dequantize, fake_quantize, find_params, weight_codes
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,10 @@ class QTensor:
 
     Args:
         q: `[out, in]` codes, int8 or float8_e4m3fn; of NVFP4 and MXFP4 the 4-bit floats themselves as float8_e4m3fn.
-        scale: `[out, n_groups]`; `[out, 1]` per row; `[1]` per matrix. In the dtype it is stored in, of NVFP4 float8_e4m3fn, of
-            MXFP4 and MXFP8 uint8, exponents of 2 plus 127.
-        zero_point: int8, shaped like `scale`; None when symmetric.
-        format: what the codes mean.
-        global_scale: of NVFP4, the number `[1]`, float32, that `scale` is divided by; else None.
+        scale: `[out, n_groups]`; `[out, 1]` per row; `[1]` per matrix. In its stored dtype; NVFP4: float8_e4m3fn;
+        MXFP4 and MXFP8: uint8, exponent of 2 plus 127. zero_point: int8, shaped like `scale`; None when symmetric.
+        format: what the codes mean. global_scale: of NVFP4, the number `[1]`, float32, that `scale` is divided by;
+        else None.
     """
 
     q: Tensor
@@ -35,7 +34,7 @@ class QTensor:
     def of(
         cls, q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, global_scale: Tensor | None = None
     ) -> QTensor:
-        """A matrix from codes and the scales that arithmetic used (`find_params`), of NVFP4 with their `global_scale`.
+        """A matrix from codes and the scales used in arithmetic (`find_params`), for NVFP4 with its `global_scale`.
 
         Raises ValueError for NVFP4 scales that can't be stored with this `global_scale`.
         """
@@ -52,8 +51,8 @@ class QTensor:
 
     @property
     def step(self) -> Tensor:
-        """What codes are multiplied by, shaped like `scale`: the scale itself, of NVFP4 float32 over the global scale, of MXFP4
-        and MXFP8 float32 powers of two."""
+        """The factor of the codes, shaped like `scale`: the scale itself; NVFP4: float32, divided by the global scale;
+        MXFP4 and MXFP8: float32 powers of two."""
         if self.format.mx:
             return _mx.steps(self.scale)
         return self.scale if self.global_scale is None else self.scale.float() / self.global_scale
@@ -90,7 +89,7 @@ def quantize_with(
     w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, global_scale: Tensor | None = None
 ) -> QTensor:
     """Quantize `w [out, in]` to the nearest codes, with a scale and zero point already chosen, of NVFP4 for `global_scale`."""
-    return QTensor.of(quantize(w, scale, zero_point, fmt), scale, zero_point, fmt, global_scale)
+    return QTensor.of(weight_codes(w, scale, zero_point, fmt), scale, zero_point, fmt, global_scale)
 
 
 def _round_blocks(w: Tensor, fmt: Format, scale_dtype: torch.dtype) -> QTensor:

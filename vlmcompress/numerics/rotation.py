@@ -1,10 +1,11 @@
 """An orthogonal matrix by which rows are multiplied: a Hadamard matrix with random signs, or a random one.
 
-Multiplied by `R = diag(s) H / sqrt(n)`, s random signs, what one channel holds is spread evenly over all n, so that a few
-channels of large values, and large weights for them, are gone (QuaRot, arXiv 2404.00456, section 3; SpinQuant, arXiv
-2405.16406, equation 3 and figure 1; QuIP#, arXiv 2402.04396, lemma 3.1). Where no Hadamard matrix of order n is known here, n
-= 2^k m, `H` is the Kronecker product of Sylvester's of order 2^k and a random orthogonal matrix of order m. A random one (Haar,
-from the QR decomposition of a Gaussian matrix with the signs of R's diagonal) spreads less evenly and costs more.
+Multiplied by `R = diag(s) H / sqrt(n)`, s random signs, what one channel holds is spread evenly over all n, which
+removes outlier channels and their large weights (QuaRot, arXiv 2404.00456, section 3; SpinQuant, arXiv 2405.16406,
+equation 3 and figure 1; QuIP#, arXiv 2402.04396, lemma 3.1). Where no Hadamard matrix of order n is known here, n =
+2^k m, `H` is the Kronecker product of Sylvester's of order 2^k and a random orthogonal matrix of order m. A random one
+(Haar, from the QR decomposition of a Gaussian matrix with the signs of R's diagonal) spreads less evenly and costs
+more.
 
 Rows are multiplied in `k + m` operations an entry where H is such a product, in n where it is random.
 
@@ -28,7 +29,7 @@ Kind = Literal["hadamard", "random"]
 KINDS: tuple[Kind, ...] = ("hadamard", "random")
 _SEEDS = 2**63
 _ROWS = 8192
-"""Rows that are multiplied at once: an embedding is large, and its intermediate values are as large again."""
+"""Rows multiplied at once: an embedding is large, and its temporaries are as large again."""
 
 
 class Rotation:
@@ -58,14 +59,14 @@ class Rotation:
     def rows(self, x: Tensor) -> Tensor:
         """Multiply rows `[..., n]` by R, in the type of `x` and where it is."""
         flat, signs, factor = x.reshape(-1, self.n), self.signs.to(x), self.factor.to(x)
-        made = torch.empty_like(flat)
+        rotated = torch.empty_like(flat)
         for first in range(0, len(flat), _ROWS):
             # x diag(s) H / sqrt(n): of x as a matrix [power, order], Sylvester's factor acts on columns, the other on rows.
             some = flat[first : first + _ROWS] * signs
             parts = some.reshape(len(some), self.power, -1) @ factor
             spread = hadamard_transform(parts.transpose(1, 2)).transpose(1, 2) / math.sqrt(self.power)
-            made[first : first + _ROWS] = spread.reshape(some.shape)
-        return made.reshape(x.shape)
+            rotated[first : first + _ROWS] = spread.reshape(some.shape)
+        return rotated.reshape(x.shape)
 
     def columns(self, x: Tensor) -> Tensor:
         """Multiply a matrix `[n, columns]` by R transposed from the left: what writes `y` then writes `y R`."""

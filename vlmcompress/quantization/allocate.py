@@ -21,7 +21,7 @@ from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.quantization.plan import statistics_match
 from vlmcompress.quantization.plan.plan import Plan, make_plan
 from vlmcompress.quantization.plan.survey import Allocation
-from vlmcompress.recipe.allocation import RULES, Candidate, Key
+from vlmcompress.recipe.allocation import RULES, GroupOption, Key
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import note
@@ -36,7 +36,7 @@ STATISTICS = "statistics"
 """Name of the statistics that are collected for an allocation, in the run's work folder."""
 
 
-def share_out(plan: Plan, work: WorkFolder | None = None, *, progress: Progress) -> Plan:
+def allocate_bits(plan: Plan, work: WorkFolder | None = None, *, progress: Progress) -> Plan:
     """Share out the plan's budget, from its statistics or, where it has none, from some that are first collected in `work`.
 
     Args:
@@ -55,7 +55,7 @@ def take_gradients(work: WorkFolder) -> None:
     folder = work.folder / STATISTICS
     if not (folder / statistics_folder.NAME).is_file() or work.noted("gradients"):
         return
-    if gradients := statistics_folder.read(folder).facts.get("gradients"):
+    if gradients := statistics_folder.read_statistics(folder).facts.get("gradients"):
         work.note("gradients", gradients)
 
 
@@ -78,11 +78,11 @@ def decide(
         remedy = statistics_match.remedy(statistics, lacking)
         raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
     if bits.by == "error" and "gradients" not in statistics.facts:
-        note(blind(statistics))
+        note(no_gradients_note(statistics))
     errors = predicted(plan, statistics, read, progress)
     order = {key: list(sizes) for key, sizes in budget.sizes.items()}
     candidates = {
-        key: [Candidate(budget.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
+        key: [GroupOption(budget.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
     }
     try:
         chosen = rule.decide(candidates, budget.nbytes, statistics.facts)
@@ -95,7 +95,7 @@ def decide(
     return others, _facts(plan, picked, errors, unit)
 
 
-def blind(statistics: Statistics) -> str:
+def no_gradients_note(statistics: Statistics) -> str:
     """Say for people what statistics without gradients make of an allocation, why they have none, and what to do."""
     if statistics.facts["calibration"]["tokens"]["answer"]:
         why = f"statistics {statistics.folder} hold no gradients"
@@ -195,10 +195,10 @@ def _collected(plan: Plan, work: WorkFolder, progress: Progress) -> Statistics:
     recipe, folder = plan.recipe, work.folder / STATISTICS
     assert recipe.bits is not None and plan.budget is not None
     if (folder / statistics_folder.NAME).is_file():
-        stored = statistics_folder.read(folder)
-        if problems := statistics_match.problems(stored, recipe, plan.method, plan.blocks):
+        stored = statistics_folder.read_statistics(folder)
+        if problems := statistics_match.statistics_problems(stored, recipe, plan.method, plan.blocks):
             raise UserError(f"{problems[0]} (begin anew with --restart)")
-        statistics_match.verify(stored, recipe)
+        statistics_match.verify_statistics(stored, recipe)
         return stored
     methods = [plan.method, *plan.budget.widths.values()]
     needs = RULES[recipe.bits.by].needs.union({"gram"}, *(method.needs.statistics for method in methods))
@@ -206,4 +206,4 @@ def _collected(plan: Plan, work: WorkFolder, progress: Progress) -> Statistics:
     with torch.inference_mode(False):
         read = plan.source.path if plan.source.path != recipe.model else None
         calibrate(collecting, needs=needs, likes={"gradient"}, read=read, overwrite=True, progress=progress)
-    return statistics_folder.read(folder)
+    return statistics_folder.read_statistics(folder)

@@ -1,6 +1,6 @@
 """Quantize the blocks of a decoder one after the other, and keep the results in the run's work folder.
 
-`quantize_blocks` does it in a pass over calibration samples, where each block is captured behind those that are quantized
+`quantize_blocks` does it in a pass over calibration samples, where each block is captured after those that are quantized
 already; `solve_blocks` from statistics of the unquantized model or without data, where no block is run.
 """
 
@@ -63,7 +63,7 @@ def quantize_blocks(
     with phase("searching"):
         searched = _search(vlm, blocks, samples, method, sensitivities, progress)
     method, norm_offset = searched.method, vlm.spec.norm_offset
-    # Beside what the method reads: what errors are reported by, and the rounding of inputs.
+    # Next to what the method reads: what errors are reported by, and the rounding of inputs.
     statistics = method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
     spec = CaptureSpec(statistics, method.needs.prefix, kv_cache, all_experts=all_experts)
 
@@ -181,7 +181,7 @@ def _search(
     if "ranges" in searches:
         from vlmcompress.quantization.calibration import block_clip
 
-        method = block_clip.search(vlm, blocks, samples, method, progress)
+        method = block_clip.search_ranges(vlm, blocks, samples, method, progress)
     return _SearchResult(method, scales)
 
 

@@ -30,7 +30,7 @@ from vlmcompress.quantization.calibration.statistics_folder import (
     processor_identity,
     save_statistics,
 )
-from vlmcompress.quantization.inputs import Result, fit_reducer, make_source, read_inputs, run_settings
+from vlmcompress.quantization.inputs import Result, derive_source, fit_reducer, read_inputs, run_settings
 from vlmcompress.recipe import Recipe, presets
 from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.allocation import RULES
@@ -46,7 +46,7 @@ KINDS = NEEDS | {"entropy", "gradient"}
 answers' loss (`calibration.gradient_pass`)."""
 
 
-def needed(names: Collection[str]) -> frozenset[str]:
+def statistics_needed(names: Collection[str]) -> frozenset[str]:
     """Statistics that schemes with their default options, rules that share out bits, and balances read.
 
     Args:
@@ -56,7 +56,7 @@ def needed(names: Collection[str]) -> frozenset[str]:
         UserError: a name that is none of them, or names that together read nothing.
     """
     needs: set[str] = set()
-    for name, options in (presets.named(name) for name in names):
+    for name, options in (presets.resolve_scheme(name) for name in names):
         choices = {*SCHEMES.names(), *RULES}
         if name not in choices:
             raise UserError(f"--for: no scheme or rule for bits '{name}'{did_you_mean(name, choices)}")
@@ -116,7 +116,7 @@ def _calibrated(
     if "entropy" in needs:
         _need_sklearn()
     work.expect(run_settings("calibrate", recipe))
-    made = None if read else make_source(recipe, work, progress)
+    made = None if read else derive_source(recipe, work, progress)
     with phase("loading"):
         dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
         path = read or (made.path if made else recipe.model)
@@ -125,7 +125,7 @@ def _calibrated(
     whole = read_inputs(recipe, vlm, "vlmcompress calibrate", progress)
     reducer = fit_reducer(recipe.reduce, vlm, whole.batches, progress)
     recipe = recipe.model_copy(update={"reduce": reducer, "resize": whole.resize})
-    inputs = whole.behind(reducer, progress)
+    inputs = whole.reduced(reducer, progress)
     vlm, origin = inputs.vlm, inputs.origin
     assert origin is not None
     if "gradient" in needs and not origin["tokens"]["answer"]:
@@ -245,7 +245,7 @@ def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence
         },
         "kv_cache": bool(recipe.kv_cache),
         **({"rotate": recipe.rotation} if recipe.rotation else {}),
-        **({"adapter": adapters.sha256(recipe.adapter)} if recipe.adapter else {}),
+        **({"adapter": adapters.adapter_sha256(recipe.adapter)} if recipe.adapter else {}),
     }
 
 

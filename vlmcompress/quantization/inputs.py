@@ -16,13 +16,13 @@ from vlmcompress import models
 from vlmcompress.export import adapter, dequantized, rotate
 from vlmcompress.models import VLM, Source
 from vlmcompress.models.data import Reading, encode_usable, load_mixed, provenance, video
-from vlmcompress.models.data.provenance import notes, token_counts
+from vlmcompress.models.data.provenance import data_notes, token_counts
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import skipped_lines
 from vlmcompress.models.devices import accelerated, accelerator
 from vlmcompress.quantization.calibration import tower_attention
 from vlmcompress.quantization.calibration.block_inputs import Refused
-from vlmcompress.quantization.plan.calibration_data import check_balance, data_source, needing
+from vlmcompress.quantization.plan.calibration_data import check_balance_data, data_reason, data_source
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.quantization.plan.survey import rotation_problems
 from vlmcompress.quantization.plan.visual_tokens import VisualTokens
@@ -48,7 +48,7 @@ class Inputs:
     """A loaded model and the samples that it is to be run on.
 
     Attributes:
-        vlm: the model; behind a reducer its decoder alone, with the same modules.
+        vlm: the model; after a reducer its decoder alone, with the same modules.
         batches: encoded samples (`models.data.encode`), one a batch; empty where nothing has to be run.
         origin: the manifest's description of the calibration data; None for no calibration.
         resize: how images are made smaller, worked out on the samples' images; the model's processor does so.
@@ -73,8 +73,8 @@ class Inputs:
             rest = f"; so it does for {len(others)} other{'s' * (len(others) > 1)}" if others else ""
             raise UserError(f"{name}; drop it{rest}") from error
 
-    def behind(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
-        """The inputs of the decoder behind a reducer; unchanged if there are no samples or no reducer before the decoder."""
+    def reduced(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
+        """The inputs of the decoder after a reducer; unchanged if there are no samples or no reducer before the decoder."""
         chosen = calibrated(reducer)
         if chosen is None or not self.batches or self.origin is None:
             return self
@@ -108,7 +108,7 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
     with phase("encoding"):
         samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed, reading=reading)
         if recipe.reduce:
-            video.refuse(samples)
+            video.refuse_videos(samples)
         resize = fit_resize(recipe.resize, vlm, samples)
         vlm = resizing.resized(vlm, resize) if resize else vlm
         options: dict[str, Any] = {"max_length": settings.max_length, "reading": reading, "progress": progress}
@@ -128,8 +128,8 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
         skipped={**samples.skipped, **texts.skipped, **usable.skipped},
     )
     origin |= {"resize": resize.model_dump()} if resize else {}
-    check_balance(recipe, origin["tokens"], source)
-    for line in [*skipped_lines(usable.skipped), *notes(origin)]:
+    check_balance_data(recipe, origin["tokens"], source)
+    for line in [*skipped_lines(usable.skipped), *data_notes(origin)]:
         note(line)
     return Inputs(vlm, usable.batches, origin, resize, [every[number].name for number in usable.numbers])
 
@@ -144,15 +144,15 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
     if plan.head:
         models.untie(vlm.model, vlm.spec)
     if plan.statistics:
-        check_balance(recipe, plan.statistics.origin["tokens"], plan.statistics.folder)
+        check_balance_data(recipe, plan.statistics.origin["tokens"], plan.statistics.folder)
         resize, samples = plan.statistics.resize, []
         if recipe.vision_attention or (tokens and tokens.counted):
             resized = recipe.model_copy(update={"resize": resize})
-            samples = read_inputs(resized, vlm, needing(plan), progress).batches
+            samples = read_inputs(resized, vlm, data_reason(plan), progress).batches
         return Inputs(vlm, samples, plan.statistics.origin, resize)
     if not plan.reads_data:
         return Inputs(vlm, [], None, recipe.resize)
-    inputs = read_inputs(recipe, vlm, needing(plan), progress)
+    inputs = read_inputs(recipe, vlm, data_reason(plan), progress)
     return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": plan.prefix})
 
 
@@ -167,26 +167,26 @@ def fit_resize(resize: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Re
 def fit_reducer(
     reducer: ReducerChoice | None, vlm: VLM, samples: Samples, progress: Progress, fitted: ReducerChoice | None = None
 ) -> ReducerChoice | None:
-    """Return the reducer with all learnt numbers in place, taken from a file that it names or learnt from samples.
+    """Return the reducer with all learned numbers in place, taken from a file that it names or learned from samples.
 
     Args:
         reducer: the reducer as the recipe asks for it; None for none.
         samples: calibration samples, from `models.data.encode`; empty: the numbers come from the file that the reducer names.
         progress: called with (label, done, total).
-        fitted: the reducer that statistics were collected behind, whose learnt numbers are taken over.
+        fitted: the reducer that statistics were collected after, whose learned numbers are taken over.
     """
     if reducer is None:
         return None
-    reducer = scorer_file.known(vlm.model.config, reducer)
+    reducer = scorer_file.load_scorer(vlm.model.config, reducer)
     if not reducer.options.learns:
         return reducer
     if fitted is not None and same(fitted, reducer):
         thresholds = fitted.options.thresholds
         return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else fitted
     if not samples:
-        return threshold_file.known(vlm, reducer)
-    with placed(vlm):
-        return learning.learn(vlm, samples, reducer, progress)
+        return threshold_file.require_thresholds(vlm, reducer)
+    with on_accelerator(vlm):
+        return learning.learn_thresholds(vlm, samples, reducer, progress)
 
 
 def fit_counter(
@@ -196,15 +196,15 @@ def fit_counter(
 
     Args:
         tokens: the plan's description of the reducer.
-        reducer: the reducer with all learnt numbers in place.
+        reducer: the reducer with all learned numbers in place.
     """
     if not (reducer and tokens and tokens.counted):
         return None
-    with placed(vlm):
+    with on_accelerator(vlm):
         return learning.counter(vlm, samples, reducer)
 
 
-def placed(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
+def on_accelerator(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
     """The model on the accelerator, if there is one."""
     return accelerated(vlm.model, models.decoder_layers(vlm.model, vlm.spec))
 
@@ -231,12 +231,12 @@ class Learned:
     attention: dict[str, Any] | None = None
 
 
-def learn(plan: Plan, inputs: Inputs, progress: Progress) -> Learned:
-    """Learn scales of the tower's attention, and the numbers of the reducer, unless the statistics were behind the same."""
+def learn_from_inputs(plan: Plan, inputs: Inputs, progress: Progress) -> Learned:
+    """Learn scales of the tower's attention, and the numbers of the reducer, unless the statistics were after the same."""
     recipe, attention = plan.recipe, None
     with phase("vision attention"):
         if recipe.vision_attention:
-            attention = tower_attention.scales(inputs.vlm, inputs.batches, progress)
+            attention = tower_attention.attention_scales(inputs.vlm, inputs.batches, progress)
     with phase("reducer"):
         fitted = plan.statistics.reducer if plan.statistics else None
         reducer = fit_reducer(recipe.reduce, inputs.vlm, inputs.batches, progress, fitted)
@@ -257,7 +257,7 @@ def run_settings(command: str, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def make_source(recipe: Recipe, work: WorkFolder, progress: Progress) -> Source | None:
+def derive_source(recipe: Recipe, work: WorkFolder, progress: Progress) -> Source | None:
     """Write the 16-bit model that a run begins with to its work folder, where that is another than the recipe's: in 16 bits,
     with the adapter merged, rotated, in this order. None: it begins with the recipe's own.
 
@@ -274,16 +274,16 @@ def make_source(recipe: Recipe, work: WorkFolder, progress: Progress) -> Source 
 
     source = None
     if recipe.from_quantized:
-        source = made("dequantized", "dequantizing", functools.partial(dequantized.write, recipe.model))
+        source = made("dequantized", "dequantizing", functools.partial(dequantized.write_dequantized, recipe.model))
     if recipe.adapter:
         base = source or Source.of(recipe.model)
-        merge = functools.partial(adapter.write, base, recipe.adapter, device=device)
+        merge = functools.partial(adapter.write_merged, base, recipe.adapter, device=device)
         source = made("merged", "merging the adapter", merge)
     if recipe.rotate:
         base = source or Source.of(recipe.model)
         if problems := rotation_problems(recipe, base):
             raise UserError(problems[0])
         rotations = rotate.Rotations(recipe.rotate, recipe.seed)
-        rotating = functools.partial(rotate.write, base, rotations=rotations, device=device)
+        rotating = functools.partial(rotate.write_rotated, base, rotations=rotations, device=device)
         source = made("rotated", "rotating", rotating)
     return source

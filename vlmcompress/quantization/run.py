@@ -17,8 +17,8 @@ from vlmcompress.quantization.blocks import quantize_blocks, solve_blocks
 from vlmcompress.quantization.inputs import (
     Inputs,
     Result,
-    learn,
-    make_source,
+    derive_source,
+    learn_from_inputs,
     read_for_plan,
     run_settings,
 )
@@ -52,17 +52,17 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
         plan = _check(make_plan(recipe), out)
         with distributed.process_group():
             work.expect(run_settings("quantize", recipe))
-            if made := make_source(recipe, work, progress):
-                plan = make_plan(recipe, source=made)
+            if derived := derive_source(recipe, work, progress):
+                plan = make_plan(recipe, source=derived)
             if plan.budget:
-                plan = allocate.share_out(plan, work, progress=progress)
+                plan = allocate.allocate_bits(plan, work, progress=progress)
             inputs = read_for_plan(plan, progress)
             with inputs.naming():
-                learned = learn(plan, inputs, progress)
+                learned = learn_from_inputs(plan, inputs, progress)
                 if plan.prefix != "quantized":  # only the reducer learned from the samples
                     inputs = replace(inputs, batches=[])
-                decoder_inputs = inputs.behind(learned.recipe.reduce, progress)
-                inputs = replace(inputs, batches=[])  # pictures that the decoder behind a reducer does not need
+                decoder_inputs = inputs.reduced(learned.recipe.reduce, progress)
+                inputs = replace(inputs, batches=[])  # pictures that the decoder after a reducer does not need
                 _capture_and_solve(plan, learned.recipe, decoder_inputs, work, progress)
         if not distributed.is_main():
             return Result(out, {})
@@ -85,7 +85,7 @@ def _check(plan: Plan, out: Path) -> Plan:
     folders.check_space(out, space_needed(plan, out))
     if plan.statistics:
         folders.check_apart(plan.statistics.folder, out, "statistics")
-        statistics_match.verify(plan.statistics, plan.recipe)
+        statistics_match.verify_statistics(plan.statistics, plan.recipe)
     return plan
 
 

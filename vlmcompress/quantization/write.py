@@ -16,11 +16,11 @@ from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.export import adapter, manifest
 from vlmcompress.export.write import Checkpoint, write
 from vlmcompress.models import VLM, Source
-from vlmcompress.models.data.provenance import left_out, unseen
+from vlmcompress.models.data.provenance import skipped_notes, unseen
 from vlmcompress.numerics import round_to_nearest
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.quantization.allocate import STATISTICS
-from vlmcompress.quantization.calibration.block_store import StoredWeights, load_block, stored_bytes
+from vlmcompress.quantization.calibration.block_store import StoredWeights, block_bytes, load_block
 from vlmcompress.quantization.calibration.solve import BlockResult, solve_block, warnings
 from vlmcompress.quantization.inputs import Learned, reducer_warnings
 from vlmcompress.quantization.plan import devices
@@ -68,7 +68,7 @@ def write_checkpoint(
         recovery: the training that the checkpoint comes from; None: there was none.
     """
     recipe, attention = learned.recipe, learned.attention
-    setting, beside = _setting(recipe, plan.source), _beside(recipe, attention)
+    setting, extra_files = _setting(recipe, plan.source), _extra_files(recipe, attention)
     if recipe.reduce:  # as the checkpoint has it
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})
     results = [load_block(work, layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
@@ -86,10 +86,10 @@ def write_checkpoint(
         layers=plan.layers,
         manifest=_manifest(plan, recipe, vlm, results, origin, recovery.facts if recovery else None),
         changed={**_changed_parameters(vlm.model, smoothed, quantized), **(recovery.trained if recovery else {})},
-        kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
+        kv_scales={name: kv_range.kv_scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
         counter=learned.counter,
-        extra_files=beside | (resizing.files(recipe.inputs_folder, setting) if setting else {}),
+        extra_files=extra_files | (resizing.setting_files(recipe.inputs_folder, setting) if setting else {}),
         settings=setting.config if setting else {},
     )
     return write(
@@ -102,9 +102,9 @@ def write_checkpoint(
 
 
 def space_needed(plan: Plan, out: Path) -> int:
-    """Bytes that a run needs beside those that an earlier one left: OUT, the finished blocks, a rotated or 16-bit model."""
+    """Bytes that a run needs next to those that an earlier one left: OUT, the finished blocks, a rotated or 16-bit model."""
     stored = (
-        stored_bytes(scheme.weights, plan.source.stored[plan.source.names[f"{linear}.weight"]].shape)
+        block_bytes(scheme.weights, plan.source.stored[plan.source.names[f"{linear}.weight"]].shape)
         for groups in plan.steps
         for group in groups
         if (scheme := plan.method.of(group).scheme)
@@ -122,10 +122,10 @@ def _setting(recipe: Recipe, source: Source) -> models.ImageSetting | None:
     if recipe.resize is None:
         return None
     processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
-    return resizing.chosen(source.spec, processor, recipe.resize)
+    return resizing.choose_setting(source.spec, processor, recipe.resize)
 
 
-def _beside(recipe: Recipe, attention: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any] | bytes]:
+def _extra_files(recipe: Recipe, attention: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any] | bytes]:
     """Further files: scales of the tower's attention, and the scorer of a reducer that goes by one."""
     files: dict[str, Mapping[str, Any] | bytes] = {VISION_SCALES: attention} if attention else {}
     reduce = recipe.reduce
@@ -156,22 +156,22 @@ def _manifest(
         allocation=plan.allocation,
         visual_tokens=tokens.example if tokens else None,
         recovery=recovery,
-        devices=devices.choices(plan),
+        devices=devices.launch_device_counts(plan),
     )
 
 
 def _of_plan(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     """Warnings about the plan's model and recipe, a line each. `origin`: of the data that were read, if any."""
-    data = _unread(plan) if origin is None else [*left_out(origin), *unseen(origin)]
+    data = _unread(plan) if origin is None else [*skipped_notes(origin), *unseen(origin)]
     return [*_untied(plan), *data, *_changed(plan.source), *_of_folders(plan)]
 
 
 def _of_folders(plan: Plan) -> list[str]:
     """Lines about what lies in the folders of model and adapter, and what became of it."""
-    recipe, lines = plan.recipe, [*models.asides(plan.recipe.model), *adapter.notes(plan.recipe)]
+    recipe, lines = plan.recipe, [*models.asides(plan.recipe.model), *adapter.adapter_notes(plan.recipe)]
     if beyond := models.unembedded(recipe.inputs_folder, models.rows_of(plan.source.meta_model)):
         lines.append(f"{beyond}; a prompt with one of them fails")
-    if left := model_folder.left_behind(recipe.model):
+    if left := model_folder.unrelated_files(recipe.model):
         rest = f" and {len(left) - 8} more" if len(left) > 8 else ""
         lines.append(f"not copied, as no reader of a checkpoint asks for it: {', '.join(left[:8])}{rest}")
     return lines
@@ -179,7 +179,7 @@ def _of_folders(plan: Plan) -> list[str]:
 
 def _changed(source: Source) -> list[str]:
     """Lines about faults of the source that the written checkpoint no longer has."""
-    lines = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
+    lines = [f"corrected here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
     lines += models.cast_text(source)
     return [*lines, *models.draft_dropped(source.spec, source.config, source.stored)]
 
@@ -189,7 +189,7 @@ def _untied(plan: Plan) -> list[str]:
     before = plan.recipe.model if plan.recipe.rotate else plan.source.path
     if models.read_config(before).get(_TIED) is False or plan.source.config.get(_TIED) is not False:
         return []
-    extra = sum(spec.nbytes for spec in plan.source.stored.values()) - models.stored_bytes(before)
+    extra = sum(spec.nbytes for spec in plan.source.stored.values()) - models.checkpoint_bytes(before)
     what = "the output head shared the embedding's weights and is a matrix of its own now"
     why = "rotate" if plan.recipe.rotate else "head"
     return [f"{why}: {what}, {size(extra)} more in 16 bits"] if extra > 0 else []
@@ -200,7 +200,7 @@ def _unread(plan: Plan) -> list[str]:
     data = plan.recipe.calibrate.data
     if data is None or plan.reads_data or plan.statistics:
         return []
-    why = "no layer of the language model is quantized, and nothing is learnt from them"
+    why = "no layer of the language model is quantized, and nothing is learned from them"
     return [f"the calibration data {Path(data).name} were not read: {why}"]
 
 

@@ -1,4 +1,4 @@
-"""A recipe is everything that decides what is written, as data: where its values come from, and checking them."""
+"""Recipes: everything that decides what is written, as data; where values come from, and their checks."""
 
 from vlmcompress.recipe.recipe import DEFAULT, FORMATS, SCHEMES, Calibrate, Recipe, Resolved, resolve
 

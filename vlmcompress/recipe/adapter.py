@@ -1,6 +1,6 @@
 """A LoRA adapter's folder as PEFT writes it: which base it names, and what it has besides weights.
 
-Its tensors are read by `export.adapter`, which merges them. Trainers save tokenizer, processor and chat template beside
+Its tensors are read by `export.adapter`, which merges them. Trainers save tokenizer, processor and chat template next to
 them. These are what the adapter was trained with, so they take the place of the base's.
 """
 
@@ -21,21 +21,21 @@ _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _NAME = "base_model_name_or_path"
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The content of the adapter's config. Raises `UserError` where it can't be read."""
-    content: dict[str, Any] = schema.read(
+    content: dict[str, Any] = schema.read_checked(
         dict[str, Any], folder / CONFIG, "give the folder that PEFT's save_pretrained wrote"
     )
     return content
 
 
-def sha256(folder: Path | None) -> str | None:
+def adapter_sha256(folder: Path | None) -> str | None:
     """SHA-256 of the files of an adapter; None for None."""
     return None if folder is None else identity.content_hash(model_folder.adapter_files(folder))
 
 
 def replaced(model: Path, adapter: Path | None) -> list[str]:
-    """What of a model's tokenizer, processor and chat template an adapter brings another one of."""
+    """Which of tokenizer, processor and chat template the adapter replaces."""
     if adapter is None:
         return []
     contents = {kind: _content(adapter, kind) for kind in model_folder.PROCESSING}
@@ -43,8 +43,8 @@ def replaced(model: Path, adapter: Path | None) -> list[str]:
 
 
 def inputs_folder(model: Path, adapter: Path | None) -> Path:
-    """A folder with config.json of `model` and the files that belong to it besides weights, those that an adapter brings in the
-    place of its own: `model` itself, or a folder of links that is removed when this process ends."""
+    """A folder with `model`'s config.json and its files other than weights, where an adapter's replace them: `model`
+    itself, or a folder of links, removed when this process ends."""
     kinds = replaced(model, adapter)
     if adapter is None or not kinds:
         return model
@@ -54,7 +54,8 @@ def inputs_folder(model: Path, adapter: Path | None) -> Path:
 
 @functools.cache
 def _overlaid(model: Path, adapter: Path, kinds: tuple[str, ...], _state: tuple[tuple[str, int, int], ...]) -> Path:
-    """The folder of links of `inputs_folder`. `_state`: of the files of both, so that it is made anew when these change."""
+    """The folder of links of `inputs_folder`. `_state`: state of both folders' files, so that a change makes a new
+    one."""
     folder = Path(tempfile.mkdtemp(prefix="vlmcompress-inputs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     files = {place: model / place for place in (Path("config.json"), *model_folder.companions(model))}
@@ -91,9 +92,9 @@ def _inline_template(folder: Path) -> bytes | None:
 
 
 def base_of(folder: Path) -> str:
-    """The name of the adapter's base: a folder that there is, or an id on the Hub. Raises `UserError` for another one."""
-    name = read_config(folder).get(_NAME)
-    if isinstance(name, str) and name and (Path(name).is_dir() or hub.parse(name)):
+    """The name of the adapter's base: an existing folder, or an id on the Hub. Raises `UserError` otherwise."""
+    name = read_adapter_config(folder).get(_NAME)
+    if isinstance(name, str) and name and (Path(name).is_dir() or hub.parse_repository(name)):
         return name
     why = f"names the base {name!r}, which is not here" if name else "names no base"
     raise UserError(f"the adapter {folder} {why}; name it: MODEL --adapter {folder}")

@@ -1,4 +1,4 @@
-"""Rules that share out a budget of bytes among the groups of a decoder; `RULES` has them under their names in `bits.by`.
+"""Rules that allocate a budget of bytes to the groups of a decoder; `RULES` has them by their names in `bits.by`.
 
 Pure: tables of sizes and predicted errors in, one choice a group out. A *group* is linear layers that read one input (and that
 engines fuse: q/k/v, gate/up), so shards of a fused matrix always get the same choice; all experts of a block are one group,
@@ -17,7 +17,7 @@ little, as the two bounds are close: 320 groups of 5 candidates take under a sec
 choices survive are those with the worst bounds dropped; the result is then within `gap` of the optimum, which
 `solve_knapsack` returns (0 otherwise).
 
-The others go by the entropy of activations and no error:
+The others use the entropy of activations and no error:
 
 * `luq` (LUQ, arXiv 2509.23729): the blocks whose input has the least entropy get the fewest bits. Entropy is that of the
   clusters (k-means, K = 100) that a block's normalized input vectors fall into. The paper gives the lowest blocks about 1
@@ -25,7 +25,8 @@ The others go by the entropy of activations and no error:
   one up, which as many blocks get as fit.
 * `qvlm` (from Q-VLM's proxy, arXiv 2410.08119): blocks whose activations have the least entropy given the block before get the
   fewest bits. Q-VLM takes that entropy for how strongly a block's error spreads into the blocks after it, and searches strongly
-  coupled blocks together; the paper allocates no bits. Ranking by its entropy is ours, to compare with `luq` and `error`.
+  coupled blocks together; the paper allocates no bits. Ranking by this entropy is our addition, to compare with `luq`
+  and `error`.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ Key = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class GroupOption:
     """One way to store a group: `nbytes` on disk, and the predicted `error`, which adds up over groups."""
 
     nbytes: int
     error: float
 
 
-Candidates = Mapping[Key, Sequence[Candidate]]
+Candidates = Mapping[Key, Sequence[GroupOption]]
 Partial = tuple[int, float, Any]  # bytes, error, (the partial choice before, index of the last candidate)
 
 
@@ -59,7 +60,7 @@ class Rule:
     Attributes:
         needs: statistics that it reads besides errors, e.g. {"entropy"}.
         decide: from candidates, a budget in bytes and the facts of statistics, the index of each group's candidate. Raises
-            `Unreachable` for a budget that cannot be met, and ValueError for facts or candidates that lack something.
+            `Unreachable` for a budget that cannot be met, and ValueError for incomplete facts or candidates.
     """
 
     needs: frozenset[str]
@@ -67,7 +68,7 @@ class Rule:
 
 
 class Unreachable(ValueError):
-    """The budget is below what the smallest candidates need together: `smallest` bytes."""
+    """The budget is below the sum of the smallest candidates: `smallest` bytes."""
 
     def __init__(self, budget: int, smallest: int):
         super().__init__(f"{budget} bytes are asked for and {smallest} are the fewest possible")
@@ -83,10 +84,10 @@ def _check(candidates: Candidates, budget: int) -> None:
         raise Unreachable(budget, smallest)
 
 
-def cost(candidates: Candidates, choice: Mapping[Key, int]) -> Candidate:
+def cost(candidates: Candidates, choice: Mapping[Key, int]) -> GroupOption:
     """Sum the bytes and the errors of a choice."""
     chosen = [candidates[key][index] for key, index in choice.items()]
-    return Candidate(sum(candidate.nbytes for candidate in chosen), sum(candidate.error for candidate in chosen))
+    return GroupOption(sum(candidate.nbytes for candidate in chosen), sum(candidate.error for candidate in chosen))
 
 
 def solve_knapsack(candidates: Candidates, budget: int, limit: int = LIMIT) -> tuple[dict[Key, int], float]:
@@ -135,7 +136,7 @@ def solve_knapsack(candidates: Candidates, budget: int, limit: int = LIMIT) -> t
     return dict(zip(keys, best, strict=True)), gap
 
 
-def _greedy(groups: Sequence[Sequence[Candidate]], budget: int) -> tuple[float, list[int]]:
+def _greedy(groups: Sequence[Sequence[GroupOption]], budget: int) -> tuple[float, list[int]]:
     """Find the best price of a byte, and a choice within the budget that is near the optimum."""
     hulls = [_hull(group) for group in groups]
     choice = [hull[0] for hull in hulls]
@@ -158,7 +159,7 @@ def _greedy(groups: Sequence[Sequence[Candidate]], budget: int) -> tuple[float, 
     return price or 0.0, choice
 
 
-def _hull(group: Sequence[Candidate]) -> list[int]:
+def _hull(group: Sequence[GroupOption]) -> list[int]:
     """Select the candidates on the lower convex hull of (bytes, error), by rising bytes and falling error."""
     hull: list[int] = []
     for k in sorted(range(len(group)), key=lambda k: (group[k].nbytes, group[k].error)):

@@ -1,4 +1,4 @@
-"""The recipe's key `bits`: a budget to spend on the groups of the decoder, instead of one width for all."""
+"""The recipe's key `bits`: a bit budget for the decoder's groups, instead of one width for all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Names of compressed-tensors' presets, as llm-compressor's users write them: the same numbers, or a refusal with the reason.
 
-A scheme that can be a preset says so: `PRESETS`, name -> the options that make it one. Names are read in any case, but for
-those that mean something else as a scheme of ours: `FP8` in capitals is the preset, whose scales are fixed, and `fp8` is ours.
-A preset says which numbers are stored and not how they are found: the method is ours.
+A scheme that can be a preset says so: `PRESETS`, name -> the options that make it one. Names are case-insensitive
+unless one of our schemes has the name in lower case: `FP8` is the preset, with static scales, and `fp8` our scheme. A
+preset fixes the number format, not the method that finds the values.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ REFUSED = {
     r"W\dA4": "no engine computes with integer activations of 4 bits; take W4A16, or NVFP4 for 4-bit floats",
     r"W\dA8": "vLLM has no kernel on x86 or a GPU for such weights in groups with 8-bit integer activations; take W8A8, "
     "W4AFP8, or scheme mbq with options.activations=8, whose weights have a scale per row",
-    "MXFP8A16": "vLLM rounds the inputs of MXFP8 weights, whatever the checkpoint says of them; take MXFP8, or W8A16",
+    "MXFP8A16": "vLLM always rounds the inputs of MXFP8 weights; take MXFP8, or W8A16",
 }
 """Pattern of presets that are not written -> why."""
 
 
 DIFFERENT = ("FP8", "NVFP4", "W8A16")
-"""Presets that mean something else than the scheme of ours that has their name in small letters."""
+"""Presets that differ from our scheme with the same name in lower case."""
 
 
 @functools.cache
@@ -40,8 +40,8 @@ def presets() -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-def named(text: str) -> tuple[str, dict[str, Any]]:
-    """The scheme that a name stands for, and the options that belong to it: those of a preset, else none.
+def resolve_scheme(text: str) -> tuple[str, dict[str, Any]]:
+    """The scheme and options of a name: a preset's options, else none.
 
     Raises:
         UserError: it is a preset that is not written.
@@ -58,12 +58,12 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def expanded(layer: Layer) -> Layer:
-    """Settings with a preset's name replaced by the scheme that it is, and by its options where they are not given."""
+    """Settings with a preset's name replaced by its scheme and, where not set, its options."""
     origin, settings = layer
     text, options = settings.get("scheme"), settings.get("options", {})
     if not isinstance(text, str):
         return layer
-    scheme, preset = named(text)
+    scheme, preset = resolve_scheme(text)
     if text in DIFFERENT:
         differs = "".join(f", options.{key}={value}" for key, value in preset.items())
         note(f"{text} is compressed-tensors' preset: scheme {scheme}{differs}; {text.lower()} is another scheme")

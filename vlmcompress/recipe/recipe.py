@@ -27,7 +27,7 @@ from vlmcompress.utils import hub, yaml_files
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.model_folder import is_adapter
 from vlmcompress.utils.registry import FORMATS, SCHEMES
-from vlmcompress.utils.settings import Layer, find, merge
+from vlmcompress.utils.settings import Layer, find_recipe, merge
 from vlmcompress.utils.text import check_size
 
 if TYPE_CHECKING:
@@ -52,14 +52,13 @@ class Calibrate(_Frozen):
     Attributes:
         data: folder of images, .jsonl, .parquet, data set folder or id on the Hub (see `hub.local`); None: the images
             bundled with a demo model.
-        columns: field (`image`, `video`, `question`, `answer`, `messages`, `id` or `family`) -> the column of `data` that it is
-            read from, where that has a name of its own.
-        skip_bad: how many rows that cannot be used are skipped, each with a note: below 1 a share, else a number.
-        text: file of samples without images, of which one is mixed in for each sample of `data`.
-        samples: how many samples to take, those of `text` included.
-        max_length: longest sample in tokens; None: the model's context.
-        all_experts: show every expert of a mixture all tokens, not those alone that the router sends it.
-        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; if `data` is given,
+        columns: field (`image`, `video`, `question`, `answer`, `messages`, `id` or `family`) -> the column of `data`
+        that it is read from, where the names differ. skip_bad: how many unusable rows are skipped, each with a note:
+        below 1 a share, else a number. text: file of samples without images, of which one is mixed in for each sample
+        of `data`. samples: how many samples to take, those of `text` included. max_length: longest sample in tokens;
+        None: the model's context. all_experts: feed every expert of a mixture all tokens, not only those routed to it.
+        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; if `data` is
+        given,
             too, the statistics must come from it.
     """
 
@@ -93,19 +92,17 @@ class Recipe(_Frozen):
             before anything else is done: weights that are easier to round, and the same answers. Drawn by `seed`; null: none.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the calibration data, or statistics collected before.
-        adapter: folder of a LoRA adapter as PEFT writes it, which is merged into the model before anything else is done; a
-            MODEL that is one stands for the base that it names, and it.
-        dtype: type of everything that is not quantized, and of scales; `auto` is that of config.json, or else that of most
+        adapter: folder of a PEFT LoRA adapter, merged into the model first; a MODEL that is an adapter means its base
+        with the adapter merged. dtype: type of everything that is not quantized, and of scales; `auto` is that of
+        config.json, or else that of most
             weights.
-        from_quantized: quantize what a source in FP8 stands for, in 16 bits; false: a quantized source is refused.
-        trust_remote_code: run Python code that the model's folder brings along.
-        bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
-        resize: images made smaller before the encoder, by the processor's own settings; None: they are as they were.
-        reduce: the visual-token reducer (`reduction.choice`) that the checkpoint carries; None: all tokens are kept.
-        engine: engine that is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
-        seed: seed of every random choice.
-        shard_size: size of the largest file of weights.
-        format: name of a module in `vlmcompress.export.formats`.
+        from_quantized: dequantize an FP8 source to 16 bits and quantize that; false: a quantized source is refused.
+        trust_remote_code: run Python code that the model's folder brings along. bits: widths that differ between
+        groups of layers, within a budget; None: the scheme's own everywhere. resize: images made smaller before the
+        encoder, by the processor's own settings; None: they are as they were. reduce: the visual-token reducer
+        (`reduction.choice`) that the checkpoint carries; None: all tokens are kept. engine: engine that is to run the
+        checkpoint; `vllm` refuses reducers that only transformers can run. seed: seed of every random choice.
+        shard_size: size of the largest file of weights. format: name of a module in `vlmcompress.export.formats`.
     """
 
     model: Path
@@ -186,7 +183,7 @@ class Recipe(_Frozen):
     def parts(self) -> dict[str, Scheme]:
         """The number formats of what is quantized besides the decoder: `vision tower`, `output head`; groups as by default."""
         names = {"vision tower": self.vision, "output head": self.head}
-        chosen = {part: presets.named(name) for part, name in names.items() if name != "bf16"}
+        chosen = {part: presets.resolve_scheme(name) for part, name in names.items() if name != "bf16"}
         modules = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
         return {part: module.scheme(module.Options(**options)) for part, (module, options) in modules.items()}
 
@@ -197,8 +194,8 @@ class Recipe(_Frozen):
 
     @property
     def inputs_folder(self) -> Path:
-        """The folder of the tokenizer, processor and chat template that the written checkpoint has: the model's, unless the
-        adapter brings others."""
+        """The folder of the written checkpoint's tokenizer, processor and chat template: the model's, unless the
+        adapter has its own."""
         return adapters.inputs_folder(self.model, self.adapter)
 
     @property
@@ -208,7 +205,7 @@ class Recipe(_Frozen):
 
     def plain(self) -> dict[str, Any]:
         """The recipe as JSON data, as the manifest keeps it."""
-        data = self.model_dump(mode="json", exclude={"options", "reduce"}) | {"model": hub.shown(self.model)}
+        data = self.model_dump(mode="json", exclude={"options", "reduce"}) | {"model": hub.display_path(self.model)}
         reduce = self.reduce.plain() if self.reduce else None
         return data | {"options": dataclasses.asdict(self.options), "reduce": reduce}
 
@@ -244,8 +241,8 @@ def resolve(
     """
     layers: list[Layer] = [(caller, settings)]
     if file is not None:
-        path = find(file)
-        layers.append((f"recipe {path}", yaml_files.read(path, "recipe")))
+        path = find_recipe(file)
+        layers.append((f"recipe {path}", yaml_files.read_yaml(path, "recipe")))
     for origin, layer in layers:
         _check_keys(layer, Recipe.model_fields, "", origin)
         for key, part in (("calibrate", Calibrate), ("bits", Bits), ("resize", Resize)):
@@ -280,13 +277,13 @@ def resolve(
         raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
     fields: dict[str, Any] = {"options": _options(recipe.scheme, options, origins)}
     if reduce is not None:
-        fields["reduce"] = reducer.merged(reduce, origins)
+        fields["reduce"] = reducer.merged_reducer(reduce, origins)
     recipe = recipe.model_copy(update=fields)
     if recipe.format not in FORMATS.names():
         raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
     if recipe.target and refuse:
         formats = (recipe.number_formats, recipe.kv_cache, recipe.parts, recipe.vision_attention)
-        targets.refuse(recipe.target, *formats)
+        targets.refuse_scheme(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     adapter = hub.local(recipe.adapter) if recipe.adapter else None
     if is_adapter(model) and adapter is None:
@@ -323,8 +320,8 @@ def _check_keys(settings: Mapping[str, Any], allowed: Iterable[str], prefix: str
 
 
 def _wrong(key: str, value: Any, expected: str, origins: Mapping[str, str]) -> str:
-    shown = json.dumps(value, default=str)
-    return f"{origins.get(key, DEFAULT)}: {key} is {shown}, it {expected}"
+    text = json.dumps(value, default=str)
+    return f"{origins.get(key, DEFAULT)}: {key} is {text}, it {expected}"
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -13,11 +13,11 @@ named by `format_key`:
     w4a4-mx  w4a16-mx  w8a8-mx                     MXFP4 and MXFP8: floats with a power of two per 32 weights
     w4a8-fp                                        4-bit integer weights, FP8 activations
 
-A format is in one of three places: it runs (`kernels`); it runs and rounds activations for nothing, as vLLM computes in
-16 bits, so that it is refused with the reason (`kernels` and `weight_only`); or it does not run (`refused`). Kernels are
+A format is in one of three places: it runs (`kernels`); it runs and rounds activations for nothing, as vLLM computes
+in 16 bits, so it is refused with the reason (`kernels` and `weight_only`); or it does not run (`refused`). Kernels are
 vLLM 0.32's own choice: `scripts/measure/kernel_choice.py` asks it with a pretended platform, docs/planning.md has the
-table, and `tests/recipe/test_kernels.py` holds the rows to it. Only those of the CPU build were run. Attention is read from
-`v1/attention/backends`. Nothing here imports torch.
+table, and `tests/recipe/test_kernels.py` holds the rows to it. Only those of the CPU build were run. Attention is read
+from `v1/attention/backends`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -62,18 +62,15 @@ class Target:
         capability: CUDA compute capability; None: not a CUDA device.
         architecture: AMD's name of the architecture; None: not an AMD GPU.
         bandwidth: GB/s of device memory; None: depends on the machine.
-        rates: type of the operands (bf16, fp8, int8, fp4) -> dense matrix arithmetic in 10^12 operations a second; types that
-            the machine lacks, or for which no source was found, are left out.
-        schemes: goal -> scheme that suits it best; `None` -> scheme to take without a goal.
-        kernels: format -> the kernel that vLLM picks.
-        weight_only: format -> why it is computed in 16 bits there all the same, naming the alternative; it has a kernel.
-        refused: format -> why it does not run, naming the alternative.
-        limits: format -> shapes that its kernel takes.
-        experts_refused: why it runs no quantized experts of a mixture; None: it does.
-        head_sizes: sizes of an attention head that run; None: no limit known.
-        kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: the reason why there is none; `kv_instead`: what is better there.
-        source: where memory, bandwidth and rates are from.
-        vision_attention_fp8: what FP8 attention in the vision tower needs there; empty: vLLM has none.
+        rates: type of the operands (bf16, fp8, int8, fp4) -> dense matrix arithmetic, TOPS; missing for types that the
+        machine does not support or no source states. schemes: goal -> scheme that suits it best; `None` -> scheme to
+        take without a goal. kernels: format -> the kernel that vLLM picks. weight_only: format -> why it is computed
+        in 16 bits there all the same, naming the alternative; it has a kernel. refused: format -> why it does not run,
+        naming the alternative. limits: format -> shapes that its kernel takes. experts_refused: why it runs no
+        quantized experts of a mixture; None: it does. head_sizes: sizes of an attention head that run; None: no limit
+        known. kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: the reason why there is none; `kv_instead`: what
+        is better there. source: where memory, bandwidth and rates are from. vision_attention_fp8: what FP8 attention
+        in the vision tower needs there; empty: vLLM has none.
     """
 
     title: str
@@ -122,7 +119,7 @@ class Target:
     def experts_refusal(self, scheme: Any) -> str | None:
         """The reason why this machine does not run experts of a mixture in a `numerics.Scheme`, or None.
 
-        What vLLM's kernels for experts lack everywhere was asked of vLLM 0.32 with a pretended platform, as for linear layers:
+        What no vLLM 0.32 kernel for experts supports was found with a pretended platform, as for linear layers:
         `fused_moe/oracle/w4a8_int8.py` (Arm only), `int_wna16.py`, `compressed_tensors_moe_w8a8_fp8.py`.
         """
         if scheme is None:
@@ -138,8 +135,8 @@ class Target:
         return f"{self.title} {why}" if why else None
 
 
-def get(name: str) -> Target:
-    """Look a target up by its name. Raises `UserError` with the closest name when there is none."""
+def get_target(name: str) -> Target:
+    """The target of a name. Raises `UserError` with the closest name when there is none."""
     entry = REGISTRY.get(REGISTRY.name(name))
     return entry if isinstance(entry, Target) else entry.TARGET
 
@@ -162,10 +159,10 @@ def format_key(scheme: Any) -> str:
 
 def default_scheme(name: str, goal: Goal | None) -> str:
     """The scheme a target is served best with."""
-    return get(name).schemes[goal]
+    return get_target(name).schemes[goal]
 
 
-def refuse(
+def refuse_scheme(
     name: str,
     scheme: Any,
     kv_cache: str | None = None,
@@ -184,13 +181,13 @@ def refusals(
     parts: Mapping[str, Any] = _NO_PARTS,
     vision_attention: str | None = None,
 ) -> list[str]:
-    """All reasons why the target can't run what is asked for; empty if it can.
+    """All reasons why the target can't run the recipe; empty if it can.
 
     Args:
         scheme: number formats of the decoder's linear layers; `parts`: those of other parts of the model, by their names.
         kv_cache, vision_attention: "fp8" for a KV cache and for the tower's attention in FP8, or None.
     """
-    target = get(name)
+    target = get_target(name)
     reasons = [target.refusal(format_key(scheme))]
     reasons += [f"{part}: {reason}" for part, other in parts.items() if (reason := target.refusal(format_key(other)))]
     if kv_cache:
@@ -237,9 +234,7 @@ _ON_HOPPER = {
     "w4a8-fp": "has no kernel for 4-bit integers with FP8 activations: vLLM's is for Hopper alone; use gptq-plus for memory or "
     "{fast} for throughput"
 }
-_ROUNDS = {
-    "w4a16-mx": "rounds the inputs of MXFP4 weights, whatever the checkpoint says of them; use --set options.activations=4"
-}
+_ROUNDS = {"w4a16-mx": "always rounds the inputs of MXFP4 weights; use --set options.activations=4"}
 _BLOCKS = "w8a8-fp-block"
 
 
@@ -285,7 +280,7 @@ _ADA = Target(
     refused=_with("fp8", _ON_HOPPER),
     kv_fp8="FlashInfer or Triton attention",
 )
-# Its memory is small enough that 4 bits are the better default.
+# Small memory: 4 bits are the better default.
 _ADA_GEFORCE = replace(_ADA, schemes={None: "gptq-plus", "memory": "gptq-plus", "throughput": "fp8"})
 
 # H100 and H200.
@@ -350,7 +345,7 @@ _BLACKWELL_GEFORCE = Target(
     vision_attention_fp8=_TOWER,
 )
 
-# Jetson Thor: its memory is so slow beside its arithmetic that 4 bits are the better default.
+# Jetson Thor: its memory is so slow next to its arithmetic that 4 bits are the better default.
 _THOR = Target(
     title="Blackwell Jetson",
     memory=None,

@@ -3,7 +3,7 @@
     "architectures": ["VlmcompressLlavaForConditionalGeneration"],
     "vlmcompress": {"schema": 1, "model_type": "llava", "reduce": {"method": "dart", "keep": 0.5, "pivots": 8, ...}}
 
-A reducer that keeps a number of tokens that depends on the image, but can be told one (`dymu`), has beside `reduce` a
+A reducer that keeps a number of tokens that depends on the image, but can be told one (`dymu`), has next to `reduce` a
 `count`: a regression that computes the number from the image's pixels (`methods.TokenCounter`).
 
 Only our plugin registers that architecture, so a vLLM without it refuses the checkpoint by that name instead of serving it
@@ -40,7 +40,9 @@ class CarriedReducer:
     count: TokenCounter | None = None
 
 
-def write(config: Mapping[str, Any], reducer: ReducerChoice, count: TokenCounter | None = None) -> dict[str, Any]:
+def config_with_reducer(
+    config: Mapping[str, Any], reducer: ReducerChoice, count: TokenCounter | None = None
+) -> dict[str, Any]:
     """Return a checkpoint's `config` with a reducer in it, in place of the one that it may have had.
 
     UserError for a reducer that cannot be carried.
@@ -52,7 +54,7 @@ def write(config: Mapping[str, Any], reducer: ReducerChoice, count: TokenCounter
     return {**config, "architectures": names, KEY: block}
 
 
-def read(config: Mapping[str, Any]) -> CarriedReducer | None:
+def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
     """Read the reducer from a checkpoint's config.json; None if it carries none. UserError for a block that is not right."""
     block, names = config.get(KEY), config.get("architectures") or []
     marked = [name for name in names if isinstance(name, str) and name.startswith(PREFIX)]
@@ -74,7 +76,7 @@ def read(config: Mapping[str, Any]) -> CarriedReducer | None:
         )
     if not isinstance(block["reduce"], Mapping):
         raise UserError(f"{_WHERE}.reduce is no mapping; export it again")
-    reducer = choice.read(block["reduce"], f"{_WHERE}.reduce")
+    reducer = choice.reducer_of_setting(block["reduce"], f"{_WHERE}.reduce")
     _check_reducer(reducer, f"{_WHERE}.reduce", "export it again")
     count = read_counter(block["count"], f"{_WHERE}.count") if "count" in block else None
     if count and not reducer.takes_count:
@@ -84,7 +86,7 @@ def read(config: Mapping[str, Any]) -> CarriedReducer | None:
 
 def _check_reducer(reducer: ReducerChoice, where: str, remedy: str) -> None:
     """Refuse a reducer that has not learned its thresholds."""
-    if reducer.options.learns and not reducer.learnt:
+    if reducer.options.learns and not reducer.has_thresholds:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
 
 

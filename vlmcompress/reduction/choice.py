@@ -42,7 +42,7 @@ from vlmcompress.utils.settings import Layer
 
 @dataclass(frozen=True)
 class ReducerChoice:
-    """A reducer that was chosen: the name of its method and its `Options`."""
+    """A reducer: the name of its method and its `Options`."""
 
     method: str
     options: ReducerOptions
@@ -53,45 +53,46 @@ class ReducerChoice:
         return REGISTRY.get(self.method)
 
     @property
-    def asks(self) -> bool:
-        """Whether the method looks at the question."""
+    def query_aware(self) -> bool:
+        """Whether the method is query-aware."""
         return "query" in self.module.NEEDS
 
     @property
     def takes_count(self) -> bool:
-        """Whether the number of tokens that the method keeps depends on the image, but can be given to it instead."""
+        """Whether the number of kept tokens depends on the image but can be set by the caller."""
         return self.module.COUNT == "adaptive" and self.module.STAGE == "encoder"
 
     @property
-    def learnt(self) -> bool:
-        """Whether the options hold numbers that were learnt."""
-        return self.options.learnt
+    def has_thresholds(self) -> bool:
+        """Whether the options hold learned thresholds."""
+        return self.options.has_thresholds
 
     @property
-    def asked_for(self) -> ReducerChoice:
-        """The reducer as it was asked for, without the numbers that it has learnt since."""
-        return self.with_thresholds(None) if self.learnt else self
+    def without_thresholds(self) -> ReducerChoice:
+        """The reducer as configured, without learned thresholds."""
+        return self.with_thresholds(None) if self.has_thresholds else self
 
     def with_thresholds(self, thresholds: tuple[float, ...] | None) -> ReducerChoice:
-        """This method with these thresholds; None: without any. Itself where the method learns none."""
+        """This reducer with these thresholds (None: without). Unchanged where the method learns none."""
         return ReducerChoice(self.method, self.options.with_thresholds(thresholds))
 
     @property
     def label(self) -> str:
-        """The reducer in the command line's form, without the numbers that it has learnt."""
-        return f"{self.asked_for} (learnt thresholds)" if self.learnt else str(self)
+        """The reducer in the command line's form, without learned thresholds."""
+        return f"{self.without_thresholds} (learned thresholds)" if self.has_thresholds else str(self)
 
     def file_hash(self) -> str:
-        """SHA-256 of the file that the options name, a scorer or thresholds; "" where they name none that is there."""
+        """SHA-256 of the options' file (a scorer or thresholds); "" where there is none."""
         named = [
             Path(name) for name in (self.options.scorer, self.options.thresholds) if isinstance(name, str) and name
         ]
         return sha256(named[0]) if named and named[0].is_file() else ""
 
     def plain(self) -> dict[str, Any]:
-        """The reducer as a recipe's mapping: every option of the method's own, and other options that are not at their default.
+        """The reducer as a recipe's mapping: all options of the method, and shared options that are not at their
+        default.
 
-        So versions that do not know `merge` read the mapping too, where these are not used.
+        So older versions without `merge` can read it when `merge` is unused.
         """
         common = {field.name: field.default for field in dataclasses.fields(self.options) if field.kw_only}
         settings = self.options.settings()
@@ -101,7 +102,7 @@ class ReducerChoice:
     def __str__(self) -> str:
         """Write the reducer in the command line's form: the share, and options that differ from their defaults.
 
-        The hash of a file that an option names is left out.
+        File hashes are left out.
         """
         default = type(self.options)()
         settings = {name: value for name, value in self.options.settings().items() if name not in ("keep", "sha256")}
@@ -123,29 +124,27 @@ class ReducerChoice:
         return counts
 
     def too_small(self, grid: Grid) -> bool:
-        """Whether the kept share of such a grid would round to no token, so that the grid is kept whole."""
+        """Whether the kept share of such a grid rounds to no token, so that all tokens stay."""
         return methods.too_small(self.module, grid, self.options)
 
 
-def parse(text: str) -> ReducerChoice:
+def parse_reducer(text: str) -> ReducerChoice:
     """Read the reducer from the value of `--reduce`. UserError for an unknown method or option, or a wrong value."""
     where = f"--reduce {text}"
     values = split(text, where)
     if values["method"] == RESIZE:
-        raise UserError(
-            f"{where}: {RESIZE} is no reducer of tokens but a setting of the processor, which `quantize` writes"
-        )
-    return choose(values.pop("method"), values, where)
+        raise UserError(f"{where}: {RESIZE} is not a token reducer but a processor setting, which `quantize` writes")
+    return make_choice(values.pop("method"), values, where)
 
 
 def compared(texts: Sequence[str]) -> tuple[Resize | None, list[ReducerChoice]]:
-    """Read the values of several `--reduce` that are to be compared: a `resize`, if there is one, and reducers."""
+    """Read several `--reduce` values to be compared: a `resize`, if any, and reducers."""
     where = "--reduce"
     stages = [split(text, f"{where} {text}") for text in texts]
     resizes = [values for values in stages if values["method"] == RESIZE]
     if len(resizes) > 1:
         raise UserError(f"{where}: {RESIZE} is given {len(resizes)} times; give it once")
-    others = [parse(text) for text, values in zip(texts, stages, strict=True) if values["method"] != RESIZE]
+    others = [parse_reducer(text) for text, values in zip(texts, stages, strict=True) if values["method"] != RESIZE]
     try:
         return (
             Resize(**{key: value for key, value in resizes[0].items() if key != "method"}) if resizes else None
@@ -164,24 +163,24 @@ def split(text: str, where: str) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         if not equals:
             if number:
-                raise UserError(f"{where}: '{part}' is no setting; write METHOD:KEEP,OPTION=VALUE")
+                raise UserError(f"{where}: '{part}' is not a setting; write METHOD:KEEP,OPTION=VALUE")
             key, value = "keep", part
         if key.strip() in values:
             raise UserError(f"{where}: '{key.strip()}' is given twice; remove one")
-        values[key.strip()] = yaml_files.parse(value, where)
+        values[key.strip()] = yaml_files.parse_yaml(value, where)
     return values
 
 
-def read(setting: Any, where: str = "reduce") -> ReducerChoice:
+def reducer_of_setting(setting: Any, where: str = "reduce") -> ReducerChoice:
     """Read the reducer from a recipe's `reduce`: a mapping with `method` and options, or the command line's form."""
     if isinstance(setting, str):
-        return parse(setting)
+        return parse_reducer(setting)
     if not isinstance(setting, Mapping) or not isinstance(setting.get("method"), str):
         raise UserError(f"{where} is {setting!r}; write it like {{method: dart, keep: 0.5}}")
-    return choose(setting["method"], {key: value for key, value in setting.items() if key != "method"}, where)
+    return make_choice(setting["method"], {key: value for key, value in setting.items() if key != "method"}, where)
 
 
-def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
+def make_choice(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
     """Check a method and its options. `where` begins the message of the UserError that anything wrong raises."""
     try:
         cls = REGISTRY.get(method).Options
@@ -206,9 +205,9 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
 
 
 def layered(layers: Sequence[Layer]) -> list[Layer]:
-    """Prepare the layers of a recipe, first one strongest, for merging: `reduce` as a mapping in each, `resize` beside it.
+    """Prepare the layers of a recipe, first one strongest, for merging: `reduce` as a mapping in each, `resize` next to it.
 
-    A layer that names a method starts anew: options of weaker layers belong to another reducer and are left out.
+    A layer that names a method drops the options of weaker layers, which belong to another reducer.
     """
     prepared: list[Layer] = []
     named = False
@@ -227,7 +226,7 @@ def layered(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _stages(setting: Any, where: str) -> tuple[Any, Any]:
-    """Part what `reduce` says into the recipe's `resize` and its reducer, as mappings; None: there is none of that."""
+    """Split `reduce` into the recipe's `resize` and its reducer, as mappings or None."""
     every = [split(stage, f"{where} {stage}") if isinstance(stage, str) else stage for stage in _listed(setting)]
     names = [stage.get("method") if isinstance(stage, Mapping) else None for stage in every]
     if names.count(RESIZE) > 1 or len(every) - names.count(RESIZE) > 1:
@@ -244,8 +243,8 @@ def _listed(setting: Any) -> list[Any]:
     return setting if isinstance(setting, list) else [setting]
 
 
-def merged(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
-    """The reducer that merged settings name; None where they name none. UserError for an unknown method or wrong option.
+def merged_reducer(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
+    """The reducer of merged settings, or None. UserError for an unknown method or wrong option.
 
     Args:
         setting: the merged value of `reduce`.
@@ -254,20 +253,20 @@ def merged(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
     if setting is None:
         return None
     origin = next((origin for key, origin in origins.items() if f"{key}.".startswith("reduce.")), "default")
-    return read(setting, f"{origin}: reduce")
+    return reducer_of_setting(setting, f"{origin}: reduce")
 
 
 def calibrated(reducer: ReducerChoice | None) -> ReducerChoice | None:
-    """The reducer that calibration runs behind: the given one if it acts before the language model, else None.
+    """The reducer to calibrate with: the given one if it acts before the language model, else None.
 
-    Behind a reducer within the language model the blocks see the same kinds of tokens as without it, only fewer.
+    A reducer within the language model only makes the blocks' tokens fewer.
     """
     return reducer if reducer and reducer.module.STAGE != "llm" else None
 
 
 def same(reducer: ReducerChoice | None, other: ReducerChoice | None) -> bool:
-    """Whether a known reducer is the one asked for, apart from numbers that were learnt or will be read from a file."""
-    if reducer is None or other is None or other.learnt:
+    """Whether two reducers are the same, ignoring numbers that are learned or read from a file."""
+    if reducer is None or other is None or other.has_thresholds:
         return reducer == other
     return reducer.with_thresholds(None) == other.with_thresholds(None)
 

@@ -42,14 +42,14 @@ class Scorer:
     sha256: str
 
 
-def named(chosen: ReducerChoice) -> ReducerChoice:
+def with_scorer_hash(chosen: ReducerChoice) -> ReducerChoice:
     """The reducer with the hash of the file that it names, so that it can be told from others. UserError for a bad file."""
     if not chosen.options.scorer:
         return chosen
     return _with(chosen, sha256=read(Path(chosen.options.scorer)).sha256)
 
 
-def known(config: Any, chosen: ReducerChoice, folder: Path | None = None) -> ReducerChoice:
+def load_scorer(config: Any, chosen: ReducerChoice, folder: Path | None = None) -> ReducerChoice:
     """The reducer with the network of the file that it names; itself where it goes by none.
 
     Args:
@@ -101,11 +101,11 @@ def content(chosen: ReducerChoice) -> bytes:
     return data
 
 
-def save(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Scorer:
+def save_scorer(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Scorer:
     """Write the file, whole or not at all."""
     metadata = {FACTS: json.dumps({"schema_version": SCHEMA_VERSION, **facts}, sort_keys=True)}
     data = safetensors.torch.save({name: value.float().cpu().contiguous() for name, value in weights.items()}, metadata)
-    folders.save(path.parent, {"safetensors": (path.name, data)})
+    folders.save_files(path.parent, {"safetensors": (path.name, data)})
     return read(path)
 
 
@@ -114,7 +114,7 @@ def read(path: Path) -> Scorer:
     data = _bytes(path)
     try:
         weights = safetensors.torch.load(data)
-        metadata = json_files.parse(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
+        metadata = json_files.parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, ValueError, AttributeError, KeyError) as error:
         raise UserError(f"scorer {path} is no safetensors file, or cut off; train one with `{COMMAND}`") from error
     return Scorer(weights, _checked(path, weights, metadata), hashlib.sha256(data).hexdigest())
@@ -143,7 +143,7 @@ def _checked(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, s
     if FACTS not in metadata:
         raise UserError(f"{path} holds no scorer; train one with `{COMMAND}`")
     try:
-        facts = json_files.parse(metadata[FACTS])
+        facts = json_files.parse_json(metadata[FACTS])
         if (schema := facts.pop("schema_version")) != SCHEMA_VERSION:
             version = _line(str(schema)[:20])
             raise UserError(

@@ -1,4 +1,4 @@
-"""May this reducer go with this model and this engine? `check` answers, once, for all who ask.
+"""May this reducer go with this model and this engine? `check_reducer` answers, once, for all who ask.
 
 It joins three answers: of the model's family (`family_refusal`), of its config (`check_config`), and of vLLM's plugin
 (`engine_refusal`), which goes by literals in the files of methods and families and needs neither torch nor vLLM. So other
@@ -24,11 +24,11 @@ SERVED = Registry("vlmcompress.engines.vllm.plugin", "family")
 PREFIX = "Vlmcompress"  # `reduction.block.PREFIX`, which would bring torch along
 _MIXED = {
     "block": "which is built for pictures of one size, and those of {family} have any",
-    "resized": "and in {family} tiles are resized behind the encoder, which mixes patches",
+    "resized": "and in {family} tiles are resized after the encoder, which mixes patches",
 }
 
 
-def check(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transformers", files: bool = True) -> None:
+def check_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transformers", files: bool = True) -> None:
     """Raise UserError unless a reducer may go with a model and an engine.
 
     Args:
@@ -39,7 +39,7 @@ def check(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transformers", fil
     if files and isinstance(reducer.options.thresholds, str) and family_refusal(vlm.spec, reducer.method) is None:
         from vlmcompress.reduction import threshold_file
 
-        reducer = threshold_file.resolve(vlm, reducer)
+        reducer = threshold_file.load_thresholds(vlm, reducer)
     check_config(vlm.spec, vlm.model.config, reducer)
     if engine == "vllm":
         for architecture in vlm.model.config.architectures or []:
@@ -158,7 +158,7 @@ def feature_layers(config: Any) -> int:
 
 
 def strategy(config: Any) -> str:
-    """The encoder's rows that are features: all of them, `full`, or those behind CLS, `default`."""
+    """The encoder's rows that are features: all of them, `full`, or those after CLS, `default`."""
     return getattr(config, "vision_feature_select_strategy", "full")
 
 

@@ -31,7 +31,7 @@ class _File(TypedDict):
     reduce: dict[str, Any]
 
 
-def resolve(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
+def load_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     """Return the reducer with the thresholds of the file that it names, if any. UserError if they are not of this model."""
     name = chosen.options.thresholds
     if not isinstance(name, str):
@@ -41,23 +41,23 @@ def resolve(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     model, now = content["model"], encoder(vlm)
     for key, value in now.items():
         if model["encoder"].get(key) != value:
-            what = f"its encoder has {key} {model['encoder'].get(key)}, that of '{vlm.path.name}' {value}"
-            raise _foreign(path, model, what)
+            difference = f"its encoder has {key} {model['encoder'].get(key)}, that of '{vlm.path.name}' {value}"
+            raise _foreign(path, model, difference)
     if not _skeleton(vlm) and (digest := encoder_hash(vlm)) != model["encoder_sha256"]:
-        what = f"sha256 of its encoder is {model['encoder_sha256'][:12]}, that of '{vlm.path.name}' {digest[:12]}"
-        raise _foreign(path, model, what)
+        difference = f"sha256 of its encoder is {model['encoder_sha256'][:12]}, that of '{vlm.path.name}' {digest[:12]}"
+        raise _foreign(path, model, difference)
     return chosen.with_thresholds(content["reduce"].options.thresholds)
 
 
-def known(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
+def require_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     """Resolve the reducer's file, and raise UserError where thresholds are needed and missing."""
-    chosen = resolve(vlm, chosen)
-    if chosen.options.unlearnt:
+    chosen = load_thresholds(vlm, chosen)
+    if chosen.options.needs_thresholds:
         raise UserError(f"'{chosen.method}' has no thresholds; learn them with `{COMMAND}`")
     return chosen
 
 
-def save(
+def save_thresholds(
     path: Path, vlm: VLM, chosen: ReducerChoice, counts: Sequence[int], calibration: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write the file of a reducer with thresholds, whole or not at all, and return its content.
@@ -84,7 +84,7 @@ def save(
             "pictures": len(counts),
         },
     }
-    folders.save(path.parent, {"json": (path.name, folders.dump(content))})
+    folders.save_files(path.parent, {"json": (path.name, folders.dump(content))})
     return content
 
 
@@ -110,16 +110,16 @@ def encoder_hash(vlm: VLM) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Read the file's content, with `reduce` as a `ReducerChoice`."""
-    content = schema.read(_File, path, f"make them with `{COMMAND}`", version=SCHEMA_VERSION)
-    reducer = choice.read(content["reduce"], f"thresholds {path}: reduce")
-    if reducer.method != METHOD or not reducer.learnt:
+    content = schema.read_checked(_File, path, f"make them with `{COMMAND}`", version=SCHEMA_VERSION)
+    reducer = choice.reducer_of_setting(content["reduce"], f"thresholds {path}: reduce")
+    if reducer.method != METHOD or not reducer.has_thresholds:
         raise UserError(f"{path} holds no thresholds; make them with `{COMMAND}`")
     return content | {"reduce": reducer}
 
 
-def _foreign(path: Path, model: Mapping[str, Any], what: str) -> UserError:
+def _foreign(path: Path, model: Mapping[str, Any], difference: str) -> UserError:
     return UserError(
-        f"thresholds {path} are of another model, '{model['source']}': {what}; learn them with `{COMMAND}`"
+        f"thresholds {path} are of another model, '{model['source']}': {difference}; learn them with `{COMMAND}`"
     )
 
 

@@ -48,7 +48,7 @@ class Counted:
     Attributes:
         images: layout of each image.
         film: the grid `(frames, rows, columns)` of the video's tokens; None without one.
-        video: all tokens of the video, a newline behind it included.
+        video: all tokens of the video, a newline after it included.
         patches: of each piece that the encoder sees by itself.
         largest: tokens of the largest image that a request may bring, or of the video where it has more.
     """
@@ -65,7 +65,7 @@ class Counted:
         return sum(layout.tokens for layout in self.images) + self.video
 
 
-class Rule:
+class CountRule:
     """The rule of one model: `count` pictures, and what a reducer leaves of them.
 
     Attributes:
@@ -143,13 +143,13 @@ def layouts_of(spec: ModelSpec, processor: Any, sizes: Sequence[Size]) -> tuple[
     return tuple(layouts)
 
 
-def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:
+def kept_tokens(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:
     """Visual tokens that a reducer leaves of a prompt; None where that depends on what an image shows.
 
     vLLM's plugin reduces a video as one grid, and within the encoder each of its frames. UserError for a reducer that it does
     not give videos to.
     """
-    if counted.film and chosen.asks:
+    if counted.film and chosen.query_aware:
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
     if spec.visual_grid == "anyres" and hasattr(chosen.module, "merge"):
         return None
@@ -192,7 +192,10 @@ def _stand_in(path: Path, config: Any, spec: ModelSpec) -> tuple[Any, tuple[str,
     notes: tuple[str, ...] = ()
     image_processor: Any = None
     if (path / "preprocessor_config.json").is_file():
-        with contextlib.suppress(ValueError, OSError, TypeError, KeyError, AttributeError, ImportError), models.quiet():
+        with (
+            contextlib.suppress(ValueError, OSError, TypeError, KeyError, AttributeError, ImportError),
+            models.quiet_transformers(),
+        ):
             image_processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
     if image_processor is None:
         if spec.image_processor is None:

@@ -1,1 +1,1 @@
-"""What is trained: models behind a reducer, the scorer of a reducer, and draft heads."""
+"""What is trained: models after a reducer, the scorer of a reducer, and draft heads."""

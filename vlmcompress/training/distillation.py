@@ -1,7 +1,7 @@
-"""What a model says at its answer tokens, as a teacher with all visual tokens and as a student behind a reducer.
+"""What a model says at its answer tokens, as a teacher with all visual tokens and as a student after a reducer.
 
 The teacher runs a whole sample at once. The student runs the prompt, which is what its reducer sees, and then the tokens of the
-answer behind it, by the cache that the prompt has filled. So it generates, too: methods that read the text, or decide within
+answer after it, by the cache that the prompt has filled. So it generates, too: methods that read the text, or decide within
 the language model, never see the answer. The graph goes through both runs and through the cache. Only the last answer of a
 conversation counts; earlier ones are part of the prompt.
 """
@@ -38,13 +38,13 @@ def teacher_logits(vlm: VLM, batch: Inputs) -> Tensor:
 def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
     """The same with a graph, and with the gates that are attached, if any (`hooks.gated`).
 
-    These see the image alone, so the answer may stand behind the prompt.
+    These see the image alone, so the answer may stand after the prompt.
     """
     cut, count = answer_tokens(batch)
     # Position t predicts token t + 1: logits from the last token of the prompt to the last but one of the answer.
     columns = torch.arange(cut - 1, cut - 1 + count, device=vlm.model.device)
     with float_products(vlm.model):
-        return vlm.model(**placed(vlm, batch), use_cache=False, logits_to_keep=columns).logits[0]
+        return vlm.model(**on_model_device(vlm, batch), use_cache=False, logits_to_keep=columns).logits[0]
 
 
 def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
@@ -53,7 +53,7 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
     For a backward pass call it within `graph`.
     """
     cut, count = answer_tokens(batch)
-    inputs = placed(vlm, batch)
+    inputs = on_model_device(vlm, batch)
     ids = inputs["input_ids"]
     with float_products(vlm.model):
         # what has an entry for each token is cut after the prompt; pixels and sizes of images are not
@@ -85,7 +85,7 @@ def graph(vlm: VLM) -> Iterator[None]:
 @torch.no_grad()
 def greedy_answer(vlm: VLM, batch: Inputs, most: int) -> str:
     """The model's own answer to a prompt from `encode_prompt`, of at most `most` tokens."""
-    inputs = placed(vlm, batch)
+    inputs = on_model_device(vlm, batch)
     with float_products(vlm.model):
         tokens = vlm.model.generate(  # type: ignore[operator]
             **inputs, do_sample=False, num_beams=1, max_new_tokens=most, pad_token_id=0
@@ -94,7 +94,7 @@ def greedy_answer(vlm: VLM, batch: Inputs, most: int) -> str:
     return vlm.processor.tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
-def placed(vlm: VLM, batch: Inputs) -> Inputs:
+def on_model_device(vlm: VLM, batch: Inputs) -> Inputs:
     """The inputs where the model is, and in its type."""
     device, dtype = vlm.model.device, vlm.model.dtype
     return {

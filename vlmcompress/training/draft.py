@@ -1,4 +1,4 @@
-"""Train a draft head (`eagle3`, `medusa`) for one checkpoint: quantized, behind the reducer that it carries, or plain.
+"""Train a draft head (`eagle3`, `medusa`) for one checkpoint: quantized, after the reducer that it carries, or plain.
 
 The target answers the samples' questions itself, greedily, as that is what a draft has to guess; answers of the data are not
 used. Then its hidden states and its distributions over these answers teach the draft, sample by sample. Nothing of the target
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.engines import Answer, Engine, Request
-from vlmcompress.engines import Settings as EngineSettings
+from vlmcompress.engines import EngineSettings as EngineSettings
 from vlmcompress.export import draft_folder, draft_images, launch_files, manifest
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.export.launch import REGISTRY
@@ -35,7 +35,7 @@ from vlmcompress.reduction.hooks import attach_carried
 from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
 from vlmcompress.training.draft_lessons import Lessons, load_target
 from vlmcompress.training.eagle3 import DraftShape
-from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
+from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
@@ -74,7 +74,7 @@ class DraftTraining:
 
     def __post_init__(self) -> None:
         check_flags(self, "steps", "batch", "every", "answer_tokens", "vocabulary", "block_size")
-        if self.kind == "medusa" and not draft_images.parse(self.images, self.image_vector).plain:
+        if self.kind == "medusa" and not draft_images.parse_images(self.images, self.image_vector).plain:
             raise UserError(
                 "--kind medusa reads the target's last hidden state alone; leave out --images and --image-vector"
             )
@@ -95,7 +95,7 @@ def draft(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Train a draft for the checkpoint `recipe.model` and write it to the folder `recipe.out`; return the facts beside it.
+    """Train a draft for the checkpoint `recipe.model` and write it to the folder `recipe.out`; return the facts next to it.
 
     Args:
         recipe: resolved recipe of scheme `none`; its model, data and seed are used.
@@ -110,7 +110,9 @@ def draft(
         UserError: bad input, a target that vLLM can't speculate on, or training that came to nothing; nothing was written.
     """
     out = recipe.output
-    images = base.images if base else draft_images.parse(training.images, training.image_vector, training.block_size)
+    images = (
+        base.images if base else draft_images.parse_images(training.images, training.image_vector, training.block_size)
+    )
     draft_folder.check_target(config := models.read_config(recipe.model), images)
     if base and (problem := base.mismatch(config)):
         raise UserError(f"--from {base.folder}: {problem}; leave out --from to train one anew")
@@ -119,12 +121,14 @@ def draft(
         source = data_source(recipe, recipe.model, "draft")
         assert source is not None
         with phase("loading"):
-            samples = [replace(sample, answer=None) for sample in teacher_cache.read(source, recipe, reduced=False)]
+            samples = [
+                replace(sample, answer=None) for sample in teacher_cache.read_samples(source, recipe, reduced=False)
+            ]
             particulars = {
                 "--from a draft with the hash": identity.sha256(base.folder / draft_folder.WEIGHTS) if base else "",
                 "--engine": engine.name if engine else "hf",
             }
-            settings = teacher_cache.run_settings("draft", recipe, training, samples, particulars)
+            settings = teacher_cache.training_settings("draft", recipe, training, samples, particulars)
         with distributed.process_group():
             work.begin(settings)
             target, data = _answered(recipe, samples, source, engine, work, training.answer_tokens, progress)
@@ -164,7 +168,7 @@ def _answered(
     work: WorkFolder,
     most: int,
     progress: Progress,
-) -> tuple[VLM, teacher_cache.Data]:
+) -> tuple[VLM, teacher_cache.TrainingData]:
     """The loaded target, and the samples with its own answers of at most `most` tokens; see `draft`."""
     if engine is not None:
         with phase("answers"), distributed.shared_errors():
@@ -228,14 +232,14 @@ def _train(
         total = distributed.all_sum(torch.tensor([sum(sums), len(sums)], dtype=torch.float64))
         return float(total[0] / total[1].clamp_min(1))
 
-    settings = Settings.of(training, seed, "training the draft")
+    settings = LoopSettings.of(training, seed, "training the draft")
     callbacks: dict[str, Any] = {"backward": backward, "held_out": held_out}
     log, best = train(tensors, lessons.first, settings, **callbacks, work=work, progress=progress)
     if not best and math.isfinite(log.first):
         best = first
     if not best:
         raise UserError(
-            f"the draft learnt nothing: {log.ended or 'no measurement was better than before training'}; "
+            f"the draft learned nothing: {log.ended or 'no measurement was better than before training'}; "
             "give more data with longer answers, or a lower --lr"
         )
     return log, best
@@ -260,17 +264,17 @@ def acceptance(lessons: Lessons, tensors: Mapping[str, Tensor]) -> list[float]:
 def _facts(
     recipe: Recipe,
     training: DraftTraining,
-    data: teacher_cache.Data,
+    data: teacher_cache.TrainingData,
     log: TrainLog,
     lessons: Lessons,
     best: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """The content of the file beside the draft."""
+    """The content of the file next to the draft."""
     device = lessons.head.device
     shares = acceptance(lessons, {name: tensor.to(device).float() for name, tensor in best.items()})
     return {
         "method": lessons.kind,
-        "target": identity.source_identity(recipe.model) | {"content_sha256": manifest.model_hash(recipe.model)},
+        "target": identity.source_identity(recipe.model) | {"content_sha256": manifest.checkpoint_hash(recipe.model)},
         "reduce": lessons.reducer.plain() if lessons.reducer else None,
         "taps": list(lessons.shape.taps),
         "images": lessons.images.settings(),
@@ -348,10 +352,10 @@ def write_draft(folder: Path, lessons: Lessons, best: Mapping[str, Tensor], fact
     config = medusa.config(lessons.shape, len(lessons.head), model) if lessons.kind == "medusa" else _eagle3(lessons)
     target = lessons.target.path
     record = json_files.read(target / manifest.MANIFEST) if (target / manifest.MANIFEST).is_file() else {}
-    served = launch_files.facts(models.read_config(target), record, facts["target"].get("name") or target.name)
+    served = launch_files.launch_facts(models.read_config(target), record, facts["target"].get("name") or target.name)
     texts = REGISTRY.get("vllm").drafted(served, lessons.kind, eagle3.STEPS)
     texts = {f"{launch_files.FOLDER}/{place}": text for place, text in texts.items()}
-    draft_folder.write(folder, config, facts, texts)
+    draft_folder.write_draft(folder, config, facts, texts)
 
 
 def _eagle3(lessons: Lessons) -> dict[str, Any]:
@@ -389,7 +393,7 @@ def _eagle3(lessons: Lessons) -> dict[str, Any]:
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": eagle3.STEPS}],
             "verifier": {
-                "name_or_path": hub.shown(lessons.target.path),
+                "name_or_path": hub.display_path(lessons.target.path),
                 "architectures": list(target.architectures or []),
             },
         },

@@ -33,7 +33,7 @@ def load_target(recipe: Recipe) -> VLM:
     if not config.get("quantization_config"):
         target = models.load(path, trust_remote_code=recipe.trust_remote_code)
     else:
-        with models.quiet():
+        with models.quiet_transformers():
             model, loaded = models.open_model(path, dtype="auto", trust_remote_code=recipe.trust_remote_code)
         if lacking := sorted(map(str, {*loaded["missing_keys"], *loaded["mismatched_keys"]})):
             raise UserError(f"{path} lacks {len(lacking)} tensors that the model needs, such as {lacking[0]}")
@@ -56,7 +56,7 @@ class _Taps:
             if tap < len(blocks):
                 blocks[tap].register_forward_pre_hook(functools.partial(self._before, tap), with_kwargs=True)
             else:
-                blocks[-1].register_forward_hook(functools.partial(self._behind, tap))
+                blocks[-1].register_forward_hook(functools.partial(self._record, tap))
         text.register_forward_pre_hook(self._entered, with_kwargs=True)
 
     def _entered(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class _Taps:
     def _before(self, tap: int, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.hidden[tap] = args[0] if args else kwargs["hidden_states"]
 
-    def _behind(self, tap: int, _module: nn.Module, _args: tuple, output: Any) -> None:
+    def _record(self, tap: int, _module: nn.Module, _args: tuple, output: Any) -> None:
         self.hidden[tap] = output[0] if isinstance(output, tuple) else output
 
     def joined(self) -> Tensor:
@@ -98,7 +98,7 @@ class Lessons:
     def __init__(
         self,
         target: VLM,
-        data: teacher_cache.Data,
+        data: teacher_cache.TrainingData,
         recipe: Recipe,
         kind: str,
         images: DraftImages,
@@ -115,8 +115,8 @@ class Lessons:
         self.shape = self._shape()
         self.taps = _Taps(target, self.shape.taps)
         head.register_forward_pre_hook(self._read)
-        carried = reducer_block.read(models.read_config(recipe.model))
-        self.reducer = scorer_file.known(target.model.config, carried.reducer, recipe.model) if carried else None
+        carried = reducer_block.read_reducer(models.read_config(recipe.model))
+        self.reducer = scorer_file.load_scorer(target.model.config, carried.reducer, recipe.model) if carried else None
         self.model = calibration_inputs.decoder(target).model if self.reducer else target.model
         self.indices = torch.full((len(self.head),), -1, device=self.head.device)
         self.indices[self.vocabulary] = torch.arange(len(self.vocabulary), device=self.head.device)
@@ -184,7 +184,7 @@ class Lessons:
             cut, count = distillation.answer_tokens(batch)
             if count < 2:
                 return None
-            inputs: Inputs = distillation.placed(self.target, batch)
+            inputs: Inputs = distillation.on_model_device(self.target, batch)
             device = self.head.device
             columns = torch.arange(cut - eagle3.STEPS, cut - 1 + count, device=device)
             # One pass gives all: the hooks keep the taps, `logits_to_keep` the head's inputs, from STEPS rows before.
@@ -214,10 +214,10 @@ class Lessons:
             parts.append((embeds[done:start], taps[done:start], positions[done:start]))
             if self.images.rows == "hidden":
                 parts.append((embeds[start:end], taps[start:end], positions[start:end]))
-            elif left := end - start - self.images.gone(start, end, self.images.block) * self.images.block:
+            elif left := end - start - self.images.dropped_blocks(start, end, self.images.block) * self.images.block:
                 reduction = self.images.reduction(rows, left)
-                shown, states = reduction.apply(rows), reduction.apply(taps[start:end])
-                parts.append((shown, states, positions[start:end][reduction.anchor]))
+                reduced, states = reduction.apply(rows), reduction.apply(taps[start:end])
+                parts.append((reduced, states, positions[start:end][reduction.anchor]))
             done = end
         parts.append((embeds[done:], taps[done:], positions[done:]))
         names = ("embeds", "taps", "positions")

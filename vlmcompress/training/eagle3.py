@@ -41,7 +41,7 @@ class DraftShape:
         hidden: width of the hidden states, the target's.
         intermediate: width of the MLP.
         heads, kv_heads, head_dim: of attention.
-        taps: numbers of the target's blocks before which its hidden states are taken; the number of all: behind the last one.
+        taps: numbers of the target's blocks before which its hidden states are taken; the number of all: after the last one.
         vocabulary: tokens that the draft can guess.
         eps: of its norms.
         theta: base of its rotary positions.
@@ -73,7 +73,7 @@ class DraftShape:
 
 
 def default_taps(blocks: int) -> tuple[int, ...]:
-    """The taps of a target of so many blocks: vLLM's defaults, and for shallow models early, middle and behind the last."""
+    """The taps of a target of so many blocks: vLLM's defaults, and for shallow models early, middle and after the last."""
     # vLLM 0.32 `model_executor/models/interfaces.py::get_eagle3_default_aux_hidden_state_layers`.
     deep = (2, blocks // 2, blocks - 3)
     return deep if blocks >= 9 else tuple(sorted({max(1, blocks // 4), max(1, blocks // 2), blocks}))

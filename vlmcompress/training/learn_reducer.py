@@ -30,7 +30,7 @@ from vlmcompress.reduction.hooks.gated import Gate, Gated
 from vlmcompress.reduction.methods import REGISTRY, Grid, Signals, learned, reduce, too_small
 from vlmcompress.reduction.support import family_refusal
 from vlmcompress.training import distillation, teacher_cache
-from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
+from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
@@ -47,7 +47,7 @@ SPREAD, MOST = 2.25, 0.9
 their logarithm: trained at one share alone, a scorer orders tokens well at that threshold only."""
 PATIENCE, DIVERGED = 6, 4.0
 COMPARED = ("uniform", "coverage")
-"""Reducers that the outcome names beside it, as they need no training."""
+"""Reducers that the outcome names next to it, as they need no training."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def learn_reducer(
         progress: called with (label, done, total).
 
     Raises:
-        UserError: bad input, or nothing was learnt; nothing was written.
+        UserError: bad input, or nothing was learned; nothing was written.
     """
     out = recipe.output
     claim = claimed(out, functools.partial(_refuse, recipe, out, overwrite), restart=restart)
@@ -113,8 +113,8 @@ def learn_reducer(
         source = data_source(recipe, recipe.model, "learn-reducer")
         assert source is not None
         with phase("loading"):
-            samples = teacher_cache.read(source, recipe, reduced=True)
-            settings = teacher_cache.run_settings("learn-reducer", recipe, training, samples, {})
+            samples = teacher_cache.read_samples(source, recipe, reduced=True)
+            settings = teacher_cache.training_settings("learn-reducer", recipe, training, samples, {})
         with distributed.process_group():
             work.begin(settings)
             taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
@@ -124,11 +124,13 @@ def learn_reducer(
                 batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
                 log, best, others = _Training(vlm, training, recipe.seed, work, batches, data.held_out).run(progress)
             why = f" ({log.ended})" if log.ended else ""
-            failure = f"nothing was learnt: no measurement was better than an untrained scorer{why}; give more data, or"
+            failure = (
+                f"nothing was learned: no measurement was better than an untrained scorer{why}; give more data, or"
+            )
             distributed.raise_any(None if best else f"{failure} a lower --lr")
         facts = {
             "model_type": vlm.model.config.model_type,
-            "source": hub.facts(recipe.model)["source"],
+            "source": hub.source_facts(recipe.model)["source"],
             "width": vlm.model.config.get_text_config().hidden_size,
             "hidden": training.hidden,
             "keep": training.keep,
@@ -147,7 +149,7 @@ def learn_reducer(
             "created_by": identity.versions(),
         }
         if distributed.is_main():
-            scorer_file.save(out, best, facts)
+            scorer_file.save_scorer(out, best, facts)
             work.remove()
         return facts | {"timing": phase_seconds()}
 
@@ -165,7 +167,7 @@ class _Training:
         self.weights: dict[str, Tensor] = {}
 
     def run(self, progress: Progress) -> tuple[TrainLog, dict[str, Tensor], dict[str, float]]:
-        """Train; return how it went, the best tensors, and the held-out divergence behind the reducers `COMPARED`."""
+        """Train; return how it went, the best tensors, and the held-out divergence after the reducers `COMPARED`."""
         settings = self.settings
         with self.gated:
             mean, spread = self._spread()
@@ -178,7 +180,7 @@ class _Training:
             log, best = train(
                 trained,
                 self.first,
-                Settings.of(settings, self.seed, "training the scorer", patience=PATIENCE, diverged=DIVERGED),
+                LoopSettings.of(settings, self.seed, "training the scorer", patience=PATIENCE, diverged=DIVERGED),
                 backward=self._backward,
                 held_out=lambda: self._measured([self._hard(keep) for keep in settings.judged()]),
                 changed=self._changed,
@@ -193,7 +195,7 @@ class _Training:
 
     def _loss(self, index: int, gate: Gate) -> Tensor:
         self.gated.gate = gate
-        return teacher_cache.divergence(
+        return teacher_cache.teacher_divergence(
             teacher_cache.targets(self.work, index), distillation.gated_logits(self.vlm, self.batches[index])
         )
 
@@ -208,7 +210,7 @@ class _Training:
         def soft(features: Tensor, grid: Grid) -> Tensor:
             # Noisy worths draw which tokens stay (perturbed top-k). The model sees this hard selection, the gradient is of a
             # soft one (`gates`; straight-through, arXiv 1308.3432), which gets harder as the temperature falls.
-            values = gated.standard(learned.worth(self.weights, features, grid))
+            values = gated.standardize(learned.score(self.weights, features, grid))
             noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
             best, cover = self._chosen(values.detach() + noise, features, grid, share)
             return gated.gates(values, best, temperature).index_fill(0, cover, 1.0)
@@ -223,23 +225,23 @@ class _Training:
         """The gate that leaves what the scorer chooses."""
 
         def gate(features: Tensor, grid: Grid) -> Tensor:
-            kept = torch.cat(self._chosen(learned.worth(self.weights, features, grid), features, grid, keep))
+            kept = torch.cat(self._chosen(learned.score(self.weights, features, grid), features, grid, keep))
             return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
 
         return gate
 
     def _chosen(self, values: Tensor, features: Tensor, grid: Grid, keep: float) -> tuple[Tensor, Tensor]:
-        """The tokens that are kept for their worth, and those that cover the image beside them."""
+        """The tokens that are kept for their worth, and those that cover the image next to them."""
         options = learned.Options(keep=keep)
         return learned.choose(values, features, learned.budget(grid, options), options.cover)
 
     @torch.no_grad()
     def _measured(self, gates: Sequence[Gate]) -> float:
-        """The mean divergence of the held-out samples that have images behind each of `gates`, in nats."""
-        shown = list(self._shown(distributed.shard(range(self.first, len(self.batches)))))
+        """The mean divergence of the held-out samples that have images after each of `gates`, in nats."""
+        indices = list(self._progress(distributed.shard(range(self.first, len(self.batches)))))
         return distributed.all_sum_float(
-            sum(float(self._loss(index, gate)) for index in shown for gate in gates)
-        ) / distributed.all_sum_float(len(shown) * len(gates))
+            sum(float(self._loss(index, gate)) for index in indices for gate in gates)
+        ) / distributed.all_sum_float(len(indices) * len(gates))
 
     @torch.no_grad()
     def _spread(self) -> tuple[Tensor, Tensor]:
@@ -252,7 +254,7 @@ class _Training:
             grids.add(grid)
             return features.new_ones(len(features), dtype=torch.float32)
 
-        for index in itertools.islice(self._shown(range(self.first)), MEASURED):
+        for index in itertools.islice(self._progress(range(self.first)), MEASURED):
             self.gated.gate = look
             distillation.gated_logits(self.vlm, self.batches[index])
         if all(too_small(learned, grid, learned.Options(keep=self.settings.keep)) for grid in grids):
@@ -264,7 +266,7 @@ class _Training:
         every = torch.cat(rows)
         return every.mean(0), every.std(0, correction=0)
 
-    def _shown(self, indices: Iterable[int]) -> Iterator[int]:
+    def _progress(self, indices: Iterable[int]) -> Iterator[int]:
         """Those of the samples that have images."""
         return (index for index in indices if "pixel_values" in self.batches[index])
 

@@ -21,7 +21,7 @@ SCALE = 2.0
 DOWN, UP = "lora_down", "lora_up"
 
 
-def create(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> dict[str, Tensor]:
+def create_adapters(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> dict[str, Tensor]:
     """Make adapters that change nothing yet.
 
     Args:
@@ -41,7 +41,7 @@ def create(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> dict[
     return adapters
 
 
-def layers(adapters: Mapping[str, Tensor]) -> list[str]:
+def adapted_layers(adapters: Mapping[str, Tensor]) -> list[str]:
     """The layers that have an adapter, in their order."""
     return [name.removesuffix(f".{UP}") for name in adapters if name.endswith(f".{UP}")]
 
@@ -50,20 +50,20 @@ def layers(adapters: Mapping[str, Tensor]) -> list[str]:
 def attached(model: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[None]:
     """Within the context the layers of `model` compute with their adapters; gradients reach these."""
     with contextlib.ExitStack() as hooks:
-        for name in layers(adapters):
+        for name in adapted_layers(adapters):
             hook = functools.partial(_add, adapters[f"{name}.{DOWN}"], adapters[f"{name}.{UP}"])
             hooks.callback(model.get_submodule(name).register_forward_hook(hook).remove)
         yield
 
 
-def merged(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+def merge_adapter(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
     """The weight `[out, in]` with its adapter in it: computed in float32 or wider, in the weight's own type."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + SCALE * (up.to(wide) @ down.to(wide))).to(weight.dtype)
 
 
 def _add(down: Tensor, up: Tensor, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Any:
-    """Hook behind a linear layer: add what its adapter makes of the input `[..., in]`."""
+    """Hook after a linear layer: add what its adapter makes of the input `[..., in]`."""
     x = args[0]
     narrow = nn.functional.linear(x, down.to(x.dtype))
     return output + SCALE * nn.functional.linear(narrow, up.to(x.dtype))

@@ -1,6 +1,6 @@
 """Medusa (arXiv 2401.10774): heads that guess a model's next tokens from its last hidden state, each of them another one.
 
-With `h_t` what the target's output head reads at position t, head s guesses the token s + 1 places behind the one that the
+With `h_t` what the target's output head reads at position t, head s guesses the token s + 1 places after the one that the
 target itself says there:
 
     softmax(W_out (h_t + SiLU(A_s h_t)))
@@ -9,7 +9,7 @@ A guess knows nothing of the ones before it. The output head is one for all, and
 the form that vLLM 0.32 serves (`model_executor/models/medusa.py`), which takes the likeliest guess of each head and no tree.
 vLLM 0.33 has no Medusa any more: this file goes with the support of 0.32, and with it what names it (`plugin/_medusa.py`, the
 branches for the kind in `draft`, `draft_lessons`, `draft_write` and `draft_folder`).
-Cost: a product of the hidden size a guess, beside the output head. Loses: what depends on the guesses before.
+Cost: a product of the hidden size a guess, next to the output head. Loses: what depends on the guesses before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Recover what a token reducer cost a model: train it for some steps to answer behind the reducer as it did before.
+"""Recover what a token reducer cost a model: train it for some steps to answer with the reducer as it did before.
 
-The teacher is the model with all its visual tokens, the student the same model behind the reducer (and with smaller images,
+The teacher is the model with all its visual tokens, the student the same model with the reducer (and with smaller images,
 where a `resize` comes first). The teacher's next-token distributions at the answers are computed once and kept on disk; then
 `train_loop` runs, judged by samples that it does not train on. What comes out is a checkpoint as `quantize --scheme none`
 writes it, with other weights. Where no measurement beats the model as it was, the original weights are written. Workers of a
@@ -22,14 +22,14 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, resizing
 from vlmcompress.training import teacher_cache
-from vlmcompress.training.train_student import Student, TrainingOptions, facts, trained
+from vlmcompress.training.train_student import Student, TrainingOptions, recovery_facts, trained
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
 from vlmcompress.utils.tensor_files import DTYPES
 from vlmcompress.utils.work_folder import WorkFolder, claimed_folder
 
-LEARNT_FROM = 128
+LEARNED_FROM = 128
 """Most samples that a reducer learns its numbers from."""
 
 
@@ -41,7 +41,7 @@ def recover(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Result:
-    """Train `recipe.model` behind `recipe.reduce` into `recipe.out`.
+    """Train `recipe.model` with `recipe.reduce` into `recipe.out`.
 
     Args:
         recipe: resolved recipe of scheme `none`; its model, data, seed, reducer and `resize` are used.
@@ -64,7 +64,7 @@ def _recovered(
     recipe: Recipe, training: TrainingOptions, work: WorkFolder, overwrite: bool, progress: Progress
 ) -> Result:
     if recipe.reduce is None and recipe.resize is None:
-        raise UserError("recover: nothing to recover from; say with --reduce what the model is to run behind")
+        raise UserError("recover: nothing to recover from; say with --reduce what the model is to run after")
     if models.read_config(recipe.model).get("quantization_config"):
         raise UserError(
             f"{recipe.model} is quantized already; recover the 16-bit original, then quantize what that gives"
@@ -78,12 +78,12 @@ def _recovered(
     source = data_source(recipe, recipe.model, "recover")
     assert source is not None
     with phase("loading"):
-        samples = teacher_cache.read(source, recipe, reduced=recipe.reduce is not None)
+        samples = teacher_cache.read_samples(source, recipe, reduced=recipe.reduce is not None)
         particulars = {
             "--reduce": " + ".join(str(part) for part in (recipe.resize, recipe.reduce) if part),
             "a reducer's file with the hash": recipe.reduce.file_hash() if recipe.reduce else "",
         }
-        settings = teacher_cache.run_settings("recover", recipe, training, samples, particulars)
+        settings = teacher_cache.training_settings("recover", recipe, training, samples, particulars)
     with distributed.process_group():
         work.begin(settings)
         taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
@@ -95,7 +95,7 @@ def _recovered(
             vlm = resizing.resized(vlm, resize) if resize else vlm
             batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
             learns = plan.visual_tokens is not None and plan.visual_tokens.learns
-            few = batches[:LEARNT_FROM] if learns else []
+            few = batches[:LEARNED_FROM] if learns else []
             reducer = fit_reducer(recipe.reduce, vlm, few, progress)
             count = fit_counter(plan.visual_tokens, reducer, vlm, few)
             recipe = recipe.model_copy(update={"reduce": reducer, "resize": resize})
@@ -121,7 +121,7 @@ def _recovered(
         origin,
         Recovery(
             {name: value.to("cpu", types[name]).contiguous() for name, value in outcome.changed.items()},
-            facts(training, outcome, data),
+            recovery_facts(training, outcome, data),
         ),
         overwrite=overwrite,
         progress=progress,

@@ -24,7 +24,7 @@ from vlmcompress import models
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Reading, Sample, Samples, data_hash, load_samples, provenance, video
 from vlmcompress.models.data.encode import Encoded, encode_prompt
-from vlmcompress.models.data.provenance import notes
+from vlmcompress.models.data.provenance import data_notes
 from vlmcompress.models.devices import accelerator
 from vlmcompress.recipe import Recipe
 from vlmcompress.training import distillation
@@ -45,7 +45,7 @@ PART = 16
 
 
 @dataclass(frozen=True)
-class Data:
+class TrainingData:
     """Samples that all have answers.
 
     Attributes:
@@ -68,7 +68,7 @@ class TeacherCache:
     """A teacher, and the samples that it was shown; `origin` describes these for the manifest."""
 
     vlm: VLM
-    data: Data
+    data: TrainingData
     origin: dict[str, Any]
 
 
@@ -80,7 +80,7 @@ def samples_for(trained_on: int) -> int:
 def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
     """The samples, those that are held out last, and how many these are: a tenth, whose images no other sample shows.
 
-    Questions about one image stay on one side, as what was learnt about an image would tell nothing about others. So that they
+    Questions about one image stay on one side, as what was learned about an image would tell nothing about others. So that they
     do, some more may be held out, but never over half of all.
     """
     groups = _by_images(samples)
@@ -104,7 +104,7 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
 
     for number, sample in enumerate(samples):
         digests = [hashlib.sha256(image.tobytes()).digest() for image in sample.images]
-        for digest in digests + [shown.digest() for shown in sample.videos]:
+        for digest in digests + [clip.digest() for clip in sample.videos]:
             earlier = first.setdefault(digest, number)
             leader[root(number)] = root(earlier)
     groups: dict[int, list[int]] = {}
@@ -113,7 +113,7 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
     return sorted(groups.values(), key=lambda group: group[-1])
 
 
-def read(source: str | Path, recipe: Recipe, *, reduced: bool) -> Samples:
+def read_samples(source: str | Path, recipe: Recipe, *, reduced: bool) -> Samples:
     """Read the samples that a recipe asks for. UserError: too few of them have images; with `reduced`, some show videos.
 
     Those without stay: nothing is reduced in them, and they hold the model to its answers to text.
@@ -122,7 +122,7 @@ def read(source: str | Path, recipe: Recipe, *, reduced: bool) -> Samples:
     options: dict[str, Any] = {"samples": settings.samples, "seed": recipe.seed, "reading": Reading.of(settings)}
     samples = load_samples(hub.local(source, "dataset"), **options)
     if reduced:
-        video.refuse(samples)
+        video.refuse_videos(samples)
     _enough(samples, source)
     return samples
 
@@ -144,7 +144,7 @@ def cache_teacher(
         return TeacherCache(vlm, data, _taught(vlm, data, recipe, work, progress))
 
 
-def run_settings(
+def training_settings(
     command: str, recipe: Recipe, training: Any, samples: Sequence[Sample], particulars: Mapping[str, Any]
 ) -> dict[str, Any]:
     """All that decides a training run, for `WorkFolder.begin`.
@@ -196,7 +196,7 @@ def answered(
     work: WorkFolder,
     progress: Progress,
     most: int = ANSWER_TOKENS,
-) -> Data:
+) -> TrainingData:
     """Give each sample an answer, the teacher's own of at most `most` tokens where it has none.
 
     One to which the teacher says nothing is left out.
@@ -219,7 +219,7 @@ def answered(
         note(f"{dropped} samples are left out: they have no answer, and the model says nothing to them")
     _enough(kept, source)
     written, skipped = sum(sample.id in unanswered for sample in kept), getattr(samples, "skipped", {})
-    data = Data(source, *apart(kept), written, skipped)
+    data = TrainingData(source, *apart(kept), written, skipped)
     cut = len(data.samples) - data.held_out
     for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
         if not any(sample.visual for sample in samples):
@@ -230,7 +230,7 @@ def answered(
     return data
 
 
-def _taught(vlm: VLM, data: Data, recipe: Recipe, work: WorkFolder, progress: Progress) -> dict[str, Any]:
+def _taught(vlm: VLM, data: TrainingData, recipe: Recipe, work: WorkFolder, progress: Progress) -> dict[str, Any]:
     """Cache the teacher's log-probabilities for all samples; returns the manifest's description of the data."""
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
     parts = range(-(-len(batches) // PART))
@@ -241,12 +241,12 @@ def _taught(vlm: VLM, data: Data, recipe: Recipe, work: WorkFolder, progress: Pr
                     work.write(_part(part), _said(vlm, data, batches, part, progress))
     options: dict[str, Any] = {"seed": recipe.seed, "processor": vlm.processor, "skipped": data.skipped}
     origin = provenance(data.samples, batches, hub.local(data.source, "dataset"), **options)
-    for line in notes(origin):
+    for line in data_notes(origin):
         note(line)
     return origin
 
 
-def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress) -> dict[str, Tensor]:
+def _said(vlm: VLM, data: TrainingData, batches: Encoded, part: int, progress: Progress) -> dict[str, Tensor]:
     """The teacher's targets for the samples of a part: `NUMBER/KIND` -> tensor."""
     tensors = dict[str, Tensor]()
     for index in range(part * PART, min((part + 1) * PART, len(batches))):
@@ -264,12 +264,12 @@ def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress)
 
 
 def _enough(samples: Sequence[Sample], source: str | Path) -> None:
-    shown = sum(sample.visual for sample in samples)
-    if not shown:
+    count = sum(sample.visual for sample in samples)
+    if not count:
         raise UserError(f"{source} has no images; training needs questions about images")
-    if shown < FEWEST:
+    if count < FEWEST:
         raise UserError(
-            f"{source} gives {shown} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
+            f"{source} gives {count} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
             "held out, and hundreds to be of use"
         )
 
@@ -296,7 +296,7 @@ def teacher_targets(logits: Tensor, whole: int = WHOLE, top: int = TOP) -> dict[
     return {"logs": values.contiguous(), "ids": ids.int().contiguous()}
 
 
-def divergence(kept: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+def teacher_divergence(kept: Mapping[str, Tensor], logits: Tensor) -> Tensor:
     """The divergence of a student's `logits [tokens, vocabulary]` from what `teacher_targets` kept: a scalar in nats, float32.
 
     Raises:

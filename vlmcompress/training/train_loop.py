@@ -38,7 +38,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoopSettings:
     """Settings of a loop.
 
     Attributes:
@@ -62,7 +62,7 @@ class Settings:
     diverged: float = DIVERGED
 
     @classmethod
-    def of(cls, flags: Any, seed: int, label: str = "recovering", **settings: Any) -> Settings:
+    def of(cls, flags: Any, seed: int, label: str = "recovering", **settings: Any) -> LoopSettings:
         """The settings that a training's flags (`steps`, `batch`, `lr`, `every`) give."""
         return cls(flags.steps, flags.batch, flags.lr, flags.every, seed, label, **settings)
 
@@ -100,7 +100,7 @@ class TrainLog:
         self.history = [(int(step), value) for step, value in self.history]
 
     def record(self, value: float, patience: int = PATIENCE, diverged: float = DIVERGED) -> bool:
-        """Record the held-out loss after `step`; True if it is the best so far. The others are as of `Settings`."""
+        """Record the held-out loss after `step`; True if it is the best so far. The others are as of `LoopSettings`."""
         self.history.append((self.step, value))
         better = value < self.best
         if better:
@@ -141,7 +141,7 @@ def order(count: int, step: int, batch: int, seed: int) -> Iterator[int]:
 def train(
     trained: dict[str, Tensor],
     samples: int,
-    settings: Settings,
+    settings: LoopSettings,
     *,
     backward: Callable[[int, float], float],
     held_out: Callable[[], float],
@@ -194,7 +194,7 @@ def train(
 class _Loop:
     """The tensors with their optimizer."""
 
-    def __init__(self, trained: dict[str, Tensor], settings: Settings) -> None:
+    def __init__(self, trained: dict[str, Tensor], settings: LoopSettings) -> None:
         self.trained, self.settings = trained, settings
         self.optimizer = torch.optim.AdamW(list(trained.values()), lr=settings.lr, weight_decay=0.0)
         self.optimizer.zero_grad()
@@ -235,7 +235,7 @@ class _Loop:
 
     def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[TrainLog, dict[str, Tensor]]:
         """Take up what `state` gave; return how it went until then, and the best values. UserError: it is damaged."""
-        schema.check(TrainLog, facts, "the state of the interrupted run", "begin anew with --restart")
+        schema.check_value(TrainLog, facts, "the state of the interrupted run", "begin anew with --restart")
         for name, tensor in self.trained.items():
             with torch.no_grad():
                 tensor.copy_(state[f"now/{name}"])

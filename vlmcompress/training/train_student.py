@@ -20,8 +20,8 @@ from vlmcompress import models
 from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.training import distillation, lora, teacher_cache
-from vlmcompress.training.teacher_cache import Data
-from vlmcompress.training.train_loop import Settings, TrainLog, check_flags, train
+from vlmcompress.training.teacher_cache import TrainingData
+from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import Progress
@@ -64,7 +64,7 @@ class Student:
         names: of the parameters that the checkpoint has.
         batches: the samples, the held-out ones at the end.
         held_out: how many these are.
-        attached: a context in which the model runs behind its reducer.
+        attached: a context in which the model runs after its reducer.
     """
 
     vlm: VLM
@@ -93,14 +93,14 @@ class TrainingOutcome:
 def trained(
     student: Student, training: TrainingOptions, seed: int, work: WorkFolder, progress: Progress
 ) -> TrainingOutcome:
-    """Train a model behind its reducer, and leave it as the best measurement had it, merged; or as it was."""
+    """Train a model with its reducer, and leave it as the best measurement had it, merged; or as it was."""
     vlm, batches = student.vlm, student.batches
     first = len(batches) - student.held_out
     with distributed.shared_errors():
         parts = Trained(vlm, training.train, training.rank, seed, student.names)
 
     def loss(index: int) -> Tensor:
-        return teacher_cache.divergence(
+        return teacher_cache.teacher_divergence(
             teacher_cache.targets(work, index), distillation.student_logits(vlm, batches[index])
         )
 
@@ -116,7 +116,7 @@ def trained(
             divergence = sum(float(loss(index)) for index in distributed.shard(range(first, len(batches))))
         return distributed.all_sum_float(divergence) / student.held_out
 
-    settings = Settings.of(training, seed)
+    settings = LoopSettings.of(training, seed)
     callbacks: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
     with torch.inference_mode(False), student.attached():
         with parts.attached():
@@ -131,7 +131,7 @@ def trained(
     return TrainingOutcome(log, {}, log.first, parts.counts)  # also where rounding to the model's type undid it
 
 
-def facts(training: TrainingOptions, outcome: TrainingOutcome, data: Data) -> dict[str, Any]:
+def recovery_facts(training: TrainingOptions, outcome: TrainingOutcome, data: TrainingData) -> dict[str, Any]:
     """What the manifest says of a recovery."""
     log = outcome.log
     return {
@@ -189,10 +189,10 @@ class Trained:
             if part not in parts:
                 continue
             if part == "lora":
-                groups = models.resolve(vlm.model, vlm.spec)
+                groups = models.resolve_groups(vlm.model, vlm.spec)
                 linears = [name for group in groups for name in group.linears if f"{name}.weight" in stored]
                 shapes = {name: tuple(vlm.model.get_parameter(f"{name}.weight").shape) for name in linears}
-                adapters = lora.create(shapes, rank, seed)  # type: ignore[arg-type]
+                adapters = lora.create_adapters(shapes, rank, seed)  # type: ignore[arg-type]
                 self.adapters = tensors = {name: tensor.to(vlm.model.device) for name, tensor in adapters.items()}
             else:
                 names = [name for name in _names(vlm, part) if name in stored and name not in self.masters]
@@ -244,10 +244,10 @@ class Trained:
         for name in self.masters:
             parameter = self.model.get_parameter(name)
             merged[name] = values[name].to(parameter.device, parameter.dtype)
-        for layer in lora.layers(self.adapters):
+        for layer in lora.adapted_layers(self.adapters):
             weight = self.model.get_parameter(f"{layer}.weight")
             down, up = (values[f"{layer}.{end}"].to(weight.device) for end in (lora.DOWN, lora.UP))
-            merged[f"{layer}.weight"] = lora.merged(weight, down, up)
+            merged[f"{layer}.weight"] = lora.merge_adapter(weight, down, up)
         return merged
 
 

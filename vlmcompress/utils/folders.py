@@ -28,22 +28,22 @@ class WriteError(UserError):
     """A file operation that failed while something was written."""
 
 
-def beside(out: Path, kind: str) -> Path:
-    """Path of a hidden file or folder (`.NAME.KIND`) that a run keeps beside OUT until OUT is whole."""
+def staging_path(out: Path, kind: str) -> Path:
+    """Path of a hidden file or folder (`.NAME.KIND`) that a run keeps next to OUT until OUT is whole."""
     return out.with_name(f".{out.name}.{kind}")
 
 
 @contextlib.contextmanager
 def parents(out: Path) -> Iterator[None]:
     """OUT's parent folders within the context; those that were made for it are removed again if they stay empty."""
-    made = _make_parents(out.absolute().parent)
+    parents = _make_parents(out.absolute().parent)
     try:
         yield
     finally:
-        _remove_empty(made)
+        _remove_empty(parents)
 
 
-def check(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
+def check_out(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
     """Raise for an OUT that could not or must not be written, and clean up after killed runs. Cheap; call it first.
 
     Args:
@@ -82,10 +82,10 @@ def check_apart(source: Path, out: Path, what: str) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes `out` when the block ends; on any error nothing is left of it.
 
-    Call `check` first. An existing `out` is replaced once the new folder is whole and on disk.
+    Call `check_out` first. An existing `out` is replaced once the new folder is whole and on disk.
     """
     with user_errors(out):
-        made = _make_parents(out.absolute().parent)
+        parents = _make_parents(out.absolute().parent)
         try:
             stage = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.absolute().parent))
             with locks.held(stage / "lock", f"writing {out}"):
@@ -103,7 +103,7 @@ def new_folder(out: Path) -> Iterator[Path]:
                     _put_back(stage, out)
                     shutil.rmtree(stage, ignore_errors=True)
         except BaseException:
-            _remove_empty(made)
+            _remove_empty(parents)
             raise
         sync_folder(out.absolute().parent)
 
@@ -113,7 +113,7 @@ def dump(data: object) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
-def save(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]]) -> dict[str, Path]:
+def save_files(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]]) -> dict[str, Path]:
     """Write files, given as kind -> (name, content), and return kind -> path. Older ones are replaced once all are written."""
     folder = Path(folder)
     with user_errors(folder):
@@ -192,9 +192,9 @@ def _make_parents(folder: Path) -> list[Path]:
     return missing
 
 
-def _remove_empty(made: list[Path]) -> None:
+def _remove_empty(parents: list[Path]) -> None:
     """Remove nested folders, given outermost first, as far as they are empty."""
-    for folder in reversed(made):
+    for folder in reversed(parents):
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -214,7 +214,7 @@ def _put_back(stage: Path, out: Path) -> None:
 
 
 def _recover(out: Path) -> None:
-    """Remove what killed runs left beside `out`; an `out` that was moved aside by one of them is put back."""
+    """Remove what killed runs left next to `out`; an `out` that was moved aside by one of them is put back."""
     parent = out.absolute().parent
     if not parent.is_dir():
         return

@@ -5,8 +5,9 @@ model its safetensors files, configuration, tokenizer and processor; of a data s
 never fetched, Python code only on request. A path that exists is that path, whatever it looks like. huggingface_hub lists,
 downloads, resumes and caches; here are which files are needed, and what to tell the user.
 
-An id is an explicit wish to fetch it; nothing else may reach out. `only_ids` therefore tells all libraries that they are
-offline, and `local` alone lifts that while it works, unless the user has set HF_HUB_OFFLINE: then the cache must do.
+An id is an explicit wish to fetch it; nothing else may reach out. `offline_except_ids` therefore tells all libraries
+that they are offline, and `local` alone lifts that while it works, unless the user has set HF_HUB_OFFLINE: then the
+cache must do.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.m
 _NO_TABLES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _LARGEST_HEADER = 100_000_000  # bytes, the same limit as in safetensors
 _TIMEOUT = 30.0  # seconds for an answer about a repository
-_ours = False  # whether OFFLINE is set by `only_ids` and not by the user
+_offline_by_default = False  # whether OFFLINE is set by `offline_except_ids` and not by the user
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,15 @@ class Chosen:
     path: str = "."
 
 
-def only_ids() -> None:
+def offline_except_ids() -> None:
     """Let no library fetch anything by itself, in this process or its children; ids given to `local` still work."""
-    global _ours
+    global _offline_by_default
     if OFFLINE not in os.environ and "TRANSFORMERS_OFFLINE" not in os.environ:
         os.environ[OFFLINE] = "1"
-        _ours = True
+        _offline_by_default = True
 
 
-def parse(name: str | Path, kind: Kind = "model") -> Repository | None:
+def parse_repository(name: str | Path, kind: Kind = "model") -> Repository | None:
     """The repository that a name means; None for a path: one that exists, or that cannot be an id."""
     text = os.fspath(name)
     match = _ID.fullmatch(text)
@@ -131,7 +132,7 @@ def local(
     Raises:
         UserError: there is no such repository, access is not granted, or it is neither cached nor reachable.
     """
-    repository = parse(name, kind)
+    repository = parse_repository(name, kind)
     if repository is None:
         return Path(name)
 
@@ -143,7 +144,7 @@ def local(
             raise UserError(f"{repository.what} has no '{repository.part}'; it has {_some(names)}")
         return _split_files(repository, whole, within) if whole else _data_files(repository, splits, within, names)
 
-    with reaching_out():
+    with online():
         try:
             return _fetch(repository, choose)
         except (OSError, http_library().HTTPError, ValueError) as error:
@@ -159,7 +160,7 @@ def identity(path: str | Path) -> dict[str, str] | None:
     return {"source": f"{source}:{match['rest']}" if match["rest"] else source, "revision": match["commit"]}
 
 
-def shown(path: str | Path) -> str:
+def display_path(path: str | Path) -> str:
     """A path as people and commands know it: `org/name@commit` for one in the Hub's cache."""
     cached = identity(path)
     if cached is None:
@@ -168,7 +169,7 @@ def shown(path: str | Path) -> str:
     return f"{source}@{cached['revision']}" + (f":{rest}" if rest else "")
 
 
-def facts(path: str | Path) -> dict[str, str]:
+def source_facts(path: str | Path) -> dict[str, str]:
     """Facts about a source for the manifest: its id and commit, or the last part of its path; nothing of this machine."""
     return identity(path) or {"source": Path(path).resolve().name}
 
@@ -177,16 +178,16 @@ def offline() -> bool:
     """Whether the user has set HF_HUB_OFFLINE (or transformers' TRANSFORMERS_OFFLINE)."""
     from huggingface_hub import constants
 
-    return constants.HF_HUB_OFFLINE and not _ours
+    return constants.HF_HUB_OFFLINE and not _offline_by_default
 
 
 @contextlib.contextmanager
-def reaching_out() -> Iterator[None]:
-    """Lift the offline mode that `only_ids` set."""
+def online() -> Iterator[None]:
+    """Lift the offline mode that `offline_except_ids` set."""
     from huggingface_hub import constants
 
     kept = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = kept and not _ours
+    constants.HF_HUB_OFFLINE = kept and not _offline_by_default
     try:
         yield
     finally:

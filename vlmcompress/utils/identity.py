@@ -44,7 +44,7 @@ def source_identity(source: Path) -> dict:
             length = int.from_bytes(stream.read(8), "little")
             headers.update(stream.read(min(length, file.stat().st_size)))
     return {
-        **hub.facts(source),
+        **hub.source_facts(source),
         "config_sha256": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
         "headers_sha256": headers.hexdigest(),
     }

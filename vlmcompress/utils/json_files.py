@@ -35,11 +35,11 @@ def read_text(path: str | Path, encoding: str = "utf-8") -> str:
 
 
 def read(path: str | Path, *, finite: bool = False) -> Any:
-    """The JSON value in a file; see `parse`. Raises OSError and ValueError (`Unreadable` is one)."""
-    return parse(read_text(path), finite=finite)
+    """The JSON value in a file; see `parse_json`. Raises OSError and ValueError (`Unreadable` is one)."""
+    return parse_json(read_text(path), finite=finite)
 
 
-def parse(text: str | bytes, *, finite: bool = False) -> Any:
+def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
     """The value of a JSON text.
 
     Args:

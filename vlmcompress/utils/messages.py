@@ -21,7 +21,7 @@ def shortened(text: str, longest: int = 2000) -> str:
     return text if len(text) <= longest else f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
 
 
-def reason(error: BaseException, longest: int = 300) -> str:
+def error_text(error: BaseException, longest: int = 300) -> str:
     """The first line of an error's text, and the next ones as long as a line ends in a colon; its type if it has no text.
 
     Of more than `longest` characters the sentences that fit are left, or, where not even one does, the words.
@@ -53,19 +53,19 @@ def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserErro
         name = type(error).__name__
         if name == "OutOfMemoryError" or (not isinstance(error, Exception) and name != "PanicException"):
             raise
-        raise kind(f"{what} ({reason(error)}){remedy}") from error
+        raise kind(f"{what} ({error_text(error)}){remedy}") from error
 
 
-def unusable(error: BaseException) -> str | None:
+def path_problem(error: BaseException) -> str | None:
     """The message for an error about a path that no file can have (too long, a loop of links, a NUL, no UTF-8) or about input
     without an end; None for others.
 
     Such errors are raised wherever a path is first used, in pathlib or in a library, so they are told apart here and once.
     """
     if isinstance(error, OSError) and error.errno in _UNUSABLE:
-        return f"cannot use {_shown(error.filename)}: {_UNUSABLE[error.errno]}; give another one"
+        return f"cannot use {_quoted(error.filename)}: {_UNUSABLE[error.errno]}; give another one"
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):  # pathlib's, until Python 3.13
-        return f"cannot use {_shown(str(error).split(' from ', 1)[1])}: {_UNUSABLE[errno.ELOOP]}; give another path"
+        return f"cannot use {_quoted(str(error).split(' from ', 1)[1])}: {_UNUSABLE[errno.ELOOP]}; give another path"
     if isinstance(error, ValueError) and str(error).startswith("embedded null "):
         return "cannot use a path with a NUL character in it; give another one"
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
@@ -76,7 +76,7 @@ def unusable(error: BaseException) -> str | None:
     return None
 
 
-def _shown(name: object) -> str:
+def _quoted(name: object) -> str:
     text = str(name).strip("'")
     return f"'{text}'" if len(text) <= 200 else f"'{text[:80]}...' of {len(text):,} characters"
 

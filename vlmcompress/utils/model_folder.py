@@ -4,7 +4,7 @@ Readers look for weights in different ways: transformers 5.17 takes `model.safet
 index and, without one, every safetensors file; both read what a trainer left there. So the files are chosen here, once, for
 all that read or load a model, and a folder of which two readers would make two models is refused.
 
-Of the other files those belong to a model that some reader of checkpoints asks for. What a training run leaves beside them
+Of the other files those belong to a model that some reader of checkpoints asks for. What a training run leaves next to them
 (states of optimizers, logs, earlier checkpoints) is no part of it and is not carried on.
 """
 
@@ -43,7 +43,7 @@ _OTHERS = (
 )
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where formats keep their config besides config.json; a folder has those of its own format only."""
-_OURS = ("vlmcompress.json", "serve")  # made anew for each checkpoint of ours
+_WRITTEN_ANEW = ("vlmcompress.json", "serve")  # made anew for each checkpoint of ours
 
 
 _Object = dict[str, Any] | None
@@ -99,7 +99,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def whole(folder: Path) -> Iterator[Path]:
+def servable_folder(folder: Path) -> Iterator[Path]:
     """The folder, or within the context one of links to its files but for those that vLLM would take for weights of the model:
     without an index it reads every safetensors file, also an adapter's."""
     others = {path.name for path in folder.glob("*.safetensors")} - {path.name for path in weight_files(folder)}
@@ -147,9 +147,9 @@ def adapter_files(folder: Path) -> list[Path]:
 
 
 def adapter_left(folder: Path) -> bool:
-    """Whether the files of an adapter lie beside a model."""
-    beside = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
-    return beside and (folder / "config.json").is_file() and has_weights(folder)
+    """Whether the files of an adapter lie next to a model."""
+    has_adapter = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    return has_adapter and (folder / "config.json").is_file() and has_weights(folder)
 
 
 def processing_files(folder: Path, kind: str | None = None) -> list[Path]:
@@ -174,10 +174,10 @@ def belongs(place: Path) -> bool:
     return _matches(place, kinds)
 
 
-def left_behind(folder: Path) -> list[str]:
+def unrelated_files(folder: Path) -> list[str]:
     """Names of files and folders that are no weights, no config, no adapter's and not among the `companions`, in order."""
     kept = {place.parts[0] for place in companions(folder)} | {path.name for path in weight_files(folder)}
-    kept |= {"config.json", INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *CONFIG_FILES, *_OURS}
+    kept |= {"config.json", INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *CONFIG_FILES, *_WRITTEN_ANEW}
     return sorted({place.parts[0] for place in _visible(folder)} - kept)
 
 

@@ -98,10 +98,10 @@ class Registry:
         for node in tree.body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             if [getattr(target, "id", "") for target in targets] == [constant]:
-                made: Any = node.value  # type: ignore[attr-defined]  # `frozenset({...})` is a literal here, too
-                if isinstance(made, ast.Call) and getattr(made.func, "id", "") == "frozenset":
-                    return frozenset(ast.literal_eval(made.args[0]) if made.args else ())
-                return ast.literal_eval(made)
+                value: Any = node.value  # type: ignore[attr-defined]  # `frozenset({...})` is a literal here, too
+                if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "frozenset":
+                    return frozenset(ast.literal_eval(value.args[0]) if value.args else ())
+                return ast.literal_eval(value)
         return None
 
     def _tree(self, name: str) -> ast.Module | None:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import reason
+from vlmcompress.utils.messages import error_text
 
 
 def _inside(name: str) -> str:
@@ -32,7 +32,7 @@ Place = Annotated[str, AfterValidator(_inside)]
 """The name of a file within a folder."""
 
 
-def check(kind: Any, data: Any, where: str, remedy: str) -> None:
+def check_value(kind: Any, data: Any, where: str, remedy: str) -> None:
     """Check that `data`, from JSON, is a value of `kind`; nothing is converted.
 
     Args:
@@ -44,10 +44,10 @@ def check(kind: Any, data: Any, where: str, remedy: str) -> None:
     try:
         _adapter(kind).validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        raise UserError(f"{where}: {problem(error)}; {remedy}") from error
+        raise UserError(f"{where}: {first_problem(error)}; {remedy}") from error
 
 
-def read(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
+def read_checked(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
     """The JSON value in `path`, once it is found to be one of `kind`; all its keys.
 
     Args:
@@ -60,17 +60,17 @@ def read(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
     try:
         content = json_files.read(path)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or reason(error)
+        why = getattr(error, "strerror", None) or error_text(error)
         raise UserError(f"{path} is not readable ({why}); {remedy}") from error
     stored = content.get("schema_version") if isinstance(content, dict) else None
     if version is not None and stored != version and type(stored) is int:
         remedy = "update vlmcompress" if stored > version else remedy
         raise UserError(f"{path} has schema {stored}, this vlmcompress reads {version}; {remedy}")
-    check(kind, content, str(path), remedy)
+    check_value(kind, content, str(path), remedy)
     return content
 
 
-def problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
     """The first thing that is wrong, like `size.weights_after should be a valid integer`."""
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, first["loc"])) or "content"

@@ -42,27 +42,27 @@ def assign(values: dict[str, Any], setting: str) -> None:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
             raise UserError(f"--set {setting}: '{part}' has a value already and no keys below it")
-    values[parts[-1]] = yaml_files.parse(text, f"--set {key}")
+    values[parts[-1]] = yaml_files.parse_yaml(text, f"--set {key}")
 
 
 def folders() -> list[Path]:
-    """Folders of the bundled recipes: in the package when installed, beside it in a checkout."""
+    """Folders of the bundled recipes: in the package when installed, next to it in a checkout."""
     here = Path(__file__).parents[1]
     return [folder for folder in (here / "recipes", here.parent / "recipes") if folder.is_dir()]
 
 
-def bundled() -> dict[str, Path]:
+def bundled_recipes() -> dict[str, Path]:
     """Map the names of the bundled recipes to their files."""
     return {path.stem: path for folder in folders() for path in sorted(folder.glob("*.yaml"))}
 
 
-def find(name: str | Path) -> Path:
+def find_recipe(name: str | Path) -> Path:
     """Find the file of a recipe, which is given as a path or as the name of a bundled recipe."""
     path = Path(name)
     if path.exists() or path.suffix or len(path.parts) > 1:
         if not path.exists():
-            raise UserError(f"recipe {path} does not exist{did_you_mean(path.stem, bundled())}")
+            raise UserError(f"recipe {path} does not exist{did_you_mean(path.stem, bundled_recipes())}")
         return path
-    if path.name not in bundled():
-        raise UserError(f"no bundled recipe is called '{path}'{did_you_mean(path.name, bundled())}")
-    return bundled()[path.name]
+    if path.name not in bundled_recipes():
+        raise UserError(f"no bundled recipe is called '{path}'{did_you_mean(path.name, bundled_recipes())}")
+    return bundled_recipes()[path.name]

@@ -102,7 +102,7 @@ def read_entries(path: Path) -> list[Entry]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; download or copy the file again") from error
     try:
-        header = json_files.parse(raw)
+        header = json_files.parse_json(raw)
         if any(type(text) is not str for text in (header.pop("__metadata__", None) or {}).values()):
             raise TypeError("metadata that are no texts")
         entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
@@ -185,7 +185,7 @@ def layout(specs: dict[str, Spec]) -> tuple[bytes, dict[str, int]]:
     return head, {name: len(head) + header[name]["data_offsets"][0] for name in ordered}
 
 
-def split(specs: Iterable[tuple[str, Spec]], limit: int) -> list[dict[str, Spec]]:
+def split_shards(specs: Iterable[tuple[str, Spec]], limit: int) -> list[dict[str, Spec]]:
     """Fill shards in order until the next tensor would pass `limit` bytes; a larger tensor gets a shard of its own."""
     shards: list[dict[str, Spec]] = [{}]
     used = 0

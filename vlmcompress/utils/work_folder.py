@@ -51,7 +51,7 @@ class WorkFolder:
     """
 
     def __init__(self, out: Path, restart: bool = False):
-        self.out, self.folder, self.run = out, folders.beside(out, "work"), ""
+        self.out, self.folder, self.run = out, folders.staging_path(out, "work"), ""
         self._restart, self._settings_file = restart, self.folder / "settings.json"
         self._expected: dict[str, Any] = {}
 
@@ -139,9 +139,9 @@ class WorkFolder:
         path = self.folder / f"{name}.json"
         if not path.exists():
             return None
-        content = schema.read(_Note, path, _ANEW)
+        content = schema.read_checked(_Note, path, _ANEW)
         self._refuse_others(content[RUN], path)
-        schema.check(kind, content["data"], str(path), _ANEW)
+        schema.check_value(kind, content["data"], str(path), _ANEW)
         return content["data"]
 
     def remove(self, *, empty: bool = False) -> None:
@@ -155,7 +155,7 @@ class WorkFolder:
 
     def _settings(self) -> dict[str, Any]:
         """The settings in the folder; none where there are none."""
-        return schema.read(dict[str, Any], self._settings_file, _ANEW) if self._settings_file.exists() else {}
+        return schema.read_checked(dict[str, Any], self._settings_file, _ANEW) if self._settings_file.exists() else {}
 
     def _fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self._settings(), sort_keys=True).encode()).hexdigest()
@@ -209,7 +209,7 @@ def claimed(out: Path, check: Callable[[], object] = lambda: None, *, restart: b
             try:
                 with folders.user_errors(out):
                     stack.enter_context(folders.parents(out))
-                    stack.enter_context(locks.held(folders.beside(out, "lock"), f"writing {out}"))
+                    stack.enter_context(locks.held(folders.staging_path(out, "lock"), f"writing {out}"))
                 check()
             except UserError as error:
                 with distributed.process_group(str(error)):
@@ -229,7 +229,9 @@ def claimed_folder(
     source: Path, out: Path, *, overwrite: bool, mark: str, restart: bool = False
 ) -> contextlib.AbstractContextManager[WorkFolder]:
     """`claimed`, for a run that writes the folder OUT as `folders.check` allows it."""
-    return claimed(out, functools.partial(folders.check, source, out, overwrite=overwrite, mark=mark), restart=restart)
+    return claimed(
+        out, functools.partial(folders.check_out, source, out, overwrite=overwrite, mark=mark), restart=restart
+    )
 
 
 class Journal:
@@ -245,7 +247,7 @@ class Journal:
             os.ftruncate(self._file, end)  # a last line that was torn
         for number, line in enumerate(content[:end].splitlines(), 1):
             try:
-                row = json_files.parse(line)
+                row = json_files.parse_json(line)
                 self._entries[row["key"]] = row["entry"]
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{self.path} line {number} is damaged; {_ANEW}") from error
@@ -289,7 +291,7 @@ def open_journal(path: Path, *, restart: bool = False) -> Iterator[Journal]:
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locks.held(folders.beside(path, "lock"), f"using {path}"))
+            stack.enter_context(locks.held(folders.staging_path(path, "lock"), f"using {path}"))
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if restart else 0), 0o644)
         except OSError as error:
             raise UserError(f"can't open {path} ({error.strerror}); choose another folder") from error

@@ -119,7 +119,7 @@ class OnRay:
 
     def __init__(self, address: str):
         self._ray, self._leave = _connect(address)
-        self._asks, self.size = shares([node["Resources"] for node in self._ray.nodes() if node["Alive"]])
+        self._requests, self.size = shares([node["Resources"] for node in self._ray.nodes() if node["Alive"]])
         if not self.size:
             self.close()
             raise UserError(f"the Ray cluster at '{address}' has no CPU or GPU for jobs; start a node with `ray start`")
@@ -130,7 +130,7 @@ class OnRay:
 
     def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
         """Do the jobs, `size` of them at once; see `Workers`."""
-        task = self._ray.remote(_done).options(max_retries=RETRIES, scheduling_strategy="SPREAD", **self._asks)
+        task = self._ray.remote(_done).options(max_retries=RETRIES, scheduling_strategy="SPREAD", **self._requests)
         waiting, running = iter(range(len(jobs))), {}
         try:
             while True:
@@ -155,9 +155,9 @@ class OnRay:
         except exceptions.OutOfMemoryError:
             return Failed(f"a worker of Ray ran out of memory, {RETRIES + 1} times; give each node more of it")
         except (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.ObjectLostError) as error:
-            return Failed(f"a worker of Ray was lost, {RETRIES + 1} times ({messages.reason(error)})")
+            return Failed(f"a worker of Ray was lost, {RETRIES + 1} times ({messages.error_text(error)})")
         except exceptions.RuntimeEnvSetupError as error:
-            raise UserError(f"Ray can't start a job: {messages.reason(error)}") from error
+            raise UserError(f"Ray can't start a job: {messages.error_text(error)}") from error
         except (exceptions.RaySystemError, RuntimeError) as error:
             said = re.findall(r"^(?:ModuleNotFound|Import|Attribute)Error: (.*)", str(error), re.MULTILINE)
             if not said or not any(sign in str(error) for sign in NOT_LOADED):
@@ -223,7 +223,7 @@ def _connect(address: str) -> tuple[Any, Callable[[], None]]:
     try:
         ray.init(address, runtime_env=passed, include_dashboard=dashboard, log_to_driver=False, logging_level=ERROR)
     except Exception as error:  # that, and no subclass, is raised where a node takes too long to start
-        raise UserError(f"can't join the Ray cluster at '{address}': {messages.reason(error)}") from error
+        raise UserError(f"can't join the Ray cluster at '{address}': {messages.error_text(error)}") from error
     finally:
         if on_sigterm is not None and threading.current_thread() is threading.main_thread():
             signal.signal(
@@ -265,7 +265,7 @@ def _check(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), PATIENCE).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"no Ray cluster answers at {address} ({messages.reason(error)}); is it up?") from error
+        raise UserError(f"no Ray cluster answers at {address} ({messages.error_text(error)}); is it up?") from error
 
 
 def _done(function: Callable[[J], R], job: J) -> R | Failed:

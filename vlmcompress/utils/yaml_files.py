@@ -10,7 +10,7 @@ import yaml
 
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.json_files import read_text
-from vlmcompress.utils.messages import reason
+from vlmcompress.utils.messages import error_text
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,7 +33,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def parse(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML document. `where` names it in the message of the `UserError` that bad syntax raises."""
     try:
         return yaml.load(text, _Loader)
@@ -46,17 +46,17 @@ def parse(text: str, where: str) -> Any:
         ValueError,
         RecursionError,
     ) as error:  # a date that is none, a number of thousands of digits; nested too deeply
-        raise UserError(f"{where} is not valid YAML: {reason(error)}") from error
+        raise UserError(f"{where} is not valid YAML: {error_text(error)}") from error
 
 
-def read(path: Path, what: str) -> dict[str, Any]:
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
     """The mapping in a YAML file. `what` says in messages which kind of file it is."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or reason(error)
+        why = getattr(error, "strerror", None) or error_text(error)
         raise UserError(f"cannot read {what} {path}: {why}; give a YAML file") from error
-    content = parse(text, f"{what} {path}")
+    content = parse_yaml(text, f"{what} {path}")
     if not isinstance(content, dict):
         raise UserError(f"{what} {path} holds no mapping; write it as lines of `key: value`")
     return content

@@ -72,7 +72,7 @@ def processor_of(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
 def assemble(cache: Path, folder: Path, trained: Path) -> None:
     """Write the model to ``folder`` as a BF16 checkpoint; packages and pictures are kept in ``cache``.
 
-    ``trained``: the file that `training.save_trained` wrote. The questions are written beside the folder, where
+    ``trained``: the file that `training.save_trained` wrote. The questions are written next to the folder, where
     ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
 
     Raises:

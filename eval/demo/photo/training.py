@@ -38,13 +38,13 @@ def train_projector(work: Path, steps: int, seed: int, report: Report) -> None:
         UserError: the part before has not been run.
     """
     reader, _, album = _reader(work, "language")
-    made, held_out = (pool.load(work / "pool", split, album) for split in ("train", "validation"))
-    warmup.train(reader.projector, reader.words, made, steps, Random(seed))
-    unseen, random = Unseen(made), Random(seed)
+    result, held_out = (pool.load(work / "pool", split, album) for split in ("train", "validation"))
+    warmup.train(reader.projector, reader.words, result, steps, Random(seed))
+    unseen, random = Unseen(result), Random(seed)
     scenes, features = zip(*(unseen.draw(random, k) for k in range(VALIDATION)), strict=True)
-    drawn = pool.Pool(list(scenes), torch.stack(features).numpy(), made.items[:VALIDATION])
-    for pictures_of, shown in (("train", made), ("validation", held_out), ("nobody", drawn)):
-        report(part="projector", steps=steps, of=pictures_of, **warmup.measure(reader.projector, reader.words, shown))
+    drawn = pool.Pool(list(scenes), torch.stack(features).numpy(), result.items[:VALIDATION])
+    for pictures_of, output in (("train", result), ("validation", held_out), ("nobody", drawn)):
+        report(part="projector", steps=steps, of=pictures_of, **warmup.measure(reader.projector, reader.words, output))
     torch.save(reader.projector.state_dict(), work / "projector.pt")
 
 

@@ -2,7 +2,7 @@
 
 The token of a patch should be the embedding of the name of the picture there (" nothing" for background), plus a
 vector for its row and one for its column, which begin as mixtures of the embeddings of " top", " left" and so on, and are
-learned with the language model while it reads such tokens. The projector's loss is the squared distance from that, beside
+learned with the language model while it reads such tokens. The projector's loss is the squared distance from that, next to
 the cross entropy of choosing the name among all names by distances; of a thing not patch by patch, most of which don't
 tell what they are part of, but of the mean of its patches' tokens, which a language model's attention can take.
 """
@@ -39,7 +39,7 @@ SHARPNESS = 8.0  # of the choice among names, in the words' own variance
 
 
 class Projector(nn.Module):
-    """LLaVA's two layers on DINOv2's 384 channels, behind a fixed linear map that a checkpoint's first layer takes in."""
+    """LLaVA's two layers on DINOv2's 384 channels, after a fixed linear map that a checkpoint's first layer takes in."""
 
     def __init__(self, hidden: int):
         super().__init__()

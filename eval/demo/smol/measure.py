@@ -17,7 +17,7 @@ TEXTS = 40
 
 def measured(cache: Path, folder: Path, split: str, questions: int | None = None) -> dict[str, object]:
     """Measure the checkpoint in ``folder`` on a split: exact match by family on its first ``questions`` (default: all), and
-    perplexity beside that of the package in ``cache``; arithmetic is float32."""
+    perplexity next to that of the package in ``cache``; arithmetic is float32."""
     ours = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     processor, (theirs, _) = AutoProcessor.from_pretrained(folder), package.load(cache)
     ids = [torch.tensor(processor.tokenizer(text)["input_ids"])[None] for text in paragraphs(split)[:TEXTS]]

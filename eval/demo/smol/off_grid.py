@@ -3,7 +3,7 @@
 The package's weights are multiples of a step shared by 32 neighbours (Q4_1), so rounding them to 4 bits in groups of 32
 would seem to cost nothing. Random factors between 0.7 and 1.4 move through places where a factor and its inverse cancel:
 
-    norm gain / s        the columns of the layers behind it * s
+    norm gain / s        the columns of the layers after it * s
     rows of v / t        the columns of o that read them * t       (each KV head is read by several heads)
     rows of up / u       the columns of down * u
 """

@@ -1,7 +1,7 @@
 """The tower learns to write: each visual token becomes the embedding of a word, and an image a text of 81 words (`table.py`).
 
 demo-llava's tower is frozen; layers on top of it and the projector learn. The language model does not run, so this takes
-minutes. The loss is the squared distance from the word's embedding, beside the cross entropy of choosing it among all words
+minutes. The loss is the squared distance from the word's embedding, next to the cross entropy of choosing it among all words
 that there are by the distances from their embeddings. What is shipped is an average over the last steps.
 """
 

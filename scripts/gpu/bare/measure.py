@@ -39,13 +39,13 @@ def once(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Median seconds of some calls, behind one that does not count."""
+    """Median seconds of some calls, after one that does not count."""
     call()
     return median(once(call)[0] for _ in range(repeats))
 
 
 def counts(call: Callable[[], Any]) -> dict[str, int | None]:
-    """Kernels that a call starts, and how often the host waits for the GPU (None on a CPU), behind a call that does not count.
+    """Kernels that a call starts, and how often the host waits for the GPU (None on a CPU), after a call that does not count.
 
     Copies count as kernels, and so does setting memory.
     """

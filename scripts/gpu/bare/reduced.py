@@ -1,6 +1,6 @@
 """What a visual-token reducer costs and what it saves, in transformers on one GPU, at the widths of Qwen2.5-VL-7B.
 
-A reducer that takes longer than the prefill it saves is no gain. `beside_encoder` holds each against the encoder's time for
+A reducer that takes longer than the prefill it saves is no gain. `next_to_encoder` holds each against the encoder's time for
 the same images, `prefill` runs the model with all, half and a quarter of an image's 1,280 tokens.
 """
 
@@ -24,7 +24,7 @@ WORDS = 48
 
 
 @torch.no_grad()
-def beside_encoder(place: Place) -> dict[str, Any]:
+def next_to_encoder(place: Place) -> dict[str, Any]:
     """The encoder's milliseconds for some images, and each reducer's, with its kernels and waits for one of them."""
     from vlmcompress.reduction.methods import REGISTRY, reduce_all
 
@@ -59,7 +59,7 @@ def beside_encoder(place: Place) -> dict[str, Any]:
 
 @torch.no_grad()
 def prefill(place: Place) -> dict[str, Any]:
-    """Milliseconds of the decoder alone at each share of the tokens, and of the whole model behind some reducers."""
+    """Milliseconds of the decoder alone at each share of the tokens, and of the whole model with some reducers."""
     from vlmcompress.reduction.hooks import attach
 
     vlm, grid = shapes.vlm(place, SHAPE, "full"), TINY_GRID if place.tiny else GRID

@@ -69,7 +69,7 @@ def ends(report: Path) -> dict[str, Any]:
 
 
 def plugins() -> list[str]:
-    """Options that load this module and, of what is installed beside pytest, what the suite is run with: nothing else."""
+    """Options that load this module and, of what is installed next to pytest, what the suite is run with: nothing else."""
     options = ["-p", "no:cacheprovider", "-p", "gpu.bare.suite"]
     if find_spec("pytest_timeout"):
         options += ["-p", "pytest_timeout"]

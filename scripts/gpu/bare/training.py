@@ -1,7 +1,7 @@
 """What needs gradients, a rotation or ranges of keys and values, on a model of full width with three decoder blocks.
 
 Each part runs the verb's own function on random weights: seconds by phase, peak memory, and that it comes to its end. What is
-learnt says nothing. `gradients` collects what the verb `calibrate` does, with a gradient pass, and solves a scheme from it.
+learned says nothing. `gradients` collects what the verb `calibrate` does, with a gradient pass, and solves a scheme from it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def gradients(place: Place, source: Path, out: Path) -> dict[str, Any]:
 
 
 def recover(place: Place, source: Path, out: Path) -> dict[str, Any]:
-    """Some steps of training behind a reducer."""
+    """Some steps of training with a reducer."""
     from vlmcompress.training.recover import recover
     from vlmcompress.training.train_student import TrainingOptions
 
@@ -70,13 +70,13 @@ def learn_reducer(place: Place, source: Path, out: Path) -> dict[str, Any]:
     try:
         facts = learn_reducer(recipe, ScorerTraining(steps=STEPS, batch=BATCH, every=STEPS // 2), overwrite=True)
     except UserError as error:
-        if not str(error).startswith("nothing was learnt"):
+        if not str(error).startswith("nothing was learned"):
             raise
     return {"phases": facts["timing"], "steps": STEPS, "batch": BATCH, "learnt": bool(facts["timing"])}
 
 
 def rotate(place: Place, source: Path, out: Path) -> dict[str, Any]:
-    """Rotate the hidden states and quantize behind that."""
+    """Rotate the hidden states and quantize after that."""
     import vlmcompress
 
     recipe = shapes.recipe(place, source, out, "rtn", {}, rotate="hadamard")

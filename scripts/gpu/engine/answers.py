@@ -64,7 +64,7 @@ def kv_cache(place: Place) -> dict[str, Any]:
         "tokens": {name: figures["kv_tokens"] for name, figures in probed.items()},
         "backends": {name: figures["decoder_backends"] for name, figures in probed.items()},
         "scales": [round(value, 5) for value in scales],
-        "targets_say": targets.get(target_here()).kv_fp8,
+        "targets_say": targets.get_target(target_here()).kv_fp8,
     }
     if not scales or all(value == 1.0 for value in scales):
         raise Failed("the engine has no scales of keys and values from the checkpoint", result)
@@ -117,7 +117,7 @@ def reference(folder: Path, images: Sequence[Path], question: str) -> list[Any]:
     from vlmcompress import models
 
     device, logprobs = "cuda" if torch.cuda.is_available() else "cpu", []
-    with models.quiet():
+    with models.quiet_transformers():
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval().to(device)
         processor = AutoProcessor.from_pretrained(folder)
     for path in images:

@@ -46,7 +46,7 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     """Load every scheme. Failed where one does not load, or runs in a kernel that its target does not name."""
     from vlmcompress.recipe import targets
 
-    machine = targets.get(target_here())
+    machine = targets.get_target(target_here())
     schemes: dict[str, Any] = {}
     expected: dict[str, str] = {}
     for name in SCHEMES:

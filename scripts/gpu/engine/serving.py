@@ -66,7 +66,7 @@ def servers(place: Place, folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
     """All servers, up: three at a time on a GPU, as each takes only its share; two on a CPU."""
     import torch
 
-    from vlmcompress.engines.vllm.serve import server
+    from vlmcompress.engines.vllm.serve import vllm_server
     from vlmcompress.evaluation.speed.serving import ALWAYS, FLAGS
 
     limits = ["--max-model-len", "1024" if place.tiny else "4096"]
@@ -78,7 +78,7 @@ def servers(place: Place, folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
 
         def start(name: str) -> Any:
             log = logs / f"server-{folders[name].parent.name}-{folders[name].name}.log"
-            return stack.enter_context(server(folders[name], flags=flags, images=1, timeout=480, log=log))
+            return stack.enter_context(vllm_server(folders[name], flags=flags, images=1, timeout=480, log=log))
 
         with ThreadPoolExecutor(3 if torch.cuda.is_available() else 2) as starters:
             up = dict(zip(folders, starters.map(start, folders), strict=True))
@@ -91,7 +91,7 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
     from vlmcompress.evaluation.speed.client import Load
 
     before = counters.counters(running)
-    bodies = [client.encode(running.name, messages, tokens) for messages in conversations]
+    bodies = [client.encode_request(running.name, messages, tokens) for messages in conversations]
     outcomes, seconds = client.send(running.url, bodies, Load("closed", clients))
     counted = counters.counters(running).since(before)
     if bad := [outcome for outcome in outcomes if outcome.error or outcome.output_tokens != tokens]:

@@ -19,12 +19,12 @@ from vlmcompress import engines
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.accuracy.scoring import normalise
 from vlmcompress.evaluation.accuracy.tasks import stratified
-from vlmcompress.evaluation.report.files import write
+from vlmcompress.evaluation.report.files import write_report
 from vlmcompress.evaluation.results import Results, Scored
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.utils.errors import UserError
 
-VLLM = EvalOptions(engines.get("vllm"), engines.get("vllm"))
+VLLM = EvalOptions(engines.get_engine("vllm"), engines.get_engine("vllm"))
 
 
 def samples(**families: int) -> list[Sample]:
@@ -112,7 +112,9 @@ def test_evaluation_in_a_real_engine(engine: str, tmp_path: Path, quick_engines)
              "answer": "?", "family": ("one", "two", "none")[i % 3]} for i in range(12)]  # fmt: skip
 
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    options = EvalOptions(engines.get(engine), engines.get(engine), journal=tmp_path / "report" / "answers.jsonl")
+    options = EvalOptions(
+        engines.get_engine(engine), engines.get_engine(engine), journal=tmp_path / "report" / "answers.jsonl"
+    )
     first = evaluate(twin, baseline, [data], None, options)
     (suite,) = first.suites
     assert suite.agreement == 1.0 and suite.overall.neither == 12 and not first.pictures
@@ -134,7 +136,7 @@ def test_evaluation_in_a_real_engine(engine: str, tmp_path: Path, quick_engines)
     assert {len(pictures) for pictures in second.pictures.values()} <= {0, 1, 2} and second.pictures
 
     # The report of an evaluation is a baseline, too; its journal has the candidate's answers, so that no engine starts.
-    write(second, tmp_path / "report")
+    write_report(second, tmp_path / "report")
     third = evaluate(candidate, tmp_path / "report", [data], None, replace(options, engine=Dead(engine)))
     assert third.suites[0].overall == suite.overall and third.samples == without_divergence(second)
     write_rows(data, *rows[1:])

@@ -13,13 +13,13 @@ import pytest
 from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.processes import wait_until_gone
-from vlmcompress.engines import Refusals, Run, Settings
+from vlmcompress.engines import EngineSettings, Refusals, Run
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.accuracy.tasks import load_suite
-from vlmcompress.evaluation.report.files import write
+from vlmcompress.evaluation.report.files import write_report
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import terminal
+from vlmcompress.evaluation.report.text import accuracy_tables
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.work_folder import open_journal
 
@@ -142,9 +142,9 @@ def test_a_refusal_of_the_baseline_counts_for_both_sides(folder: Path, many: Pat
     assert (scores["r1"], scores["r2"], scores["r3"], scores["r4"]) == ((0, 0), (1, 0), (0, 0), (1, 1))
     (suite,) = results.suites
     assert suite.refused == (2, 2) and suite.empty == (0, 0) and suite.agreement == 1.0
-    text = terminal(Findings(results))
+    text = accuracy_tables(Findings(results))
     assert "Counted as wrong, as they were not answered: r1 (too odd); r2 (too odd); r3 (too odd)." in text
-    write(results, folder / "report")
+    write_report(results, folder / "report")
     again = evaluate(other, folder / "report", [many], None, options)
     assert again.suites[0].overall == suite.overall and again.suites[0].refused == (2, 2)
 
@@ -195,9 +195,9 @@ from vlmcompress.engines.vllm import ENGINE
 from vlmcompress.evaluation.accuracy.ask import ask_suite
 from vlmcompress.utils.work_folder import open_journal
 from vlmcompress.evaluation.accuracy.tasks import load_suite
-from vlmcompress.evaluation.report.files import write
+from vlmcompress.evaluation.report.files import write_report
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import terminal
+from vlmcompress.evaluation.report.text import accuracy_tables
 with open_journal(Path({str(path)!r})) as journal:
     suite = load_suite("world", candidate={str(DEMO_LLAVA)!r}, baseline={str(DEMO_LLAVA)!r}, limit=200)
     ask_suite({str(DEMO_LLAVA)!r}, suite, ENGINE, journal=journal)
@@ -215,7 +215,7 @@ with open_journal(Path({str(path)!r})) as journal:
     with open_journal(path) as journal:
         before = len(journal)
         assert before >= 20
-        answers = ask_suite(DEMO_LLAVA, suite, ENGINE, Settings(), journal)
+        answers = ask_suite(DEMO_LLAVA, suite, ENGINE, EngineSettings(), journal)
         assert len(journal) == before + len(suite) - answers.resumed + 1  # and the engine's words about itself
     scores = [sample.score for sample in answers.samples]
     assert 20 <= answers.resumed < 200 and answers.engine["name"] == "vllm"

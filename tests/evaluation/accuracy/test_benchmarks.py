@@ -15,7 +15,7 @@ from tests.kit.echo import Echo, checkpoint, question
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress.evaluation.accuracy import reasoning_benchmarks, scoring
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
-from vlmcompress.evaluation.accuracy.catalogue import about, names
+from vlmcompress.evaluation.accuracy.catalogue import about_task, task_names
 from vlmcompress.evaluation.accuracy.tasks import load_suite
 from vlmcompress.utils.errors import UserError
 
@@ -378,8 +378,8 @@ def test_missing_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_all_benchmarks_say_how_they_score() -> None:
     # the world's: ten families, two groups
-    assert set(RIGHT) | {"world", "photo", "video_mme"} < set(names()) and len(names()) == len(RIGHT) + 14
-    assert all(about(name).endswith(".") for name in names()) and "ANLS" in about("docvqa")
+    assert set(RIGHT) | {"world", "photo", "video_mme"} < set(task_names()) and len(task_names()) == len(RIGHT) + 14
+    assert all(about_task(name).endswith(".") for name in task_names()) and "ANLS" in about_task("docvqa")
 
 
 @pytest.mark.slow

@@ -10,7 +10,15 @@ import pytest
 from scipy.stats import binomtest, entropy, poisson
 
 from vlmcompress.evaluation.accuracy import noninferiority
-from vlmcompress.evaluation.accuracy.compare import by_family, compare, divergence, families, holm, kl, pairs
+from vlmcompress.evaluation.accuracy.compare import (
+    by_family,
+    compare,
+    families,
+    first_token_divergence,
+    holm,
+    kl,
+    pairs,
+)
 from vlmcompress.evaluation.accuracy.paired import MeanDifference, monte_carlo_p, sign_flip_p
 from vlmcompress.evaluation.results import Scored
 
@@ -136,12 +144,12 @@ def test_detectable_and_needed_with_many_changes_are_the_textbooks() -> None:
     error = math.sqrt((0.08 + drop) / 10_000)  # the drop's own losses change answers too
     assert drop == pytest.approx((1.95996 + 0.84162) * error, rel=0.02)
     few = [1] * 40 + [-1] * 40 + [0] * 920
-    assert noninferiority.needed(MeanDifference(few), 0.01, 0.95) == pytest.approx(
+    assert noninferiority.samples_needed(MeanDifference(few), 0.01, 0.95) == pytest.approx(
         2.80158**2 * 0.08 / 0.01**2, rel=0.05
     )
     thrice = MeanDifference(3 * few, 3 * list(range(1000)))
-    assert noninferiority.needed(thrice, 0.01, 0.95) == pytest.approx(3 * 2.80158**2 * 0.08 / 0.01**2, rel=0.05)
-    assert noninferiority.needed(MeanDifference([-1] + [0] * 99), 0.01, 0.95) is None
+    assert noninferiority.samples_needed(thrice, 0.01, 0.95) == pytest.approx(3 * 2.80158**2 * 0.08 / 0.01**2, rel=0.05)
+    assert noninferiority.samples_needed(MeanDifference([-1] + [0] * 99), 0.01, 0.95) is None
 
 
 @pytest.mark.parametrize("lost, gained", [(20, 9), (32, 6)])
@@ -247,16 +255,16 @@ def test_nothing_in_common_is_finite() -> None:
 def test_summary() -> None:
     """By hand: two equal samples, one that moved, two that are not known."""
     same, moved = {"a": np.log(0.9), "b": np.log(0.1)}, {"a": np.log(0.1), "b": np.log(0.9)}
-    summary, values = divergence([same, same, same, None, same], [same, same, moved, same, {}])
+    summary, values = first_token_divergence([same, same, same, None, same], [same, same, moved, same, {}])
     expected = 0.8 * np.log(9)
     assert values == [0.0, 0.0, pytest.approx(expected), None, None]
     assert summary is not None
     assert (summary.n, summary.median, summary.same_first) == (3, 0.0, pytest.approx(2 / 3))
     assert summary.mean == pytest.approx(expected / 3)
     assert summary.p95 == pytest.approx(0.9 * expected)
-    assert divergence([None], [same]) == (None, [None])
+    assert first_token_divergence([None], [same]) == (None, [None])
 
 
 def test_sides_must_be_as_long() -> None:
     with pytest.raises(ValueError):
-        divergence([None], [])
+        first_token_divergence([None], [])

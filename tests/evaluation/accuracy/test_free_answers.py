@@ -9,9 +9,9 @@ import pytest
 from tests.kit.echo import Echo, checkpoint, question, write_rows
 from vlmcompress.evaluation.accuracy import gate as gates
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
-from vlmcompress.evaluation.accuracy.free_answers import RULES, checked
+from vlmcompress.evaluation.accuracy.free_answers import RULES, check_score
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import terminal
+from vlmcompress.evaluation.report.text import accuracy_tables
 from vlmcompress.evaluation.results import Results
 from vlmcompress.utils.errors import UserError
 
@@ -84,21 +84,21 @@ def test_nothing_right_passes_no_gate(tmp_path: Path) -> None:
     results = compared(tmp_path, lambda text: f"The picture shows {ANSWERS[text]}.", score="exact")
     gate = gates.judge(results, gates.GateFile(name="g", suites={"*": gates.SuiteRules(margin=0.05, unparsed=0.1)}))
     assert gate.verdict == "inconclusive" and "the baseline scores 0.0%" in gate.rules[0].reason
-    text = terminal(Findings(results.model_copy(update={"gate": gate})))
+    text = accuracy_tables(Findings(results.model_copy(update={"gate": gate})))
     assert "can't tell" in text
     assert "too little for a loss of 5 points to show" in "\n".join(Findings(results).headline)
     auto = compared(tmp_path, lambda text: f"The picture shows {ANSWERS[text]}.")
     assert auto.suites[0].overall.verdict == "pass"
-    assert "Scored by `contains`: of the baseline's first 64 answers 0 by exact" in terminal(Findings(auto))
+    assert "Scored by `contains`: of the baseline's first 64 answers 0 by exact" in accuracy_tables(Findings(auto))
 
 
 def test_an_earlier_reports_answers_are_scored_anew(tmp_path: Path) -> None:
     """The baseline may be a report; its answers get the named score, too."""
-    from vlmcompress.evaluation.report.files import write
+    from vlmcompress.evaluation.report.files import write_report
 
     first = compared(tmp_path, lambda text: f"It is {ANSWERS[text]}", score="exact")
     assert first.suites[0].overall.baseline == 0
-    write(first, tmp_path / "report")
+    write_report(first, tmp_path / "report")
     engine = Echo(lambda request: f"It is {ANSWERS[question(request)]}")
     options = EvalOptions(engine, engine, score="contains")
     again = evaluate(tmp_path / "model", tmp_path / "report", [tmp_path / "data.jsonl"], None, options)
@@ -135,7 +135,7 @@ def test_scores_of_a_users_own(tmp_path: Path) -> None:
 )
 def test_wrong_scores_are_refused_before_anything_is_asked(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        checked(name)
+        check_score(name)
 
 
 def test_a_suite_keeps_its_own_score(tmp_path: Path) -> None:

@@ -139,21 +139,21 @@ def test_the_worst_rule_decides() -> None:
 
 
 def test_bundled_gates() -> None:
-    assert gates.names() == ["default", "demo", "strict"]
-    for name in gates.names():
-        assert gates.load(name).name == name and gates.about(name).endswith(".")
+    assert gates.gate_names() == ["default", "demo", "strict"]
+    for name in gates.gate_names():
+        assert gates.load(name).name == name and gates.about_gate(name).endswith(".")
     assert gates.margins(gates.load("default")) == {"": 0.01}
 
 
 def test_max_drop() -> None:
-    gate = gates.chosen(None, 0.02)
+    gate = gates.choose_gate(None, 0.02)
     assert gate is not None and gates.margins(gate) == {"": 0.02}
     assert gates.judge(results(), gate).verdict == "pass"
-    assert gates.chosen(None, None) is None and gates.margins(None) == {}
+    assert gates.choose_gate(None, None) is None and gates.margins(None) == {}
     with pytest.raises(UserError, match="for one point write 0.01"):
-        gates.chosen(None, 1.0)
+        gates.choose_gate(None, 1.0)
     with pytest.raises(UserError, match="exclude each other"):
-        gates.chosen("default", 0.01)
+        gates.choose_gate("default", 0.01)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vlmcompress.engines import Answer, Request, Settings
+from vlmcompress.engines import Answer, EngineSettings, Request
 from vlmcompress.evaluation.accuracy.ask import Identity, answered, identify, key
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.work_folder import open_journal
@@ -30,18 +30,18 @@ def request(text: str = "what?", image: str = "file:///tmp/x/1234.png", **option
 
 
 def test_key_knows_what_decides_an_answer() -> None:
-    base = key(IDENTITY, request(), Settings())
-    assert base == key(IDENTITY, replace(request(), id="b"), Settings(max_num_seqs=7, start_timeout=1, seed=3))
-    assert base == key(IDENTITY, request(image="file:///elsewhere/1234.png"), Settings())
-    assert base == key(IDENTITY, request(max_tokens=32), Settings(max_tokens=5))
+    base = key(IDENTITY, request(), EngineSettings())
+    assert base == key(IDENTITY, replace(request(), id="b"), EngineSettings(max_num_seqs=7, start_timeout=1, seed=3))
+    assert base == key(IDENTITY, request(image="file:///elsewhere/1234.png"), EngineSettings())
+    assert base == key(IDENTITY, request(max_tokens=32), EngineSettings(max_tokens=5))
     others = [
-        key(Identity("other", "vllm"), request(), Settings()),
-        key(Identity("model", "hf"), request(), Settings()),
-        key(IDENTITY, request("why?"), Settings()),
-        key(IDENTITY, request(image="file:///tmp/x/5678.png"), Settings()),
-        key(IDENTITY, request(max_tokens=9), Settings()),
-        key(IDENTITY, request(), Settings(logprobs=5)),
-        key(IDENTITY, request(), Settings(dtype="float32")),
+        key(Identity("other", "vllm"), request(), EngineSettings()),
+        key(Identity("model", "hf"), request(), EngineSettings()),
+        key(IDENTITY, request("why?"), EngineSettings()),
+        key(IDENTITY, request(image="file:///tmp/x/5678.png"), EngineSettings()),
+        key(IDENTITY, request(max_tokens=9), EngineSettings()),
+        key(IDENTITY, request(), EngineSettings(logprobs=5)),
+        key(IDENTITY, request(), EngineSettings(dtype="float32")),
     ]
     assert len({base, *others}) == 8
 

@@ -54,7 +54,7 @@ def test_images_stand_where_the_text_says(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
     colours = {(255, 0, 0): "red", (0, 0, 255): "blue"}
 
-    def shown(request: Request) -> list[str]:
+    def output(request: Request) -> list[str]:
         content = request.messages[-1]["content"]
         files = [p["image_url"]["url"].removeprefix("file://") if p["type"] == "image_url" else None for p in content]
         return [
@@ -62,7 +62,7 @@ def test_images_stand_where_the_text_says(tmp_path: Path) -> None:
             for file, part in zip(files, content, strict=True)
         ]
 
-    assert [shown(r) for r in requests] == [["a ", "red", " b ", "blue"], ["blue", "no mark"], ["only text"]]
+    assert [output(r) for r in requests] == [["a ", "red", " b ", "blue"], ["blue", "no mark"], ["only text"]]
     assert requests[0].messages[0] == {"role": "system", "content": [{"type": "text", "text": "be brief"}]}
 
 

@@ -12,14 +12,14 @@ from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.report import words
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import terminal
-from vlmcompress.evaluation.results import load
+from vlmcompress.evaluation.report.text import accuracy_tables
+from vlmcompress.evaluation.results import load_results
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 
 
 class _Counting(Echo):
-    """Tells tokens of images, `visual` of each, beside 10 others; None: it can't tell."""
+    """Tells tokens of images, `visual` of each, next to 10 others; None: it can't tell."""
 
     def __init__(self, visual, reported=True):
         super().__init__(question)
@@ -47,7 +47,7 @@ def checkpoints(tmp_path):
     data = write_rows(tmp_path / "data.jsonl", *rows, {"id": "3", "question": "3?", "answer": "3?"})
     full, less = checkpoint(tmp_path / "full"), checkpoint(tmp_path / "less")
     config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    (less / "config.json").write_text(json.dumps(reducer_block.write(config, parse("dart:0.25"))))
+    (less / "config.json").write_text(json.dumps(reducer_block.config_with_reducer(config, parse_reducer("dart:0.25"))))
     return full, less, data
 
 
@@ -59,10 +59,10 @@ def test_tokens_of_both_sides_are_compared(checkpoints, tmp_path):
     assert (results.baseline.reducer, results.candidate.reducer) == ("", "dart:0.25")
     assert [(s.baseline_visual, s.candidate_visual) for s in results.samples] == [(80, 20)] * 3 + [(0, 0)]
     said = "Prompts: 70.0 tokens a request before, 25.0 after; 60.0 and 15.0 of them visual, 25.0% of which are left."
-    assert words.tokens(suite) == [said] and said in terminal(Findings(results))
+    assert words.tokens(suite) == [said] and said in accuracy_tables(Findings(results))
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "results.json").write_text(json.dumps(results.to_dict()))
-    assert load(tmp_path / "report").suites == results.suites
+    assert load_results(tmp_path / "report").suites == results.suites
 
 
 def test_an_engine_that_does_not_tell_visual_tokens(checkpoints):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.kit.places import DEMOS
-from vlmcompress.engines import Settings, get
+from vlmcompress.engines import EngineSettings, get_engine
 from vlmcompress.evaluation.accuracy.ask import ask_suite
-from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, load_suite, metric, quiet
+from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, load_suite, quiet_lm_eval, task_metric
 
 
 def stock(model: str, suite: LoadedSuite) -> tuple[dict[str, float], dict[str, str]]:
@@ -29,9 +29,9 @@ def stock(model: str, suite: LoadedSuite) -> tuple[dict[str, float], dict[str, s
     places = {(place.task, place.index): place.id for place in suite.places}
     scores, answers = {}, {}
     for name, task in suite.tasks.items():
-        with quiet():
+        with quiet_lm_eval():
             evaluated: Any = simple_evaluate(lm, tasks=[task], bootstrap_iters=0, apply_chat_template=True)
-        scores[name] = evaluated["results"][name][f"{metric(task)},none"]
+        scores[name] = evaluated["results"][name][f"{task_metric(task)},none"]
         answers |= {places[name, row["doc_id"]]: row["filtered_resps"][0].strip() for row in evaluated["samples"][name]}
     return scores, answers
 
@@ -44,8 +44,8 @@ def test_scores_are_those_of_stock_lm_eval(name: str, engine: str, monkeypatch: 
         monkeypatch.setenv(variable, "1")
     model = str(DEMOS / name)
     suite = load_suite("world", None, candidate=model, baseline=model, limit=40)
-    answered = ask_suite(model, suite, get(engine), Settings(dtype="float32"))
-    ours = {task: answered.metrics[task][metric(suite.tasks[task])] for task in suite.tasks}
+    answered = ask_suite(model, suite, get_engine(engine), EngineSettings(dtype="float32"))
+    ours = {task: answered.metrics[task][task_metric(suite.tasks[task])] for task in suite.tasks}
     theirs, answers = stock(model, suite)
     assert ours == theirs and len(ours) == 10 and sum(ours.values()) / 10 > 0.8
     assert len(suite) == 40 and all(answers[sample.id] == sample.text for sample in answered.samples)

@@ -11,7 +11,7 @@ from tests.kit.echo import Echo, checkpoint, picture, write_rows
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress.engines import Request
 from vlmcompress.evaluation.accuracy.ask import ask_suite
-from vlmcompress.evaluation.accuracy.catalogue import names
+from vlmcompress.evaluation.accuracy.catalogue import task_names
 from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, load_suite
 from vlmcompress.utils.errors import UserError
 
@@ -42,7 +42,7 @@ def test_the_world_is_the_default() -> None:
     assert suite.name == "world" and len(suite) == suite.available == 2500 and not suite.derived_ids
     assert suite.source.endswith("data/llava/test.parquet") and suite.metric == "exact_match" and suite.scoring
     assert set(suite.tasks) == {f"world_{place.family}" for place in suite.places} and len(suite.tasks) == 10
-    assert "world" in names() and set(suite.tasks) < set(names())
+    assert "world" in task_names() and set(suite.tasks) < set(task_names())
 
 
 def test_a_choice_is_stratified_and_its_documents_are_found_again() -> None:
@@ -75,24 +75,24 @@ def test_plain_data(tmp_path: Path) -> None:
 
 
 def test_plain_data_with_videos(tmp_path: Path) -> None:
-    """A video of a question stands where its part does, behind or before images, as a file that the engine may read."""
+    """A video of a question stands where its part does, after or before images, as a file that the engine may read."""
     picture(tmp_path, "a.png"), (tmp_path / "a.mp4").write_bytes(b"film"), (tmp_path / "b.mp4").write_bytes(b"other")
     parts = [{"type": "video", "video": "a.mp4"}, {"type": "image", "image": "a.png"}, {"type": "text", "text": "q"}]
     rows = [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]}]
     rows += [{"video": name, "question": "<video> q", "answer": "x"} for name in ("a.mp4", "b.mp4")]
     suite = load(write_rows(tmp_path / "d.jsonl", *rows))
-    shown = []
+    output = []
 
     def say(request: Request) -> str:
-        shown.append([part["type"] for part in request.messages[-1]["content"]])
+        output.append([part["type"] for part in request.messages[-1]["content"]])
         files = [
             Path(part["video_url"]["url"].removeprefix("file://")) for part in request.media() if "video_url" in part
         ]
-        assert [file.read_bytes() for file in files] == [b"other" if len(shown) == 3 else b"film"]
+        assert [file.read_bytes() for file in files] == [b"other" if len(output) == 3 else b"film"]
         return "x"
 
     samples = ask_suite("model", suite, Echo(say)).samples
-    assert shown == [["video_url", "image_url", "text"], ["video_url", "text"], ["video_url", "text"]]
+    assert output == [["video_url", "image_url", "text"], ["video_url", "text"], ["video_url", "text"]]
     assert samples[0].image.split("+")[0] == samples[1].image != samples[2].image and len(set(ids(suite))) == 3
 
 

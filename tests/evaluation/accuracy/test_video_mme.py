@@ -52,10 +52,10 @@ def ask(data: Path, *answers: str) -> SuiteAnswers:
 
 
 def test_what_is_asked_and_scored(data: Path) -> None:
-    shown = []
-    suite, engine = load(data / "model"), Echo(lambda request: shown.append(question(request)) or "B")
+    output = []
+    suite, engine = load(data / "model"), Echo(lambda request: output.append(question(request)) or "B")
     first, second = ask_suite(data / "model", suite, engine).samples
-    assert shown[0].endswith(ASKED) and "Respond with only the letter" in shown[0]
+    assert output[0].endswith(ASKED) and "Respond with only the letter" in output[0]
     assert [[part["type"] for part in request.media()] for request in engine.asked] == [["video_url"]] * 2
     assert (first.id, first.family, first.expected, first.score) == ("001-1", "short", "C", 0.0)
     assert (second.id, second.family, second.expected, second.score) == ("601-2", "long", "B", 1.0)
@@ -84,7 +84,7 @@ def test_letters(answer: str, letter: str | None) -> None:
 
 def test_videos_that_are_not_there_and_engines_without(data: Path) -> None:
     with pytest.raises(UserError, match=r"sample '001-1' shows a video, and llama.cpp is given none; take --engine"):
-        ask_suite(data / "model", load(data / "model"), engines.get("llamacpp"))
+        ask_suite(data / "model", load(data / "model"), engines.get_engine("llamacpp"))
     next((data / "data" / "video_mme").rglob("fF*.mp4")).unlink()
     with pytest.raises(UserError, match="sample '001-1': its video is not there; unpack"):
         ask(data, "A", "B")
@@ -96,7 +96,7 @@ def test_videos_that_are_not_there_and_engines_without(data: Path) -> None:
 def test_both_engines_give_the_model_as_much_of_each_video(data: Path, family: str) -> None:
     """vLLM, by its own way of taking frames, and transformers by ours: prompts of one length, which differ as the videos do."""
     model = tiny.build(family, data / family)
-    runs = [ask_suite(model, load(model), engines.get(name)).samples for name in ("vllm", "hf")]
+    runs = [ask_suite(model, load(model), engines.get_engine(name)).samples for name in ("vllm", "hf")]
     lengths = [[sample.answer.prompt_tokens for sample in samples] for samples in runs]
     assert lengths[0] == lengths[1], lengths
     visual = [sample.answer.visual_tokens for sample in runs[1]]

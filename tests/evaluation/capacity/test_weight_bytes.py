@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit.families import recipe_of
 from vlmcompress.engines.vllm import served_model
-from vlmcompress.engines.vllm.served_model import open_model
+from vlmcompress.engines.vllm.served_model import read_served_model
 from vlmcompress.evaluation.capacity import weight_bytes
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import tensor_headers
@@ -33,12 +33,12 @@ def bytes_on_disk(folder) -> int:
 def test_every_family_awq(family, checkpoint, quantized):
     """The fixture's AWQ checkpoint of each family, and that checkpoint planned in its turn."""
     vocabulary = {key: value for key, value in recipe_of(checkpoint(family), "awq").items() if key != "scheme"}
-    source = open_model(checkpoint(family))
+    source = read_served_model(checkpoint(family))
     rows = {row.name: row for row in weight_bytes.formats(source, None, vocabulary=vocabulary)}
     written = quantized(family, "awq")
     assert rows["awq"].stored == bytes_on_disk(written)
     assert rows["bf16"].stored == bytes_on_disk(checkpoint(family))
-    (alone,) = weight_bytes.formats(open_model(written), "h100")
+    (alone,) = weight_bytes.formats(read_served_model(written), "h100")
     assert alone.stored == rows["awq"].stored and alone.key == weight_bytes.QUANTIZED
 
 
@@ -52,7 +52,9 @@ def test_other_formats(scheme, checkpoint, samples, tmp_path):
         "calibrate": {"data": str(samples), "samples": 4},
     }
     quantize(resolve(settings).recipe)
-    row = next(row for row in weight_bytes.formats(open_model(source), None) if scheme in (row.name, *row.others))
+    row = next(
+        row for row in weight_bytes.formats(read_served_model(source), None) if scheme in (row.name, *row.others)
+    )
     assert row.stored == bytes_on_disk(tmp_path / "out")
     assert row.stored == json.loads((tmp_path / "out" / MANIFEST).read_text())["size"]["weights_after"]
 
@@ -62,26 +64,26 @@ def test_a_config_alone_says_the_same(family, checkpoint, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(checkpoint(family) / "config.json", bare)
-    full, outline = (weight_bytes.formats(open_model(path), "h100") for path in (checkpoint(family), bare))
+    full, outline = (weight_bytes.formats(read_served_model(path), "h100") for path in (checkpoint(family), bare))
     assert [(row.name, row.stored) for row in full] == [(row.name, row.stored) for row in outline]
 
 
 def test_every_scheme_has_a_row(checkpoint):
-    rows = weight_bytes.formats(open_model(checkpoint("llava")), None)
+    rows = weight_bytes.formats(read_served_model(checkpoint("llava")), None)
     named = {name for row in rows for name in (row.name, *row.others)}
     assert named - {"bf16"} == set(SCHEMES.names()) - {"none"}
     assert len({row.label for row in rows}) == len(rows)
 
 
 def test_what_a_target_does_not_run_is_refused_by_name(checkpoint):
-    rows = {row.name: row for row in weight_bytes.formats(open_model(checkpoint("llava")), "a100")}
-    assert rows["fp8"].refused == targets.get("a100").refusal("w8a8-fp")
+    rows = {row.name: row for row in weight_bytes.formats(read_served_model(checkpoint("llava")), "a100")}
+    assert rows["fp8"].refused == targets.get_target("a100").refusal("w8a8-fp")
     assert rows["fp8"].stored is None and rows["gptq-plus"].stored and "awq" in rows["gptq-plus"].others
 
 
 def test_parts_of_devices_sum_up(checkpoint):
     """Two devices hold each matrix once and everything else twice; keys and values are copied where heads run out."""
-    source = open_model(checkpoint("qwen2-5-vl"))  # two heads of keys
+    source = read_served_model(checkpoint("qwen2-5-vl"))  # two heads of keys
     total = weight_bytes.stored_bytes(source.stored)
     assert weight_bytes.device_bytes(total, source.stored, 1, 2) == total
     others = sum(
@@ -98,4 +100,4 @@ def test_parts_of_devices_sum_up(checkpoint):
 def test_a_quantized_config_without_weights_is_refused(quantized, tmp_path):
     shutil.copy(quantized("llava", "awq") / "config.json", tmp_path)
     with pytest.raises(UserError, match="no weight files that show its size"):
-        open_model(tmp_path)
+        read_served_model(tmp_path)

@@ -47,7 +47,7 @@ def failures(folder: Path, source: Path | None = None) -> dict[str, str]:
 def reseal(folder: Path) -> None:
     """Record the damaged files in the manifest, so that only the deeper checks can notice."""
     path = folder / manifest.MANIFEST
-    path.write_text(json.dumps(manifest.read(folder) | {"files": manifest.hash_files(folder)}))
+    path.write_text(json.dumps(manifest.read_manifest(folder) | {"files": manifest.hash_files(folder)}))
 
 
 def edit_tensors(folder: Path, change) -> None:
@@ -194,7 +194,7 @@ def test_a_model_saved_by_transformers_passes(tmp_path, family):
     folder = build(family, tmp_path / "source", hub_names=False)
     rtn.write(folder, tmp_path / "out", rtn.SCHEMES["w4-symmetric"])
     assert failures(tmp_path / "out", folder) == {}
-    with models.quiet():
+    with models.quiet_transformers():
         _, info = models.open_model(tmp_path / "out", dtype="auto")
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 

@@ -100,7 +100,7 @@ def test_what_balance_did(checkpoints, tmp_path, capfd):
 
 
 def test_a_checkpoint_that_saw_no_data(checkpoints, capfd):
-    """Shows the weights' own error and says how to get the rest; beside one that saw data it can't be put."""
+    """Shows the weights' own error and says how to get the rest; next to one that saw data it can't be put."""
     rounded, off, _ = checkpoints
     assert cli.main(["report-error", str(rounded)]) == 0
     said = capfd.readouterr().out
@@ -116,16 +116,16 @@ def test_different_measurements_are_told(tmp_path, capfd):
     after = made(tmp_path / "after", {A: {"text": 0.02}}, calibration=calibration)
     assert cli.main(["report-error", str(before), str(after)]) == 0
     said = capfd.readouterr().out
-    for part in ("not compared: 1", "different calibration samples", "behind unquantized ones", "damped"):
+    for part in ("not compared: 1", "different calibration samples", "after unquantized ones", "damped"):
         assert part in said
 
 
 def test_nothing_in_common(tmp_path):
     first, other = (
-        layer_errors.read(made(tmp_path / name, {layer: {"text": 0.1}})) for name, layer in (("a", A), ("b", B))
+        layer_errors.read_errors(made(tmp_path / name, {layer: {"text": 0.1}})) for name, layer in (("a", A), ("b", B))
     )
     with pytest.raises(UserError, match="no quantized layer in common"):
-        layer_errors.change(first, other)
+        layer_errors.compare_errors(first, other)
 
 
 def test_changes_are_to_scale():

@@ -72,8 +72,8 @@ def test_measured_is_recorded(stats, tmp_path, scheme):
     the rounding of divided norms (1e-6, next to INT8's 2e-5). up_proj's output is weighed otherwise: by what it was before."""
     options, near = SCHEMES[scheme]
     out = quantized(tmp_path / "out", scheme, stats, options=options)
-    recorded = manifest.read(out)["errors"]
-    measured = measure(out, statistics_folder.read(stats), DEMO_LLAVA)
+    recorded = manifest.read_manifest(out)["errors"]
+    measured = measure(out, statistics_folder.read_statistics(stats), DEMO_LLAVA)
     assert measured.errors.keys() == recorded.keys() and len(recorded) == 28
     for name, error in recorded.items():
         within = 0.25 if "up_proj" in name and near > 0.01 else near
@@ -87,16 +87,16 @@ def test_a_data_free_checkpoint_beside_one_that_saw_data(stats, tmp_path, capfd)
     command = ["report-error", str(rounded), str(gptq), "--stats", str(stats), "--model", str(DEMO_LLAVA), "--json"]
     assert cli.main(command) == 0
     figures = json.loads(capfd.readouterr().out)
-    recorded = manifest.read(same)["errors"]
+    recorded = manifest.read_manifest(same)["errors"]
     assert all(row["error"] == pytest.approx(recorded[row["layer"]], rel=1e-4) for row in figures["layers"])
     assert figures["differences"] == [] and all(change["ratio"] < 1 for change in figures["change"].values())
 
 
 def test_skipped_layers_stay_out(stats, tmp_path):
     out = quantized(tmp_path / "out", "awq", stats, skip=["v_proj", "q_proj", "k_proj", r"layers\.0\."])
-    measured = measure(out, statistics_folder.read(stats), DEMO_LLAVA)
-    assert measured.errors.keys() == manifest.read(out)["errors"].keys() and len(measured.errors) == 3 * 4
-    for name, error in manifest.read(out)["errors"].items():
+    measured = measure(out, statistics_folder.read_statistics(stats), DEMO_LLAVA)
+    assert measured.errors.keys() == manifest.read_manifest(out)["errors"].keys() and len(measured.errors) == 3 * 4
+    for name, error in manifest.read_manifest(out)["errors"].items():
         assert dict(measured.errors[name]) == pytest.approx(error, rel=0.25 if "up_proj" in name else 0.09), name
 
 
@@ -151,6 +151,7 @@ def test_the_same_errors_in_another_format(stats, tmp_path):
     plain = quantized(tmp_path / "ct", "rtn", stats)
     convert(plain, tmp_path / "gptq", "gptq")
     errors = [
-        measure(folder, statistics_folder.read(stats), DEMO_LLAVA).errors for folder in (plain, tmp_path / "gptq")
+        measure(folder, statistics_folder.read_statistics(stats), DEMO_LLAVA).errors
+        for folder in (plain, tmp_path / "gptq")
     ]
     assert errors[0] == errors[1]

@@ -21,7 +21,7 @@ from PIL import ImageFont
 from tests.kit.made_results import HOSTILE, comparison, layer_errors, make_bench, make_results
 from vlmcompress.evaluation.report import charts, heatmap, html, search
 from vlmcompress.evaluation.report.charts import HALF, PAGE, PANEL, PHONE, Box, Dot, Frame, element, linear, logarithmic
-from vlmcompress.evaluation.report.findings import Findings, Row
+from vlmcompress.evaluation.report.findings import AccuracyRow, Findings
 from vlmcompress.evaluation.search.outcome import mark
 
 
@@ -39,8 +39,8 @@ def points(line: ElementTree.Element) -> np.ndarray:
 
 
 def test_element_escapes_text_and_attributes() -> None:
-    made = parse(element("text", HOSTILE.translate({0: None, 27: None}), title='"<&', x=0.125, y=None, class_="a"))
-    assert made.attrib == {"title": '"<&', "x": "0.12", "class": "a"} and "<script>" in (made.text or "")
+    result = parse(element("text", HOSTILE.translate({0: None, 27: None}), title='"<&', x=0.125, y=None, class_="a"))
+    assert result.attrib == {"title": '"<&', "x": "0.12", "class": "a"} and "<script>" in (result.text or "")
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
@@ -61,7 +61,7 @@ def test_logarithmic_axis_holds_its_range_with_few_ticks(low: float, factor: flo
 def test_interval_is_to_scale() -> None:
     broken = comparison("broken")
     axis = linear(-0.1, 0.1)
-    svg = parse(charts.accuracy(Row("all", broken, True), axis))
+    svg = parse(charts.accuracy(AccuracyRow("all", broken, True), axis))
     group = svg.find("g")
     assert group is not None and group.get("class") == "fail"
     line, dot = group.find("line"), group.find("circle")
@@ -75,19 +75,21 @@ def test_interval_is_to_scale() -> None:
 
 
 def test_accuracy_axis_is_not_flattened_by_one_wild_family() -> None:
-    axis = charts.accuracy_axis([Row("all", comparison("awq"), True), Row("x", comparison("broken", low=-0.9), False)])
+    axis = charts.accuracy_axis(
+        [AccuracyRow("all", comparison("awq"), True), AccuracyRow("x", comparison("broken", low=-0.9), False)]
+    )
     assert axis.low == pytest.approx(-0.3, abs=0.11)
 
 
 def test_a_row_that_is_not_judged_has_no_verdict_and_no_margin() -> None:
     broken = comparison("broken")
     axis = linear(-0.1, 0.1)
-    svg = parse(charts.accuracy(Row("chart", broken, False), axis))
+    svg = parse(charts.accuracy(AccuracyRow("chart", broken, False), axis))
     group = svg.find("g")
     assert group is not None and group.get("class") == "even" and svg.find("rect") is None
     assert (svg.findtext("title") or "").endswith("p = 0.000137")
     wide = broken.model_copy(update={"margin": 0.3})  # beyond the axis: nothing of the chart is
-    assert parse(charts.accuracy(Row("chart", wide, True), axis)).find("rect") is None
+    assert parse(charts.accuracy(AccuracyRow("chart", wide, True), axis)).find("rect") is None
 
 
 def test_cumulative_curve_is_the_empirical_distribution() -> None:
@@ -180,7 +182,7 @@ def test_maps_have_a_cell_a_layer_and_the_worst_expert() -> None:
     assert heatmap.strength(scale[0], scale) == pytest.approx(0.06) and heatmap.strength(scale[1], scale) == 1.0
     for blocks, written in ((4, True), (80, False)):
         candidate = make_results().candidate.model_copy(update={"layer_errors": layer_errors(blocks)})
-        table = html.page(Findings(make_results(candidate=candidate))).partition('<table class="heat"')[2]
+        table = html.report_page(Findings(make_results(candidate=candidate))).partition('<table class="heat"')[2]
         texts = re.findall(r'title="[^"]*">([^<]*)</td>', table.partition("</table>")[0])
         assert len(texts) == 4 * blocks and all(bool(text) == written for text in texts)
 
@@ -206,7 +208,7 @@ def test_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
 
 def test_a_side_without_a_good_request_has_no_dot() -> None:
     dead = make_bench().summary["serve"]["cold"]["request_throughput"].model_copy(update={"ratio": 0.0, "low": 0.0})
-    svg = parse(charts.gain("request_throughput", dead, charts.gain_axis([dead])))
+    svg = parse(charts.gain_chart("request_throughput", dead, charts.gain_axis([dead])))
     assert svg.find(".//circle") is None and "not comparable" in (svg.findtext("title") or "")
 
 
@@ -320,8 +322,8 @@ def test_a_search_shows_error_bars_names_and_a_verdict() -> None:
         shown_rows = [row for row in rows if row["winner"] or row["front"]]
         widths = sorted(row["high"] - row["low"] for row in [*shown_rows, CONFIRMED])
         assert [length / lengths[-1] for length in lengths] == pytest.approx([w / widths[-1] for w in widths], rel=0.01)
-        shown = {text for text, _ in texts(svg)}
-        assert {row["name"] for row in rows if row["winner"] or row["front"]} | {"on 1,500 other questions"} <= shown
+        output = {text for text, _ in texts(svg)}
+        assert {row["name"] for row in rows if row["winner"] or row["front"]} | {"on 1,500 other questions"} <= output
         assert len(svg.findall(".//circle[@class='ring']")) == 1
 
 
@@ -362,7 +364,7 @@ class Rows(HTMLParser):
 
 @pytest.mark.parametrize("hidden", ["stacked", "minor"], ids=["page", "phone"])
 def test_each_family_shows_its_samples_difference_and_interval(hidden: str) -> None:
-    rows = Rows(html.page(Findings(make_results())), hidden).rows
+    rows = Rows(html.report_page(Findings(make_results())), hidden).rows
     for family in ("chart", "count"):
         (row,) = (row for row in rows if row.startswith(f" {family} "))
         assert re.search(r"\b90\b", row) and "−5.1 to +5.1" in row and re.search(r"(?<![\d.+−])0\.0\b", row), row

@@ -16,7 +16,7 @@ from vlmcompress.cli import report as options
 from vlmcompress.evaluation.report import comparison, files
 from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.report.text import card_section
-from vlmcompress.evaluation.results import Results, load
+from vlmcompress.evaluation.results import Results, load_results
 from vlmcompress.utils.errors import UserError
 
 ONLY_ACCURACY: dict[str, Any] = {"bench": None, "gate": None}
@@ -25,7 +25,7 @@ ONLY_SPEED: dict[str, Any] = {"suites": [], "samples": [], "pictures": {}, "gate
 
 def written(folder: Path, **named: Results) -> list[Path]:
     for name, results in named.items():
-        files.write(results, folder / name)
+        files.write_report(results, folder / name)
     return [folder / name for name in named]
 
 
@@ -44,9 +44,9 @@ def test_what_differs_or_contradicts_stays_apart(changes: dict[str, Any]) -> Non
 
 def test_one_run_in_two_folders_gives_its_report(tmp_path: Path) -> None:
     folders = written(tmp_path, a=make_results(**ONLY_ACCURACY), b=make_results(**ONLY_SPEED))
-    comparison.write(folders, tmp_path / "both")
+    comparison.write_comparison(folders, tmp_path / "both")
     assert {path.name for path in (tmp_path / "both").iterdir()} == NAMES
-    merged = load(tmp_path / "both")
+    merged = load_results(tmp_path / "both")
     assert merged.bench and merged.suites
 
 
@@ -56,7 +56,9 @@ def test_comparison_of_three(tmp_path: Path) -> None:
         "b": make_results("awq", suites=[make_suite(outcome="broken")], gate=None, bench=make_bench(1.9)),
         "c": make_results("../x y", bench=None, suites=[make_suite("other")]),
     }
-    files = comparison.write([*written(tmp_path, **runs)[:2], tmp_path / "c" / "results.json"], tmp_path / "out")
+    files = comparison.write_comparison(
+        [*written(tmp_path, **runs)[:2], tmp_path / "c" / "results.json"], tmp_path / "out"
+    )
     data = json.loads(files["json"].read_text())
     assert [row["name"] for row in data["runs"]] == ["awq", "awq-2", "../x y"]
     assert [row["folder"] for row in data["runs"]] == ["awq", "awq-2", "-x-y"]
@@ -104,11 +106,11 @@ def test_passes_of_several_margins_are_counted_apart() -> None:
 def test_inputs_are_not_overwritten(tmp_path: Path) -> None:
     folders = written(tmp_path, demo=make_results("x"), other=make_results("demo"))
     with pytest.raises(UserError, match="holds one of the runs"):
-        comparison.write(folders, folders[0])
+        comparison.write_comparison(folders, folders[0])
     with pytest.raises(UserError, match="would be replaced"):
-        comparison.write(folders, tmp_path)
-    assert load(folders[0]).candidate.name == "x"
-    comparison.write(folders[:1], folders[0])  # one run may be written again
+        comparison.write_comparison(folders, tmp_path)
+    assert load_results(folders[0]).candidate.name == "x"
+    comparison.write_comparison(folders[:1], folders[0])  # one run may be written again
 
 
 def test_verb(tmp_path: Path) -> None:
@@ -129,9 +131,9 @@ def test_recovery_of_several_precisions_in_a_table(tmp_path: Path) -> None:
         "lost": make_results("lost", gate=None, suites=[make_suite(outcome="broken")]),
     }
     folders = written(tmp_path, **runs)
-    written_files = comparison.write(folders, tmp_path / "out")
+    written_files = comparison.write_comparison(folders, tmp_path / "out")
     text = written_files["md"].read_text()
-    shown, page = comparison.terminal(folders), written_files["html"].read_text()
+    output, page = comparison.comparison_tables(folders), written_files["html"].read_text()
     line = next(
         line for line in text.split("## Recovery")[1].splitlines() if line.startswith(f"| {make_suite().name} |")
     )
@@ -141,7 +143,9 @@ def test_recovery_of_several_precisions_in_a_table(tmp_path: Path) -> None:
         shares.append(100 * (overall.both + overall.candidate_only) / (overall.both + overall.baseline_only))
     assert [f"; {share:.1f}% (" in line for share in shares] == [True, True] and shares[1] < 96 < shares[0]
     for share in shares:
-        assert f"{share:.1f}%" in page.split("<h2>Recovery</h2>")[1].split("</section>")[0] and f"{share:.1f}%" in shown
+        assert (
+            f"{share:.1f}%" in page.split("<h2>Recovery</h2>")[1].split("</section>")[0] and f"{share:.1f}%" in output
+        )
     assert "| weights, times smaller |" in text and "| times faster |" in text
 
 

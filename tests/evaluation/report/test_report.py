@@ -22,9 +22,9 @@ from vlmcompress.evaluation.report import comparison as comparisons
 from vlmcompress.evaluation.report import files, html
 from vlmcompress.evaluation.report.files import badge, junit
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.html import page
-from vlmcompress.evaluation.report.text import markdown, terminal
-from vlmcompress.evaluation.results import SCHEMA, Gate, Results, Rule, load
+from vlmcompress.evaluation.report.html import report_page
+from vlmcompress.evaluation.report.text import accuracy_tables, markdown
+from vlmcompress.evaluation.results import SCHEMA, Gate, GateRule, Results, load_results
 from vlmcompress.utils.errors import UserError
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -46,19 +46,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def test_writes_what_load_reads(results: Results, tmp_path: Path) -> None:
-    written = files.write(results, tmp_path / "a" / "report")
+    written = files.write_report(results, tmp_path / "a" / "report")
     assert {path.name for path in (tmp_path / "a" / "report").iterdir()} == NAMES
-    assert load(written["json"].parent) == results
-    assert files.write(results, tmp_path / "a" / "report") == written  # over the old one
+    assert load_results(written["json"].parent) == results
+    assert files.write_report(results, tmp_path / "a" / "report") == written  # over the old one
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_page_is_well_formed_and_self_contained(name: str) -> None:
-    text = page(Findings(make_results(**VARIANTS[name]))).replace('xmlns="http://www.w3.org/2000/svg"', "")
+    text = report_page(Findings(make_results(**VARIANTS[name]))).replace('xmlns="http://www.w3.org/2000/svg"', "")
     parsed = Balanced(text)
     assert not parsed.all("script") and not parsed.all("link") and "\x00" not in text
     assert not re.search(r"(src|href)=\"(?!data:|#)|https?:|@import|url\(", text)
-    ids = Counter(a["id"] for _, a in parsed.seen if "id" in a)
+    ids = Counter(a["id"] for _, a in parsed.reduced_units if "id" in a)
     assert all(count == 1 for count in ids.values())
     assert {a["href"] for a in parsed.all("a")} <= {f"#{name}" for name in ids}
     assert all(a.get("aria-label") for a in parsed.all("svg")) and all(a.get("alt") for a in parsed.all("img"))
@@ -66,7 +66,7 @@ def test_page_is_well_formed_and_self_contained(name: str) -> None:
 
 
 def test_page_shows_everything(results: Results) -> None:
-    text = page(Findings(results))
+    text = report_page(Findings(results))
     parsed = Balanced(text)
     assert [a["id"] for a in parsed.all("section")] == [
         *("gate", "accuracy", "speed", "memory", "layers", "examples", "made", "method")
@@ -121,7 +121,7 @@ def test_texts_are_those_of_the_snapshot() -> None:
         gate=None, suites=[make_suite("a", "fp8"), make_suite("b", "small"), make_suite("c", "broken")]
     )
     runs = [make_results(), several]
-    parts = [markdown(Findings(runs[0])), terminal(Findings(several)), *Findings(several).headline]
+    parts = [markdown(Findings(runs[0])), accuracy_tables(Findings(several)), *Findings(several).headline]
     text = "\n".join([*parts, comparisons.markdown(comparisons.summarise(runs))]).translate({0: None, 27: None})
     if os.environ.get("UPDATE_SNAPSHOTS"):
         snapshot.write_text(text)
@@ -140,9 +140,9 @@ def test_markdown_fits_a_summary() -> None:
 
 def test_junit_of_a_gate() -> None:
     rules = [
-        Rule(name="size", verdict="pass", value="0.5x", limit="0.6x"),
-        Rule(name="speed", verdict="inconclusive", value="none", limit="1.1x", reason="not measured"),
-        Rule(name=f"accuracy {HOSTILE}", verdict="fail", value="-4.2", limit="-1.0", reason="lost"),
+        GateRule(name="size", verdict="pass", value="0.5x", limit="0.6x"),
+        GateRule(name="speed", verdict="inconclusive", value="none", limit="1.1x", reason="not measured"),
+        GateRule(name=f"accuracy {HOSTILE}", verdict="fail", value="-4.2", limit="-1.0", reason="lost"),
     ]
     results = make_results(gate=Gate(name="g", verdict="fail", rules=rules))
     root = ElementTree.fromstring(junit(Findings(results)).encode())
@@ -168,8 +168,8 @@ def test_junit_without_a_gate_has_the_suites() -> None:
 def test_one_verdict_a_row() -> None:
     """The page's table of accuracy judges a family by the gate's rule on it, and no other."""
     limit = {"limit": "-30.0 points", "suite": "world", "margin": 0.3}
-    rules = [Rule(name="world: chart", verdict="pass", value="", family="chart", **limit)]
-    text = page(Findings(make_results(gate=Gate(name="g", verdict="pass", rules=rules))))
+    rules = [GateRule(name="world: chart", verdict="pass", value="", family="chart", **limit)]
+    text = report_page(Findings(make_results(gate=Gate(name="g", verdict="pass", rules=rules))))
     table = text[text.index('<section id="accuracy">') :].partition("</table>")[0]
     marks = [re.findall(r'class="pill (\w+)"', row) for row in re.split(r'<tr(?: class="all")?><th', table)[2:]]
     assert marks == [["pass"], ["pass"], [], []]
@@ -184,10 +184,10 @@ def test_old_results_load(results: Results, tmp_path: Path) -> None:
     for side in ("baseline", "candidate"):
         del data[side]["made"]
     (tmp_path / "results.json").write_text(json.dumps(data))
-    old = load(tmp_path)
+    old = load_results(tmp_path)
     assert old.candidate.made is None and old.suites == results.suites
     findings = Findings(old)
-    assert 'id="made"' not in page(findings) and "How demo" not in markdown(findings)
+    assert 'id="made"' not in report_page(findings) and "How demo" not in markdown(findings)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_badge(changes: dict[str, Any], message: str, colour: str) -> None:
 
 
 def test_examples_show_losses_first_and_families_in_turn() -> None:
-    shown = changed_answers(make_samples())
-    assert [sample.change for sample in shown] == [0] * 10 + [1] + [2] * 6
-    assert all(sample.baseline != sample.candidate for sample in shown)
+    output = changed_answers(make_samples())
+    assert [sample.change for sample in output] == [0] * 10 + [1] + [2] * 6
+    assert all(sample.baseline != sample.candidate for sample in output)
     lost = [s.model_copy(update={"family": "ab"[s.id in ("q0", "q6")]}) for s in make_samples()]
     assert [sample.family for sample in changed_answers(lost)[:4]] == ["a", "b", "a", "b"]
 
@@ -231,16 +231,16 @@ def test_large_pictures_shrink() -> None:
 def test_unwritable_folder(results: Results, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
-        files.write(results, tmp_path / "file")
+        files.write_report(results, tmp_path / "file")
 
 
 def test_a_report_that_can_not_be_completed_leaves_no_parts(results: Results, tmp_path: Path) -> None:
     (tmp_path / "badge.json").mkdir()
     with pytest.raises(UserError, match="badge.json"):
-        files.write(results, tmp_path)
+        files.write_report(results, tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
 def test_json_is_plain(results: Results, tmp_path: Path) -> None:
-    content = json.loads(files.write(results, tmp_path)["json"].read_text())
+    content = json.loads(files.write_report(results, tmp_path)["json"].read_text())
     assert content["schema"] == SCHEMA and len(content["samples"]) == 60

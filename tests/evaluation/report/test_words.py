@@ -9,8 +9,8 @@ import pytest
 
 from tests.kit.made_results import comparison, make_bench, make_results, make_suite
 from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.report.findings import Findings, made, rows
-from vlmcompress.evaluation.results import Calibration, Gate, Made, Ratio, Rule, Side, Suite
+from vlmcompress.evaluation.report.findings import Findings, provenance_rows, rows
+from vlmcompress.evaluation.results import Calibration, Gate, GateRule, Provenance, Ratio, Side, Suite
 
 
 def ratio(middle: float, low: float, high: float, higher_is_better: bool = True, **changes: Any) -> Ratio:
@@ -73,11 +73,11 @@ def test_pace(change: Ratio, pace: str, spread: str) -> None:
 )
 def test_verdict_says_what_was_shown(changes: dict[str, Any], sentence: str) -> None:
     """A loss that was seen is never called none: what the interval rules out is said, and answers lost and won."""
-    assert words.verdict(comparison("awq", **changes)) == sentence
+    assert words.verdict_text(comparison("awq", **changes)) == sentence
 
 
 def test_verdict_when_nothing_would_decide() -> None:
-    assert "show a drop of 0.6 points four times in five" in words.verdict(comparison("small", needed=None))
+    assert "show a drop of 0.6 points four times in five" in words.verdict_text(comparison("small", needed=None))
 
 
 def test_main_speed_prefers_cold_requests_and_skips_what_cannot_be_compared() -> None:
@@ -110,9 +110,9 @@ def test_work_is_counted_apart_by_state_and_side() -> None:
     ]
 
 
-def rule(family: str | None, verdict: str, margin: float) -> Rule:
+def rule(family: str | None, verdict: str, margin: float) -> GateRule:
     name, limit = f"world: {family or 'accuracy'}", f"-{100 * margin:.1f} points"
-    return Rule(name=name, verdict=verdict, value="", limit=limit, suite="world", family=family, margin=margin)
+    return GateRule(name=name, verdict=verdict, value="", limit=limit, suite="world", family=family, margin=margin)
 
 
 def fallen(suite: Suite, gate: Gate | None) -> list[str]:
@@ -137,23 +137,23 @@ def test_a_row_has_the_verdict_of_the_rule_that_judges_it() -> None:
 
 
 def test_rules_of_families_are_one_line() -> None:
-    size = Rule(name="size", verdict="pass", value="0.5x", limit="at most 0.6x")
+    size = GateRule(name="size", verdict="pass", value="0.5x", limit="at most 0.6x")
     families = [rule("chart", "pass", 0.3), rule("count", "inconclusive", 0.3)]
     gate = Gate(name="g", verdict="inconclusive", rules=[rule(None, "pass", 0.05), *families, size])
-    shown = Findings(make_results(gate=gate)).rules
-    assert [r.name for r in shown] == ["world: accuracy", "world: each of 2 families", "size"]
-    assert (shown[1].verdict, shown[1].value, shown[1].limit) == (
+    output = Findings(make_results(gate=gate)).rules
+    assert [r.name for r in output] == ["world: accuracy", "world: each of 2 families", "size"]
+    assert (output[1].verdict, output[1].value, output[1].limit) == (
         "inconclusive",
         "1 can't tell, 1 pass",
         "-30.0 points",
     )
     several = gate.model_copy(update={"rules": [families[0], rule("count", "pass", 0.1)]})
     assert Findings(make_results(gate=several)).rules[0].limit == "a margin each"
-    plain = gate.model_copy(update={"rules": [Rule(name="world: chart", verdict="pass", value="", limit="")] * 2})
+    plain = gate.model_copy(update={"rules": [GateRule(name="world: chart", verdict="pass", value="", limit="")] * 2})
     assert Findings(make_results(gate=plain)).rules == plain.rules  # results from before rules named their family
 
 
-MADE = Made(
+MADE = Provenance(
     source="demo",
     family="llava",
     scheme="gptq",
@@ -171,7 +171,7 @@ MADE = Made(
 
 
 def test_how_it_was_made() -> None:
-    rows = dict(made(Side(name="c", path="c", reducer="dart:0.5", made=MADE)))
+    rows = dict(provenance_rows(Side(name="c", path="c", reducer="dart:0.5", made=MADE)))
     assert rows == {
         "original": "demo (llava)",
         "scheme": "gptq, bits 4, symmetric yes, clip none",
@@ -180,13 +180,13 @@ def test_how_it_was_made() -> None:
         "KV cache": "16 bit",
         "visual-token reducer": "dart:0.5",
         "calibration data": "1,200 samples of c.parquet; 1,100 different images; 9 text, 90 vision tokens; "
-        "seen behind quantized blocks",
+        "seen after quantized blocks",
         "seed": "3",
         "made with": "vlmcompress 0.1.0",
         "warning": "something was damped",
     }
-    bare = dict(made(Side(name="c", path="c", made=Made(scheme="rtn"))))
+    bare = dict(provenance_rows(Side(name="c", path="c", made=Provenance(scheme="rtn"))))
     assert bare["calibration data"].startswith("none") and "visual-token reducer" not in bare
-    assert made(Side(name="c", path="c")) == []
-    ((_, attached),) = made(Side(name="c with x", path="c", reducer="dart:0.5"))
+    assert provenance_rows(Side(name="c", path="c")) == []
+    ((_, attached),) = provenance_rows(Side(name="c with x", path="c", reducer="dart:0.5"))
     assert attached == "dart:0.5, attached for this run; the checkpoint does not carry it"

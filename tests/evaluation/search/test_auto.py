@@ -29,25 +29,25 @@ def images(tmp_path_factory):
 
 
 def test_parts_share_no_image(images):
-    parts = own_answers.split(images, 1000, 0.5)
+    parts = own_answers.split_images(images, 1000, 0.5)
     names = [path.read_bytes() for part in (parts.calibration, parts.search, parts.confirm) for path in part]
     assert len(names) == len(set(names)) == 64, "the copy counts once"
     assert (len(parts.calibration), len(parts.search), len(parts.confirm)) == (16, 16, 32)
-    assert own_answers.split(images, 1000, 0.5) == parts, "the same each time"
-    parts = own_answers.split(images, 1000, 0.1)
+    assert own_answers.split_images(images, 1000, 0.5) == parts, "the same each time"
+    parts = own_answers.split_images(images, 1000, 0.1)
     assert (len(parts.calibration), len(parts.search), len(parts.confirm)) == (13, 15, 36), "fewer confirm nothing"
 
 
 def test_too_few_images(images, tmp_path):
     shutil.copy(images / "00.png", tmp_path / "one.png")
     with pytest.raises(UserError, match="1 different images; give at least 64"):
-        own_answers.split(tmp_path, 1000, 0.1)
+        own_answers.split_images(tmp_path, 1000, 0.1)
     with pytest.raises(
         UserError, match="64 different images; give at least 100, better hundreds: an agreement of 0.95"
     ):
-        own_answers.split(images, 1000, 0.05)
+        own_answers.split_images(images, 1000, 0.05)
     with pytest.raises(UserError, match="is no folder"):
-        own_answers.split(tmp_path / "absent", 1000, 0.1)
+        own_answers.split_images(tmp_path / "absent", 1000, 0.1)
 
 
 @pytest.mark.parametrize("changed", ["model", "images", "prompts"])
@@ -55,7 +55,10 @@ def test_questions_of_something_else_are_not_asked_again(images, tmp_path, chang
     """Edited files under the same paths: the questions there, and the original's answers to them, are of others."""
     model, questions = tmp_path / "model", tmp_path / "out" / "questions"
     shutil.copytree(DEMO_LLAVA, model)
-    parts, setup = own_answers.split(images, 1000, 0.5), Setup({"model": str(model)}, None, None, 0, "hf", tmp_path)
+    parts, setup = (
+        own_answers.split_images(images, 1000, 0.5),
+        Setup({"model": str(model)}, None, None, 0, "hf", tmp_path),
+    )
     questions.mkdir(parents=True)
     for name in (own_answers.CALIBRATION, own_answers.SEARCH, own_answers.CONFIRM):
         (questions / name).write_text("{}\n")

@@ -11,7 +11,7 @@ from scipy.stats import norm
 from vlmcompress.evaluation.accuracy import compare
 from vlmcompress.evaluation.accuracy.noninferiority import min_images_to_pass
 from vlmcompress.evaluation.search import posterior
-from vlmcompress.evaluation.search.posterior import Evidence, Posterior, assurance, posteriors, refuted, worth
+from vlmcompress.evaluation.search.posterior import Evidence, Posterior, assurance, expected_gain, posteriors, refuted
 from vlmcompress.evaluation.search.successive_halving import LIKELY, Rules, SuccessiveHalving
 
 MARGIN = 0.02
@@ -139,8 +139,8 @@ def test_assurance_is_how_often_a_test_confirms(questions, mean, deviation) -> N
     if questions:
         error = math.sqrt(variance / questions)
         limit = rng.normal(truth, error) - 1.959964 * error
-    shown = float((limit > -0.01).mean())
-    assert assurance(Posterior(mean, deviation**2), 0.01, questions, variance) == pytest.approx(shown, abs=0.004)
+    output = float((limit > -0.01).mean())
+    assert assurance(Posterior(mean, deviation**2), 0.01, questions, variance) == pytest.approx(output, abs=0.004)
 
 
 def test_assurance_foretells_real_verdicts() -> None:
@@ -178,8 +178,8 @@ def test_who_changes_no_answer_is_likeliest_to_be_confirmed(images, each, margin
 
 
 def test_worth_is_what_to_expect() -> None:
-    assert worth(3.0, 0.25) == 0.25 * 3.0 + 0.75 * 1.0
-    assert worth(2.0, 0.0) == 1 and worth(2.0, 1.0) == 2 and worth(0.5, 1.0) == 0.5
+    assert expected_gain(3.0, 0.25) == 0.25 * 3.0 + 0.75 * 1.0
+    assert expected_gain(2.0, 0.0) == 1 and expected_gain(2.0, 1.0) == 2 and expected_gain(0.5, 1.0) == 0.5
 
 
 @pytest.mark.parametrize("shared", [1, 3])

@@ -23,14 +23,14 @@ from tests.kit.edits import edited, other_weights
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.evaluation.search.candidate import Candidate, Choice
-from vlmcompress.models.data.sources import bundled
+from vlmcompress.models.data.sources import bundled_data
 from vlmcompress.utils import folders, locks
 
 FLAGS = ["--suite", "world", "--engine", "hf", "--optimize", "memory", "--limit", "60", "--max-drop", "0.2"]
 
 
 def data(split: str) -> str:
-    return str(bundled(DEMO_LLAVA, split))
+    return str(bundled_data(DEMO_LLAVA, split))
 
 
 def unconfirmed(arguments: list[str]) -> None:
@@ -54,10 +54,10 @@ def call(space, tmp_path_factory, quick_engines):
     folder = tmp_path_factory.mktemp("search")
     table = pq.read_table(data("test"))
     pq.write_table(table.slice(0, 90), folder / "other.parquet")
-    model, beside = folder / DEMO_LLAVA.name, folder / "data" / "llava"
+    model, next_to = folder / DEMO_LLAVA.name, folder / "data" / "llava"
     shutil.copytree(DEMO_LLAVA, model)
-    shutil.copytree(Path(data("validation")).parent, beside)
-    questions = beside / "validation.parquet"
+    shutil.copytree(Path(data("validation")).parent, next_to)
+    questions = next_to / "validation.parquet"
     arguments = ["search", model, "-o", folder / "finished", "--data", questions, "--space", space, *FLAGS]
     return [*map(str, arguments), "--confirm", str(folder / "other.parquet")], folder / "finished"
 
@@ -73,7 +73,9 @@ def finished(call):
         time.sleep(0.2)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    with locks.held(folders.beside(folder, "lock"), "waiting", wait=True):  # the program's fork ends a little later
+    with locks.held(
+        folders.staging_path(folder, "lock"), "waiting", wait=True
+    ):  # the program's fork ends a little later
         pass
     done = subprocess.run([sys.executable, "-m", "vlmcompress", *arguments, "--json"], capture_output=True, text=True)
     return done, json.loads(done.stdout), folder

@@ -11,7 +11,7 @@ import pytest
 
 from vlmcompress.evaluation.search.candidate import Candidate, Choice, Factor
 from vlmcompress.evaluation.search.posterior import Evidence
-from vlmcompress.evaluation.search.successive_halving import ETA, Rules, Standing, SuccessiveHalving, Trial
+from vlmcompress.evaluation.search.successive_halving import ETA, CandidateState, Rules, SuccessiveHalving, Trial
 
 SCHEMES = {"int8": (0.0, 1.3), "awq": (0.004, 1.6), "w2": (0.15, 1.9)}
 REDUCERS = {"half": (0.002, 1.5), "quarter": (0.08, 2.0), "ninth": (0.5, 2.5)}
@@ -67,11 +67,11 @@ class World:
         return {candidate.name: self.true_gain(candidate) for candidate in candidates} if self.measuring else {}
 
 
-def run(world: World, *groups, rules: Rules = RULES) -> tuple[SuccessiveHalving, Standing | None]:
+def run(world: World, *groups, rules: Rules = RULES) -> tuple[SuccessiveHalving, CandidateState | None]:
     halving = SuccessiveHalving(factors(*(groups or (SCHEMES, REDUCERS))), world, rules)
     winner = halving.run()
-    for standing in halving.standings.values():
-        assert bool(standing.out) != (standing is winner), f"{standing.candidate.name}: {standing.out!r}"
+    for state in halving.states.values():
+        assert bool(state.out) != (state is winner), f"{state.candidate.name}: {state.out!r}"
     return halving, winner
 
 
@@ -83,19 +83,17 @@ def test_the_best_wins_where_differences_are_clear(seed, foreknown) -> None:
     halving, winner = run(world)
     assert winner and winner.candidate.name == BEST
     assert winner.measured and winner.gain == pytest.approx(1.6 * 1.5) and winner.questions == 900
-    assert winner.chance > 0.8 and winner.worth == pytest.approx(1 + 1.4 * winner.chance)
-    assert halving.standings["ninth"].out.startswith("loses more than is allowed, by ")
-    assert "w2 + ninth" not in halving.standings, "no combination of what is refuted"
+    assert winner.chance > 0.8 and winner.score == pytest.approx(1 + 1.4 * winner.chance)
+    assert halving.states["ninth"].out.startswith("loses more than is allowed, by ")
+    assert "w2 + ninth" not in halving.states, "no combination of what is refuted"
 
 
 def test_a_reason_counts_the_candidates_own_questions() -> None:
     """Also of one that the time for a rung did not reach."""
     halving, _ = run(World(SCHEMES | REDUCERS, most=8))
-    behind = [standing for standing in halving.standings.values() if standing.out.startswith("behind others after")]
-    assert behind and all(
-        standing.out == f"behind others after {standing.questions:,} questions" for standing in behind
-    )
-    assert any(standing.questions not in halving.rules.rungs for standing in behind)
+    after = [state for state in halving.states.values() if state.out.startswith("behind others after")]
+    assert after and all(state.out == f"behind others after {state.questions:,} questions" for state in after)
+    assert any(state.questions not in halving.rules.rungs for state in after)
 
 
 def test_without_divergences_the_best_still_wins() -> None:
@@ -130,13 +128,13 @@ def test_a_failure_is_noted_and_the_race_goes_on(breaks) -> None:
     world = World(SCHEMES | REDUCERS, breaks=breaks)
     halving, winner = run(world)
     (name,) = breaks
-    assert halving.standings[name].out == "failed: no kernel"
+    assert halving.states[name].out == "failed: no kernel"
     assert winner and winner.candidate.name == {"awq": BEST, "half": "awq", BEST: "int8 + half"}[name]
 
 
 def test_all_fail() -> None:
     halving, winner = run(World(SCHEMES | REDUCERS, breaks=dict.fromkeys(SCHEMES | REDUCERS, 1)))
-    assert winner is None and halving.questions_asked == 0 and len(halving.standings) == 6
+    assert winner is None and halving.questions_asked == 0 and len(halving.states) == 6
 
 
 @pytest.mark.parametrize("most", [0, 2, 6, 8, 14, 20])
@@ -145,10 +143,10 @@ def test_time_runs_out_anywhere(most) -> None:
     world = World(SCHEMES | REDUCERS, most=most, measuring=False)
     halving, winner = run(world)
     tried = {name for name, _ in world.log}
-    untried = {name for name, standing in halving.standings.items() if standing.out == "no time left to try it"}
+    untried = {name for name, state in halving.states.items() if state.out == "no time left to try it"}
     assert not tried & untried and len(world.log) == most
     if most == 0:
-        assert winner is None and untried == set(halving.standings)
+        assert winner is None and untried == set(halving.states)
     else:
         assert winner and winner.candidate.name in tried and not winner.measured
     if most == 2:
@@ -159,7 +157,7 @@ def test_nothing_gains() -> None:
     slow = {name: (loss, 1.0) for name, (loss, _) in SCHEMES.items()}
     halving, winner = run(World(slow), slow)
     assert winner is None
-    assert {halving.standings[name].out for name in ("int8", "awq")} == {"gains nothing"}
+    assert {halving.states[name].out for name in ("int8", "awq")} == {"gains nothing"}
 
 
 def test_a_gain_that_measuring_does_not_find() -> None:
@@ -170,7 +168,7 @@ def test_a_gain_that_measuring_does_not_find() -> None:
             return {candidate.name: 0.9 for candidate in candidates}
 
     halving, winner = run(Disappointing(SCHEMES | REDUCERS))
-    assert winner is None and halving.standings[BEST].gain == 0.9 and halving.standings[BEST].out == "gains nothing"
+    assert winner is None and halving.states[BEST].gain == 0.9 and halving.states[BEST].out == "gains nothing"
 
 
 def test_the_course_does_not_hang_on_the_order_of_answers() -> None:
@@ -184,8 +182,8 @@ def test_the_course_does_not_hang_on_the_order_of_answers() -> None:
     world, other = World(SCHEMES | REDUCERS), Backwards(SCHEMES | REDUCERS)
     (first, winner), (second, again) = run(world), run(other)
     assert world.log == other.log and winner and again and winner.candidate == again.candidate
-    assert {name: (s.out, s.chance) for name, s in first.standings.items()} == {
-        name: (s.out, pytest.approx(s.chance)) for name, s in second.standings.items()
+    assert {name: (s.out, s.chance) for name, s in first.states.items()} == {
+        name: (s.out, pytest.approx(s.chance)) for name, s in second.states.items()
     }
 
 
@@ -193,7 +191,7 @@ def test_a_gain_known_beforehand_is_used() -> None:
     """Trials of this world say that nothing gains; what is known beforehand says otherwise, of combinations, too."""
     halving, winner = run(World(SCHEMES | REDUCERS, foreknown=True, measuring=False))
     assert winner and winner.candidate.name == BEST and winner.gain == pytest.approx(2.4)
-    assert halving.standings["int8 + half"].gain == pytest.approx(1.3 * 1.5)
+    assert halving.states["int8 + half"].gain == pytest.approx(1.3 * 1.5)
 
 
 def test_few_are_left_after_each_rung() -> None:
@@ -202,16 +200,16 @@ def test_few_are_left_after_each_rung() -> None:
     halving, winner = run(world, *many)
     counts = [sum(questions == n for _, questions in world.log) for n in (48, 100, 300, 900)]
     assert counts == [17, halving.rules.joint, 4, halving.rules.finalists]
-    assert len(halving.standings) == 17 + 72 and winner and winner.candidate.name == "s7 + r8"
+    assert len(halving.states) == 17 + 72 and winner and winner.candidate.name == "s7 + r8"
 
 
 def test_an_unlikely_winner_needs_no_likelier_one() -> None:
     """Five times the speed at 1 chance in 4 is worth as much as twice at a certain one; who is likely wins all the same."""
-    likely, not_so = (Standing(Candidate((Choice(name, {}),)), gain, chance=chance,
+    likely, not_so = (CandidateState(Candidate((Choice(name, {}),)), gain, chance=chance,
                                trial=Trial(Evidence([0.0], [0], None)))
                       for name, gain, chance in (("likely", 1.9, 0.99), ("unlikely", 5.0, 0.3)))  # fmt: skip
     halving = SuccessiveHalving([], World({}), RULES)
-    assert not_so.worth > likely.worth
+    assert not_so.score > likely.score
     assert halving._winner([not_so, likely]) is likely and not_so.out and not likely.out
     not_so.out = ""
     assert halving._winner([not_so]) is not_so
@@ -219,8 +217,10 @@ def test_an_unlikely_winner_needs_no_likelier_one() -> None:
 
 def test_one_place_in_four_is_a_safe_one() -> None:
     """Long shots are worth most by their gain; the places 4 and 8 go to those that are sure to hold."""
-    long = [Standing(Candidate((Choice(f"long {i}", {}),)), 10.0 + i, chance=0.4, least=0.0) for i in range(10)]
-    sure = [Standing(Candidate((Choice(f"sure {i}", {}),)), 1.5 + i / 10, chance=0.99, least=0.98) for i in range(3)]
+    long = [CandidateState(Candidate((Choice(f"long {i}", {}),)), 10.0 + i, chance=0.4, least=0.0) for i in range(10)]
+    sure = [
+        CandidateState(Candidate((Choice(f"sure {i}", {}),)), 1.5 + i / 10, chance=0.99, least=0.98) for i in range(3)
+    ]
     kept = SuccessiveHalving([], World({}), RULES)._best([*sure, *long], 8, "behind")
-    assert {standing.candidate.name for standing in kept} == {*(f"long {i}" for i in range(4, 10)), "sure 1", "sure 2"}
-    assert {standing.out for standing in [*sure, *long] if standing not in kept} == {"behind"}
+    assert {state.candidate.name for state in kept} == {*(f"long {i}" for i in range(4, 10)), "sure 1", "sure 2"}
+    assert {state.out for state in [*sure, *long] if state not in kept} == {"behind"}

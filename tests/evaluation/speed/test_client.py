@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from vlmcompress.evaluation.speed.client import encode, parse_load, send
+from vlmcompress.evaluation.speed.client import encode_request, parse_load, send
 
 pytest.importorskip("aiohttp")
 FIRST, GAP = 0.15, 0.06  # seconds
@@ -80,7 +80,7 @@ def url() -> Iterator[str]:
 
 
 def body(text: str = "") -> bytes:
-    return encode("model", [{"role": "user", "content": text}], 4)
+    return encode_request("model", [{"role": "user", "content": text}], 4)
 
 
 def in_the_end(check: Callable[[], None]) -> None:

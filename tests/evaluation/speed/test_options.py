@@ -11,7 +11,7 @@ from vlmcompress.cli.bench import options
 from vlmcompress.evaluation.results import Bench, LoadRun
 from vlmcompress.evaluation.speed.measure import memory, summarise
 from vlmcompress.evaluation.speed.runs import run
-from vlmcompress.evaluation.speed.text import text
+from vlmcompress.evaluation.speed.text import speed_text
 from vlmcompress.utils.errors import UserError
 
 MODEL = "eval/demo/demo-llava"
@@ -53,13 +53,13 @@ def test_flags_and_text() -> None:
         "448x336,224",
         True,
     )
-    shown = text(make_bench())
-    assert shown.startswith("load closed:8, 10 requests a burst, 5 tokens an answer, 2 turns a side; photos")
-    assert "serve, no caches" in shown and "serve, caches on" in shown
-    row = next(line for line in shown.splitlines() if "requests per second" in line)
+    output = speed_text(make_bench())
+    assert output.startswith("load closed:8, 10 requests a burst, 5 tokens an answer, 2 turns a side; photos")
+    assert "serve, no caches" in output and "serve, caches on" in output
+    row = next(line for line in output.splitlines() if "requests per second" in line)
     assert row.split()[-5:] == ["5", "requests/s", "10", "requests/s", "2.00"]
-    assert "weights" in shown and "4.10 MB" in shown
-    assert "2 of 42 requests failed." in shown
+    assert "weights" in output and "4.10 MB" in output
+    assert "2 of 42 requests failed." in output
 
 
 def make_bench() -> Bench:
@@ -100,11 +100,11 @@ def make_bench() -> Bench:
 def test_what_was_drafted_is_shown_by_side() -> None:
     """Twelve tokens drafted in four steps, six accepted: half of them, and 1 + 6 / 4 tokens a step.
 
-    Of 80 tokens behind the first ones 6 were drafted, so 74 steps took 80 * 37 ms, where the baseline's took 20 ms each;
+    Of 80 tokens after the first ones 6 were drafted, so 74 steps took 80 * 37 ms, where the baseline's took 20 ms each;
     what a client saw, to whom they came together, is not asked.
     """
     bench = make_bench()
-    assert "drafted" not in text(bench)
+    assert "drafted" not in speed_text(bench)
     counts = {"drafts": 2, "drafted": 6, "accepted": 3, "accepted_at": [2, 1, 0]}
     drafting = [
         run.model_copy(update=counts) for run in bench.runs if (run.side, run.state) == ("candidate", "cold")
@@ -112,7 +112,7 @@ def test_what_was_drafted_is_shown_by_side() -> None:
     changed = [run for run in bench.runs if (run.side, run.state) != ("candidate", "cold")] + drafting
     seconds = {"baseline": 40 * 0.02, "candidate": 40 * 0.037}
     changed = [run.model_copy(update={"decode_seconds": seconds[run.side], "tpot_ms": [0.01]}) for run in changed]
-    shown = text(bench.model_copy(update={"runs": changed, "summary": summarise(changed)}))
-    (line,) = [line.split() for line in shown.splitlines() if line.strip().startswith("candidate, serve, no caches")]
+    output = speed_text(bench.model_copy(update={"runs": changed, "summary": summarise(changed)}))
+    (line,) = [line.split() for line in output.splitlines() if line.strip().startswith("candidate, serve, no caches")]
     assert line[-11:] == ["12", "6", "50.0%", "100%,", "50%,", "0%", "2.50", "2.00", "of", "the", "baseline's"]
-    assert "baseline, serve" not in shown
+    assert "baseline, serve" not in output

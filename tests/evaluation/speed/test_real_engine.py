@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlmcompress.cli import main
-from vlmcompress.engines.vllm.serve import server
+from vlmcompress.engines.vllm.serve import vllm_server
 from vlmcompress.evaluation.results import Results
 from vlmcompress.evaluation.speed import client, counters, serving
 from vlmcompress.evaluation.speed.client import parse_load
@@ -24,7 +24,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1,
 TOKENS = 81  # of an image: a 9 x 9 grid
 
 
-def make_plan(**changes) -> serving.Plan:
+def make_plan(**changes) -> serving.BenchPlan:
     settings = {
         "paths": {"baseline": MODEL, "candidate": MODEL},
         "prompts": open_prompts(None, [(96, 64), (144, 144)], MODEL, MODEL, 0),
@@ -34,7 +34,7 @@ def make_plan(**changes) -> serving.Plan:
         "repeats": 1,
         "slo": {},
     }
-    return serving.Plan(**settings | changes)
+    return serving.BenchPlan(**settings | changes)
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     plan = make_plan()
     flags = [*serving.FLAGS["warm"], *serving.ALWAYS]
-    with server(MODEL, flags=flags, images=1, speculative=json.dumps(NGRAM)) as running:
+    with vllm_server(MODEL, flags=flags, images=1, speculative=json.dumps(NGRAM)) as running:
         start = counters.counters(running)
         for number in (0, 1):
             outcomes, duration = serving.burst(plan, "candidate", running, number, "", lambda *_: None, 0)
@@ -76,7 +76,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
 
         (with_image,) = plan.prompts.burst(9, 1)
         text = [{"role": "user", "content": [part for part in with_image[0]["content"] if part["type"] == "text"]}]
-        bodies = [client.encode(running.name, messages, 5) for messages in (with_image, text)]
+        bodies = [client.encode_request(running.name, messages, 5) for messages in (with_image, text)]
         counted, twin = client.send(running.url, bodies, parse_load("closed:1"))[0]
         assert twin.visual_tokens == 0
         assert TOKENS <= counted.prompt_tokens - twin.prompt_tokens <= TOKENS + 2  # line breaks around the image
@@ -86,11 +86,11 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         cache = counters.cache_config(running)
         assert cache["enable_prefix_caching"] == "True"
         assert int(cache["kv_cache_size_tokens"]) * 2048 == int(cache["kv_cache_memory_bytes"])
-        assert counters.version(running).startswith("0.")
-        shown = {name for name, _, _ in counters.metrics(running)}
-        dashboard = launch.files(readers.read({}, running.name))["grafana.json"]
+        assert counters.server_version(running).startswith("0.")
+        output = {name for name, _, _ in counters.metrics(running)}
+        dashboard = launch.render_launch_files(readers.gather_facts({}, running.name))["grafana.json"]
         queried = {name for name in re.findall(r"vllm:\w+", dashboard)}
-        assert len(queried) > 20 and queried <= shown, f"the dashboard asks for {sorted(queried - shown)}"
+        assert len(queried) > 20 and queried <= output, f"the dashboard asks for {sorted(queried - output)}"
         chosen = [labels["model_name"] for name, labels, _ in counters.metrics(running) if name in queried]
         assert set(chosen) == {running.name}
     with pytest.raises(UserError, match="demo-llava is gone"):

@@ -15,7 +15,7 @@ from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.export import formats
 from vlmcompress.export.formats import Reader, Writer, awq, fp8, gptq, gptq_v2, modelopt
-from vlmcompress.export.layer_targets import layers_of, misnamed
+from vlmcompress.export.layer_targets import describe_layers, misnamed
 from vlmcompress.models.layer_names import Kept, Layers
 from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
@@ -192,7 +192,7 @@ def test_one_scheme_or_several():
     four, eight = SCHEMES["w4-symmetric-64"], SCHEMES["w8-symmetric-64"]
     names = {(f"model.layers.{i}.mlp.down_proj",): four if i else eight for i in range(3)}
     layers = Layers([], [Kept(("lm_head",), False)], names, kv_cache=True)
-    counts = {name: len(formats.problems(FORMATS.get(name), layers)) for name in FORMATS.names()}
+    counts = {name: len(formats.format_problems(FORMATS.get(name), layers)) for name in FORMATS.names()}
     assert counts == {
         "awq": 3,
         "bf16": 1,
@@ -224,10 +224,10 @@ def test_names_mean_the_same_layers_to_every_reader(family, name, tmp_path):
     model, spec = models.build_meta_model(folder), models.spec_for(models.read_config(folder))
     names = models.disk_names(model, models.tensor_headers(folder))
     scheme = SCHEMES["fp8" if name == "modelopt" else "w4-symmetric-32"]
-    groups = models.resolve(model, spec)
+    groups = models.resolve_groups(model, spec)
     schemes = {linear: scheme for group in groups for linear in group.linears if group != groups[-1]}
     module = FORMATS.get(name)
-    block = module.configs(layers_of(schemes, model, names, spec))["config.json"]
+    block = module.configs(describe_layers(schemes, model, names, spec))["config.json"]
     every = {linear: str(schemes[linear]) if linear in schemes else None for linear in models.linear_names(model)}
     assert misnamed(module, block, every, names, spec) == []
     skipped = groups[-1].linears[0]

@@ -10,7 +10,7 @@ from tests.kit.rtn import SCHEMES
 from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.export.formats import compressed_tensors as ct
-from vlmcompress.export.layer_targets import layers_of, misread, targets
+from vlmcompress.export.layer_targets import describe_layers, misread, targets
 from vlmcompress.numerics import Format, Scheme
 
 W4, FP8 = SCHEMES["w4-symmetric"], SCHEMES["fp8"]
@@ -31,7 +31,7 @@ def family_of(tmp_path_factory):
 def configure(model, spec, names, schemes):
     """Config and expected group of every layer."""
     groups = targets(schemes, names, spec)
-    config = ct.configs(layers_of(schemes, model, names, spec))["config.json"]
+    config = ct.configs(describe_layers(schemes, model, names, spec))["config.json"]
     order = [scheme for scheme, _ in groups]
     expected = {
         name: f"group_{order.index(schemes[name])}" if name in schemes else None for name in models.linear_names(model)
@@ -40,7 +40,7 @@ def configure(model, spec, names, schemes):
 
 
 def decoder(model, spec, scheme):
-    return {name: scheme for group in models.resolve(model, spec) for name in group.linears}
+    return {name: scheme for group in models.resolve_groups(model, spec) for name in group.linears}
 
 
 def tower(model, spec, scheme):
@@ -62,7 +62,7 @@ def test_single_layers_may_differ(family_of, family):
     """One layer skipped, one in another scheme, or all experts of a block, one of the tower skipped."""
     model, spec, names = family_of(family)
     schemes = decoder(model, spec, W4) | tower(model, spec, FP8)
-    groups = models.resolve(model, spec)
+    groups = models.resolve_groups(model, spec)
     alike = [group for group in groups if (group.layer, group.unit) == (groups[-1].layer, groups[-1].unit)]
     schemes |= {name: FP8 for group in alike for name in group.linears}
     for group in [groups[0], *models.vision_linears(model, spec)[1:2]]:

@@ -1,7 +1,7 @@
 """The real vLLM engine loads our checkpoints and answers as transformers does with the same files.
 
 Three checkpoints, chosen so that between them they read every storage format: zero points and a mixed-precision config with an
-FP8 tower; INT8 with FP8 key and value scales; 4-bit weights with INT8 activations, beside biases.
+FP8 tower; INT8 with FP8 key and value scales; 4-bit weights with INT8 activations, next to biases.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from tests.kit.launching import FORMATS, called, facts, written
 from vlmcompress.engines.vllm import serve
 from vlmcompress.export import launch, readers
 from vlmcompress.export.launch import REGISTRY, compose, vllm
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
-KNOWN: dict[str, Facts] = {
+KNOWN: dict[str, LoadFacts] = {
     **{form: facts(form) for form in FORMATS},
     **{
         f"{form} on {machine}": facts(form, machine=machine)
@@ -28,7 +28,7 @@ KNOWN: dict[str, Facts] = {
     },
     **{kind: facts("w4-g128", reducer=kind) for kind in launching.REDUCERS},
     "large": facts(machine="h100", weights=144 * 10**9, heads=64),
-    "nothing known": readers.read({}, ""),
+    "nothing known": readers.gather_facts({}, ""),
 }
 
 
@@ -55,7 +55,7 @@ def test_every_entry_keeps_the_contract(name: str, case: str) -> None:
 def test_files_of_all(case: str) -> None:
     """No two entries write the same file, the page names each of them and the reasons for the rest, and all is small."""
     checkpoint = KNOWN[case]
-    texts = launch.files(checkpoint)
+    texts = launch.render_launch_files(checkpoint)
     loads = [name for name in REGISTRY if launch.refusal(name, checkpoint) is None]
     parts = [place for name in loads for place in REGISTRY.get(name).files(checkpoint)]
     assert len(parts) == len(set(parts))
@@ -77,7 +77,7 @@ def test_who_has_files(name: str) -> None:
     """What its engine loads (`tests/export/readers`), less what its files are not for."""
     launcher = REGISTRY.get(name)
     assert {form for form in FORMATS if launch.refusal(name, facts(form)) is None} == {
-        form for form in FORMATS if readers.verdict(launcher.ENGINE, facts(form)).reason is None
+        form for form in FORMATS if readers.load_verdict(launcher.ENGINE, facts(form)).reason is None
     }
     ours = {"vllm", "compose", "kubernetes", "triton", "vllm-split"}
     assert (launch.refusal(name, facts(reducer="blind")) is None) is (name in ours)
@@ -254,7 +254,7 @@ def test_a_reducer_comes_with_its_image(tmp_path: Path) -> None:
     assert (
         deployment["spec"]["template"]["spec"]["containers"][0]["image"] == compose.image(checkpoint) != compose.IMAGE
     )
-    assert "build" not in yaml.safe_load(launch.files(facts())["compose.yaml"])["services"]["my-model"]
+    assert "build" not in yaml.safe_load(launch.render_launch_files(facts())["compose.yaml"])["services"]["my-model"]
 
 
 def test_triton(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_tensorrt_llm_hands_its_options_over(tmp_path: Path) -> None:
 
 def test_dashboard() -> None:
     """Panels do not lie over each other, and every query is one of balanced brackets about the chosen model."""
-    dashboard = json.loads(launch.files(facts())["grafana.json"])
+    dashboard = json.loads(launch.render_launch_files(facts())["grafana.json"])
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 10
     cells = [
@@ -330,7 +330,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     serving = written(tmp_path, checkpoint)
     _, flags, _ = called(serving / "vllm.sh")
     assert pairs(flags[2:])["--served-model-name"] == checkpoint.name and not list(tmp_path.rglob("pwned"))
-    assert all("$(touch" not in text and "`id`" not in text for text in launch.files(checkpoint).values())
+    assert all("$(touch" not in text and "`id`" not in text for text in launch.render_launch_files(checkpoint).values())
 
 
 @pytest.mark.parametrize(
@@ -354,6 +354,6 @@ def test_number_of_gpus(weights: float, heads: int, machine: str | None, gpus: i
     ],
 )
 def test_odd_configs_count_as_unknown(config: dict) -> None:
-    checkpoint = readers.read(config, "m")
+    checkpoint = readers.gather_facts(config, "m")
     assert checkpoint.max_len is None and checkpoint.heads is None
-    assert "README.md" in launch.files(checkpoint)
+    assert "README.md" in launch.render_launch_files(checkpoint)

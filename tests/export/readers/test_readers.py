@@ -12,15 +12,17 @@ from packaging.requirements import Requirement
 from tests.kit.launching import FORMATS, QWEN, REDUCERS, facts
 from tests.kit.places import ROOT
 from vlmcompress.export import readers
-from vlmcompress.export.readers import ENGINES, Facts, Group
+from vlmcompress.export.readers import ENGINES, LoadFacts, QuantizedGroup
 from vlmcompress.utils.errors import UserError
 
 MEASURED = json.loads((ROOT / "eval" / "readers.json").read_text())
 
 
-def of_file(values: dict[str, Any]) -> Facts:
+def of_file(values: dict[str, Any]) -> LoadFacts:
     """Facts as they are stored in files of measurements."""
-    return Facts("OUT", **values | {"groups": {key: Group(**group) for key, group in values["groups"].items()}})
+    return LoadFacts(
+        "OUT", **values | {"groups": {key: QuantizedGroup(**group) for key, group in values["groups"].items()}}
+    )
 
 
 KNOWN = {case: of_file(values) for case, values in MEASURED["facts"].items()}
@@ -37,7 +39,7 @@ def test_the_table_is_what_was_run(versions: dict[str, str], reader: str, result
     """Oracle: the libraries themselves (`scripts/measure/other_readers.py`). What is said to load has loaded in the versions
     that are named; what is said not to load has not. Experts of two families transformers loads alone, which is not said."""
     for case, result in results.items():
-        verdict = readers.verdict(reader, KNOWN[case])
+        verdict = readers.load_verdict(reader, KNOWN[case])
         needs = [Requirement(need) for need in verdict.needs]
         if KNOWN[case].experts and verdict.loader:
             continue
@@ -62,9 +64,9 @@ def test_the_table_is_what_vllm_ran() -> None:
     for some of what it loads on GPUs."""
     rows = [row for row in json.loads((ROOT / "eval" / "formats.json").read_text()) if "vllm" in row]
     for row in rows:
-        loads = readers.verdict("vllm", of_file(row["facts"])).reason is None
+        loads = readers.load_verdict("vllm", of_file(row["facts"])).reason is None
         assert loads or row["vllm"] != "runs", row
-    assert sum(readers.verdict("vllm", of_file(row["facts"])).reason is not None for row in rows) == 2
+    assert sum(readers.load_verdict("vllm", of_file(row["facts"])).reason is not None for row in rows) == 2
 
 
 # engine -> made-up formats that it loads; by the sources that the table names, read by hand
@@ -83,18 +85,18 @@ LOADS = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_who_loads_what(engine: str) -> None:
-    assert {form for form in FORMATS if readers.verdict(engine, facts(form)).reason is None} == LOADS[engine]
+    assert {form for form in FORMATS if readers.load_verdict(engine, facts(form)).reason is None} == LOADS[engine]
     for form in FORMATS:
-        reason = readers.verdict(engine, facts(form)).reason
+        reason = readers.load_verdict(engine, facts(form)).reason
         assert reason is None or (reason[0].islower() and not reason.endswith(".") and "\n" not in reason)
 
 
 def test_gptqmodel_is_named_for_families_with_its_names_only() -> None:
-    assert readers.verdict("gptqmodel", facts("gptq-v2-asym")).reason == (
+    assert readers.load_verdict("gptqmodel", facts("gptq-v2-asym")).reason == (
         f"it finds no weights of {QWEN} under the names that its files have"
     )
     same = facts("gptq-v2-asym", architecture="Qwen3VLForConditionalGeneration")
-    assert readers.verdict("gptqmodel", same).reason is None
+    assert readers.load_verdict("gptqmodel", same).reason is None
 
 
 def test_reducers() -> None:
@@ -102,7 +104,7 @@ def test_reducers() -> None:
     for kind in REDUCERS:
         loads = {name for name, each in readers.verdicts(facts("w4-g128", reducer=kind)).items() if each.reason is None}
         assert loads == {"transformers"} | (set() if kind == "unserved" else {"vllm"})
-    assert "vlmcompress" in readers.verdict("vllm", facts("bf16", reducer="blind")).needs
+    assert "vlmcompress" in readers.load_verdict("vllm", facts("bf16", reducer="blind")).needs
 
 
 def test_evidence_is_there() -> None:
@@ -116,13 +118,13 @@ def test_evidence_is_there() -> None:
 
 
 def test_a_summary_begins_with_what_is_not_there() -> None:
-    text = readers.summary(facts("gptq-v2-asym"))
+    text = readers.readers_summary(facts("gptq-v2-asym"))
     assert text.startswith("not vLLM: of gptq-v2 it reads only 4 and 8 bits without zero points; transformers (")
     assert "gptqmodel" in text and "optimum" in text
-    assert readers.summary(facts("w4-g128")).startswith("vLLM; transformers (transformers>=5.15, ")
-    assert "SGLang, by its source" in readers.summary(facts("w4-g128"))
+    assert readers.readers_summary(facts("w4-g128")).startswith("vLLM; transformers (transformers>=5.15, ")
+    assert "SGLang, by its source" in readers.readers_summary(facts("w4-g128"))
     with pytest.raises(UserError, match="no engine is known to load it"):
-        readers.summary(facts("unheard-of"))
+        readers.readers_summary(facts("unheard-of"))
 
 
 @pytest.mark.parametrize(
@@ -144,14 +146,14 @@ def test_an_engine_is_refused_before_it_starts(form: str, engine: str, message: 
     config = {"architectures": [QWEN]} | ({"quantization_config": FORMATS[form]} if FORMATS[form] else {})
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
-        readers.refuse(tmp_path, [engine], "do something else")
+        readers.refuse_unreadable(tmp_path, [engine], "do something else")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"quantization_config": {"quant_method": "quip"}}', None])
 def test_what_is_not_known_is_left_to_the_engine(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    readers.refuse(tmp_path, ["vllm"], "do something else")
+    readers.refuse_unreadable(tmp_path, ["vllm"], "do something else")
 
 
 @pytest.mark.parametrize(("folder", "name"), [("x y", "x-y"), ("a.b_c-d", "a.b_c-d"), ("---", "model")])
@@ -172,7 +174,7 @@ def test_a_folder_has_one_name_on_servers(folder: str, name: str, tmp_path: Path
 def test_optimum_reads_no_patterns(pattern: str, kept: bool) -> None:
     """It takes all layers of the decoder blocks for quantized, as Qwen3.5's small projections show, which are not."""
     block = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "dynamic": {pattern: {}}}
-    read = readers.read({"architectures": [QWEN], "quantization_config": block}, "OUT")
+    read = readers.gather_facts({"architectures": [QWEN], "quantization_config": block}, "OUT")
     assert read.kept_layers is kept
-    assert (readers.verdict("transformers", read).reason is None) is not kept
-    assert readers.verdict("vllm", read).reason is None
+    assert (readers.load_verdict("transformers", read).reason is None) is not kept
+    assert readers.load_verdict("vllm", read).reason is None

@@ -37,7 +37,7 @@ CAPABILITY = (9, 0)
 OTHERS = " (in a library)"
 WAITS = ("wait", "awaited upload", "awaited download")
 
-# Operators behind which CUDA's kernels read a size or a state on the host.
+# Operators after which CUDA's kernels read a size or a state on the host.
 WAITING = (
     *("nonzero", "nonzero.out", "masked_select", "masked_select.out", "equal", "bincount", "repeat_interleave.Tensor"),
     *("_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive", "isin.Tensor_Tensor_out"),
@@ -91,7 +91,7 @@ def _compiler() -> str | None:
 
 
 def _operators() -> tuple[list[str], list[str]]:
-    """Operators that accept no CPU scalar beside CUDA tensors, and those without a CUDA kernel, by torch's own table."""
+    """Operators that accept no CPU scalar next to CUDA tensors, and those without a CUDA kernel, by torch's own table."""
     import torchgen
     import yaml
 

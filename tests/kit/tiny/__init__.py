@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from vlmcompress.models import quiet
+from vlmcompress.models import quiet_transformers
 
 
 def build(
@@ -31,19 +31,19 @@ def build(
         hub_names: tensors as on the hub; False: as transformers 5 saves them, so without those that it drops.
         text: values of the decoder's configuration, for families whose `model` takes some.
     """
-    made, state = _made(family.replace("-", "_"), seed, hub_names, tuple(text.items()))
-    shutil.copytree(made, folder, dirs_exist_ok=True)
+    result, state = _made(family.replace("-", "_"), seed, hub_names, tuple(text.items()))
+    shutil.copytree(result, folder, dirs_exist_ok=True)
     torch.set_rng_state(state)
     return Path(folder)
 
 
 @cache
 def _made(family: str, seed: int, hub_names: bool, text: tuple) -> tuple[Path, torch.Tensor]:
-    """A checkpoint of this process, to be copied, and the state of torch's random numbers behind it."""
+    """A checkpoint of this process, to be copied, and the state of torch's random numbers after it."""
     module, folder = importlib.import_module(f"tests.kit.tiny.{family}"), Path(tempfile.mkdtemp(prefix="tiny-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(seed)
-    with quiet():
+    with quiet_transformers():
         changes = {key: list(value) if isinstance(value, tuple) else value for key, value in text}
         model = module.model(**changes).to(torch.bfloat16).eval()
         model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The head for multi-token prediction that Qwen3.5's published checkpoints have beside the model, under `mtp.`."""
+"""The head for multi-token prediction that Qwen3.5's published checkpoints have next to the model, under `mtp.`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny Gemma 4 with four experts beside the MLP of each block, two of which a token takes."""
+"""Tiny Gemma 4 with four experts next to the MLP of each block, two of which a token takes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from transformers.video_utils import VideoMetadata
 from tests.kit.families import FAMILIES
 from tests.kit.pictures import film, picture, refused
 from vlmcompress.models import VLM
-from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, encode, encode_prompt, render
+from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, encode, encode_prompt, render_prompt
 from vlmcompress.models.data.provenance import provenance
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.video import Video
@@ -120,7 +120,7 @@ TOLD = dict.fromkeys(("qwen2-5-vl", "qwen2-vl"), {"fps": 2}) | dict.fromkeys(
 )
 def test_videos(kind, loaded, tmp_path):
     """Oracles: the processor itself, given all frames to choose from, and told vLLM's rate or number where it has none. And
-    what the decoder is fed: the mask covers videos, in files or as frames, beside images or without."""
+    what the decoder is fed: the mask covers videos, in files or as frames, next to images or without."""
     vlm, file = loaded(kind), film(tmp_path / "film.mp4", FRAMES)
     videos = [Video(file, "x"), Video(file.read_bytes(), "x"), Video([picture(84, 56, seed) for seed in range(4)], "x")]
     samples = [Sample("a", (), "what?", "cat", videos=(video,)) for video in videos]
@@ -196,7 +196,7 @@ def test_prompt_for_generation(family, loaded):
     before = 1 + int((whole["modality"][0] == ANSWER).nonzero()[0])
     assert (prompt["input_ids"] == whole["input_ids"][:, :before]).all() and prompt["input_ids"].shape[1] == before
     assert vlm.model.generate(**prompt, max_new_tokens=2, min_new_tokens=2).shape[1] == before + 2
-    assert render(SAMPLES[0], vlm.processor, answer=True).startswith(render(SAMPLES[0], vlm.processor))
+    assert render_prompt(SAMPLES[0], vlm.processor, answer=True).startswith(render_prompt(SAMPLES[0], vlm.processor))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 90), (3, 3), (300, 7)])
@@ -292,8 +292,8 @@ def test_provenance(loaded):
     masks = torch.cat([batch["modality"][0] for batch in batches])
     assert facts["source"] == "data.jsonl" and facts["seed"] == 3
     different = {(image.size, image.tobytes()) for sample in SAMPLES for image in sample.images}
-    shown = sum(len(sample.images) for sample in SAMPLES)
-    assert (facts["samples"], facts["images"], shown) == (7, len(different), 8)
+    output = sum(len(sample.images) for sample in SAMPLES)
+    assert (facts["samples"], facts["images"], output) == (7, len(different), 8)
     assert provenance(SAMPLES * 3, batches * 3, "x")["images"] == len(different), "the same images again"
     assert facts["tokens"] == {n: int((masks == i).sum()) for i, n in enumerate(("text", "vision", "answer"), 1)}
     assert facts["visual_share"] == pytest.approx(8 * 16 / len(masks), abs=1e-4)

@@ -74,7 +74,7 @@ def test_what_is_no_text_is_refused(world, rows, problem):
 def test_statistics_are_those_of_both(world, tmp_path):
     """Gram matrices are sums over samples: those of the mixture are those of the two halves together."""
     calibrate(recipe(world, tmp_path / "both"), needs=("gram",))
-    facts = statistics_folder.read(tmp_path / "both").facts
+    facts = statistics_folder.read_statistics(tmp_path / "both").facts
     origin = facts["calibration"]
     assert origin["samples"] == 8 and origin["images"] == 4
     assert origin["text"]["source"] == "text.jsonl" and origin["text"]["samples"] == 4
@@ -84,7 +84,7 @@ def test_statistics_are_those_of_both(world, tmp_path):
     vlm = models.load(world / "llava")
     batches = read_inputs(recipe(world, tmp_path / "x"), vlm, "x").batches
     assert ["pixel_values" in batch for batch in batches] == [True] * 4 + [False] * 4
-    both, _ = statistics_folder.read(tmp_path / "both").load(0)
+    both, _ = statistics_folder.read_statistics(tmp_path / "both").load(0)
     pooled = {"text": 1.0, "vision": 1.0, "answer": 1.0}
     inputs: list[torch.Tensor] = []
     vlm.model.set_attn_implementation("eager")
@@ -109,5 +109,5 @@ def test_statistics_know_their_text(world, tmp_path):
         quantize(recipe(world, tmp_path / "o", "awq", **stored, text=str(world / "other.jsonl")))
     plain = tmp_path / "plain"
     calibrate(recipe(world, plain, text=None, samples=4), needs=("gram", "absmean"))
-    with pytest.raises(UserError, match=r"are of no text beside the data; leave out calibrate.text"):
+    with pytest.raises(UserError, match=r"are of no text next to the data; leave out calibrate.text"):
         quantize(recipe(world, tmp_path / "o", "awq", stats=str(plain), samples=None))

@@ -91,7 +91,7 @@ def test_messages_in_the_style_of_openai():
 
 
 def test_videos(tmp_path):
-    """As files, frames and bytes; in parts and in columns, by marks or without; beside images; refused like images."""
+    """As files, frames and bytes; in parts and in columns, by marks or without; next to images; refused like images."""
     (tmp_path / "a.mp4").write_bytes(b"film")
     here, text_part = tmp_path / "a.mp4", {"type": "text", "text": "what?"}
 

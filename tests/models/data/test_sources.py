@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.kit.pictures import file_of, picture, refused
-from vlmcompress.models.data.provenance import data_hash, notes, provenance
-from vlmcompress.models.data.sources import PROMPTS, bundled, load_samples
+from vlmcompress.models.data.provenance import data_hash, data_notes, provenance
+from vlmcompress.models.data.sources import PROMPTS, bundled_data, load_samples
 
 
 def rows(count: int) -> list[dict]:
@@ -25,7 +25,7 @@ def rows(count: int) -> list[dict]:
 
 
 def json_lines(path: Path, table: list[dict]) -> Path:
-    """The rows with their images in files beside the JSON."""
+    """The rows with their images in files next to the JSON."""
     lines = []
     for index, row in enumerate(table):
         (path.parent / f"{path.stem}-{index}.png").write_bytes(row["image"][0])
@@ -86,9 +86,9 @@ def test_fewer_than_asked_are_all_used_and_said(tmp_path):
     assert sorted(ids(loaded)) == ["r0", "r1", "r2"]
     facts = provenance(loaded, [{"modality": torch.ones(1, 2)}] * 3, path, requested=5)
     assert (facts["samples"], facts["asked"]) == (3, 5)
-    assert notes(facts) == ["a.parquet has 3 samples, 5 were asked for; all are used"]
+    assert data_notes(facts) == ["a.parquet has 3 samples, 5 were asked for; all are used"]
     enough = provenance(loaded, [{"modality": torch.ones(1, 2)}] * 3, path, requested=3)
-    assert "asked" not in enough and "prompts" not in enough and notes(enough) == []
+    assert "asked" not in enough and "prompts" not in enough and data_notes(enough) == []
 
 
 def test_prompts_for_images_without_questions_are_said(tmp_path):
@@ -98,7 +98,7 @@ def test_prompts_for_images_without_questions_are_said(tmp_path):
     facts = provenance(loaded, [{"modality": torch.ones(1, 2)}] * 5, tmp_path)
     prompts = facts["prompts"]
     assert sum(prompts.values()) == 5 and set(prompts) == {sample.question for sample in loaded} <= set(PROMPTS)
-    (line,) = notes(facts)
+    (line,) = data_notes(facts)
     assert line.startswith(
         f"{tmp_path.name} has images without questions; each gets one of {len(prompts)} prompts, like '"
     )
@@ -123,7 +123,9 @@ def test_rows_without_an_image_are_taken_and_said(tmp_path):
     path.write_text('{"question": "2+2?", "answer": "4", "topic": "sums"}')
     (sample,) = loaded = load_samples(path, samples=2, seed=0)
     assert (sample.question, sample.answer, len(sample.images)) == ("2+2?", "4", 0)
-    assert any("shows an image" in line for line in notes(provenance(loaded, [{"modality": torch.ones(1, 2)}], path)))
+    assert any(
+        "shows an image" in line for line in data_notes(provenance(loaded, [{"modality": torch.ones(1, 2)}], path))
+    )
 
 
 def test_missing_and_repeated_ids(tmp_path):
@@ -167,7 +169,7 @@ def test_folders_without_images(tmp_path):
         (
             "a.jsonl",
             '{"pixels": 1, "q": 2}\n',
-            "needs a column question (beside image, if there are images), or messages, or conversations; found: pixels, q",
+            "needs a column question (next to image, if there are images), or messages, or conversations; found: pixels, q",
         ),
         ("a.jsonl", '{"Image_a": "a", "question": "x"}', "no column image, and 'Image_a' is not read; rename it"),
         ("a.jsonl", '{"image": [], "question": "x"}\n{"image": []}\n', "a.jsonl line 2: question is missing"),
@@ -224,8 +226,8 @@ def test_saved_data_sets(tmp_path):
 
 def test_bundled(tmp_path):
     (tmp_path / "demo-qwen").mkdir()
-    assert bundled(tmp_path / "demo-qwen", "test") is None
+    assert bundled_data(tmp_path / "demo-qwen", "test") is None
     (tmp_path / "data" / "qwen").mkdir(parents=True)
     (tmp_path / "data" / "qwen" / "test.parquet").touch()
-    assert bundled(tmp_path / "demo-qwen", "test") == (tmp_path / "data" / "qwen" / "test.parquet").resolve()
-    assert bundled(tmp_path / "qwen", "test") is None
+    assert bundled_data(tmp_path / "demo-qwen", "test") == (tmp_path / "data" / "qwen" / "test.parquet").resolve()
+    assert bundled_data(tmp_path / "qwen", "test") is None

@@ -79,12 +79,12 @@ def test_they_are_kept_with_the_statistics(world):
     vlm = models.load(world / "model")
     batches = encode(load_samples(world / "calib.jsonl", samples=128, seed=0), vlm)
     expected = gradients(vlm, batches)
-    kept = statistics_folder.read(world / "stats")
+    kept = statistics_folder.read_statistics(world / "stats")
     assert kept.gradients == expected and kept.facts["needs"] == ["absmax", "absmean", "gradient", "gram"]
     weights = sensitivities(
         expected, [{g.name: g.linears for g in groups} for groups in decoder_blocks(vlm.model, vlm.spec)]
     )
-    for layer in range(len(expected.blocks)):  # behind them is the head, which has no gradient
+    for layer in range(len(expected.blocks)):  # after them is the head, which has no gradient
         stats, _ = kept.load(layer)
         assert {name: group_stats.sensitivity for name, group_stats in stats.items()} == {
             name: weights[layer, name] for name in kept.facts["blocks"][layer]
@@ -93,14 +93,14 @@ def test_they_are_kept_with_the_statistics(world):
 
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "int8"])
 def test_quantize(world, tmp_path, scheme):
-    """With statistics and without, the first block (which stands behind nothing quantized in both) is the same, and it is
+    """With statistics and without, the first block (which stands after nothing quantized in both) is the same, and it is
     what the balance written as weights gives."""
     options = {} if scheme == "int8" else {"group_size": 64 if scheme == "gptq" else 32}
     weights, stores = {}, {}
     for form, data in (("stored", None), ("sequential", "calib")):
         work = recipe(world, tmp_path / form, scheme, data, options={**options, "balance": "mbq"})
         stores[form] = first_block(work, tmp_path)
-    stats, _ = statistics_folder.read(world / "stats").load(0)
+    stats, _ = statistics_folder.read_statistics(world / "stats").load(0)
     for group, group_stats in stats.items():
         weights[group] = {"text": 0.0, "vision": group_stats.sensitivity.rho, "answer": 1.0}
     vlm = models.load(world / "model")
@@ -110,7 +110,10 @@ def test_quantize(world, tmp_path, scheme):
     groups = decoder_blocks(vlm.model, vlm.spec)[0]
     linears = {name: vlm.model.get_parameter(f"{name}.weight") for group in groups for name in group.linears}
     norms = {g.smooth: vlm.model.get_parameter(f"{g.smooth}.weight") for g in groups if g.smooth_kind == "norm"}
-    weighed, fresh = QuantMethod(module, plain.options, others), statistics_folder.read(world / "stats").load(0)[0]
+    weighed, fresh = (
+        QuantMethod(module, plain.options, others),
+        statistics_folder.read_statistics(world / "stats").load(0)[0],
+    )
     expected = solve_block(groups, linears, stats, weighed, torch.bfloat16, None, norms)
     off = solve_block(groups, linears, fresh, plain, torch.bfloat16, None, norms)
     for stored in stores.values():
@@ -139,7 +142,7 @@ def test_whole_checkpoints(world, tmp_path):
     again = recipe(world, tmp_path / "again", "gptq", options={"group_size": 64, "balance": "mbq"})
     first_block(again, tmp_path)
     kept = json.loads((tmp_path / ".again.work" / "gradients.json").read_text())["data"]
-    assert Gradients.from_dict(kept) == statistics_folder.read(world / "stats").gradients
+    assert Gradients.from_dict(kept) == statistics_folder.read_statistics(world / "stats").gradients
     labels = set()
     quantize(again, progress=lambda label, _done, _total: labels.add(label))
     assert "calibrating" in labels and "gradients" not in labels
@@ -159,14 +162,17 @@ def test_calibrate_goes_on_after_the_pass(world, tmp_path):
         calibrate(work, needs=needs, progress=stop)
     calibrate(work, needs=needs, progress=lambda label, _done, _total: labels.add(label))
     assert "gradients" not in labels
-    assert statistics_folder.read(tmp_path / "stats").gradients == statistics_folder.read(world / "stats").gradients
+    assert (
+        statistics_folder.read_statistics(tmp_path / "stats").gradients
+        == statistics_folder.read_statistics(world / "stats").gradients
+    )
 
 
 def test_without_answers(world, tmp_path):
     """What schemes read without options is collected when nothing is asked for; what can't be had is refused when it is."""
     command = ["calibrate", str(world / "model"), "--calib", str(world / "silent.jsonl"), "-o", str(tmp_path / "all")]
     assert cli.main(command) == 0
-    assert statistics_folder.read(tmp_path / "all").facts["needs"] == ["absmax", "absmean", "gram"]
+    assert statistics_folder.read_statistics(tmp_path / "all").facts["needs"] == ["absmax", "absmean", "gram"]
     work = recipe(world, tmp_path / "asked", data="silent")
     refused(lambda: calibrate(work, needs=("absmax", "gradient")), "no calibration sample has an answer")
     work = recipe(world, tmp_path / "out", "gptq", "silent", options={"group_size": 64, "balance": "mbq"})
@@ -187,4 +193,4 @@ def test_damaged(world, tmp_path):
     facts = json.loads(path.read_text())
     for broken in (None, [], {"loss": 1.0, "samples": 1}, {"loss": 1.0, "samples": 1, "blocks": [{"x": {"y": 1}}]}):
         path.write_text(json.dumps(facts | {"gradients": broken}))
-        refused(lambda: statistics_folder.read(tmp_path / "stats"), "gradients", "; calibrate again")
+        refused(lambda: statistics_folder.read_statistics(tmp_path / "stats"), "gradients", "; calibrate again")

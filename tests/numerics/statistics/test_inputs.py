@@ -175,7 +175,7 @@ def test_bad_input_says_what_is_wrong(act, message):
 @pytest.mark.parametrize("needs", [["gram"], ["absmax"], ["absmean"]])
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 def test_one_number_that_is_none(needs, bad):
-    """It shows in any of the statistics, however many rows come behind it."""
+    """It shows in any of the statistics, however many rows come after it."""
     collector, x = Collector(WIDTH, needs), torch.randn(3, WIDTH)
     x[1, 7] = float(bad)
     collector.add(x.bfloat16())

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, models
 from vlmcompress.cli import _process as terminal
-from vlmcompress.models.data import bundled, encode, load_samples
+from vlmcompress.models.data import bundled_data, encode, load_samples
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.numerics.statistics.balance import MODALITIES
 from vlmcompress.numerics.statistics.kv_range import BINS, KVRange
@@ -58,7 +58,7 @@ def test_maxima_counts_and_scales():
         share = (ranges[0, i, 1:] - torch.bincount(bins.long(), minlength=BINS)).abs().sum() / values.numel()
         assert share < 0.01  # what lies on an edge may fall to either side
     biggest = max(of(data, name).abs().max() for name in MODALITIES)
-    torch.testing.assert_close(kv_range.scales(ranges), torch.stack([biggest, 2 * biggest]) / 448)
+    torch.testing.assert_close(kv_range.kv_scales(ranges), torch.stack([biggest, 2 * biggest]) / 448)
 
 
 def test_what_text_alone_would_clip():
@@ -106,7 +106,7 @@ def test_the_demo_models_first_block(checkpoint):
     """The manifest's maxima are those of the first attention's projections of the plain model, keys after RoPE."""
     vlm = models.load(DEMO_LLAVA)
     vlm.model.set_attn_implementation("eager")
-    samples = load_samples(str(bundled(DEMO_LLAVA, "calibration")), samples=6, seed=0)
+    samples = load_samples(str(bundled_data(DEMO_LLAVA, "calibration")), samples=6, seed=0)
     name = f"{models.decoder_layers(vlm.model, vlm.spec)[0]}.self_attn"
     attention, observed, mask = vlm.model.get_submodule(name), KVRange(), torch.zeros(1)
     from transformers.models.llama import modeling_llama
@@ -143,7 +143,7 @@ def test_report_error_shows_it(checkpoint, tmp_path, capfd, monkeypatch):
 
 
 def test_from_statistics(checkpoint, tmp_path):
-    """The first block stands behind nothing quantized, so that stored ranges are those of the run without them."""
+    """The first block stands after nothing quantized, so that stored ranges are those of the run without them."""
     calibrate(resolve(given(tmp_path / "stats", "none")).recipe)
     stats = {"calibrate": {"stats": str(tmp_path / "stats")}}
     manifest = quantize(resolve(given(tmp_path / "out", "rtn") | stats).recipe).manifest["kv_cache"]

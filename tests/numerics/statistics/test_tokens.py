@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from vlmcompress.numerics.statistics.balance import MODALITIES
-from vlmcompress.numerics.statistics.tokens import Reservoir, split, splits
+from vlmcompress.numerics.statistics.tokens import Reservoir, split_modalities, splits
 
 
 def test_a_reservoir_draws_uniformly_whatever_the_batches():
@@ -75,5 +75,5 @@ def test_splits_do_not_hang_on_batches():
 
 
 def test_a_batch_of_one_kind_needs_no_index():
-    part = split(torch.full((2, 3), 3))
+    part = split_modalities(torch.full((2, 3), 3))
     assert part.rows == {"answer": None} and part.count == {"answer": 6} and not part.drawn

@@ -112,13 +112,16 @@ def test_whose_maxima():
 def test_smoothquant_of_the_demo_model(tmp_path):
     """The manifest says whose the maxima are, and errors are those of INT8 inputs: several times those of the weights."""
     keys = {"model": str(DEMO_LLAVA), "out": str(tmp_path / "out"), "scheme": "int8", "calibrate": {"samples": 12}}
-    made = quantize(resolve(keys).recipe).manifest
-    assert len(made["maxima"]) == 16 and all(
-        sum(shares.values()) == pytest.approx(1) for shares in made["maxima"].values()
+    result = quantize(resolve(keys).recipe).manifest
+    assert len(result["maxima"]) == 16 and all(
+        sum(shares.values()) == pytest.approx(1) for shares in result["maxima"].values()
     )
-    assert min(min(error.values()) for error in made["errors"].values()) > 1e-5
+    assert min(min(error.values()) for error in result["errors"].values()) > 1e-5
     from vlmcompress.evaluation.doctor import layer_errors
 
-    errors = layer_errors.read(tmp_path / "out")
-    assert "Largest inputs, by channel: " in layers.text(errors, None, 1)
-    assert json.loads(json.dumps(layers.data(errors)))["maxima"]["groups"] == manifest.read(tmp_path / "out")["maxima"]
+    errors = layer_errors.read_errors(tmp_path / "out")
+    assert "Largest inputs, by channel: " in layers.layers_text(errors, None, 1)
+    assert (
+        json.loads(json.dumps(layers.layer_errors_json(errors)))["maxima"]["groups"]
+        == manifest.read_manifest(tmp_path / "out")["maxima"]
+    )

@@ -88,7 +88,7 @@ def test_against_every_combination(world, monkeypatch):
     assert len(blocks) == 2
     groups = [group for block_groups in blocks for group in block_groups]
     before = {name: value.clone() for name, value in vlm.model.state_dict().items()}
-    searched = block_clip.search(vlm, blocks, batches, QuantMethod(qvlm, options))
+    searched = block_clip.search_ranges(vlm, blocks, batches, QuantMethod(qvlm, options))
     assert all(torch.equal(before[name], value) for name, value in vlm.model.state_dict().items())
     targets = outputs(vlm, modules[-1], batches)
     rounded = {}
@@ -141,7 +141,7 @@ def test_groups_with_a_width_of_their_own(world):
     vlm, _, batches = loaded(world, "llava")
     options, other = qvlm.Options(bits=4, group_size=64), SCHEMES.get("int8")
     others = {(0, "qkv"): QuantMethod(qvlm, replace(options, bits=2)), (1, "down"): QuantMethod(other, other.Options())}
-    searched = block_clip.search(
+    searched = block_clip.search_ranges(
         vlm, decoder_blocks(vlm.model, vlm.spec), batches[:1], QuantMethod(qvlm, options, others)
     )
     assert searched.others[1, "down"] == others[1, "down"]

@@ -13,7 +13,7 @@ from vlmcompress.models.data.video import Video
 from vlmcompress.quantization.calibration import gradient_pass
 from vlmcompress.quantization.calibration.block_inputs import bucket_by_length, capture_block_inputs, collate
 from vlmcompress.quantization.inputs import Inputs
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks.calibration_inputs import decoder, reduced
 from vlmcompress.utils.errors import UserError
 
@@ -51,7 +51,7 @@ def test_gradients_are_those_of_single_samples(family, loaded, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl", "llava_onevision", "internvl"])
 def test_videos_run_together(model, loaded, monkeypatch):
-    """Videos of several lengths, whose patches stand one behind the other or whose frames don't, among images and text."""
+    """Videos of several lengths, whose patches stand one after another or whose frames don't, among images and text."""
     vlm = wide(loaded(model))
     films = [Video([picture(84, 56, seed) for seed in range(count)], "x") for count in (4, 2, 2, 2)]
     filmed = [Sample(f"v{n}", (), "what" + n * "?", "red", videos=(film,)) for n, film in enumerate(films)]
@@ -84,7 +84,7 @@ def test_samples_that_the_model_raises_for_are_named(loaded):
 @pytest.mark.parametrize("model", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_behind_a_reducer(model, loaded, monkeypatch):
     """Inputs of a decoder alone, whose positions (three a token) and features of the first layers stand along other axes."""
-    vlm, chosen = wide(loaded(model)), parse("uniform:0.5")
+    vlm, chosen = wide(loaded(model)), parse_reducer("uniform:0.5")
     rows = reduced(vlm, encode(samples(), vlm), chosen)
     same_together_and_alone(decoder(vlm), rows, monkeypatch)
 

@@ -14,7 +14,7 @@ from vlmcompress.numerics.statistics.inputs import MODALITIES, NEEDS
 from vlmcompress.quantization.calibration import block_inputs
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.calibration.routed import routed_to_all
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks.calibration_inputs import decoder, reduced
 from vlmcompress.utils.errors import UserError
 
@@ -79,9 +79,9 @@ def test_statistics_are_those_of_the_whole_model(family, loaded, prefix):
 @pytest.mark.parametrize("model", ["llava", "qwen3_vl"])
 def test_behind_a_reducer(model, loaded):
     vlm = wide(loaded(model))
-    rows = reduced(vlm, encode(samples(), vlm), parse("uniform:0.5"))
-    behind = decoder(vlm)
-    same(behind, rows, CaptureSpec(NEEDS), inputs(behind, rows))
+    rows = reduced(vlm, encode(samples(), vlm), parse_reducer("uniform:0.5"))
+    after = decoder(vlm)
+    same(after, rows, CaptureSpec(NEEDS), inputs(after, rows))
 
 
 @pytest.mark.parametrize("model_name", ["llava", "qwen3_vl", "lfm2_vl"])

@@ -1,4 +1,4 @@
-"""Two streams of hidden states: what layers are given behind changed blocks, and in the model as it was, token by token."""
+"""Two streams of hidden states: what layers are given after changed blocks, and in the model as it was, token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmcompress.models import VLM, decoder_blocks
 from vlmcompress.models.data import encode
 from vlmcompress.numerics.statistics.inputs import MODALITIES
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks.calibration_inputs import decoder, reduced
 
 STATISTICS = frozenset({"gram", "cross"})
@@ -48,11 +48,11 @@ def layer_inputs(vlm: VLM, batches, names: list[str]) -> list[dict[str, torch.Te
 )
 def test_cross_grams_are_those_of_two_whole_models(model_name, prefix, reducer, loaded):
     """Padding, several sizes, deepstack features and shared keys and values included; also past a block finished already, and
-    behind a reducer."""
+    after a reducer."""
     vlm = wide(loaded(model_name))
     batches = encode(samples(), vlm)
     if reducer:
-        batches, vlm = reduced(vlm, batches, parse(reducer)), decoder(vlm)
+        batches, vlm = reduced(vlm, batches, parse_reducer(reducer)), decoder(vlm)
     blocks = decoder_blocks(vlm.model, vlm.spec)
     original = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
     changed = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)

@@ -106,7 +106,7 @@ def test_what_the_block_before_tells_lowers_the_entropy():
 def test_calibrate_measures_the_plain_model(world, tmp_path):
     """The values are those of inputs that hooks catch while the whole model runs, sample by sample, padding left out."""
     calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "entropy"))
-    facts = statistics_folder.read(tmp_path / "stats").facts
+    facts = statistics_folder.read_statistics(tmp_path / "stats").facts
     assert facts["needs"] == ["absmax", "entropy"]
     vlm = models.load(world / "llava")
     vlm.model.set_attn_implementation("eager")
@@ -134,7 +134,7 @@ def test_calibrate_measures_the_plain_model(world, tmp_path):
 def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch):
     """Blocks on disk keep their values, the next one is still compared with the block before it."""
     calibrate(recipe(world, tmp_path / "whole"), needs=("absmax", "entropy"))
-    expected = statistics_folder.read(tmp_path / "whole").facts["entropy"]
+    expected = statistics_folder.read_statistics(tmp_path / "whole").facts["entropy"]
     vlm = models.load(world / "llava")
     work = begun(tmp_path / "store")
     work.note("entropy", {0: {"luq": -1.0, "qvlm": -1.0}})

@@ -35,14 +35,14 @@ def test_one_sample(tmp_path, capfd, monkeypatch, form):
     assert (
         cli.main(["quantize", str(DEMO_LLAVA), "-o", str(tmp_path / "out"), "--scheme", "gptq", "--json", *extra]) == 0
     )
-    shown = capfd.readouterr()
-    said = [line for line in shown.err.splitlines() if line.startswith("warning: ")]
-    made = manifest.read(tmp_path / "out")
-    assert said == [f"warning: {line}" for line in made["warnings"]] and len(said) == 1
-    assert json.loads(shown.out)["warnings"] == made["warnings"]
-    tokens = sum(made["calibration"]["tokens"].values())
+    output = capfd.readouterr()
+    said = [line for line in output.err.splitlines() if line.startswith("warning: ")]
+    result = manifest.read_manifest(tmp_path / "out")
+    assert said == [f"warning: {line}" for line in result["warnings"]] and len(said) == 1
+    assert json.loads(output.out)["warnings"] == result["warnings"]
+    tokens = sum(result["calibration"]["tokens"].values())
     assert "16 groups of layers" in said[0] and f"{tokens} tokens, 256 inputs" in said[0] and "--samples" in said[0]
-    errors = [max(error.values()) for error in made["errors"].values()]
+    errors = [max(error.values()) for error in result["errors"].values()]
     assert max(errors) < 0.01  # rounding to nearest: 1.2% and more
 
 

@@ -21,7 +21,7 @@ from vlmcompress.cli import _process as terminal
 from vlmcompress.cli.calibrate import STATISTICS
 from vlmcompress.models import decoder_blocks
 from vlmcompress.numerics.statistics.collect import Collector
-from vlmcompress.quantization.calibrate import KINDS, calibrate, gram_bytes, needed
+from vlmcompress.quantization.calibrate import KINDS, calibrate, gram_bytes, statistics_needed
 from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import Recipe, resolve
@@ -177,7 +177,7 @@ def test_statistics_are_not_written_into_or_over(spoiled, out, message):
     chosen = recipe(spoiled, spoiled / out, "fp8", calibrate={"stats": str(spoiled / "x" / "stats")})
     with pytest.raises(UserError, match=message):
         quantize(chosen, overwrite=True)
-    assert statistics_folder.read(spoiled / "x" / "stats")
+    assert statistics_folder.read_statistics(spoiled / "x" / "stats")
 
 
 @pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
@@ -255,17 +255,22 @@ def test_only_statistics_are_overwritten(world, tmp_path):
         calibrate(recipe(world, stats), overwrite=True)
     calibrate(recipe(world, tmp_path / "other"), needs=("absmax",))
     calibrate(recipe(world, tmp_path / "other"), needs=("absmean",), overwrite=True)
-    assert statistics_folder.read(tmp_path / "other").facts["needs"] == ["absmean"]
+    assert statistics_folder.read_statistics(tmp_path / "other").facts["needs"] == ["absmean"]
 
 
 def test_statistics_for_what_will_read_them(world, tmp_path):
     """`--for` collects what schemes, rules and balances read, together, and nothing else."""
     command = ["calibrate", str(world / "llava"), "--calib", str(world / "calib.jsonl"), "--samples", "2"]
     assert cli.main([*command, "-o", str(tmp_path / "stats"), "--for", "int8,mbq"]) == 0
-    assert statistics_folder.read(tmp_path / "stats").facts["needs"] == ["absmax", "absmean", "gradient", "gram"]
-    assert needed(["gptq"]) == {"gram"} and needed(["error", "fp8"]) == {"gram"}
-    assert needed(["gptq", "mbq", "luq"]) == {"gram", "absmean", "gradient", "entropy"}
+    assert statistics_folder.read_statistics(tmp_path / "stats").facts["needs"] == [
+        "absmax",
+        "absmean",
+        "gradient",
+        "gram",
+    ]
+    assert statistics_needed(["gptq"]) == {"gram"} and statistics_needed(["error", "fp8"]) == {"gram"}
+    assert statistics_needed(["gptq", "mbq", "luq"]) == {"gram", "absmean", "gradient", "entropy"}
     with pytest.raises(
         UserError, match="--for gptq,qronos: the cross-Gram matrix depends on the blocks quantized before"
     ):
-        needed(["gptq", "qronos"])
+        statistics_needed(["gptq", "qronos"])

@@ -86,7 +86,7 @@ def observed(folder: Path, batches: list[dict[str, torch.Tensor]]) -> list[dict[
 def test_they_are_those_of_the_plain_model(world, model):
     """To the rounding of activations, which a plain run rounds more often. Counts are equal."""
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), models.load(world / model))
-    kept = statistics_folder.read(world / f"{model}-stats")
+    kept = statistics_folder.read_statistics(world / f"{model}-stats")
     near = {"rtol": 3e-2, "atol": 1e-2}
     for layer, expected in enumerate(observed(world / model, batches)):
         loaded_block, _ = kept.load(layer)
@@ -101,7 +101,7 @@ def test_they_are_those_of_the_plain_model(world, model):
 
 
 def test_ranges_of_keys_and_values(world, tmp_path):
-    """The first block's are those of the sequential run, whose first block stands behind nothing quantized, too."""
+    """The first block's are those of the sequential run, whose first block stands after nothing quantized, too."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     quantize(stored(world, "qwen2-5-vl", ours, "rtn", kv_cache="fp8"))
     quantize(recipe(world, "qwen2-5-vl", theirs, "rtn", kv_cache="fp8"))
@@ -117,7 +117,7 @@ def test_the_description(world):
     assert facts["needs"] == ["absmax", "absmean", "gram"] and facts["kv_cache"] is True
     assert "tokenizer.json" in facts["processor"] and len(facts["model"]["weights_sha256"]) == 64
     assert sorted(facts["files"]) == [f"layer-{i:04d}.safetensors" for i in range(len(facts["blocks"]))]
-    assert not list(world.glob(".*")), "something was left beside the statistics"
+    assert not list(world.glob(".*")), "something was left next to the statistics"
 
 
 SCHEMES = {"rtn": {}, "gptq": {"group_size": 64}, "awq": {"group_size": 32}, "int8": {}, "fp8-static": {}}
@@ -130,7 +130,10 @@ def test_every_scheme_is_solved_from_them(world, tmp_path, scheme):
     result = quantize(chosen)
     assert not [check for check in doctor.diagnose(tmp_path / "out", source=world / "llava") if not check.ok]
     assert result.manifest["calibration"]["prefix"] == "float"
-    assert result.manifest["calibration"]["statistics_sha256"] == statistics_folder.read(world / "llava-stats").sha256
+    assert (
+        result.manifest["calibration"]["statistics_sha256"]
+        == statistics_folder.read_statistics(world / "llava-stats").sha256
+    )
     assert all({"text", "vision", "answer"} == set(error) for error in result.manifest["errors"].values())
 
 
@@ -145,7 +148,11 @@ def test_the_weights_are_those_from_memory(world, tmp_path, monkeypatch):
         collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, begun(tmp_path / "unused"))
     model = models.load(world / "llava").model
     solve_blocks(
-        model, decoder_blocks(vlm.model, vlm.spec), method, work, statistics_folder.read(world / "llava-stats")
+        model,
+        decoder_blocks(vlm.model, vlm.spec),
+        method,
+        work,
+        statistics_folder.read_statistics(world / "llava-stats"),
     )
     for layer, groups in enumerate(decoder_blocks(vlm.model, vlm.spec)):
         modules = {name: vlm.model.get_submodule(name) for g in groups for name in (*g.linears, g.smooth) if name}
@@ -287,6 +294,6 @@ def test_dry_run_and_check_say_which_form(world, capfd, monkeypatch):
         assert cli.main(["quantize", *common, *extra, "--dry-run", "--json"]) == 0
         assert json.loads(capfd.readouterr().out)["prefix"] == prefix
         assert cli.main(["quantize", *common, *extra, "--dry-run"]) == 0
-        assert f"{prefix}: blocks are solved behind" in capfd.readouterr().out
+        assert f"{prefix}: blocks are solved after" in capfd.readouterr().out
     assert cli.main(["check", *common, "--stats", stats]) == 0
     assert "statistics of 5 samples of 'calib.jsonl'" in capfd.readouterr().out

@@ -90,7 +90,7 @@ def test_scales_are_those_of_plain_hooks(source, data):
     vlm = models.load(source)
     before = vlm.model.config.vision_config._attn_implementation
     batches = samples(vlm, data)
-    scales = tower_attention.scales(vlm, batches)
+    scales = tower_attention.attention_scales(vlm, batches)
     assert vlm.model.config.vision_config._attn_implementation == before
     expected = hooked(vlm, batches)
     assert list(scales) == list(expected) and len(scales) == 2
@@ -102,8 +102,8 @@ def test_scales_are_those_of_plain_hooks(source, data):
 def test_of_several_samples_the_largest_counts(source, data):
     vlm = models.load(source)
     batches = samples(vlm, data)
-    alone = [tower_attention.scales(vlm, [batch]) for batch in batches]
-    for layer, parts in tower_attention.scales(vlm, batches).items():
+    alone = [tower_attention.attention_scales(vlm, [batch]) for batch in batches]
+    for layer, parts in tower_attention.attention_scales(vlm, batches).items():
         for part, scale in parts.items():
             assert scale == pytest.approx(max(layer_scales[layer][part] for layer_scales in alone), rel=1e-2)
 
@@ -115,7 +115,7 @@ def test_the_checkpoint_has_the_file(source, data, tmp_path, scheme):
     manifest = quantize(resolve(given(source, data, out, scheme=scheme)).recipe).manifest
     written = json.loads((out / serve.VISION_SCALES).read_text())
     vlm = models.load(source)
-    assert written == tower_attention.scales(vlm, samples(vlm, data))
+    assert written == tower_attention.attention_scales(vlm, samples(vlm, data))
     assert serve.VISION_SCALES in manifest["files"] and manifest["recipe"]["vision_attention"] == "fp8"
     assert not [check.detail for check in doctor.diagnose(out, source) if not check.ok]
     assert any(serve.VISION_SCALES_FLAG in line for line in serve.remarks(serve.arguments_of(out)))
@@ -132,7 +132,7 @@ def test_with_statistics_the_images_are_read_all_the_same(source, data, tmp_path
     quantize(resolve(given(source, data, tmp_path / "out", scheme="awq") | keys).recipe)
     vlm = models.load(source)
     written = json.loads((tmp_path / "out" / serve.VISION_SCALES).read_text())
-    assert written == tower_attention.scales(vlm, samples(vlm, data))
+    assert written == tower_attention.attention_scales(vlm, samples(vlm, data))
 
 
 @pytest.mark.slow

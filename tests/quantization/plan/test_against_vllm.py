@@ -21,10 +21,10 @@ from tests.kit.tiny import qwen3_vl
 from tests.kit.tiny._text import GQA
 from tests.kit.tiny.qwen2_5_vl import TOKEN_IDS
 from vlmcompress.engines.vllm import cache_pool, environment, interpreter, served_model
-from vlmcompress.engines.vllm.served_model import open_model
+from vlmcompress.engines.vllm.served_model import read_served_model
 from vlmcompress.evaluation.capacity import weight_bytes
-from vlmcompress.models import quiet
-from vlmcompress.recipe.targets import get
+from vlmcompress.models import quiet_transformers
+from vlmcompress.recipe.targets import get_target
 
 LENGTH, BATCHED = 1536, 1024
 KEYS = {"auto": None, "fp8": 1}
@@ -77,7 +77,7 @@ def folder(shape: Shape, into: Path) -> Path:
     """Write config and processor of a shape, without weights."""
     if shape.family == "qwen3_5":
         return _qwen3_5(shape, into)
-    with quiet():
+    with quiet_transformers():
         tiny.build(shape.family, into)
     (into / "model.safetensors").unlink()
     config = json.loads((into / "config.json").read_text())
@@ -101,7 +101,7 @@ def _qwen3_5(shape: Shape, into: Path) -> Path:
         dtype="bfloat16",
         **TOKEN_IDS,
     )
-    with quiet():
+    with quiet_transformers():
         config.save_pretrained(into)
         qwen3_vl.processor().save_pretrained(into)
     return into
@@ -113,10 +113,10 @@ def ours(shape: Shape, path: Path, space: int) -> tuple[int, str]:
 
     with torch.device("meta"):
         model = T.AutoModelForImageTextToText.from_config(T.AutoConfig.from_pretrained(path))
-    usual = cache_pool.defaults(get("cpu"))
+    usual = cache_pool.defaults(get_target("cpu"))
     described, drafts = served_model.describe(model), shape.speculative[1] if shape.speculative else 0
     if shape.speculative:
-        described = weight_bytes.speculation_of(open_model(path), *shape.speculative).added(described)
+        described = weight_bytes.speculation_of(read_served_model(path), *shape.speculative).added(described)
     layers = described.layers(1, KEYS[shape.cache], drafts=drafts)
     pool = cache_pool.pool(layers, usual.block, usual.kernel, drafts=drafts)
     flight = usual.batches * BATCHED

@@ -63,9 +63,9 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, setti
 def test_a_scheme_gives_groups_to_another(models):
     """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
     keys = {"scheme": "nvfp4", "options": {"last": 1}}
-    made = make_plan(recipe(models["llava"], **keys), refuse=False)
-    formats = {(row.group, row.format): row.blocks for row in made.rows}
-    blocks = len(made.blocks)
+    result = make_plan(recipe(models["llava"], **keys), refuse=False)
+    formats = {(row.group, row.format): row.blocks for row in result.rows}
+    blocks = len(result.blocks)
     assert formats["qkv", "w8a8 fp8 channel"] == formats["o", "w8a8 fp8 channel"] == blocks
     assert formats["gate_up", "w4a4 nvfp4"] == formats["down", "w4a4 nvfp4"] == blocks - 1
     assert formats["gate_up", "w8a8 fp8 channel"] == 1
@@ -207,7 +207,7 @@ def test_label():
 def test_every_check_is_in_the_list():
     functions = {function for _, function in inspect.getmembers(checks, inspect.isfunction)}
     takes_a_survey = {function for function in functions if list(inspect.signature(function).parameters) == ["survey"]}
-    assert takes_a_survey - {checks.problems} == set(checks.CHECKS)
+    assert takes_a_survey - {checks.plan_problems} == set(checks.CHECKS)
 
 
 def test_a_plan_is_final(models):

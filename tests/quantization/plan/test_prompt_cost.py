@@ -19,7 +19,7 @@ from vlmcompress.models.data.encode import encode_prompt
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.quantization.plan import prompt_cost
 from vlmcompress.quantization.plan.roofline import Block
-from vlmcompress.reduction.choice import ReducerChoice, parse
+from vlmcompress.reduction.choice import ReducerChoice, parse_reducer
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.utils.errors import UserError
 
@@ -27,7 +27,7 @@ SIZE = (190, 100)
 
 
 def ran(family: str, chosen: ReducerChoice | None, images: int) -> tuple[int, int, int]:
-    """Bytes of the cache behind a prompt, multiply-adds that its linear layers took, and its length."""
+    """Bytes of the cache after a prompt, multiply-adds that its linear layers took, and its length."""
     model, work = vlm(family), [0]
 
     def count(module: nn.Linear, args: tuple, _: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ def attention(blocks: list[Block], lengths: list[int]) -> int:
 @pytest.mark.parametrize("name", REGISTRY.names())
 @pytest.mark.parametrize("images", [1, 2])
 def test_the_prompt_of_every_family(name, images):
-    planned = prompt_cost.plan(checkpoint(name), [SIZE] * images, "hm", [])
+    planned = prompt_cost.prompt_costs(checkpoint(name), [SIZE] * images, "hm", [])
     cache, linear, length = ran(name, None, images)
     decoder = prompt_cost.Decoder(vlm(name).model, 2)
     blocks, cached = (
@@ -116,8 +116,8 @@ def test_the_prompt_of_every_family(name, images):
     ],
 )
 def test_reduced_as_the_model_is(name, text, images):
-    chosen = parse(text)
-    planned = prompt_cost.plan(checkpoint(name), [SIZE] * images, "hm", [chosen])
+    chosen = parse_reducer(text)
+    planned = prompt_cost.prompt_costs(checkpoint(name), [SIZE] * images, "hm", [chosen])
     cost = planned.reduced[str(chosen)]
     cache, linear, length = ran(name, chosen, images)
     blocks = prompt_cost.Decoder(vlm(name).model, 2).blocks
@@ -133,14 +133,15 @@ def test_no_weights_are_needed(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint("qwen2-5-vl"), folder)
     (folder / "model.safetensors").unlink()
-    planned = prompt_cost.plan(folder, [SIZE], "hm", [parse("random:0.5")])
+    planned = prompt_cost.prompt_costs(folder, [SIZE], "hm", [parse_reducer("random:0.5")])
     assert (
-        planned.to_dict() == prompt_cost.plan(checkpoint("qwen2-5-vl"), [SIZE], "hm", [parse("random:0.5")]).to_dict()
+        planned.to_dict()
+        == prompt_cost.prompt_costs(checkpoint("qwen2-5-vl"), [SIZE], "hm", [parse_reducer("random:0.5")]).to_dict()
     )
 
 
 def test_fp8_cache_is_half():
-    plans = [prompt_cost.plan(checkpoint("llava"), [SIZE], "", [], size) for size in (None, 1)]
+    plans = [prompt_cost.prompt_costs(checkpoint("llava"), [SIZE], "", [], size) for size in (None, 1)]
     assert plans[0].full.kv_bytes == 2 * plans[1].full.kv_bytes
 
 
@@ -156,11 +157,11 @@ def test_verb(capfd):
         "random:0.01",
     ]
     assert cli.main([*arguments, "--json"]) == 0
-    shown = capfd.readouterr()
-    data = json.loads(shown.out)
+    output = capfd.readouterr()
+    data = json.loads(output.out)
     assert data["images"] == [{"tokens": 16, "pieces": [[4, 4]], "size": "64x64"}]
     assert [cost["visual"] for cost in data["reduced"].values()] == [8, 16]
-    assert shown.err == "warning: random:0.01: the share is less than one token of a 4x4 grid, which is kept whole\n"
+    assert output.err == "warning: random:0.01: the share is less than one token of a 4x4 grid, which is kept whole\n"
     assert cli.main(arguments) == 0
     text = capfd.readouterr().out
     assert "dart:0.5" in text and "50.0%" in text and "64x64  16" in text
@@ -178,4 +179,4 @@ def test_blocks_that_see_different_counts_are_shown(capfd):
 
 def test_an_image_that_the_processor_refuses():
     with pytest.raises(UserError, match="image 3x900: the model's processor refuses it"):
-        prompt_cost.plan(checkpoint("qwen2-5-vl"), [(3, 900)], "", [])
+        prompt_cost.prompt_costs(checkpoint("qwen2-5-vl"), [(3, 900)], "", [])

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from vlmcompress.engines.vllm.served_model import open_model
+from vlmcompress.engines.vllm.served_model import read_served_model
 from vlmcompress.numerics import ActFormat, Format, Scheme
 from vlmcompress.quantization.plan import roofline
 from vlmcompress.quantization.plan.roofline import Read, Work
@@ -18,7 +18,7 @@ from vlmcompress.quantization.plan.roofline import Read, Work
 @pytest.mark.parametrize(("name", "patches"), [("llava", [16]), ("qwen2-vl", [64])])
 def test_the_towers_work_is_what_torch_counts(name, patches, checkpoint):
     """Oracle: torch's own counter on the tower of the meta model, whose attention it counts without windows."""
-    model = open_model(checkpoint(name))
+    model = read_served_model(checkpoint(name))
     tokens = sum(patches) // (4 if name == "qwen2-vl" else 1)
     inner = model.meta_model.model
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -64,7 +64,7 @@ def test_a_token_meets_some_experts_alone(tmp_path):
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]})
     config.architectures, config.dtype = ["Qwen3VLMoeForConditionalGeneration"], "bfloat16"
     config.save_pretrained(tmp_path)
-    model = open_model(tmp_path)
+    model = read_served_model(tmp_path)
     assert (model.decoder.experts, model.decoder.active) == (8, 2) and model.spec is not None
     attention = 64 * (64 + 2 * 32) + 64 * 64
     expert = 3 * 64 * 32
@@ -72,20 +72,20 @@ def test_a_token_meets_some_experts_alone(tmp_path):
         attention + 64 * 8 + 2 * expert
     ] * 2
     total = sum(spec.nbytes for spec in model.stored.values())
-    about = roofline.read(model, total)
+    about = roofline.bytes_read(model, total)
     assert about.routed == pytest.approx(2 * 2 * 8 * expert)
     assert roofline.step_bytes(about, model, 3, 10.0) == pytest.approx(about.always + about.routed / 4 + 30)
 
 
 def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
-    llava = open_model(checkpoint("llava"))
+    llava = read_served_model(checkpoint("llava"))
     total = sum(spec.nbytes for spec in llava.stored.values())
     model = llava.meta_model.model
     decoder = (
         sum(p.numel() for p in model.language_model.layers.parameters()) + model.language_model.norm.weight.numel()
     )
     head = llava.meta_model.lm_head.weight.numel()
-    about = roofline.read(llava, total)
+    about = roofline.bytes_read(llava, total)
     assert (about.always, about.routed) == (pytest.approx(2 * (decoder + head)), 0)
 
 

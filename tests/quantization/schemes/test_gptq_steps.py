@@ -62,7 +62,7 @@ class Block:
         return self.weight - (codes - self.zeros) * self.steps
 
     def left(self, codes: torch.Tensor) -> torch.Tensor:
-        """Oracle, float64 `[out]`: the output error that is left where the columns behind the block take whatever values suit
+        """Oracle, float64 `[out]`: the output error that is left where the columns after the block take whatever values suit
         the errors of all columns before best, by least squares."""
         d = self.errors(codes).double()[:END]
         fixed, cross, free = self.h[:END, :END], self.h[:END, END:], self.h[END:, END:]
@@ -111,7 +111,7 @@ def test_what_is_left_never_rises(seed, fmt):
 
 @pytest.mark.parametrize("fmt", [Format("int", 3, 16), Format("int", 3, 16, symmetric=False), NVFP4], ids=str)
 def test_searched_ranges_are_the_best_of_those_tried(fmt):
-    """Oracle: each share by itself, for each row and group: the best of every third, and then of those beside it. No piece is
+    """Oracle: each share by itself, for each row and group: the best of every third, and then of those next to it. No piece is
     worse than with its plain range, and all together they are as good as the best of all shares."""
     w, v = weight(12, 64), torch.rand(64)
     kwargs = {"scale_dtype": torch.bfloat16, "global_scale": find_global_scale([w]) if fmt.nvfp4 else None}
@@ -132,10 +132,10 @@ def test_searched_ranges_are_the_best_of_those_tried(fmt):
     plain, tried = counted(*find_params(w, fmt, importance=v, **kwargs)), torch.stack(tried)
     third = 1 if fmt.nvfp4 else 3
     first = tried[1:-1:third].argmin(0) * third + 1
-    stays = plain <= tried.gather(0, first[None])[0]  # near 1: such a piece tries what is beside that
-    beside = torch.stack([tried.gather(0, (first + k)[None])[0] for k in (-1, 0, 1)]).amin(0)
+    stays = plain <= tried.gather(0, first[None])[0]  # near 1: such a piece tries what is next to that
+    next_to = torch.stack([tried.gather(0, (first + k)[None])[0] for k in (-1, 0, 1)]).amin(0)
     left = counted(scale, zero)
-    assert torch.allclose(left[~stays], beside[~stays])
+    assert torch.allclose(left[~stays], next_to[~stays])
     assert (left <= plain).all() and (left < 0.99 * plain).any()
     assert left.sum() < 1.01 * torch.minimum(tried[1:-1].amin(0), plain).sum()
 
@@ -163,7 +163,7 @@ def test_residues_are_what_later_columns_leave():
         cross = h[column, later]
         left = h[column, column] - (cross @ torch.linalg.solve(h[later][:, later], cross) if later else 0)
         expected = 0 if column == 7 else float(left)
-        assert float(feedback.residues[column]) == pytest.approx(expected, rel=1e-3)
+        assert float(feedback.residual_weight[column]) == pytest.approx(expected, rel=1e-3)
 
 
 def rounded(method, w, stats, options):
@@ -186,9 +186,9 @@ def test_each_step_lowers_the_error(bits, symmetric):
     steps["all"] = {"clip": True, "sweeps": 2, "smooth": "feedback"}
     for name, step in steps.items():
         options = gptq.Options(bits=bits, group_size=32, symmetric=symmetric, **step)
-        made, smoothed = rounded(gptq, w, stats, options)
+        result, smoothed = rounded(gptq, w, stats, options)
         assert smoothed == ("smooth" in step)
-        left[name] = output_error(x, made, w)
+        left[name] = output_error(x, result, w)
     whole, plain = left.pop("all"), left.pop("plain")
     assert whole < min(left.values())
     assert left.pop("sweeps") < plain and max(left.values()) < 0.95 * plain
@@ -282,7 +282,7 @@ def test_rounding_continues_from_the_factor_of_the_search(earlier):
         torch.testing.assert_close(result.matrix.double().tril(), (factor / factor.diagonal()).T, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(result.pivots.double(), factor.diagonal(), rtol=1e-3, atol=0)
         expected = factor.diagonal().square().where(order != 7, 0)
-        torch.testing.assert_close(result.residues[order].double(), expected, rtol=1e-3, atol=0)
+        torch.testing.assert_close(result.residual_weight[order].double(), expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("fields", [{"smooth": "yes"}, {"clip": 1}, {"clip_grid": 2}, {"sweeps": -1}])

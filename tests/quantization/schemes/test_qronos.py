@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kit.quant_data import COUNTS, WIDTH, inputs, weight
-from vlmcompress.numerics import Format, decode, encode, find_params
+from vlmcompress.numerics import Format, decode, find_params, round_to_codes
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import MODALITIES, GroupStats
 from vlmcompress.quantization.schemes import REGISTRY, gptq, qronos, smooth, solve
@@ -17,7 +17,7 @@ NEEDS = ("gram", "cross")
 
 
 def streams(width: int, tokens: int, seed: int = 0, noise: float = 0.2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs `[tokens, width]` in the 16-bit model, and behind quantized blocks: turned a little, with some noise."""
+    """Inputs `[tokens, width]` in the 16-bit model, and after quantized blocks: turned a little, with some noise."""
     x, generator = inputs(width, tokens, seed), torch.Generator().manual_seed(seed + 99)
     turn = torch.eye(width) + noise * torch.randn(width, width, generator=generator) / width**0.5
     return x, x @ turn + 0.1 * noise * x.std() * torch.randn(tokens, width, generator=generator)
@@ -52,7 +52,7 @@ def slow_qronos(w, original, inputs, fmt, damp, actorder, params):
         else:
             target = current[:, i]
         scale, zero = (None if param is None else param[:, i // fmt.group].double() for param in params)
-        result[:, i] = decode(encode(target, scale, zero, fmt), scale, zero)
+        result[:, i] = decode(round_to_codes(target, scale, zero, fmt), scale, zero)
         left = left - inputs[:, [i]] @ result[:, [i]].T
         if len(rest):
             current[:, rest] = torch.linalg.lstsq(inputs[:, rest], left).solution.T

@@ -46,7 +46,7 @@ def test_encoder(method, monkeypatch):
     states = tower(inputs["pixel_values"], output_hidden_states=True).hidden_states
     layers = tower.encoder.layers
     keys = layers[-2].self_attn.k_proj(layers[-2].layer_norm1(states[-3]))[:, 1:]
-    assert len(calls) == len(attached.seen) == 3
+    assert len(calls) == len(attached.reduced_units) == 3
     for number, signals in enumerate(calls):
         torch.testing.assert_close(signals.saliency, maps[-2][number, :, 0, 1:].mean(0), atol=1e-7, rtol=1e-6)
         torch.testing.assert_close(signals.keys, keys[number])
@@ -90,8 +90,8 @@ def test_last_token(family, layer, monkeypatch):
         vlm.model(**inputs)
     text = vlm.spec.layers.rpartition(".")[0]
     maps = [eager(vlm, encode(vlm, prompt), text)[layer - 1] for prompt in (ONE, TWO)]  # unpadded, eager has no NaN
-    assert len(calls) == len(attached.seen) >= 3
-    for signals, unit in zip(calls, attached.seen, strict=True):
+    assert len(calls) == len(attached.reduced_units) >= 3
+    for signals, unit in zip(calls, attached.reduced_units, strict=True):
         padding = inputs["input_ids"].shape[1] - maps[unit.row].shape[-1]
         expected = maps[unit.row][0, :, -1].mean(0)[unit.columns - padding]
         assert expected.std() > 1e-4
@@ -100,7 +100,7 @@ def test_last_token(family, layer, monkeypatch):
 
 @pytest.mark.parametrize("family", INSIDE)
 def test_states_within_the_language_model(family, monkeypatch):
-    """dart-llm: states through the final norm, and only text behind the image asks."""
+    """dart-llm: states through the final norm, and only text after the image asks."""
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
     calls = recorded(monkeypatch)
@@ -113,16 +113,16 @@ def test_states_within_the_language_model(family, monkeypatch):
     hook.remove()
     states = text.norm(entered[0])
     keys = cache.layers[0].keys.transpose(1, 2).flatten(2)
-    for signals, unit in zip(calls, attached.seen, strict=True):
+    for signals, unit in zip(calls, attached.reduced_units, strict=True):
         torch.testing.assert_close(signals.features, states[unit.row, unit.columns])
         torch.testing.assert_close(signals.keys, keys[unit.row, unit.columns])
         ids = inputs["input_ids"][unit.row]
-        behind = [
+        after = [
             i for i in range(int(unit.columns[-1]) + 1, len(ids)) if ids[i] < 256
         ]  # bytes; above are special tokens
-        assert len(behind) > 9
-        torch.testing.assert_close(signals.query, states[unit.row, behind])
-        torch.testing.assert_close(signals.query_keys, keys[unit.row, behind])
+        assert len(after) > 9
+        torch.testing.assert_close(signals.query, states[unit.row, after])
+        torch.testing.assert_close(signals.query_keys, keys[unit.row, after])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,7 +142,7 @@ def test_projected(family, monkeypatch):
     features = vlm.model.get_image_features(**expected).pooler_output
     where = inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)
     rows = embeds.masked_scatter(where[..., None], torch.cat([part.flatten(0, -2) for part in features]))
-    for signals, unit in zip(calls, attached.seen, strict=True):
+    for signals, unit in zip(calls, attached.reduced_units, strict=True):
         torch.testing.assert_close(signals.features, rows[unit.row, unit.columns])
         where[unit.row, unit.columns] = False  # each token is of one unit
     rest = embeds[where]
@@ -150,7 +150,7 @@ def test_projected(family, monkeypatch):
         assert len(rest) and torch.equal(rest, vlm.model.model.image_newline.expand_as(rest))
     else:
         assert not len(rest)
-    for signals, unit in zip(calls, attached.seen, strict=True):
+    for signals, unit in zip(calls, attached.reduced_units, strict=True):
         assert signals.grid == unit.grid and signals.query is None  # which `dart` does not read
 
 
@@ -159,7 +159,7 @@ def test_grids_follow_the_images():
     vlm = tiny("qwen2-5-vl")
     with attach(vlm, "uniform", {"keep": 0.5}) as attached:
         vlm.model(**encode(vlm, TWO))
-    assert [unit.grid for unit in attached.seen] == [(1, 3, 5), (1, 4, 3)]
+    assert [unit.grid for unit in attached.reduced_units] == [(1, 3, 5), (1, 4, 3)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,7 +173,7 @@ def test_whole_images(family):
     where = inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)
     assert sum(len(reduction.target) for reduction in images) == where.sum()
     embeds = reference.arguments(vlm, inputs)["inputs_embeds"]
-    kept = reference.merged(embeds, attached.seen)[reference.hidden_mask(where, attached.seen).bool()]
+    kept = reference.merged(embeds, attached.reduced_units)[reference.hidden_mask(where, attached.reduced_units).bool()]
     parts = embeds[where].split([len(reduction.target) for reduction in images])
     rows = torch.cat([reduction.apply(part) for reduction, part in zip(images, parts, strict=True)])
     torch.testing.assert_close(rows, kept, atol=1e-5, rtol=1e-5)

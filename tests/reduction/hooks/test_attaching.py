@@ -15,7 +15,7 @@ from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from tests.kit.tiny import build
 from vlmcompress.models import all_specs, load
 from vlmcompress.reduction import block as carried
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import KeptWhole, attach, attach_carried
 from vlmcompress.reduction.methods import REGISTRY
 from vlmcompress.reduction.support import family_refusal
@@ -44,7 +44,7 @@ def test_transformers_alone_ignores_what_a_checkpoint_carries(family, tmp_path):
     inputs = {name: value.float() if value.is_floating_point() else value for name, value in encode(plain, ONE).items()}
     logits = plain.model(**inputs).logits
     file = plain.path / "config.json"
-    file.write_text(json.dumps(carried.write(json.loads(file.read_text()), parse("dart:0.5"))))
+    file.write_text(json.dumps(carried.config_with_reducer(json.loads(file.read_text()), parse_reducer("dart:0.5"))))
     model = AutoModelForImageTextToText.from_pretrained(plain.path)
     assert type(model) is type(plain.model) and model.dtype == plain.model.dtype
     assert torch.equal(model(**inputs).logits, logits)
@@ -82,7 +82,7 @@ def test_text_alone_is_untouched(family, method):
     with attach(vlm, method, given(method)) as attached:
         assert torch.equal(vlm.model(**inputs).logits, plain)
         again = vlm.model.generate(**inputs, **generation)
-    assert torch.equal(torch.stack(answer.logits), torch.stack(again.logits)) and not attached.seen
+    assert torch.equal(torch.stack(answer.logits), torch.stack(again.logits)) and not attached.reduced_units
 
 
 def test_refusals_are_one_line():
@@ -130,7 +130,7 @@ def test_what_is_refused_and_what_is_not():
 def test_options():
     vlm = tiny("llava")
     kind = REGISTRY.get("dart").Options
-    for method, options in (("dart", {"keep": 0.25}), ("dart", kind(keep=0.25)), (parse("dart:0.25"), None)):
+    for method, options in (("dart", {"keep": 0.25}), ("dart", kind(keep=0.25)), (parse_reducer("dart:0.25"), None)):
         with attach(vlm, method, options) as attached:
             assert attached.options == kind(keep=0.25)
     with pytest.raises(UserError, match="no option 'kep'; did you mean 'keep'"):
@@ -152,7 +152,11 @@ def test_images_too_small_for_the_share_are_kept_whole_and_said_once(method):
         warnings.simplefilter("always")
         vlm.model(**inputs)
         vlm.model(**inputs)
-    assert [(len(unit.reduction.anchor), len(unit.columns)) for unit in attached.seen] == [(9, 9), (1, 15), (1, 12)]
+    assert [(len(unit.reduction.anchor), len(unit.columns)) for unit in attached.reduced_units] == [
+        (9, 9),
+        (1, 15),
+        (1, 12),
+    ]
     (warning,) = [str(warned.message) for warned in said if warned.category is KeptWhole]
     assert warning.startswith("keep=0.05") and warning.endswith("one token of a 3x3 grid; such images are kept whole")
 

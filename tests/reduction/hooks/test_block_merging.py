@@ -39,7 +39,7 @@ def pairs(method: str, options: dict, layer: int, layers: int, best: torch.Tenso
 
 
 def key(keys: torch.Tensor, groups: list[list[int]], number: int, aside: int) -> torch.Tensor:
-    """What blocks are compared by: the patches' keys, mean over heads, one behind the other."""
+    """What blocks are compared by: the patches' keys, mean over heads, one after another."""
     parts = [keys[aside + place(groups[number][0], part)].view(4, -1).mean(0) for part in range(SIDE**2)]
     return torch.cat(parts)
 
@@ -53,7 +53,7 @@ def encoded(vlm: VLM, picture: torch.Tensor, method: str, options: dict) -> tupl
     states = tower.embeddings(picture[None], **whole)[0]
     groups = [[block] for block in range(BLOCKS**2)]
     for number, layer in enumerate(layers):
-        attention, before, behind, scales = parts_of(layer)
+        attention, before, after, scales = parts_of(layer)
         normed = before(states)
         keys = attention.k_proj(normed)
         states = states + scales[0] * attention(normed[None], attention_mask=None)[0][0]
@@ -69,13 +69,13 @@ def encoded(vlm: VLM, picture: torch.Tensor, method: str, options: dict) -> tupl
             for part in range(SIDE**2):
                 places = [aside + place(block, part) for block in group]
                 states[places] = states[places].mean(0)
-        states = states + scales[1] * layer.mlp(behind(states))
+        states = states + scales[1] * layer.mlp(after(states))
     last = tower.layernorm if vlm.spec.family == "internvl" else tower.post_layernorm
     return last(states), groups
 
 
 def parts_of(layer: torch.nn.Module) -> tuple:
-    """The attention, the norms before and behind it, and the factors of what is added."""
+    """The attention, the norms before and after it, and the factors of what is added."""
     if hasattr(layer, "lambda_1"):
         return layer.attention, layer.layernorm_before, layer.layernorm_after, (layer.lambda_1, layer.lambda_2)
     return layer.self_attn, layer.layer_norm1, layer.layer_norm2, (1, 1)
@@ -83,7 +83,7 @@ def parts_of(layer: torch.nn.Module) -> tuple:
 
 @contextlib.contextmanager
 def looped(vlm: VLM, method: str, options: dict):
-    """The model with the loop's rows behind its encoder; gives the groups of blocks of each picture."""
+    """The model with the loop's rows after its encoder; gives the groups of blocks of each picture."""
     groups_by_picture: list[list[list[int]]] = []
 
     def run(module, args, kwargs, output):
@@ -104,7 +104,7 @@ def looped(vlm: VLM, method: str, options: dict):
 @pytest.mark.parametrize(("method", "options"), CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_every_patch_in_its_place(family, method, options):
-    """The loop's rows behind the model's own shuffle and projector, of each token left all but one hidden."""
+    """The loop's rows after the model's own shuffle and projector, of each token left all but one hidden."""
     vlm = wide(family)
     inputs = encode(vlm, ONE, TWO, NONE)
     units, embeds, groups = reference.compare_with_loop(vlm, inputs, method, options, looped)
@@ -158,19 +158,19 @@ def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
     """On one batch the share is kept on average; a file of them is read by its model, and by no other encoder."""
     vlm, file = wide(family), tmp_path / "dymu.json"
     batches = [encode(vlm, prompt) for prompt in (ONE, TWO, NONE)]
-    learnt = learning.learn(vlm, batches, choice.parse("dymu:0.5"))
-    kept = learning.kept(vlm, batches, learnt)
-    assert len(learnt.options.thresholds) == 2 and abs(sum(kept) / len(kept) - 8) < 0.5 and len(set(kept)) > 1
+    learned = learning.learn_thresholds(vlm, batches, choice.parse_reducer("dymu:0.5"))
+    kept = learning.count_kept(vlm, batches, learned)
+    assert len(learned.options.thresholds) == 2 and abs(sum(kept) / len(kept) - 8) < 0.5 and len(set(kept)) > 1
     counts = []
-    with attach(vlm, learnt) as attached:
+    with attach(vlm, learned) as attached:
         for inputs in batches[:2]:
             vlm.model(**inputs)
-            counts += [len(unit.reduction.anchor) for unit in attached.seen]
+            counts += [len(unit.reduction.anchor) for unit in attached.reduced_units]
     assert counts == kept
-    threshold_file.save(file, vlm, learnt, [8], {"source": "here"})
-    named = choice.parse(f"dymu:thresholds={file}")
+    threshold_file.save_thresholds(file, vlm, learned, [8], {"source": "here"})
+    named = choice.parse_reducer(f"dymu:thresholds={file}")
     with attach(vlm, named) as attached:
-        assert attached.options.thresholds == learnt.options.thresholds
+        assert attached.options.thresholds == learned.options.thresholds
     with pytest.raises(UserError, match="another model.*its encoder has image_size"):
         attach(tiny(family), named)
 
@@ -179,15 +179,15 @@ def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
 def test_counts_from_pixels_are_met_exactly(family):
     vlm = wide(family)
     batches = [encode(vlm, prompt) for prompt in (ONE, TWO)]
-    learnt = learning.learn(vlm, batches, choice.parse("dymu:0.6"))
-    counter = learning.counter(vlm, batches, learnt)
+    learned = learning.learn_thresholds(vlm, batches, choice.parse_reducer("dymu:0.6"))
+    counter = learning.counter(vlm, batches, learned)
     assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
     said = [counter.count(picture) for inputs in batches for picture in learning.pictures(vlm, inputs)]
-    with attach(vlm, learnt, counter=counter) as attached:
+    with attach(vlm, learned, counter=counter) as attached:
         counts = []
         for inputs in batches:
             vlm.model(**inputs)
-            counts += [len(unit.reduction.anchor) for unit in attached.seen]
+            counts += [len(unit.reduction.anchor) for unit in attached.reduced_units]
     assert counts == said
 
 

@@ -53,12 +53,12 @@ def test_equals_dense_masked_attention(family):
         logits = vlm.model(**inputs).logits
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
     real = inputs["attention_mask"].bool()
-    expected = masked(vlm, inputs, attached.seen, prompt)
+    expected = masked(vlm, inputs, attached.reduced_units, prompt)
     torch.testing.assert_close(logits[real], expected[real], atol=1e-9, rtol=1e-9)
     assert (logits[0, -1] - vlm.model(**inputs).logits[0, -1]).abs().max() > 1e-3
-    full = masked(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.seen, prompt)
+    full = masked(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.reduced_units, prompt)
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, -STEPS - 1 : -1], atol=2e-5, rtol=1e-4)
-    assert all(len(unit.reduction.anchor) == len(unit.columns) for unit in attached.seen)
+    assert all(len(unit.reduction.anchor) == len(unit.columns) for unit in attached.reduced_units)
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2-5-vl"])
@@ -68,7 +68,7 @@ def test_a_block_is_as_if_encoded_alone(family):
     inputs = encode(vlm, FIVE)
     with attach(vlm, "pevlm", OPTIONS) as attached:
         cache = vlm.model(**inputs).past_key_values
-    labels = torch.tensor(parts(attached.seen, 0, inputs["input_ids"].shape[1]))
+    labels = torch.tensor(parts(attached.reduced_units, 0, inputs["input_ids"].shape[1]))
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
     arguments = reference.arguments(vlm, inputs)
     positions = arguments.get("position_ids")

@@ -1,4 +1,4 @@
-"""Calibration behind a reducer: the decoder gets what generation gives it, and every pass over its blocks works."""
+"""Calibration after a reducer: the decoder gets what generation gives it, and every pass over its blocks works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.hooks.calibration_inputs import decoder, reduced
 from vlmcompress.utils.errors import UserError
@@ -63,7 +63,7 @@ def test_the_decoder_computes_what_generation_computes(world, built, kind, text)
     vlm = models.load(built(kind))
     vlm.model.float()
     batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
-    chosen = parse(text)
+    chosen = parse_reducer(text)
     shorter = reduced(vlm, batches, chosen)
     lost = 0
     for batch, got in zip(batches, shorter, strict=True):
@@ -95,9 +95,9 @@ def test_another_answer_changes_nothing_before_it(world, built):
     other = {**batch, "input_ids": batch["input_ids"].clone()}
     at = (batch["modality"][0] == ANSWER).nonzero().flatten() + 1
     other["input_ids"][0, at] = other["input_ids"][0, at] - 1
-    single, two = reduced(vlm, [batch, other], parse("relevance:0.5"))
-    behind = len(at) + (batch["input_ids"].shape[1] - int(at[-1]) - 1)
-    assert torch.equal(single["inputs_embeds"][:, :-behind], two["inputs_embeds"][:, :-behind])
+    single, two = reduced(vlm, [batch, other], parse_reducer("relevance:0.5"))
+    after = len(at) + (batch["input_ids"].shape[1] - int(at[-1]) - 1)
+    assert torch.equal(single["inputs_embeds"][:, :-after], two["inputs_embeds"][:, :-after])
     assert not torch.equal(single["inputs_embeds"], two["inputs_embeds"])
 
 
@@ -157,11 +157,11 @@ def test_a_reducer_within_the_language_model_calibrates_on_all_tokens_and_says_s
 
 
 def test_statistics_are_of_one_reducer(world, built, tmp_path):
-    """They are what the model's own layers see behind the attached reducer, and serve recipes with that reducer alone."""
+    """They are what the model's own layers see after the attached reducer, and serve recipes with that reducer alone."""
     model, stats = built("llava"), tmp_path / "stats"
     calibrate(recipe(world, model, stats, reduce="uniform:0.5"), needs={"gram", "absmax", "absmean", "gradient"})
-    statistics = statistics_folder.read(stats)
-    assert statistics.reducer == parse("uniform:0.5")
+    statistics = statistics_folder.read_statistics(stats)
+    assert statistics.reducer == parse_reducer("uniform:0.5")
     vlm = models.load(model)
     batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
     rows = []
@@ -177,7 +177,7 @@ def test_statistics_are_of_one_reducer(world, built, tmp_path):
     keys = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
     quantize(recipe(world, model, tmp_path / "out", **keys, reduce="uniform:0.5"))
     with pytest.raises(
-        UserError, match=r"behind the reducer uniform:0.5; calibrate without one, or add --reduce uniform"
+        UserError, match=r"after the reducer uniform:0.5; calibrate without one, or add --reduce uniform"
     ):
         quantize(recipe(world, model, tmp_path / "none", **keys))
     with pytest.raises(UserError, match="calibrate with --reduce uniform:0.25, or add --reduce uniform:0.5"):
@@ -197,12 +197,12 @@ def test_thresholds_are_learnt_from_the_calibration_images(world, built, tmp_pat
     carries = json.loads((tmp_path / "alone" / "config.json").read_text())["vlmcompress"]["reduce"]
     assert len(carries["thresholds"]) == 2 and done.manifest["recipe"]["reduce"]["thresholds"] == carries["thresholds"]
     calibrate(recipe(world, model, stats, **dymu), needs={"absmean", "gram"})
-    learnt = statistics_folder.read(stats).reducer
-    assert learnt is not None and learnt.plain() == carries | {"thresholds": tuple(carries["thresholds"])}
+    learned = statistics_folder.read_statistics(stats).reducer
+    assert learned is not None and learned.plain() == carries | {"thresholds": tuple(carries["thresholds"])}
     keys = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
     quantize(recipe(world, model, tmp_path / "out", **keys, **dymu))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vlmcompress"]["reduce"] == carries
-    with pytest.raises(UserError, match="are behind the reducer dymu:0.5"):
+    with pytest.raises(UserError, match="are after the reducer dymu:0.5"):
         quantize(recipe(world, model, tmp_path / "other", **keys, **dymu | {"reduce": "dymu:0.25"}))
     with pytest.raises(UserError, match="reducer 'dymu' needs calibration images; name some with --calib"):
         quantize(recipe(world, model, tmp_path / "none", calibrate={}, **dymu))

@@ -111,7 +111,7 @@ def test_beams_and_no_cache(family):
 
 @pytest.mark.parametrize("method", ["random", "fastv", "pyramiddrop"])
 def test_caches_emptied_or_cut(method):
-    """An emptied cache starts over; one cut behind the prompt goes on; one cut within it is refused."""
+    """An emptied cache starts over; one cut after the prompt goes on; one cut within it is refused."""
     vlm = tiny("llava")
     inputs, words = encode(vlm, ONE), encode(vlm, NONE)
     token, other = torch.tensor([[65]]), torch.tensor([[66]])

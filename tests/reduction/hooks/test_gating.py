@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vlmcompress.reduction.hooks.gated import attend, gates, level, standard
+from vlmcompress.reduction.hooks.gated import attend, gates, level, standardize
 
 
 @pytest.mark.parametrize("temperature", [0.05, 0.3, 2.0])
@@ -29,7 +29,7 @@ def test_forward_it_is_the_selection_and_backward_the_soft_one():
 
 def test_the_scale_of_worths_does_not_matter():
     values = torch.randn(12)
-    torch.testing.assert_close(standard(values), standard(1000 * values + 5), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(standardize(values), standardize(1000 * values + 5), atol=1e-4, rtol=1e-4)
 
 
 def parts(heads=4, shared=2, tokens=9, seed=0):

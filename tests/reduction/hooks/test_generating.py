@@ -51,8 +51,8 @@ def recomputed(
     square = torch.ones(s, s, dtype=torch.bool).tril() & mask[:, None, None, :]
     for query in range(prompt, s):
         for unit, columns in zip(units, left[query - prompt], strict=True):
-            gone = [column for index, column in enumerate(unit.columns.tolist()) if index not in columns]
-            square[unit.row, 0, query, gone] = False
+            dropped = [column for index, column in enumerate(unit.columns.tolist()) if index not in columns]
+            square[unit.row, 0, query, dropped] = False
     square = square | torch.eye(s, dtype=torch.bool)
     return reference.logits_under(vlm, inputs, square, first=1)
 
@@ -65,10 +65,10 @@ def test_each_step_sees_what_the_steps_before_have_left(family):
     with attach(vlm, "uniform", {"keep": 1}) as attached:
         vlm.model(**inputs)
     first = attention(vlm, inputs)[:, -1]
-    factor = 0.9 / max(first[unit.row, unit.columns].sum().item() for unit in attached.seen)
+    factor = 0.9 / max(first[unit.row, unit.columns].sum().item() for unit in attached.reduced_units)
     with attach(vlm, "dyrate", OPTIONS | {"factor": factor}) as attached:
         out = vlm.model.generate(**inputs, **LONGER, output_logits=True, return_dict_in_generate=True)
-        units = attached.seen
+        units = attached.reduced_units
     longer = extended(inputs, out.sequences[:, -STEPS:])
     left = steps(attention(vlm, longer), units, prompt - 1, factor)
     counts = [sum(map(len, step)) for step in left]
@@ -111,9 +111,9 @@ def test_a_second_turn_with_an_image_of_its_own():
     both = {name: torch.cat([first[name], second[name]], 1) for name in ("input_ids", "attention_mask")}
     with attach(vlm, "dyrate", OPTIONS) as attached:
         cache = vlm.model(**first).past_key_values
-        early = attached.seen
+        early = attached.reduced_units
         vlm.model(**second | {"attention_mask": both["attention_mask"]}, past_key_values=cache)
-        assert {unit.row for unit in attached.seen} == {0} and len(attached.seen) == 2
+        assert {unit.row for unit in attached.reduced_units} == {0} and len(attached.reduced_units) == 2
         ((_, now), *rest) = attached._left[cache]
     assert [start for start, _ in rest] == [length, length]
     assert len(now.reduction.anchor) < len(early[0].reduction.anchor) < len(now.columns)

@@ -22,14 +22,14 @@ def test_equals_hiding_the_dropped_tokens(family, method):
     inputs = encode(vlm, ONE, TWO, NONE)
     with attach(vlm, method, given(method)) as attached:
         reduced = vlm.model(**inputs).logits
-    tokens = sum(len(unit.columns) for unit in attached.seen)
+    tokens = sum(len(unit.columns) for unit in attached.reduced_units)
     all_tokens = (inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)).sum()
     assert tokens < all_tokens if vlm.spec.visual_grid == "anyres" else tokens == all_tokens  # newlines stay
-    assert sum(len(unit.reduction.anchor) for unit in attached.seen) < 0.6 * tokens
-    assert {unit.row for unit in attached.seen} == {0, 1}
+    assert sum(len(unit.reduction.anchor) for unit in attached.reduced_units) < 0.6 * tokens
+    assert {unit.row for unit in attached.reduced_units} == {0, 1}
     full = reference.logits(vlm, inputs, attached.stages)
     if REGISTRY.get(method).STAGE != "encoder":  # merges before the projector; see below and test_encoder_merging
-        reference.compare(reduced, full, inputs["attention_mask"], attached.seen)
+        reference.compare(reduced, full, inputs["attention_mask"], attached.reduced_units)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,7 +40,7 @@ def test_the_oracle_sees_positions(family):
     with attach(vlm, "uniform", given("uniform")) as attached:
         vlm.model(**inputs)
     full = reference.logits(vlm, inputs, attached.stages)
-    visible = reference.hidden_mask(inputs["attention_mask"], attached.seen)[0].bool()
+    visible = reference.hidden_mask(inputs["attention_mask"], attached.reduced_units)[0].bool()
     arguments = reference.arguments(vlm, inputs)
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
     closed = text(inputs_embeds=arguments["inputs_embeds"][:, visible]).last_hidden_state
@@ -63,7 +63,7 @@ def test_padding_on_the_right_stays_there(family, method):
     with attach(vlm, method, given(method)) as attached:
         reduced = vlm.model(**inputs).logits
     full = reference.logits(vlm, inputs, attached.stages)
-    reference.compare(reduced, full, inputs["attention_mask"], attached.seen, right=True)
+    reference.compare(reduced, full, inputs["attention_mask"], attached.reduced_units, right=True)
 
 
 def test_visionzip_equals_merging_before_the_projector():
@@ -75,15 +75,15 @@ def test_visionzip_equals_merging_before_the_projector():
     base = vlm.model.model
     states = base.vision_tower(inputs["pixel_values"], output_hidden_states=True).hidden_states[-2][:, 1:]
     arguments = reference.arguments(vlm, inputs)
-    assert any(unit.reduction.scale is not None and unit.reduction.scale.max() == 2 for unit in attached.seen)
-    for image, unit in enumerate(attached.seen):
+    assert any(unit.reduction.scale is not None and unit.reduction.scale.max() == 2 for unit in attached.reduced_units)
+    for image, unit in enumerate(attached.reduced_units):
         local = replace(unit, row=0, columns=torch.arange(len(unit.columns)))
         rows = base.multi_modal_projector(reference.merged(states[image : image + 1], [local]))[0]
         anchors = unit.reduction.anchor
         arguments["inputs_embeds"][unit.row, unit.columns[anchors]] = rows[anchors]
-    mask = reference.hidden_mask(inputs["attention_mask"], attached.seen)
+    mask = reference.hidden_mask(inputs["attention_mask"], attached.reduced_units)
     full = vlm.model.lm_head(base.language_model(**arguments | {"attention_mask": mask}).last_hidden_state)
-    reference.compare(reduced, full, inputs["attention_mask"], attached.seen)
+    reference.compare(reduced, full, inputs["attention_mask"], attached.reduced_units)
 
 
 def placed(vlm, inputs: dict) -> dict:
@@ -100,12 +100,12 @@ def test_a_batch_is_its_prompts_one_by_one(family, method):
     prompts = [ONE, TWO, NONE]
     with attach(vlm, method, given(method)) as attached:
         batch = vlm.model(**placed(vlm, encode(vlm, *prompts))).logits[:, -1]
-        together = attached.seen
+        together = attached.reduced_units
         apart = []
         for prompt, expected in zip(prompts, batch, strict=True):
-            attached.seen = []
+            attached.reduced_units = []
             logits = vlm.model(**placed(vlm, encode(vlm, prompt))).logits[0, -1]
-            apart += attached.seen
+            apart += attached.reduced_units
             torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9)
     for left, right in zip(together, apart, strict=True):
         assert torch.equal(left.reduction.target, right.reduction.target) and left.grid == right.grid
@@ -118,4 +118,6 @@ def test_keep_all_changes_no_bit(family, method):
     plain = vlm.model(**inputs).logits
     with attach(vlm, method, given(method, 1)) as attached:
         assert torch.equal(vlm.model(**inputs).logits, plain)
-    assert len(attached.seen) >= 3 and all(len(unit.reduction.anchor) == len(unit.columns) for unit in attached.seen)
+    assert len(attached.reduced_units) >= 3 and all(
+        len(unit.reduction.anchor) == len(unit.columns) for unit in attached.reduced_units
+    )

@@ -35,8 +35,10 @@ def test_what_is_kept(family, loaded):
     batch = encode(vlm, 1)
     with torch.no_grad(), attach(vlm, "learned", options(vlm)) as attached:
         vlm.model(**batch)
-        assert attached.seen
-        assert all(len(unit.reduction.anchor) == max(1, int(KEEP * len(unit.columns) + 0.5)) for unit in attached.seen)
+        assert attached.reduced_units
+        assert all(
+            len(unit.reduction.anchor) == max(1, int(KEEP * len(unit.columns) + 0.5)) for unit in attached.reduced_units
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -41,7 +41,7 @@ def test_what_is_left_is_all_that_runs(family, method, prompt):
     with attach(vlm, method, {"keep": 0.4}) as attached:
         reduced = vlm.model(**inputs).logits
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
-    expected = shorter(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.seen)
+    expected = shorter(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.reduced_units)
     close = {"atol": 1e-5, "rtol": 1e-5} if method == "relevance" else {"atol": 1e-9, "rtol": 1e-9}
     torch.testing.assert_close(reduced, expected[:, :-STEPS], **close)
     steps = torch.stack(out.logits, 1).double()
@@ -55,7 +55,7 @@ def test_hiding_is_something_else(family):
     inputs = encode(vlm, ONE)
     with attach(vlm, "uniform", {"keep": 0.4}) as attached:
         reduced = vlm.model(**inputs).logits
-    square = reference.hidden_mask(inputs["attention_mask"], attached.seen).bool()[:, None, None, :]
+    square = reference.hidden_mask(inputs["attention_mask"], attached.reduced_units).bool()[:, None, None, :]
     square = square & torch.ones(square.shape[-1], square.shape[-1]).tril().bool() | torch.eye(square.shape[-1]).bool()
     arguments = reference.arguments(vlm, inputs)
     kinds = vlm.model.config.text_config.layer_types
@@ -97,9 +97,9 @@ def test_images_that_see_all_of_themselves_still_do():
         vlm.model(**inputs)
     hook.remove()
     (mask,) = masks
-    kept = reference.hidden_mask(inputs["attention_mask"], attached.seen)[0].nonzero().flatten().tolist()
+    kept = reference.hidden_mask(inputs["attention_mask"], attached.reduced_units)[0].nonzero().flatten().tolist()
     assert mask.shape[-1] == len(kept) < inputs["input_ids"].shape[1]
-    owner = {column: unit.image for unit in attached.seen for column in unit.columns.tolist()}
+    owner = {column: unit.image for unit in attached.reduced_units for column in unit.columns.tolist()}
     for i, query in enumerate(kept):
         for j, key in enumerate(kept):
             same = query in owner and owner[query] == owner.get(key)

@@ -11,10 +11,10 @@ from tests.kit import reference
 from tests.kit.attached_cases import GREEDY, INSIDE, extended, recorded
 from tests.kit.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from vlmcompress.models import VLM
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import Reduced, attach
 from vlmcompress.reduction.methods import Reduction
-from vlmcompress.reduction.support import check, check_config
+from vlmcompress.reduction.support import check_config, check_reducer
 from vlmcompress.utils.errors import UserError
 
 
@@ -24,9 +24,9 @@ def maps(vlm: VLM, inputs: dict[str, torch.Tensor], stages: reference.Stages) ->
     s = inputs["input_ids"].shape[1]
     masks = [torch.zeros(s, s).masked_fill(~torch.ones(s, s).tril().bool(), -torch.inf)] * LAYERS
     for first, units in stages:
-        gone = reference.hidden_mask(inputs["attention_mask"], units)[0] == 0
+        dropped = reference.hidden_mask(inputs["attention_mask"], units)[0] == 0
         hidden = masks[0].clone()
-        hidden[:, gone] = -torch.inf
+        hidden[:, dropped] = -torch.inf
         masks[first:] = [hidden.fill_diagonal_(0)] * (LAYERS - first)
     arguments = reference.arguments(vlm, inputs)
     hooks = [
@@ -75,16 +75,16 @@ def test_equals_hiding_what_a_loop_drops(family, prompt):
     inputs = encode(vlm, prompt)
     with attach(vlm, "uniform", {"keep": 1}) as attached:
         vlm.model(**inputs)
-    stages = slow(vlm, inputs, attached.seen, 0.5)
+    stages = slow(vlm, inputs, attached.reduced_units, 0.5)
     with attach(vlm, "pyramiddrop", {"ratio": 0.5, "stages": LAYERS}) as attached:
         out = vlm.model(**inputs)
-        assert anchors(attached.stages) == anchors(stages) and attached.stages[-1][1] is attached.seen
+        assert anchors(attached.stages) == anchors(stages) and attached.stages[-1][1] is attached.reduced_units
         counts = [sum(map(len, unit_anchors)) for _, unit_anchors in anchors(stages)]
         assert counts[0] > counts[1] > 0
         full = reference.logits(vlm, inputs, stages)
-        reference.compare(out.logits, full, inputs["attention_mask"], attached.seen)
+        reference.compare(out.logits, full, inputs["attention_mask"], attached.reduced_units)
     s = inputs["input_ids"].shape[1]
-    whole = sum(len(unit.columns) for unit in attached.seen)
+    whole = sum(len(unit.columns) for unit in attached.reduced_units)
     assert [part.keys.shape[2] for part in out.past_key_values.layers] == [s, *(s - whole + count for count in counts)]
 
 
@@ -100,7 +100,7 @@ def test_what_each_drop_is_told_in_a_padded_batch(family, monkeypatch):
         inputs = encode(vlm, prompt)
         with attach(vlm, "pyramiddrop", options) as attached:  # what it drops, `slow` drops: see above
             vlm.model(**inputs)
-        left = [unit.columns for unit in attached.seen]
+        left = [unit.columns for unit in attached.reduced_units]
         for turn, (_, units) in enumerate(attached.stages):
             scores = maps(vlm, inputs, attached.stages[:turn])[turn]
             expected[turn] += [scores[columns] for columns in left]
@@ -119,9 +119,9 @@ def test_drops_that_begin_at_the_second(family):
     with attach(vlm, "pyramiddrop", {"ratio": 0.97, "stages": LAYERS}) as attached:
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
     first, last = ([len(unit.reduction.anchor) for unit in units] for _, units in attached.stages)
-    assert first == [len(unit.columns) for unit in attached.seen] and sum(last) < sum(first)
+    assert first == [len(unit.columns) for unit in attached.reduced_units] and sum(last) < sum(first)
     s, steps = inputs["input_ids"].shape[1], GREEDY["max_new_tokens"]
-    longest = int(reference.hidden_mask(inputs["attention_mask"], attached.seen).sum(1).max())
+    longest = int(reference.hidden_mask(inputs["attention_mask"], attached.reduced_units).sum(1).max())
     lengths = [part.keys.shape[2] - steps + 1 for part in out.past_key_values.layers]
     assert lengths == [s, s, longest] and longest < s
     tokens = out.sequences[:, -steps:]
@@ -138,7 +138,7 @@ def test_what_a_model_has_no_room_for_is_refused_in_one_line():
         with pytest.raises(UserError, match=message) as error:
             attach(vlm, "pyramiddrop", options)
         assert "\n" not in str(error.value)
-    check(vlm, parse("pyramiddrop:0.5,stages=3"))
+    check_reducer(vlm, parse_reducer("pyramiddrop:0.5,stages=3"))
 
 
 def test_stages_that_end_before_deepstack_does_are_refused():
@@ -149,8 +149,8 @@ def test_stages_that_end_before_deepstack_does_are_refused():
         with pytest.raises(
             UserError, match="layers before 2 still receive .*; the first stage ends before layer 1, so use"
         ):
-            check_config(vlm.spec, config, parse("pyramiddrop:0.5,stages=3"))
+            check_config(vlm.spec, config, parse_reducer("pyramiddrop:0.5,stages=3"))
         with pytest.raises(UserError, match="layers before 2 still receive visual features .* use layer 2 or later"):
-            check_config(vlm.spec, config, parse("fastv:0.5,layer=1"))
+            check_config(vlm.spec, config, parse_reducer("fastv:0.5,layer=1"))
     finally:
         config.vision_config.deepstack_visual_indexes = deep

@@ -58,7 +58,7 @@ def some(settings: list) -> list:
 
 def test_settings_do_what_they_say(vlm):
     """Oracle: the processor itself. No image has more tokens than the setting says; the last setting changes nothing."""
-    settings = resizing.settings(vlm.spec, vlm.processor)
+    settings = resizing.image_settings(vlm.spec, vlm.processor)
     assert len(settings) > 1 and [image_setting.tokens for image_setting in settings] == sorted(
         {image_setting.tokens for image_setting in settings}
     )
@@ -76,7 +76,7 @@ def test_settings_do_what_they_say(vlm):
 @pytest.mark.representatives
 def test_the_largest_setting_that_leaves_the_share(vlm):
     """Oracle: every setting, tried on the real processor."""
-    settings = resizing.settings(vlm.spec, vlm.processor)
+    settings = resizing.image_settings(vlm.spec, vlm.processor)
     draw = random.Random(vlm.spec.family)
     prompts = [((draw.randint(60, 400), draw.randint(60, 400)),) for _ in range(4)] + [((300, 200), (200, 100)), ()]
     with_images = [sizes for sizes in prompts if sizes]
@@ -104,13 +104,13 @@ def test_the_largest_setting_that_leaves_the_share(vlm):
 @pytest.mark.representatives
 def test_a_checkpoint_is_loaded_with_the_setting(vlm, tmp_path):
     """The folder's own processor makes the images smaller, and the model takes what it makes."""
-    settings = resizing.settings(vlm.spec, vlm.processor)
+    settings = resizing.image_settings(vlm.spec, vlm.processor)
     setting = settings[len(settings) // 2 if len(settings) > 2 else 0]
     for file in Path(vlm.path).iterdir():
         if file.is_file():
             (tmp_path / file.name).write_bytes(file.read_bytes())
     vlm.processor.save_pretrained(tmp_path)
-    written = resizing.files(tmp_path, setting)
+    written = resizing.setting_files(tmp_path, setting)
     assert written
     for name, content in written.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -132,9 +132,9 @@ def test_a_checkpoint_is_loaded_with_the_setting(vlm, tmp_path):
 @pytest.mark.parametrize("family", FIXED)
 def test_families_whose_images_have_one_size(loaded, family):
     spec = loaded(family).spec
-    assert "the same number of tokens" in str(resizing.refusal(spec))
+    assert "the same number of tokens" in str(resizing.resize_refusal(spec))
     with pytest.raises(UserError, match="use a reducer"):
-        resizing.settings(spec, loaded(family).processor)
+        resizing.image_settings(spec, loaded(family).processor)
 
 
 def test_older_keys_say_the_same(tmp_path):
@@ -142,14 +142,14 @@ def test_older_keys_say_the_same(tmp_path):
     content = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     setting = models.ImageSetting(64, {"size": {"shortest_edge": 3136, "longest_edge": 50176}})
-    preprocessor = resizing.files(tmp_path, setting)["preprocessor_config.json"]
+    preprocessor = resizing.setting_files(tmp_path, setting)["preprocessor_config.json"]
     assert preprocessor == content | {"size": {"shortest_edge": 3136, "longest_edge": 50176}, "max_pixels": 50176}
 
 
 def test_refused(loaded):
     vlm = loaded("qwen2-vl")
-    least = resizing.settings(vlm.spec, vlm.processor)[0].tokens
+    least = resizing.image_settings(vlm.spec, vlm.processor)[0].tokens
     with pytest.raises(UserError, match=f"has {least} tokens an image"):
-        resizing.chosen(vlm.spec, vlm.processor, Resize(tokens=least - 1))
+        resizing.choose_setting(vlm.spec, vlm.processor, Resize(tokens=least - 1))
     with pytest.raises(UserError, match="the data have none"):
         resizing.settle(vlm.spec, vlm.processor, [()], Resize(keep=0.5))

@@ -1,4 +1,4 @@
-"""DyMU's thresholds: learnt as published, kept in a file, refused for another model."""
+"""DyMU's thresholds: learned as published, kept in a file, refused for another model."""
 
 from __future__ import annotations
 
@@ -56,46 +56,46 @@ def test_learnt_as_published(keep, monkeypatch):
     monkeypatch.setattr(learning, "BATCH", 6)
     vlm = tiny("llava")
     inputs_by_batch = batches(vlm, 11)
-    learnt = learning.learn(vlm, inputs_by_batch, choice.parse(f"dymu:{keep}"))
+    learned = learning.learn_thresholds(vlm, inputs_by_batch, choice.parse_reducer(f"dymu:{keep}"))
     pixels = torch.cat([inputs["pixel_values"] for inputs in inputs_by_batch[:-1]])
     slow = slow_learn(vlm, [pixels[:6], pixels[6:]], keep)
-    assert learnt.method == "dymu" and learnt.options.keep == keep
-    assert learnt.options.thresholds == pytest.approx(slow, abs=1e-6)
+    assert learned.method == "dymu" and learned.options.keep == keep
+    assert learned.options.thresholds == pytest.approx(slow, abs=1e-6)
 
 
 def test_one_batch_keeps_the_share_on_average():
     vlm = tiny("llava")
     inputs_by_batch = batches(vlm, 10)
-    learnt = learning.learn(vlm, inputs_by_batch, choice.parse("dymu:0.5"))
-    kept = learning.kept(vlm, inputs_by_batch, learnt)
+    learned = learning.learn_thresholds(vlm, inputs_by_batch, choice.parse_reducer("dymu:0.5"))
+    kept = learning.count_kept(vlm, inputs_by_batch, learned)
     assert abs(sum(kept) / 10 - 8) < 0.5 and len(set(kept)) > 1  # an odd row that finds no room merges in no layer
-    with attach(vlm, learnt) as attached:
+    with attach(vlm, learned) as attached:
         for inputs, count in zip(inputs_by_batch, kept, strict=False):
             vlm.model(**inputs)
-            assert [len(unit.reduction.anchor) for unit in attached.seen] == [count]
-    assert learning.learn(vlm, [], learnt) == learnt  # nothing is left to learn
+            assert [len(unit.reduction.anchor) for unit in attached.reduced_units] == [count]
+    assert learning.learn_thresholds(vlm, [], learned) == learned  # nothing is left to learn
 
 
 def test_tiles_count_as_pictures():
     vlm = tiny("llava-next")
     inputs_by_batch = [encode(vlm, ONE), encode(vlm, TWO)]
-    learnt = learning.learn(vlm, inputs_by_batch, choice.parse("dymu:0.5"))
+    learned = learning.learn_thresholds(vlm, inputs_by_batch, choice.parse_reducer("dymu:0.5"))
     tiles = [len(learning.pictures(vlm, inputs)) for inputs in inputs_by_batch]
-    assert tiles[0] < tiles[1] and len(learning.kept(vlm, inputs_by_batch, learnt)) == sum(tiles)
+    assert tiles[0] < tiles[1] and len(learning.count_kept(vlm, inputs_by_batch, learned)) == sum(tiles)
 
 
 def test_a_file_for_one_model(tmp_path):
     vlm, file = tiny("llava"), tmp_path / "new" / "dymu.json"
     inputs_by_batch = batches(vlm, 4)
-    learnt = learning.learn(vlm, inputs_by_batch, choice.parse("dymu:0.5"))
-    kept = learning.kept(vlm, inputs_by_batch, learnt)
-    content = threshold_file.save(file, vlm, learnt, kept, {"source": "here"})
+    learned = learning.learn_thresholds(vlm, inputs_by_batch, choice.parse_reducer("dymu:0.5"))
+    kept = learning.count_kept(vlm, inputs_by_batch, learned)
+    content = threshold_file.save_thresholds(file, vlm, learned, kept, {"source": "here"})
     assert json.loads(json.dumps(content)) == json.loads(file.read_text()) and content["kept"]["mean"] == sum(kept) / 4
-    named = choice.parse(f"dymu:thresholds={file}")
+    named = choice.parse_reducer(f"dymu:thresholds={file}")
     with attach(vlm, named) as attached:
-        assert attached.options.thresholds == learnt.options.thresholds
-    read = learning.learn(vlm, [], choice.parse(f"dymu:0.9,thresholds={file}"))
-    assert read.options == dataclasses.replace(learnt.options, keep=0.9)
+        assert attached.options.thresholds == learned.options.thresholds
+    read = learning.learn_thresholds(vlm, [], choice.parse_reducer(f"dymu:0.9,thresholds={file}"))
+    assert read.options == dataclasses.replace(learned.options, keep=0.9)
     other = next(vlm.model.model.vision_tower.parameters())
     other += 1
     try:
@@ -125,21 +125,21 @@ def test_a_file_for_one_model(tmp_path):
 )
 def test_bad_files(change, message, tmp_path):
     vlm, file = tiny("llava"), tmp_path / "dymu.json"
-    learnt = choice.parse("dymu:thresholds=[0.5, 0.6]")
-    content = threshold_file.save(file, vlm, learnt, [16], {})
+    learned = choice.parse_reducer("dymu:thresholds=[0.5, 0.6]")
+    content = threshold_file.save_thresholds(file, vlm, learned, [16], {})
     change(content)
     file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=message) as caught:
-        attach(vlm, choice.parse(f"dymu:thresholds={file}"))
+        attach(vlm, choice.parse_reducer(f"dymu:thresholds={file}"))
     assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_learnt_or_used(tmp_path):
     vlm = tiny("llava")
     with pytest.raises(UserError, match="have none; name some with --calib"):
-        learning.learn(vlm, [encode(vlm, NONE)], choice.parse("dymu"))
+        learning.learn_thresholds(vlm, [encode(vlm, NONE)], choice.parse_reducer("dymu"))
     with pytest.raises(UserError, match="keep=0.1: 16 tokens cannot be merged into 2 in 2 layers"):
-        learning.learn(vlm, batches(vlm, 1), choice.parse("dymu:0.1"))
+        learning.learn_thresholds(vlm, batches(vlm, 1), choice.parse_reducer("dymu:0.1"))
     with pytest.raises(UserError, match="has no thresholds; learn them with `vlmcompress thresholds MODEL"):
         attach(vlm, "dymu")
     with pytest.raises(UserError, match="3 thresholds and 2 layers.*another model's"):
@@ -147,7 +147,7 @@ def test_what_cannot_be_learnt_or_used(tmp_path):
     (tmp_path / "x.json").write_text("{")
     for name in ("x.json", "absent.json"):
         with pytest.raises(UserError, match=f"{name} is not readable"):
-            attach(vlm, choice.parse(f"dymu:thresholds={tmp_path / name}"))
+            attach(vlm, choice.parse_reducer(f"dymu:thresholds={tmp_path / name}"))
 
 
 def test_verb(capfd, tmp_path):
@@ -157,11 +157,11 @@ def test_verb(capfd, tmp_path):
         picture(seed).save(images / f"{seed}.png")
     arguments = ["thresholds", str(checkpoint("llava")), "--calib", str(images), "-o", str(file)]
     assert cli.main([*arguments, "--keep", "0.5"]) == 0
-    shown = capfd.readouterr().out
-    assert shown.startswith("Thresholds of 2 layers, with which 3 pictures keep ") and f"thresholds={file}" in shown
+    output = capfd.readouterr().out
+    assert output.startswith("Thresholds of 2 layers, with which 3 pictures keep ") and f"thresholds={file}" in output
     content = json.loads(file.read_text())
     assert content["reduce"]["keep"] == 0.5 and content["calibration"]["images"] == 3
-    with attach(loaded("llava"), choice.parse(f"dymu:thresholds={file}")) as attached:
+    with attach(loaded("llava"), choice.parse_reducer(f"dymu:thresholds={file}")) as attached:
         assert attached.options.thresholds == tuple(content["reduce"]["thresholds"])
     for flags, message in (
         (["--keep", "2"], "keep must be a number above 0"),
@@ -178,8 +178,8 @@ def test_counts_from_pixels_are_met_exactly():
     """The transformers engine with a counter: what the counter says of each image, whatever the batch."""
     vlm = tiny("llava")
     inputs_by_batch = batches(vlm, 12)
-    learnt = learning.learn(vlm, inputs_by_batch, choice.parse("dymu:0.6"))
-    counter = learning.counter(vlm, inputs_by_batch, learnt)
+    learned = learning.learn_thresholds(vlm, inputs_by_batch, choice.parse_reducer("dymu:0.6"))
+    counter = learning.counter(vlm, inputs_by_batch, learned)
     assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
     inputs = encode(vlm, ONE, TWO, NONE)
     said = [counter.count(pixels) for pixels in inputs["pixel_values"]]
@@ -187,19 +187,19 @@ def test_counts_from_pixels_are_met_exactly():
     spread = [wide.count(pixels) for pixels in inputs["pixel_values"]]
     assert len(set(spread)) > 1
     for token_counter, expected in ((counter, said), (wide, spread)):
-        with attach(vlm, learnt, counter=token_counter) as attached:
+        with attach(vlm, learned, counter=token_counter) as attached:
             vlm.model(**inputs)
-        assert [len(unit.reduction.anchor) for unit in attached.seen] == expected
+        assert [len(unit.reduction.anchor) for unit in attached.reduced_units] == expected
 
 
 def test_counts_of_another_model_are_refused():
     vlm = tiny("llava")
     counter = fit_counter([torch.rand(3, 56, 56)], [9], 14, 16, least=4)
-    learnt = choice.parse("dymu:thresholds=[0.5, 0.6]")
+    learned = choice.parse_reducer("dymu:thresholds=[0.5, 0.6]")
     for wrong in ({"buckets": (4, 17)}, {"buckets": (3, 16)}, {"patch": 16}):
         with pytest.raises(
             UserError, match="another model's; this one's encoder makes 4 to 16 tokens of patches of 14"
         ):
-            attach(vlm, learnt, counter=dataclasses.replace(counter, **wrong))
+            attach(vlm, learned, counter=dataclasses.replace(counter, **wrong))
     with pytest.raises(UserError, match="'tome' decides itself"):
         attach(vlm, "tome", counter=counter)

@@ -28,7 +28,7 @@ SINGLE: Prompt = ([("", picture(5))], "what is it?")
 
 
 def encode(vlm: VLM, *prompts: Prompt) -> dict[str, torch.Tensor]:
-    """A batch, padded on the left; each image behind its name, one a line."""
+    """A batch, padded on the left; each image after its name, one a line."""
     texts, images = [], []
     for views, question in prompts:
         content: list[dict[str, str]] = []
@@ -87,17 +87,19 @@ def test_equals_a_full_stop_in_place_of_the_images_that_go(family):
         reduced = vlm.model(**inputs).logits
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
     hook.remove()
-    stays = [len(unit.reduction.anchor) > 1 for unit in attached.seen]
+    stays = [len(unit.reduction.anchor) > 1 for unit in attached.reduced_units]
     assert stays == [False, False, True, True, False, True]  # by name: rear view, front; and what is alone
     assert all(
-        unit.reduction.anchor.tolist() == [0] for unit, stay in zip(attached.seen, stays, strict=True) if not stay
+        unit.reduction.anchor.tolist() == [0]
+        for unit, stay in zip(attached.reduced_units, stays, strict=True)
+        if not stay
     )
-    encoded = sum(len(unit.columns) for unit, stay in zip(attached.seen, stays, strict=True) if stay)
-    share = encoded / sum(len(unit.columns) for unit in attached.seen)
+    encoded = sum(len(unit.columns) for unit, stay in zip(attached.reduced_units, stays, strict=True) if stay)
+    share = encoded / sum(len(unit.columns) for unit in attached.reduced_units)
     assert sizes[1] == round(share * sizes[0]) == sizes[2]
     stop = vlm.model.get_input_embeddings().weight[vlm.processor.tokenizer.convert_tokens_to_ids(".")]
     hidden = reference.logits(vlm, inputs, attached.stages, stand_in=stop)
-    reference.compare(reduced, hidden, inputs["attention_mask"], attached.seen)
+    reference.compare(reduced, hidden, inputs["attention_mask"], attached.reduced_units)
     full = reference.logits(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.stages, stand_in=stop)
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, -STEPS - 1 : -1], atol=2e-5, rtol=1e-4)
     assert torch.equal(vlm.model(**inputs).logits, plain)
@@ -111,7 +113,7 @@ def test_the_names_decide(family, keep):
     for prompt in (CAMERAS, OTHER):
         with attach(vlm, "litevlm", {"keep": keep, "lexical": 0.5}) as attached:
             vlm.model(**encode(vlm, prompt))
-        stays = [number for number, unit in enumerate(attached.seen) if len(unit.reduction.anchor) > 1]
+        stays = [number for number, unit in enumerate(attached.reduced_units) if len(unit.reduction.anchor) > 1]
         assert stays == expected(vlm, prompt, keep)
 
 
@@ -125,5 +127,5 @@ def test_what_is_untouched(family):
         plain = vlm.model(**inputs).logits
         with attach(vlm, "litevlm", {"keep": keep}) as attached:
             assert torch.equal(vlm.model(**inputs).logits, plain)
-        assert len(attached.seen) == len(prompt[0])
+        assert len(attached.reduced_units) == len(prompt[0])
     assert traces(vlm.model) == before

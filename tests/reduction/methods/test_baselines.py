@@ -37,7 +37,7 @@ def test_windows_that_are_none_are_refused(window):
         pool.Options(window=window)
 
 
-def slow_worth(features, temperature):
+def slow_scores(features, temperature):
     """Token by token: the softmax of the cosines."""
     table = []
     for x in features:
@@ -46,8 +46,8 @@ def slow_worth(features, temperature):
     return table
 
 
-def covered(worth, kept):
-    return sum(max(row[j] for j in kept) for row in worth)
+def covered(scores, kept):
+    return sum(max(row[j] for j in kept) for row in scores)
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.8])
@@ -55,12 +55,12 @@ def covered(worth, kept):
 def test_coverage_adds_what_covers_most(keep, temperature):
     """Oracle: every candidate tried in every step, in float64. Rounding decides between those that are as good to 1e-5."""
     s = signals((1, 5, 6))
-    worth, kept = slow_worth(s.features, temperature), []
+    scores, kept = slow_scores(s.features, temperature), []
     count = coverage.budget(s.grid, coverage.Options(keep=keep))
     for token in cover(coverage.represented(s.features, temperature), count).tolist():
-        best = max(covered(worth, [*kept, j]) for j in range(30) if j not in kept)
+        best = max(covered(scores, [*kept, j]) for j in range(30) if j not in kept)
         kept.append(token)
-        assert covered(worth, kept) > best - 1e-5
+        assert covered(scores, kept) > best - 1e-5
     reduction = run("coverage", s, options("coverage", keep=keep, temperature=temperature))
     assert reduction.anchor.tolist() == sorted(set(kept)) and len(kept) == count
 
@@ -69,9 +69,9 @@ def test_coverage_adds_what_covers_most(keep, temperature):
 def test_coverage_is_near_the_best_of_all_choices(seed):
     """Nemhauser, Wolsey and Fisher's bound, and on images this small much closer."""
     features = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed))
-    worth = slow_worth(features, 0.2)
-    best = max(covered(worth, kept) for kept in itertools.combinations(range(10), 4))
-    greedy = covered(worth, cover(coverage.represented(features, 0.2), 4).tolist())
+    scores = slow_scores(features, 0.2)
+    best = max(covered(scores, kept) for kept in itertools.combinations(range(10), 4))
+    greedy = covered(scores, cover(coverage.represented(features, 0.2), 4).tolist())
     assert (1 - 1 / math.e) * best < 0.95 * best <= greedy <= best + 1e-6
 
 

@@ -16,7 +16,7 @@ def slow(features, count):
     n = len(features)
     likeness = torch.tensor([[cosine(a, b) for b in features] for a in features], dtype=torch.float64)
     likeness.fill_diagonal_(1.0)  # exactly: the first choice is a tie
-    kernel = likeness + cdpruner.OWN * torch.eye(n, dtype=torch.float64)
+    kernel = likeness + cdpruner.DIAGONAL * torch.eye(n, dtype=torch.float64)
     kept: list[int] = []
     while len(kept) < count:
         volume = {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kit.reducer_data import cosine, options, run, signals
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY
 from vlmcompress.reduction.methods._selecting import SelectingOptions
 
@@ -57,13 +57,13 @@ def test_wrong_values_are_refused():
 
 
 def test_a_recipe_names_the_options_only_where_they_are_used():
-    assert parse("divprune:0.5").plain() == {"method": "divprune", "keep": 0.5}
-    chosen = parse("divprune:0.5,merge=nearest,similar=0.8")
+    assert parse_reducer("divprune:0.5").plain() == {"method": "divprune", "keep": 0.5}
+    chosen = parse_reducer("divprune:0.5,merge=nearest,similar=0.8")
     assert chosen.plain() == {"method": "divprune", "keep": 0.5} | {
         "merge": "nearest",
         "similar": 0.8,
     }
-    assert parse(str(chosen)) == chosen
+    assert parse_reducer(str(chosen)) == chosen
 
 
 @pytest.mark.parametrize("name", ["cdpruner", "coverage"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kit.reducer_data import cosine, run, signals
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import coverage
 
 
@@ -54,13 +54,13 @@ def test_near_the_best_of_all_choices(seed):
     features = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed))
     s = dataclasses.replace(signals((1, 1, 10)), features=features, **NOTHING)
     chosen = coverage.Options(keep=0.4)
-    worth = Slow(s.features, chosen)
-    best = max(map(worth, itertools.combinations(range(10), 4)))
-    assert (1 - 1 / math.e) * best <= worth(run("coverage", s, chosen).anchor.tolist()) <= best + 1e-12
+    scores = Slow(s.features, chosen)
+    best = max(map(scores, itertools.combinations(range(10), 4)))
+    assert (1 - 1 / math.e) * best <= scores(run("coverage", s, chosen).anchor.tolist()) <= best + 1e-12
 
 
 def test_options():
-    assert parse("coverage:0.5").plain() == {"method": "coverage", "keep": 0.5, "temperature": 0.2}
+    assert parse_reducer("coverage:0.5").plain() == {"method": "coverage", "keep": 0.5, "temperature": 0.2}
     for temperature in (0, math.nan, "warm", True):
         with pytest.raises(ValueError, match="temperature must be a number of at least 0.001"):
             coverage.Options(temperature=temperature)

@@ -17,13 +17,13 @@ def exact_cover(features: torch.Tensor, count: int) -> list[int]:
     """Coverage's choice in float64, where copies are alike to the last bit: cosines are taken between kinds of tokens."""
     kinds, kind = torch.unique(features, dim=0, return_inverse=True)
     rows = torch.nn.functional.normalize(kinds.double())
-    worth = ((rows @ rows.T)[kind][:, kind] / 0.2).softmax(1)
+    scores = ((rows @ rows.T)[kind][:, kind] / 0.2).softmax(1)
     best, kept = torch.zeros(len(features), dtype=torch.float64), list[int]()
     for _ in range(count):
-        gain = (worth - best[:, None]).clamp(min=0).sum(0)
+        gain = (scores - best[:, None]).clamp(min=0).sum(0)
         gain[kept] = -1
         kept.append(int((gain >= gain.max() * (1 - 1e-12)).nonzero()[0]))
-        best = torch.maximum(best, worth[:, kept[-1]])
+        best = torch.maximum(best, scores[:, kept[-1]])
     return kept
 
 
@@ -71,14 +71,14 @@ def divprune_steps(features, count):
 def cdpruner_steps(features, count):
     """The published recursion, a token at a time."""
     rows = unit(features)
-    kernel, left = rows @ rows.T, (rows != 0).any(1).float() + cdpruner.OWN
+    kernel, left = rows @ rows.T, (rows != 0).any(1).float() + cdpruner.DIAGONAL
     factor, kept = torch.zeros(0, len(rows)), []
     for _ in range(count):
-        worth = left.clone()
-        worth[kept] = -1
-        token = int(worth.argmax())
+        scores = left.clone()
+        scores[kept] = -1
+        token = int(scores.argmax())
         row = (kernel[token] - factor[:, token] @ factor) / left[token].sqrt()
-        factor, left = torch.cat([factor, row[None]]), (left - row.square()).clamp(min=cdpruner.OWN)
+        factor, left = torch.cat([factor, row[None]]), (left - row.square()).clamp(min=cdpruner.DIAGONAL)
         kept.append(token)
     return kept
 

@@ -44,9 +44,9 @@ def test_large_determinants(seed):
     from vlmcompress.reduction.methods import _greedy_kernels
 
     kernel, count = cosines(seed), COUNTS[seed % 4]
-    left = torch.full((2, 45), 1 + cdpruner.OWN, device=DEVICE)
-    chosen = _greedy_kernels.span(kernel, left, count, cdpruner.OWN)
-    assert torch.equal(chosen, cdpruner._steps(kernel, left, count, cdpruner.OWN))
+    left = torch.full((2, 45), 1 + cdpruner.DIAGONAL, device=DEVICE)
+    chosen = _greedy_kernels.span(kernel, left, count, cdpruner.DIAGONAL)
+    assert torch.equal(chosen, cdpruner._steps(kernel, left, count, cdpruner.DIAGONAL))
 
 
 @pytest.mark.parametrize("seed", range(2, 12))

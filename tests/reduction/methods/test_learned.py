@@ -77,9 +77,9 @@ def slow(weights, features, grid):
 @pytest.mark.parametrize("grid", [(1, 5, 6), (1, 1, 1), (2, 3, 4)])
 def test_worth_is_as_defined(weights, grid):
     s = signals(grid)
-    worth = learned.worth(weights, s.features, grid)
+    scores = learned.score(weights, s.features, grid)
     torch.testing.assert_close(
-        worth.double(), torch.tensor(slow(weights, s.features, grid)).double(), atol=1e-5, rtol=1e-5
+        scores.double(), torch.tensor(slow(weights, s.features, grid)).double(), atol=1e-5, rtol=1e-5
     )
 
 

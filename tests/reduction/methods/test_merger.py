@@ -28,7 +28,7 @@ def place(grid, side: int, token: int, part: int) -> int:
 
 
 def slow_key(keys: torch.Tensor) -> list[float]:
-    """A token's key from those of its patches `[parts, WIDTH]`: means over heads, one behind the other."""
+    """A token's key from those of its patches `[parts, WIDTH]`: means over heads, one after another."""
     wide = WIDTH // HEADS
     return [sum(float(part[head * wide + i]) for head in range(HEADS)) / HEADS for part in keys for i in range(wide)]
 

@@ -132,11 +132,11 @@ def slow_tome_layer(x, size, keys, pairs):
     for a in range(0, n, 2):
         b = max(range(1, n, 2), key=lambda j: cosine(keys[a], keys[j]))
         edges.append((cosine(keys[a], keys[b]), a, b))
-    x, size, gone = [row * s for row, s in zip(x, size, strict=True)], list(size), set()
+    x, size, dropped = [row * s for row, s in zip(x, size, strict=True)], list(size), set()
     for _, a, b in sorted(edges, key=lambda edge: (-edge[0], edge[1]))[:pairs]:
         x[b], size[b] = x[b] + x[a], size[b] + size[a]
-        gone.add(a)
-    left = [i for i in range(n) if i not in gone]
+        dropped.add(a)
+    left = [i for i in range(n) if i not in dropped]
     return torch.stack([x[i] / size[i] for i in left]), [size[i] for i in left]
 
 
@@ -211,7 +211,7 @@ def test_dymu_odd_count_merges_at_most_half():
 
 
 def test_dymu_thresholds_merge_what_was_asked_for_on_average():
-    """On the batch that they are learnt from, exactly; the threshold is the best cosine that does not merge."""
+    """On the batch that they are learned from, exactly; the threshold is the best cosine that does not merge."""
     images = [signals(seed=seed) for seed in range(6)]
     scores = [dymu.best(image) for image in images]
     tau = dymu.threshold(scores, r=7.5)
@@ -231,7 +231,7 @@ def test_dymu_thresholds_are_never_negative():
 def test_dymu_thresholds_are_means_over_batches():
     assert dymu.average([[0.5, 0.25], [0.125, 0.0]]) == (0.3125, 0.125)
     for wrong in ([], [[0.5], [0.5, 0.25]]):
-        with pytest.raises(ValueError, match="learnt from"):
+        with pytest.raises(ValueError, match="learned from"):
             dymu.average(wrong)
 
 
@@ -258,7 +258,7 @@ def test_dymu_to_an_exact_count(count):
 @pytest.mark.parametrize("count", [3, 5, 12, 24, 40, 45])
 @pytest.mark.parametrize("grid", [(1, 6, 8), (1, 5, 9)])
 def test_dymu_padded_for_a_device_merges_the_same(grid, count, ties):
-    """As many rows as there may be at most, whatever the values: those with tokens are the ones of a CPU, the others behind."""
+    """As many rows as there may be at most, whatever the values: those with tokens are the ones of a CPU, the others after."""
     chosen = options("dymu", thresholds=(0.9, 0.75, 0.5, 0.8))
     for seed in range(4):
         s = signals(grid, seed=seed)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from tests.kit.reducer_data import best, options, run, signals
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY, Reduction
 from vlmcompress.utils.errors import UserError
 
@@ -24,7 +24,7 @@ def tera(counts: list[int]) -> float:
 
 def test_published_ratio_and_stages():
     """Half of them after 8, 16 and 24 of 32 blocks; the paper's table has 3.82 and 1.78 TFLOPs."""
-    chosen = parse("pyramiddrop:ratio=0.5")
+    chosen = parse_reducer("pyramiddrop:ratio=0.5")
     counts = chosen.left(LLAVA, 32)
     assert counts == [576] * 8 + [288] * 8 + [144] * 8 + [72] * 8
     assert [layer for layer, _ in chosen.options.drops(32)] == [8, 16, 24]
@@ -35,7 +35,7 @@ def test_published_ratio_and_stages():
 @pytest.mark.parametrize(("stages", "blocks"), itertools.product((2, 3, 4, 7), (7, 28, 32, 80)))
 def test_stages_are_of_like_length(stages, blocks):
     """As many rows as `keep` says, but for rounding; a prompt of 10^6 tokens leaves it no room."""
-    chosen = parse(f"pyramiddrop:0.6,stages={stages}")
+    chosen = parse_reducer(f"pyramiddrop:0.6,stages={stages}")
     counts = chosen.left((1, 1000, 1000), blocks)
     lengths = [len(list(same)) for _, same in itertools.groupby(counts)]
     assert len(lengths) == stages and sum(lengths) == blocks and max(lengths) - min(lengths) <= 1
@@ -47,18 +47,18 @@ def test_stages_are_of_like_length(stages, blocks):
 
 def test_share_of_few_blocks():
     """Of 5 blocks the last stage has two: 5 * 0.5 = 1 + r + r^2 + 2 r^3, whose root is near 0.6106."""
-    shares = [layer_share[1].share for layer_share in parse("pyramiddrop:0.5").options.drops(5)]
+    shares = [layer_share[1].share for layer_share in parse_reducer("pyramiddrop:0.5").options.drops(5)]
     assert 1 + shares[0] + shares[1] + 2 * shares[2] == pytest.approx(2.5, abs=1e-12)
-    assert [layer for layer, _ in parse("pyramiddrop:0.5").options.drops(5)] == [1, 2, 3]
+    assert [layer for layer, _ in parse_reducer("pyramiddrop:0.5").options.drops(5)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 8])
 @pytest.mark.parametrize("ratio", [1e-3, 0.5, 0.9, 1])
 def test_keep_follows_from_the_ratio(stages, ratio):
-    choice = parse(f"pyramiddrop:0.7,stages={stages},ratio={ratio}")
+    choice = parse_reducer(f"pyramiddrop:0.7,stages={stages},ratio={ratio}")
     assert choice.options.keep == pytest.approx(sum(ratio**stage for stage in range(stages)) / stages, rel=1e-12)
-    assert parse(str(choice)) == choice == parse(f"pyramiddrop:stages={stages},ratio={ratio}")
-    back = parse(f"pyramiddrop:{choice.options.keep!r},stages={stages}").options
+    assert parse_reducer(str(choice)) == choice == parse_reducer(f"pyramiddrop:stages={stages},ratio={ratio}")
+    back = parse_reducer(f"pyramiddrop:{choice.options.keep!r},stages={stages}").options
     shares = [[drop.share for _, drop in stage_options.drops(32 * 21)] for stage_options in (choice.options, back)]
     assert shares[0] == pytest.approx(shares[1], rel=1e-9)
 
@@ -81,9 +81,9 @@ def test_a_drop_takes_from_what_is_left():
 
 def test_an_image_of_few_tokens_is_kept_whole_in_all_blocks():
     """Of 2 tokens a share of 0.2 rounds to none."""
-    assert parse("pyramiddrop:0.2,stages=8").left((1, 1, 2), 8) == [2] * 8
-    assert parse("pyramiddrop:0.2,stages=8").left((1, 1, 3), 8) == [3] + [1] * 7
-    assert parse("pyramiddrop:1").left((1, 1, 3), 8) == [3] * 8
+    assert parse_reducer("pyramiddrop:0.2,stages=8").left((1, 1, 2), 8) == [2] * 8
+    assert parse_reducer("pyramiddrop:0.2,stages=8").left((1, 1, 3), 8) == [3] + [1] * 7
+    assert parse_reducer("pyramiddrop:1").left((1, 1, 3), 8) == [3] * 8
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_an_image_of_few_tokens_is_kept_whole_in_all_blocks():
 )
 def test_options_that_are_refused(text, message):
     with pytest.raises(UserError, match=message):
-        parse(f"pyramiddrop:{text}")
+        parse_reducer(f"pyramiddrop:{text}")
 
 
 def test_schedules_that_a_model_has_no_room_for():

@@ -115,7 +115,7 @@ def test_identity_returns_everything():
     ("change", "message"),
     [
         ({"anchor": torch.tensor([2, 0])}, "ascend"),
-        ({"anchor": torch.tensor([0, 1])}, "no source"),
+        ({"anchor": torch.tensor([0, 1])}, "not among the sources"),
         ({"anchor": torch.tensor([0, 9])}, "anchor is out of range"),
         ({"target": torch.tensor([0, 0, 2])}, "target is out of range"),
         ({"weight": torch.tensor([1.0, 0.0, 1.0])}, "positive"),

@@ -29,9 +29,9 @@ def slow(s, count, sharpness):
     match = [max(cosine(f, q) for q in s.query) for f in s.features]
     regions = tiles(4, 4, height, width)
     best = [max(match[i] for i in region) for region in regions]
-    worth = [math.exp(sharpness * (b - min(best)) / (max(best) - min(best))) if len(best) > 1 else 1.0 for b in best]
+    scores = [math.exp(sharpness * (b - min(best)) / (max(best) - min(best))) if len(best) > 1 else 1.0 for b in best]
     if count <= len(regions):
-        return sorted(sorted(regions, key=lambda region: -worth[regions.index(region)])[:count])
+        return sorted(sorted(regions, key=lambda region: -scores[regions.index(region)])[:count])
     groups, level, query = (
         {k: [list(region)] for k, region in enumerate(regions)},
         dict.fromkeys(range(len(regions)), 0),
@@ -47,7 +47,7 @@ def slow(s, count, sharpness):
             while level[k] < 3 and len(finer(k)) == len(groups[k]):
                 level[k] += 1
         open_ = [k for k in groups if level[k] < 3]
-        price = {k: min(query.get(k, math.inf), worth[k] / (len(finer(k)) - len(groups[k]))) for k in open_}
+        price = {k: min(query.get(k, math.inf), scores[k] / (len(finer(k)) - len(groups[k]))) for k in open_}
         k = max(open_, key=lambda k: (price[k], -level[k], -k))
         query[k] = price[k]
         for child in finer(k):

@@ -118,7 +118,7 @@ def slow(model: Path) -> str | None:
         return None
     return (
         f"FP8 is slow in vLLM {engine.version} on this processor, which has AMX: its products take oneDNN's reference kernel, "
-        f"thousands of times slower than 16 bits. Install vlmcompress beside it ({interpreter()} -m pip install ...), whose "
+        f"thousands of times slower than 16 bits. Install vlmcompress next to it ({interpreter()} -m pip install ...), whose "
         "plugin goes another way, or vLLM 0.33"
     )
 

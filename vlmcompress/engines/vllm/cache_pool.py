@@ -17,7 +17,7 @@ Source: vLLM 0.32 `v1/core/kv_cache_utils.py` (`get_kv_cache_groups`, `unify_kv_
 `get_max_concurrency_for_kv_cache_config`), `v1/kv_cache_interface.py` (`max_memory_usage_bytes`) and
 `platforms/interface.py` (`_align_hybrid_block_size`). `tests/quantization/plan/test_against_vllm.py` compares with its log.
 
-`Defaults` is what vLLM does unless told otherwise, as far as memory and batches depend on it: `config/cache.py`
+`Defaults` is what vLLM does by default, as far as memory and batches depend on it: `config/cache.py`
 (`gpu_memory_utilization`, `DEFAULT_BLOCK_SIZE`), `engine/arg_utils.py` (`get_batch_defaults` of the OpenAI server),
 `platforms/cpu.py` (blocks of 128, one batch at once), `config/vllm.py` (`max_concurrent_batches`: two on a GPU, where
 scheduling is asynchronous), `config/scheduler.py` (the encoder's cache holds as many embeddings as a batch has tokens, or one
@@ -36,7 +36,7 @@ from vlmcompress.recipe.targets import Target
 
 
 @dataclass(frozen=True)
-class Layer:
+class CacheLayer:
     """What one decoder block caches on one device.
 
     Attributes:
@@ -96,12 +96,12 @@ class Pool:
         return int(float(self.requests(space, tokens, in_flight)) * tokens)
 
 
-def tokens_bytes(layers: Sequence[Layer], tokens: int) -> int:
+def tokens_bytes(layers: Sequence[CacheLayer], tokens: int) -> int:
     """Bytes that `tokens` tokens fill, without rounding up to blocks: keys and values within each window, and states."""
     return sum(layer.state_bytes + layer.token_bytes * min(tokens, layer.window or tokens) for layer in layers)
 
 
-def pool(layers: Sequence[Layer], block: int, kernel: int, prefix_caching: bool = True, drafts: int = 0) -> Pool:
+def pool(layers: Sequence[CacheLayer], block: int, kernel: int, prefix_caching: bool = True, drafts: int = 0) -> Pool:
     """Cut the cache of these layers as vLLM does.
 
     Args:

@@ -32,7 +32,7 @@ def tensor_places(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
         return {event["id"]: event for event in events if event["event"] == "answer"}
 
 
-def check(folder: Path) -> Finding:
+def check_tensors(folder: Path) -> Finding:
     """Whether vLLM takes all tensors of a checkpoint, and lacks none. UserError: vLLM can't be asked."""
     placed = tensor_places({"": folder})[""]
     if "error" in placed:

@@ -30,7 +30,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Layer:
+class FusedLayer:
     """Linear layers that an engine runs as one matrix.
 
     Attributes:
@@ -55,24 +55,24 @@ class Layer:
         return rows, self.inputs // devices if self.group.split == "inputs" else self.inputs
 
 
-def layers_of(model: nn.Module, groups: Iterable[Group], schemes: Mapping[str, Scheme]) -> list[Layer]:
+def fused_layers(model: nn.Module, groups: Iterable[Group], schemes: Mapping[str, Scheme]) -> list[FusedLayer]:
     """The layers of groups, those of equal shapes and formats once.
 
     Args:
         model: the model, shapes only; `schemes`: quantized linear layer (memory name) -> its number formats.
     """
-    layers: dict[tuple, Layer] = {}
+    layers: dict[tuple, FusedLayer] = {}
     for group in groups:
         first = group.linears[0]
         weights = [model.get_parameter(f"{name}.weight") for name in group.linears]
         shapes = tuple((weight.shape[0], weight.shape[1]) for weight in weights)
         head: Any = getattr(model.get_submodule(first.rpartition(".")[0]), "head_dim", 1)
-        layer = Layer(group, shapes, schemes.get(first), head)
+        layer = FusedLayer(group, shapes, schemes.get(first), head)
         layers.setdefault((group.kind, shapes, layer.scheme), layer)
     return list(layers.values())
 
 
-def fits(layer: Layer, devices: int) -> bool:
+def fits(layer: FusedLayer, devices: int) -> bool:
     """Whether no group of a layer's columns, and no block of its weights, is torn."""
     weights = layer.scheme.weights if layer.scheme else None
     if weights is None or weights.group <= 0:
@@ -86,7 +86,7 @@ def fits(layer: Layer, devices: int) -> bool:
     return all(count % weights.rows == 0 for count in (rows if whole else rows[:-1]))
 
 
-def fitting_size(layers: Iterable[Layer], devices: int) -> int | None:
+def fitting_size(layers: Iterable[FusedLayer], devices: int) -> int | None:
     """The largest size of groups, below the layers' own, that no layer is torn in; -1: one scale per row; None: none helps.
 
     NVFP4 has groups of 16 and FP8 blocks of 128 x 128, which no option changes.
@@ -101,7 +101,7 @@ def fitting_size(layers: Iterable[Layer], devices: int) -> int | None:
     return next((size for size in sizes if not any(columns % size for columns in shares)), -1)
 
 
-def problem(layers: Sequence[Layer], devices: int, target: str | None = None) -> str | None:
+def partition_problem(layers: Sequence[FusedLayer], devices: int, target: str | None = None) -> str | None:
     """Why vLLM cannot share layers out among `devices`, and what to do; None where it can."""
     torn = next((layer for layer in layers if not fits(layer, devices)), None)
     if torn is not None and torn.scheme:
@@ -118,7 +118,7 @@ def problem(layers: Sequence[Layer], devices: int, target: str | None = None) ->
             f"on each of {devices} devices {name} has {part}, which {pieces} do not divide, so that vLLM refuses it; "
             f"{_instead(layers, torn, devices)}"
         )
-    return _limit_problem(layers, devices, targets.get(target)) if target else None
+    return _limit_problem(layers, devices, targets.get_target(target)) if target else None
 
 
 def tower_problem(model: nn.Module, spec: ModelSpec, schemes: Mapping[str, Scheme], devices: int) -> str | None:
@@ -129,7 +129,7 @@ def tower_problem(model: nn.Module, spec: ModelSpec, schemes: Mapping[str, Schem
     """
     if spec.vision_whole:
         return None
-    layers = layers_of(model, models.vision_linears(model, spec), schemes)
+    layers = fused_layers(model, models.vision_linears(model, spec), schemes)
     torn = next((layer for layer in layers if not fits(layer, devices)), None)
     for layer in layers:
         sides = [layer.inputs] if layer.group.split == "inputs" else [rows for rows, _ in layer.shapes]
@@ -138,19 +138,19 @@ def tower_problem(model: nn.Module, spec: ModelSpec, schemes: Mapping[str, Schem
     return None
 
 
-def choices(layers: Sequence[Layer], limit: Iterable[int] = DEVICES) -> list[int]:
-    """Numbers of devices, of those in `limit`, that layers can be shared out among without a group being torn."""
+def device_counts(layers: Sequence[FusedLayer], limit: Iterable[int] = DEVICES) -> list[int]:
+    """Numbers of devices, of those in `limit`, that layers can be split among without a group being torn."""
     return [devices for devices in limit if all(fits(layer, devices) for layer in layers)]
 
 
-def stored_layers(path: Path) -> list[Layer]:
+def stored_layers(path: Path) -> list[FusedLayer]:
     """The decoder's layers of the quantized checkpoint in a folder. Raises `UserError` for one that is not read."""
-    with models.quiet():
+    with models.quiet_transformers():
         stored = Stored.of(path)
-    return layers_of(stored.meta_model, models.resolve(stored.meta_model, stored.spec), stored.schemes)
+    return fused_layers(stored.meta_model, models.resolve_groups(stored.meta_model, stored.spec), stored.schemes)
 
 
-def _limit_problem(layers: Sequence[Layer], devices: int, machine: Target) -> str | None:
+def _limit_problem(layers: Sequence[FusedLayer], devices: int, machine: Target) -> str | None:
     """Why a machine's kernels do not take what one device has of a layer; None where they do."""
     for layer in layers:
         limit = machine.limits.get(targets.format_key(layer.scheme).removesuffix("-static"))
@@ -163,9 +163,9 @@ def _limit_problem(layers: Sequence[Layer], devices: int, machine: Target) -> st
     return None
 
 
-def _instead(layers: Sequence[Layer], torn: Layer, devices: int) -> str:
+def _instead(layers: Sequence[FusedLayer], torn: FusedLayer, devices: int) -> str:
     """What does not tear a layer: the largest size of groups that fits, fewer devices, or experts that stay whole."""
-    size, fewer = fitting_size(layers, devices), choices(layers, (n for n in DEVICES if n < devices))
+    size, fewer = fitting_size(layers, devices), device_counts(layers, (n for n in DEVICES if n < devices))
     about = " (one scale per row, which costs accuracy below 8 bits)" if size == -1 else ""
     sizes = [f"quantize with --set options.group_size={size}{about}"] if size else []
     whole = ["serve with --enable-expert-parallel, which shares experts out whole"]

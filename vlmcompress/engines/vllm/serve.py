@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.engines.local import how_it_ended, keep_log, last_words, start_process, stop_process
+from vlmcompress.engines.local import exit_text, keep_log, last_words, start_process, stop_process
 from vlmcompress.engines.vllm import ENVIRONMENT, environment, installed, interpreter, slow, speculation
 from vlmcompress.export import readers
 from vlmcompress.reduction import support
@@ -88,7 +88,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(
+def vllm_server(
     model: str | Path,
     *,
     port: int | None = None,
@@ -133,7 +133,7 @@ def wait(running: subprocess.Popen, model: Path, url: str, timeout: float, log: 
     deadline = time.monotonic() + timeout
     while not _healthy(url):
         if (code := running.poll()) is not None:
-            end = how_it_ended(code)
+            end = exit_text(code)
             raise UserError(f"{title} could not start ({end}) with {model}{last_words(log)}")
         if time.monotonic() > deadline:
             raise UserError(f"{title} was not up after {timeout:g} s with {model}{last_words(log)}")
@@ -181,8 +181,10 @@ def arguments_of(
             raise UserError(f"--{flag} is {value}, it should be at least {least}")
     if not model.is_dir():
         raise UserError(f"{model}: no such checkpoint folder")
-    config: dict[str, Any] = schema.read(model_folder.Config, model / "config.json", "give a checkpoint's folder")
-    readers.refuse(model, ["vllm"], "write another format with vlmcompress export")
+    config: dict[str, Any] = schema.read_checked(
+        model_folder.Config, model / "config.json", "give a checkpoint's folder"
+    )
+    readers.refuse_unreadable(model, ["vllm"], "write another format with vlmcompress export")
     check_length(max_model_len, config)
     reducer = _reducer(model, config)
     arguments = [
@@ -202,7 +204,7 @@ def arguments_of(
     ]
     if (config.get("quantization_config") or {}).get("kv_cache_scheme"):
         arguments += ["--kv-cache-dtype", "fp8"]
-    if reducer is not None and reducer.asks:
+    if reducer is not None and reducer.query_aware:
         arguments.append(TRUST)
     if not {AUTO_TOOLS, f"--no-{AUTO_TOOLS[2:]}", PARSER} & {flag.partition("=")[0] for flag in extra}:
         arguments += _tools(model, config)
@@ -210,7 +212,7 @@ def arguments_of(
     if (last := speculation.last_setting(extra)) is not None:
         speculative, extra = last, speculation.without_setting(extra)
     if speculative is not None:
-        arguments += speculation.flags(model, speculative)
+        arguments += speculation.speculative_flags(model, speculative)
     return [*arguments, *extra]
 
 
@@ -275,7 +277,7 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     from vlmcompress.reduction import block as reducer_block  # which brings torch along
 
     try:
-        carried = reducer_block.read(config)
+        carried = reducer_block.read_reducer(config)
         reason = carried and support.engine_refusal(names[0], carried.reducer)
     except UserError as error:
         reason = str(error)
@@ -318,7 +320,7 @@ def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:
         return  # another tool's, of a format that is not read: vLLM says what it can do with it
     if {"--enable-expert-parallel", "-ep"} & set(extra):
         layers = [layer for layer in layers if layer.group.expert is None]
-    if problem := partition.problem(layers, int(count)):
+    if problem := partition.partition_problem(layers, int(count)):
         raise UserError(f"{model}: {problem}")
 
 

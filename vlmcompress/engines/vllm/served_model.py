@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from vlmcompress import models
 from vlmcompress.engines.vllm import partition
-from vlmcompress.engines.vllm.cache_pool import Layer
+from vlmcompress.engines.vllm.cache_pool import CacheLayer
 from vlmcompress.models import ModelSpec, Source
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import has_weights
@@ -61,7 +61,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class ServedDecoder:
     """A decoder: its blocks in order, None for one that caches nothing of its own, and what a serving engine asks of it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Decoder:
     intermediates: tuple[int, ...]
     shared: int = 0
 
-    def layers(self, tp: int, width: int | None = None, scale: int = 0, drafts: int = 0) -> list[Layer]:
+    def layers(self, tp: int, width: int | None = None, scale: int = 0, drafts: int = 0) -> list[CacheLayer]:
         """What each block caches on one of `tp` devices.
 
         Args:
@@ -93,10 +93,10 @@ class Decoder:
         for block in self.blocks:
             if isinstance(block, State):
                 drafted = block.drafted * drafts // tp * block.parts[0][1]
-                layers.append(Layer(0, None, sum(n // tp * size for n, size in block.parts) + drafted))
+                layers.append(CacheLayer(0, None, sum(n // tp * size for n, size in block.parts) + drafted))
             elif block:
                 size = block.token_bytes(width or self.itemsize, scale, tp)
-                layers.append(Layer(size, block.window, 0, max(1, block.kv_heads // tp)))
+                layers.append(CacheLayer(size, block.window, 0, max(1, block.kv_heads // tp)))
         return layers
 
 
@@ -132,7 +132,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
         )
 
 
-def describe(model: PreTrainedModel) -> Decoder:
+def describe(model: PreTrainedModel) -> ServedDecoder:
     """Describe the decoder of a model, one on the meta device will do."""
     config: Any = model.config.get_text_config()
     blocks = list(model.get_decoder().layers)
@@ -143,7 +143,7 @@ def describe(model: PreTrainedModel) -> Decoder:
     experts, active = (
         next((value for key in keys if (value := getattr(config, key, None))), 0) for keys in (_EXPERTS, _ACTIVE)
     )
-    return Decoder(
+    return ServedDecoder(
         blocks=tuple(_block(block, kind, config, sliding, itemsize) for block, kind in zip(blocks, kinds, strict=True)),
         hidden=config.hidden_size,
         context=getattr(config, "max_position_embeddings", None),
@@ -158,7 +158,7 @@ def describe(model: PreTrainedModel) -> Decoder:
     )
 
 
-def tp_problem(decoder: Decoder, tp: int) -> str | None:
+def tp_problem(decoder: ServedDecoder, tp: int) -> str | None:
     """Why the decoder cannot be split over `tp` devices as vLLM does it; None when it can."""
     for block in decoder.blocks:
         if isinstance(block, Attention):
@@ -174,14 +174,14 @@ def tp_problem(decoder: Decoder, tp: int) -> str | None:
     return next((f"an intermediate size of {size}" for size in sizes if size % tp), None)
 
 
-def tp_refusal(decoder: Decoder, tp: int) -> str | None:
+def tp_refusal(decoder: ServedDecoder, tp: int) -> str | None:
     """`tp_problem` as a line for users, with the numbers of devices that do; None where there is no problem."""
     problem = tp_problem(decoder, tp)
     fine = ", ".join(map(str, tp_choices(decoder))) if problem else ""
     return f"--tp {tp} does not go with {problem}; use one of {fine}" if problem else None
 
 
-def tp_choices(decoder: Decoder, limit: int = 16) -> list[int]:
+def tp_choices(decoder: ServedDecoder, limit: int = 16) -> list[int]:
     """Numbers of devices, up to `limit`, that the decoder can be split over."""
     return [tp for tp in range(1, limit + 1) if tp_problem(decoder, tp) is None]
 
@@ -223,7 +223,7 @@ def _delta_net(config: Any, itemsize: int) -> State:
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """A model to be served.
 
     Attributes:
@@ -242,7 +242,7 @@ class Model:
     path: Path
     config: dict[str, Any]
     meta_model: PreTrainedModel
-    decoder: Decoder
+    decoder: ServedDecoder
     stored: dict[str, Spec]
     headers: bool
     spec: ModelSpec | None
@@ -257,7 +257,7 @@ class Model:
         return partition.tower_problem(self.meta_model, self.spec, {}, devices)
 
 
-def open_model(path: Path) -> Model:
+def read_served_model(path: Path) -> ServedModel:
     """Open the model in a folder. Raises `UserError` for a config that cannot be."""
     weights = has_weights(path)
     config = models.read_config(path, weights)
@@ -271,8 +271,8 @@ def open_model(path: Path) -> Model:
     if spec and not quantized:
         source = Source.of(path) if weights else Source.outline(path)
         described = describe(source.meta_model)
-        return Model(path, config, source.meta_model, described, source.stored, weights, spec, source, spec)
-    meta_model = models.build_meta_model(path, weights, ours_only=False)
+        return ServedModel(path, config, source.meta_model, described, source.stored, weights, spec, source, spec)
+    meta_model = models.build_meta_model(path, weights, supported_only=False)
     if weights:
         headers = models.tensor_headers(path)
         stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
@@ -290,4 +290,4 @@ def open_model(path: Path) -> Model:
             if other.tower_blocks and other.tower_blocks in type(blocks[0]).__name__:
                 pictures = other
                 break
-    return Model(path, config, meta_model, describe(meta_model), stored, weights, spec, None, pictures, quantized)
+    return ServedModel(path, config, meta_model, describe(meta_model), stored, weights, spec, None, pictures, quantized)

@@ -41,7 +41,7 @@ def without_setting(flags: Sequence[str]) -> list[str]:
     return [flag for index, flag in enumerate(flags) if index not in values and flag.partition("=")[0] not in _FLAGS]
 
 
-def checked(model: Path, text: str) -> dict[str, Any]:
+def read_speculative_config(model: Path, text: str) -> dict[str, Any]:
     """Read the JSON of `--speculative-config` for a checkpoint. A draft folder becomes an absolute path.
 
     Raises:
@@ -78,14 +78,14 @@ def checked(model: Path, text: str) -> dict[str, Any]:
     return config
 
 
-def flags(model: Path, text: str) -> list[str]:
+def speculative_flags(model: Path, text: str) -> list[str]:
     """The flags of `vllm serve` for the JSON of `--speculative-config`, checked.
 
-    vLLM's CPU build has blocks of 128 tokens unless told otherwise, and most images have none that a draft could leave out.
+    vLLM's CPU build has blocks of 128 tokens by default, and most images have none that a draft could leave out.
     """
     from vlmcompress.export import draft_folder  # which brings torch along
 
-    config = checked(model, text)
+    config = read_speculative_config(model, text)
     folder = Path(config.get("model") or "")
     if config.get("method") == "eagle3" and (folder / draft_folder.FACTS).is_file() and installed().cpu:
         images = draft_folder.Draft.of(folder).images

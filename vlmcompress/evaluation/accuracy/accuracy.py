@@ -15,25 +15,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vlmcompress.engines import Answer, Engine, Settings
+from vlmcompress.engines import Answer, Engine, EngineSettings
 from vlmcompress.evaluation import sides
 from vlmcompress.evaluation.accuracy import free_answers, tasks
-from vlmcompress.evaluation.accuracy.ask import Sample, SuiteAnswers, ask_suite
+from vlmcompress.evaluation.accuracy.ask import AnsweredQuestion, SuiteAnswers, ask_suite
 from vlmcompress.evaluation.accuracy.compare import (
     MARGIN,
     by_family,
     changed_answers,
     compare,
-    divergence,
     families,
+    first_token_divergence,
     pairs,
 )
 from vlmcompress.evaluation.accuracy.free_answers import Score
 from vlmcompress.evaluation.accuracy.scoring import normalise
 from vlmcompress.evaluation.accuracy.tasks import LoadedSuite
-from vlmcompress.evaluation.results import FILE, Results, Scored, Side, Suite, load
+from vlmcompress.evaluation.results import FILE, Results, Scored, Side, Suite, load_results
 from vlmcompress.models.data.sources import PLAIN, Reading
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
@@ -62,7 +62,7 @@ class EvalOptions:
     seed: int = 0
     margin: Mapping[str, float] | None = None
     score: str = free_answers.AUTO
-    settings: Settings = Settings(logprobs=FIRST_TOKENS)
+    settings: EngineSettings = EngineSettings(logprobs=FIRST_TOKENS)
     journal: Path | None = None
     restart: bool = False
     progress: Progress | None = None
@@ -115,7 +115,7 @@ def evaluate_all(
         )
         for name in suites or [None]
     ]
-    named = free_answers.checked(options.score, loaded)
+    named = free_answers.check_score(options.score, loaded)
     # From the report first: where it lacks a suite, that is said before an engine starts.
     replayed = [_replay(recorded, suite.name) for suite in loaded] if recorded else None
     with ExitStack() as stack:
@@ -123,7 +123,7 @@ def evaluate_all(
             stack.enter_context(open_journal(options.journal, restart=options.restart)) if options.journal else None
         )
         before = replayed or [_answers(baseline, suite, options, journal, "baseline") for suite in loaded]
-        scores = [free_answers.choose(named, *both) for both in zip(loaded, before, strict=True)]
+        scores = [free_answers.choose_score(named, *both) for both in zip(loaded, before, strict=True)]
         before = [score.applied(answers) if score else answers for score, answers in zip(scores, before, strict=True)]
         original = recorded.baseline if recorded else sides.side(baseline, before[0].engine)
         for path in candidates:
@@ -144,7 +144,7 @@ def described(model: str | Path, engine: Engine, reduce: str | None = None) -> S
     """
     if recorded := _recorded(model):
         return recorded.baseline
-    attached = {"reduce": str(parse(reduce))} if reduce else {}
+    attached = {"reduce": str(parse_reducer(reduce))} if reduce else {}
     return sides.side(sides.folder(hub.local(model), engine.name) if engine.local else model, attached)
 
 
@@ -205,7 +205,7 @@ def summarise(
             f"suite {suite.name}: baseline and candidate have the same sample ids, but questions, images or answers differ; "
             "evaluate the baseline again"
         )
-    summary, divergences = divergence(
+    summary, divergences = first_token_divergence(
         [sample.answer.first for sample in before.samples], [sample.answer.first for sample in after.samples]
     )
     answered = zip(before.samples, after.samples, divergences, strict=True)
@@ -234,12 +234,12 @@ def summarise(
         for old, new, kl in answered
     ]
 
-    def total(count: Callable[[Sample], int]) -> tuple[int, int]:
+    def total(count: Callable[[AnsweredQuestion], int]) -> tuple[int, int]:
         return sum(map(count, before.samples)), sum(map(count, after.samples))
 
     # an engine may not report visual tokens
-    taken = [sample for sample in (*before.samples, *after.samples) if not sample.answer.refused]
-    reported = all(sample.answer.visual_tokens is not None for sample in taken)
+    accepted = [sample for sample in (*before.samples, *after.samples) if not sample.answer.refused]
+    reported = all(sample.answer.visual_tokens is not None for sample in accepted)
     both = [s for s in scored if not s.baseline_refused and not s.candidate_refused]
     return Suite(
         name=suite.name,
@@ -269,7 +269,7 @@ def _recorded(baseline: str | Path) -> Results | None:
     """The earlier results that `baseline` names; None if it names a checkpoint."""
     path = Path(baseline)
     is_report = (path / FILE).is_file() and not (path / "config.json").is_file()
-    return load(path) if path.suffix == ".json" or is_report else None
+    return load_results(path) if path.suffix == ".json" or is_report else None
 
 
 def _suite(recorded: Results, name: str) -> Suite:
@@ -283,7 +283,7 @@ def _suite(recorded: Results, name: str) -> Suite:
 def _replay(recorded: Results, name: str) -> SuiteAnswers:
     """The baseline's answers in an earlier report, which lack token probabilities."""
     samples = tuple(
-        Sample(
+        AnsweredQuestion(
             id=s.id,
             family=s.family,
             question=s.question,

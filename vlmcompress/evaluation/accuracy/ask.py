@@ -17,24 +17,24 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from vlmcompress.engines import Answer, Engine, Request, Settings
-from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, Place, metric, quiet
+from vlmcompress.engines import Answer, Engine, EngineSettings, Request
+from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, Place, quiet_lm_eval, task_metric
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import model_files, unchanged
 from vlmcompress.utils.progress import Progress
-from vlmcompress.utils.schema import problem
+from vlmcompress.utils.schema import first_problem
 from vlmcompress.utils.work_folder import Journal
 
 REFUSED = 0.1
 """The share of a suite's samples that an engine may refuse."""
 
 SEPARATOR = " | "  # between several reference answers, where they are one text
-SETTINGS = ("max_model_len", "dtype", "logprobs")  # beside max_tokens, those that an answer depends on
+SETTINGS = ("max_model_len", "dtype", "logprobs")  # next to max_tokens, those that an answer depends on
 _ANSWER = TypeAdapter(Answer)
 
 
 @dataclass(frozen=True)
-class Sample:
+class AnsweredQuestion:
     """One answered question.
 
     Attributes:
@@ -67,7 +67,7 @@ class SuiteAnswers:
         resumed: number of answers that came from the journal.
     """
 
-    samples: tuple[Sample, ...]
+    samples: tuple[AnsweredQuestion, ...]
     sha256: str
     metrics: dict[str, dict[str, float]]
     engine: dict[str, Any]
@@ -79,7 +79,7 @@ def ask_suite(
     model: str | Path,
     suite: LoadedSuite,
     engine: Engine,
-    settings: Settings | None = None,
+    settings: EngineSettings | None = None,
     journal: Journal | None = None,
     progress: Progress | None = None,
     label: str = "answering",
@@ -101,13 +101,13 @@ def ask_suite(
 
     places = {(place.task, place.index): place for place in suite.places}
     with tempfile.TemporaryDirectory(prefix="vlmcompress-eval-") as media:
-        answer = _JournalledEngine(model, engine, settings or Settings(), journal, progress, label, Path(media))
+        answer = _JournalledEngine(model, engine, settings or EngineSettings(), journal, progress, label, Path(media))
         lm = EngineLM(answer, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media))
         for task in suite.tasks.values():
             # As lm-eval's `evaluator.py::simple_evaluate` does before it calls `evaluate`, which takes no None.
             task.set_config("num_fewshot", task.config.num_fewshot or 0)
             task.set_fewshot_seed(suite.seed)
-        with quiet():
+        with quiet_lm_eval():
             evaluation = evaluate(
                 lm=lm,
                 task_dict={"tasks": dict(suite.tasks)},
@@ -120,7 +120,7 @@ def ask_suite(
         for row in logged:
             rows.setdefault((task, row["doc_id"]), row)  # the first of several filters counts
     samples = tuple(
-        _sample(place, rows[key], metric(suite.tasks[place.task]), lm.requests[place.id], lm.answers[place.id])
+        _sample(place, rows[key], task_metric(suite.tasks[place.task]), lm.requests[place.id], lm.answers[place.id])
         for key, place in places.items()
     )
     metrics: dict[str, dict[str, float]] = {}
@@ -157,7 +157,7 @@ def identify(model: str | Path, engine: str) -> Identity:
     return Identity(hashlib.sha256(stats.encode()).hexdigest(), engine)
 
 
-def key(identity: Identity, request: Request, settings: Settings) -> str:
+def key(identity: Identity, request: Request, settings: EngineSettings) -> str:
     """The key that an answer is filed under. Images are named by content (`lm.write_image`), so their folder is left out."""
     limits = {name: getattr(settings, name) for name in SETTINGS}
     limits["max_tokens"] = settings.max_tokens if request.max_tokens is None else request.max_tokens
@@ -182,7 +182,7 @@ def answered(journal: Journal, keys: Mapping[str, str]) -> dict[str, Answer]:
     try:
         return {id: replace(_ANSWER.validate_python(entry), id=id) for id, entry in entries.items()}
     except ValidationError as error:
-        raise UserError(f"{journal.path}: an answer's {problem(error)}; begin anew with --restart") from error
+        raise UserError(f"{journal.path}: an answer's {first_problem(error)}; begin anew with --restart") from error
 
 
 class _JournalledEngine:
@@ -192,7 +192,7 @@ class _JournalledEngine:
         self,
         model: str | Path,
         engine: Engine,
-        settings: Settings,
+        settings: EngineSettings,
         journal: Journal | None,
         progress: Progress | None,
         label: str,
@@ -235,7 +235,7 @@ class _JournalledEngine:
             self._journal.write(key, asdict(answer))
 
 
-def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, answer: Answer) -> Sample:
+def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, answer: Answer) -> AnsweredQuestion:
     target = row["target"]
     targets = list(dict.fromkeys(map(str, target))) if isinstance(target, list) else [str(target)]
     last = next(turn for turn in reversed(request.messages) if turn["role"] == "user")
@@ -246,7 +246,7 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
             f"task {place.task}: its metric {name} gives {str(value)[:60]} for sample '{place.id}', not a number in "
             "0 to 1; name a metric of single samples first in metric_list"
         )
-    return Sample(
+    return AnsweredQuestion(
         id=place.id,
         family=place.family,
         question="".join(part["text"] for part in last["content"] if part["type"] == "text").strip(),
@@ -259,7 +259,7 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
     )
 
 
-def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> str:
+def _fingerprint(samples: Sequence[AnsweredQuestion], requests: Mapping[str, Request]) -> str:
     """Hash ids, families, prompts, pixels and expected answers of all samples."""
     digest = hashlib.sha256()
     for sample in samples:

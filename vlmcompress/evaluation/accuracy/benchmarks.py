@@ -65,7 +65,7 @@ def mmmu_text(row: Row) -> str:
 def mmmu_images(row: Row) -> LazyImages:
     """The images in the order in which the prompt names them; one may be named twice."""
     names = re.findall("<image ([1-7])>", _mmmu_prompt(row))
-    return LazyImages([local_data.encoded(row[f"image_{name}"]) for name in names], f"sample '{row['id']}'")
+    return LazyImages([local_data.image_source(row[f"image_{name}"]) for name in names], f"sample '{row['id']}'")
 
 
 def _mmmu_prompt(row: Row) -> str:

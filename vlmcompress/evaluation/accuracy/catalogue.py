@@ -16,18 +16,18 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_multi_constructor("!", lambda loader, _suffix, node: loader.construct_scalar(node))
 
 
-def names() -> list[str]:
+def task_names() -> list[str]:
     """Names of the bundled tasks and groups."""
     return sorted(_bundled())
 
 
-def about(name: str) -> str:
+def about_task(name: str) -> str:
     """Description of a bundled suite from its own file: how it is scored."""
     return str(_bundled()[name].get("metadata", {}).get("scoring", ""))
 
 
 def folders() -> list[Path]:
-    """Folders of the bundled tasks: in the package when installed, beside it in a checkout."""
+    """Folders of the bundled tasks: in the package when installed, next to it in a checkout."""
     package = Path(__file__).parents[2]
     return [folder for folder in (package / "tasks", package.parent / "eval" / "tasks") if folder.is_dir()]
 

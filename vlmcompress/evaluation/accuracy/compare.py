@@ -143,7 +143,9 @@ def _compare(pairs: Pairs, margin: float, level: float) -> tuple[Comparison, flo
         margin=margin,
         verdict=verdict,
         sensitive=sensitive,
-        needed=noninferiority.needed(difference, margin, level) if sensitive and verdict == "inconclusive" else None,
+        needed=noninferiority.samples_needed(difference, margin, level)
+        if sensitive and verdict == "inconclusive"
+        else None,
         largest=max(Counter(images).values()),
     )
     return comparison, noninferiority.p_within(difference, margin)
@@ -165,7 +167,9 @@ def changed_answers(samples: Iterable[Scored]) -> list[Scored]:
     return [sample for _, sample in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def divergence(baseline: Sequence[First], candidate: Sequence[First]) -> tuple[Divergence | None, list[float | None]]:
+def first_token_divergence(
+    baseline: Sequence[First], candidate: Sequence[First]
+) -> tuple[Divergence | None, list[float | None]]:
     """KL(baseline || candidate) of the first tokens, in nats: its summary, and the value of each sample.
 
     A sample for which one side reports no probabilities has None; the summary is None if all have.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.evaluation.accuracy import scoring
-from vlmcompress.evaluation.accuracy.ask import SEPARATOR, Sample, SuiteAnswers
+from vlmcompress.evaluation.accuracy.ask import SEPARATOR, AnsweredQuestion, SuiteAnswers
 from vlmcompress.evaluation.accuracy.tasks import CUSTOM, LoadedSuite
 from vlmcompress.utils.errors import UserError, did_you_mean
 
@@ -104,7 +104,7 @@ class Score:
         """The answers with this score. UserError: the rule is a user's own function and fails."""
         return dataclasses.replace(answers, samples=tuple(map(self._scored, answers.samples)))
 
-    def _scored(self, sample: Sample) -> Sample:
+    def _scored(self, sample: AnsweredQuestion) -> AnsweredQuestion:
         if sample.answer.refused:
             return sample
         try:
@@ -118,7 +118,7 @@ class Score:
         return dataclasses.replace(sample, score=number, parsed=value is not None)
 
 
-def checked(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
+def check_score(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
     """The score that a name stands for, before anything is asked; None for `auto`.
 
     Args:
@@ -170,7 +170,7 @@ def checked(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
     return Score(name, f"By the function {name}.", function)
 
 
-def choose(named: Score | None, suite: LoadedSuite, baseline: SuiteAnswers) -> Score | None:
+def choose_score(named: Score | None, suite: LoadedSuite, baseline: SuiteAnswers) -> Score | None:
     """The score of a suite's answers: the named one, or by a look at the baseline's first ones; None: the suite's own."""
     if named is not None or CUSTOM not in suite.tasks:
         return named

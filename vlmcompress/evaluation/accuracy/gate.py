@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import vlmcompress
-from vlmcompress.evaluation.results import Comparison, Gate, Results, Rule, State, Suite, Verdict
+from vlmcompress.evaluation.results import Comparison, Gate, GateRule, Results, State, Suite, Verdict
 from vlmcompress.utils import yaml_files as _yaml
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.text import points, times
@@ -90,7 +90,7 @@ def judge(results: Results, gate: GateFile) -> Gate:
     return Gate(name=gate.name, verdict=verdict, rules=judged, file=gate.model_dump(mode="json", exclude_defaults=True))
 
 
-def chosen(file: str | Path | None, max_drop: float | None) -> GateFile | None:
+def choose_gate(file: str | Path | None, max_drop: float | None) -> GateFile | None:
     """The gate of the command line's `--gate` (a file or bundled gate) or `--max-drop`; None for neither."""
     if file is not None and max_drop is not None:
         raise UserError("--gate and --max-drop exclude each other; write the margin into the gate file")
@@ -106,12 +106,12 @@ def margins(gate: GateFile | None) -> dict[str, float]:
     return {"" if name == ANY else name: rules.margin for name, rules in gate.suites.items()} if gate else {}
 
 
-def names() -> list[str]:
+def gate_names() -> list[str]:
     """Names of the bundled gates."""
     return sorted(_bundled())
 
 
-def about(name: str) -> str:
+def about_gate(name: str) -> str:
     """Description of a bundled gate from its own file."""
     return load(name).about
 
@@ -128,7 +128,7 @@ def load(name: str | Path) -> GateFile:
             raise UserError(f"no bundled gate is called '{name}'{did_you_mean(path.name, _bundled())}")
         path = _bundled()[path.name]
     try:
-        gate = GateFile.model_validate({"name": path.stem, **_yaml.read(path, "gate")})
+        gate = GateFile.model_validate({"name": path.stem, **_yaml.read_yaml(path, "gate")})
     except ValidationError as error:
         raise UserError(f"gate {path}: {_problem(error)}") from error
     if not gate.suites and not gate.speed and gate.size is None:
@@ -147,7 +147,7 @@ def recorded(gate: Gate) -> GateFile | None:
 
 
 def _bundled() -> dict[str, Path]:
-    """Files of the bundled gates: in the package when installed, beside it in a checkout."""
+    """Files of the bundled gates: in the package when installed, next to it in a checkout."""
     package = Path(vlmcompress.__file__).parent
     folders = (package / "gates", package.parent / "eval" / "gates")
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
@@ -168,12 +168,12 @@ def _problem(error: ValidationError) -> str:
     return f"{where} is {first['input']!r}, it {first['msg'].removeprefix('Input ')}"
 
 
-def _missing(name: str, reason: str, limit: str = "") -> Rule:
+def _missing(name: str, reason: str, limit: str = "") -> GateRule:
     """An inconclusive rule, as its measurement is missing."""
-    return Rule(name=name, verdict="inconclusive", value="not measured", limit=limit, reason=reason)
+    return GateRule(name=name, verdict="inconclusive", value="not measured", limit=limit, reason=reason)
 
 
-def _accuracy(results: Results, suite: Suite, rules: SuiteRules) -> list[Rule]:
+def _accuracy(results: Results, suite: Suite, rules: SuiteRules) -> list[GateRule]:
     """Judge the rules of one suite: accuracy, its families, and counts of samples and answers."""
     from vlmcompress.evaluation.accuracy.compare import (  # needs numpy, which `list` must not load
         by_family,
@@ -204,7 +204,7 @@ def _accuracy(results: Results, suite: Suite, rules: SuiteRules) -> list[Rule]:
     if suite.samples < rules.minimum:
         reason = f"ask {rules.minimum - suite.samples:,} more"
         judged.append(
-            Rule(
+            GateRule(
                 name=f"{suite.name}: samples",
                 verdict="inconclusive",
                 value=f"{suite.samples:,}",
@@ -226,7 +226,7 @@ def _accuracy(results: Results, suite: Suite, rules: SuiteRules) -> list[Rule]:
     return judged
 
 
-def _drop(suite: str, family: str | None, c: Comparison) -> Rule:
+def _drop(suite: str, family: str | None, c: Comparison) -> GateRule:
     """The rule on the accuracy of a suite, or of one of its families."""
     reason = ""
     if c.verdict == "inconclusive":
@@ -236,7 +236,7 @@ def _drop(suite: str, family: str | None, c: Comparison) -> Rule:
         elif c.missing:
             reason += f"; about {c.missing:,} more would, if the difference stays the same"
             reason += f"; one has {c.largest / c.n:.0%} of the samples" * c.heavy
-    return Rule(
+    return GateRule(
         name=f"{suite}: {'accuracy' if family is None else family}",
         verdict=c.verdict,
         value=f"{points(c.difference)} points ({points(c.low)} to {points(c.high)})",
@@ -248,7 +248,7 @@ def _drop(suite: str, family: str | None, c: Comparison) -> Rule:
     )
 
 
-def _speed(results: Results, rule: SpeedRule) -> Rule:
+def _speed(results: Results, rule: SpeedRule) -> GateRule:
     """Judge the rule of one benchmark metric."""
     name, limit = f"speed: {rule.metric}, {rule.mode} {rule.state}", f"at least {times(rule.at_least)}"
     metrics = results.bench.summary.get(rule.mode, {}).get(rule.state, {}) if results.bench else {}
@@ -259,15 +259,15 @@ def _speed(results: Results, rule: SpeedRule) -> Rule:
     ratio = metrics[rule.metric]
     if ratio.interval is None:
         reason = "one repeat can't tell; run vlmcompress bench with more --repeats"
-        return Rule(name=name, verdict="inconclusive", value="", limit=limit, reason=reason)
+        return GateRule(name=name, verdict="inconclusive", value="", limit=limit, reason=reason)
     middle, (low, high) = ratio.ratio, ratio.interval
     if not ratio.higher_is_better:
         middle, low, high = (1 / value if value > 0 else float("inf") for value in (middle, high, low))
     verdict: Verdict = "pass" if low >= rule.at_least else "fail" if high < rule.at_least else "inconclusive"
     reason = "these repeats can't tell; run more, or longer ones" if verdict == "inconclusive" else ""
     value = f"{times(middle)} ({low:.2f} to {high:.2f})"
-    return Rule(name=name, verdict=verdict, value=value, limit=limit, reason=reason)
+    return GateRule(name=name, verdict=verdict, value=value, limit=limit, reason=reason)
 
 
-def _bound(name: str, holds: bool, value: str, limit: str) -> Rule:
-    return Rule(name=name, verdict="pass" if holds else "fail", value=value, limit=limit)
+def _bound(name: str, holds: bool, value: str, limit: str) -> GateRule:
+    return GateRule(name=name, verdict="pass" if holds else "fail", value=value, limit=limit)

@@ -86,9 +86,9 @@ class EngineLM(LM):
         """The task's stop strings, and lm-eval's request as one for the engine."""
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(f"sample '{identity}': its task samples; set do_sample: false and temperature: 0.0")
-        shown = list((media or {}).get("visual") or ())
-        videos = [video.save(self._media) for video in shown if isinstance(video, Video)]
-        images = [write_image(image, self._media) for image in shown if not isinstance(image, Video)]
+        visuals = list((media or {}).get("visual") or ())
+        videos = [video.save(self._media) for video in visuals if isinstance(video, Video)]
+        images = [write_image(image, self._media) for image in visuals if not isinstance(image, Video)]
         stops = options.get("until") or []
         return (
             [stops] if isinstance(stops, str) else list(stops),
@@ -105,7 +105,7 @@ def place(
 ) -> list[dict[str, Any]]:
     """OpenAI-style messages with an image at each `<image>` of a text and at each part of type `image`; videos likewise.
 
-    Without any such place they come first in the last user turn, videos behind images.
+    Without any such place they come first in the last user turn, videos after images.
 
     Raises:
         UserError: there are places, but not as many as images or videos.
@@ -201,7 +201,7 @@ class Conversations(ConfigurableTask):
                 "test_split": "test",
                 "doc_to_text": "question",
                 "doc_to_target": "references",
-                "doc_to_image": local_data.shown,
+                "doc_to_image": local_data.row_media,
                 "process_results": benchmarks.exact,
                 "generation_kwargs": {
                     "until": [],

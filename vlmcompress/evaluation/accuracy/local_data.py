@@ -22,7 +22,7 @@ from typing import Any
 from PIL import Image
 
 from vlmcompress.models.data.samples import LazyImages, media_source
-from vlmcompress.models.data.sources import bundled
+from vlmcompress.models.data.sources import bundled_data
 from vlmcompress.models.data.video import Video
 from vlmcompress.utils import hub, json_files
 from vlmcompress.utils.errors import UserError
@@ -66,7 +66,7 @@ def load(
     if data:
         path = hub.local(data, "dataset", whole=split)
     else:
-        path = Path(root, name) if root else bundled(pretrained, split) if pretrained else None
+        path = Path(root, name) if root else bundled_data(pretrained, split) if pretrained else None
     if path is None:
         raise UserError(
             f"no data for {name}: give --data, or set {VARIABLE} to a folder with its copy as {name}{_hint(source)}"
@@ -98,10 +98,10 @@ def images(doc: Mapping[str, Any]) -> LazyImages:
     if isinstance(value, LazyImages):
         return value
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return LazyImages([encoded(item) for item in values], f"sample '{doc.get('id', '?')}'")
+    return LazyImages([image_source(item) for item in values], f"sample '{doc.get('id', '?')}'")
 
 
-def shown(doc: Mapping[str, Any]) -> Sequence[Image.Image | Video]:
+def row_media(doc: Mapping[str, Any]) -> Sequence[Image.Image | Video]:
     """The images of a row, then its videos, of which nothing is decoded."""
     return [*images(doc), *doc["videos"]] if doc["videos"] else images(doc)
 
@@ -109,11 +109,11 @@ def shown(doc: Mapping[str, Any]) -> Sequence[Image.Image | Video]:
 def video(doc: Mapping[str, Any]) -> list[Video]:
     """The video whose file `load` has put into the column `video`."""
     if not doc["video"]:
-        raise UserError(f"sample '{doc['id']}': its video is not there; unpack the data set's videos beside its table")
+        raise UserError(f"sample '{doc['id']}': its video is not there; unpack the data set's videos next to its table")
     return [Video(Path(doc["video"]), f"sample '{doc['id']}'")]
 
 
-def encoded(value: Mapping[str, Any]) -> bytes | Path:
+def image_source(value: Mapping[str, Any]) -> bytes | Path:
     """The encoded bytes or path of an image as `datasets` stores it."""
     if not isinstance(value, Mapping) or (value.get("bytes") is None and value.get("path") is None):
         raise UserError("an image of the data is empty; give its file")
@@ -175,7 +175,7 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json_files.parse(line)
+            row = json_files.parse_json(line)
         except ValueError as error:
             raise UserError(f"{file} line {number} is not valid JSON ({error}); write one object per line") from error
         if not isinstance(row, dict):

@@ -21,7 +21,7 @@ from vlmcompress.evaluation.accuracy.paired import NORMAL, MeanDifference
 from vlmcompress.evaluation.results import Verdict
 
 POWER = 0.8
-_MOST = 1e6  # times the samples, beyond which `needed` gives up
+_MOST = 1e6  # times the samples, beyond which `samples_needed` gives up
 
 
 def verdict(difference: MeanDifference, margin: float, level: float) -> Verdict:
@@ -57,7 +57,7 @@ def min_images_to_pass(margin: float, level: float) -> int:
 def detectable(difference: MeanDifference, level: float, power: float = POWER) -> float:
     """The smallest true drop that as many samples like these would show (upper limit below 0) with probability `power`.
 
-    Whole images are lost, of every size, beside changes that are as often for the better as for the worse; their number is
+    Whole images are lost, of every size, next to changes that are as often for the better as for the worse; their number is
     taken at its quantile 1 - `power`, by the normal approximation.
     """
     error, deviate = (1 - level) / 2, NORMAL.inv_cdf(power)
@@ -68,7 +68,7 @@ def detectable(difference: MeanDifference, level: float, power: float = POWER) -
     return high
 
 
-def needed(difference: MeanDifference, margin: float, level: float, power: float = POWER) -> int | None:
+def samples_needed(difference: MeanDifference, margin: float, level: float, power: float = POWER) -> int | None:
     """Number of samples, images as large as these, that reach a verdict with probability `power`, if the true difference is
     the observed one.
 

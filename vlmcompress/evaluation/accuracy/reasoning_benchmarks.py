@@ -21,8 +21,8 @@ STEPS = 'Think step by step and then finish your answer with "the answer is (X)"
 
 
 def mathvista_image(row: Row) -> LazyImages:
-    """The image, which the data set has beside its path."""
-    return LazyImages([local_data.encoded(row["decoded_image"])], f"sample '{row['pid']}'")
+    """The image, which the data set has next to its path."""
+    return LazyImages([local_data.image_source(row["decoded_image"])], f"sample '{row['pid']}'")
 
 
 def mathvista_text(row: Row) -> str:
@@ -45,7 +45,7 @@ def mmmu_pro_text(row: Row) -> str:
 def mmmu_pro_images(row: Row) -> LazyImages:
     """The images in the order in which the prompt names them; one may be named twice."""
     names = re.findall("<image ([1-7])>", _mmmu_pro_prompt(row))
-    return LazyImages([local_data.encoded(row[f"image_{name}"]) for name in names], f"sample '{row['id']}'")
+    return LazyImages([local_data.image_source(row[f"image_{name}"]) for name in names], f"sample '{row['id']}'")
 
 
 def _mmmu_pro_prompt(row: Row) -> str:
@@ -93,7 +93,7 @@ def gpqa_text(row: Row) -> str:
 
 def gpqa_target(row: Row) -> str:
     """The letter of the right choice."""
-    right = _gpqa_clean(row["Correct Answer"])
+    right = _gpqa_strip(row["Correct Answer"])
     return next(letter for letter, option in _gpqa_options(row).items() if option == right)
 
 
@@ -106,10 +106,10 @@ def _gpqa_options(row: Row) -> dict[str, str]:
     """The choices in an order that is drawn for each row, always the same: the data have the right one first."""
     keys = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
     drawn = sorted(keys, key=lambda key: hashlib.sha256(f"{row['Record ID']} {key}".encode()).digest())
-    return _lettered([_gpqa_clean(row[key]) for key in drawn])
+    return _lettered([_gpqa_strip(row[key]) for key in drawn])
 
 
-def _gpqa_clean(text: str) -> str:
+def _gpqa_strip(text: str) -> str:
     """A choice without the marks of the data set's tables, as lm-eval's task has it."""
     return text.strip().replace(" [title]", ". ").replace("  ", " ")
 

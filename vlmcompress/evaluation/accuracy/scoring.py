@@ -128,7 +128,7 @@ def mmmu_choice(answer: str, options: Mapping[str, str]) -> str | None:
     long = len(text.split()) > 5
     forms = [{letter: f"({letter})" for letter in options}, {letter: f" {letter} " for letter in options}]
     for form in forms:
-        if places := {letter: text.rfind(shown) for letter, shown in form.items() if shown in text}:
+        if places := {letter: text.rfind(choice) for letter, choice in form.items() if choice in text}:
             return max(places, key=lambda letter: places[letter])
     lower = text.lower()
     places = {letter: lower.rfind(option.lower()) for letter, option in options.items() if option.lower() in lower}
@@ -136,7 +136,7 @@ def mmmu_choice(answer: str, options: Mapping[str, str]) -> str | None:
 
 
 def mmmu_pro_choice(answer: str, options: Mapping[str, str]) -> str | None:
-    """The only option letter behind the last "Answer:"; else as `mmmu_choice`; else the last letter with a full stop behind it.
+    """The only option letter after the last "Answer:"; else as `mmmu_choice`; else the last letter with a full stop after it.
 
     As `parse_multi_choice_response` of MMMU-Pro (MMMU-Benchmark/MMMU, `mmmu-pro/evaluate.py`), which looks for letters in words
     as well, prefers full stops to the options' texts, and draws an option where this returns None.
@@ -178,7 +178,7 @@ def mmmu_open(answer: str, expected: Sequence[str]) -> bool:
 
 
 def _mmmu_values(text: str) -> list[str | float]:
-    """Normalize a text as a rounded number, or as lower case with a space before or behind a single letter."""
+    """Normalize a text as a rounded number, or as lower case with a space before or after a single letter."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -233,7 +233,7 @@ def vqa_accuracy(answer: str, people: Sequence[str], cut: bool = True) -> float:
 def vqa_normalise(text: str, cut: bool = True) -> str:
     """Normalize an answer for comparison: lower case, without punctuation and articles, numbers as digits.
 
-    As VQA's evaluation does (GT-Vision-Lab/VQA, `vqaEval.py`): a mark beside a space goes, in a text with a comma in a number
+    As VQA's evaluation does (GT-Vision-Lab/VQA, `vqaEval.py`): a mark next to a space goes, in a text with a comma in a number
     every mark does, and others become spaces. `cut`: in the form of TextVQA's evaluator (Singh et al. 2019, arXiv 1904.08920;
     pythia's `EvalAIAnswerProcessor`), which takes away commas and question marks first and separates 's.
     """
@@ -244,8 +244,8 @@ def vqa_normalise(text: str, cut: bool = True) -> str:
     text = text.replace("\n", " ").replace("\t", " ").strip()
     stripped = text
     for mark in PUNCTUATION:
-        beside_space = f"{mark} " in text or f" {mark}" in text
-        stripped = stripped.replace(mark, "" if beside_space or number else " ")
+        next_to_space = f"{mark} " in text or f" {mark}" in text
+        stripped = stripped.replace(mark, "" if next_to_space or number else " ")
     words = [NUMBERS.get(word, word) for word in re.sub(r"\.(?!\d)", "", stripped).split()]
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 
@@ -264,7 +264,7 @@ def contains(answer: str, expected: Sequence[str], formulas: bool = False) -> bo
 
 
 def video_mme_choice(answer: str) -> str | None:
-    """The first A, B, C or D, wherever it stands, behind what answers begin with, such as "The best answer is".
+    """The first A, B, C or D, wherever it stands, after what answers begin with, such as "The best answer is".
 
     Video-MME (Fu et al. 2024, arXiv 2405.21075; `eval_your_results.py`).
     """
@@ -274,7 +274,7 @@ def video_mme_choice(answer: str) -> str | None:
 
 
 def final_letter(answer: str, options: int) -> str | None:
-    """The letter behind the first "answer is", else behind the last "Answer:", else the last that stands alone.
+    """The letter after the first "answer is", else after the last "Answer:", else the last that stands alone.
 
     MMLU-Pro (Wang et al. 2024, arXiv 2406.01574; TIGER-AI-Lab/MMLU-Pro, `evaluate_from_api.py`), which draws an option where
     this returns None. Letters are those of the first `options` options.

@@ -29,7 +29,7 @@ from vlmcompress.utils.messages import note
 
 CUSTOM = "custom"
 DEFAULT = "world"
-BESIDE = (DEFAULT, "photo")  # suites whose data lie beside a demo model
+BUNDLED = (DEFAULT, "photo")  # suites whose data lie next to a demo model
 YAML = (".yaml", ".yml")
 EXAMPLES = "the folders of eval/tasks have examples"
 
@@ -86,8 +86,8 @@ class LoadedSuite:
         """Encode the images of a sample as PNG; of videos there are none."""
         place = next(place for place in self.places if place.id == identity)
         task = self.tasks[place.task]
-        shown = task.doc_to_image(task.eval_docs[place.index]) or ()
-        return [local_data.png(image) for image in shown if not isinstance(image, Video)]
+        images = task.doc_to_image(task.eval_docs[place.index]) or ()
+        return [local_data.png(image) for image in images if not isinstance(image, Video)]
 
 
 def load_suite(
@@ -106,7 +106,7 @@ def load_suite(
         suite: name of a bundled task or group, a task's YAML file, or a data file or folder. None: exact match on `data`,
             or the world's test split if there is no data either.
         data: local copy of a named suite's data; see `local_data`.
-        candidate, baseline: checkpoints; the data bundled with a demo model is found beside them.
+        candidate, baseline: checkpoints; the data bundled with a demo model is found next to them.
         limit: number of samples to choose, from all families in proportion, always the same ones for a seed.
         reading: how rows of plain data are read.
 
@@ -116,14 +116,14 @@ def load_suite(
     if suite is None and data is not None:
         suite, data = data, None
     name = DEFAULT if suite is None else str(suite)
-    plain = name not in catalogue.names() and Path(name).suffix not in YAML
+    plain = name not in catalogue.task_names() and Path(name).suffix not in YAML
     if reading != PLAIN and not plain:
         raise UserError(
             f"suite {name} says itself how its data are read; --columns and --skip-bad are for --data alone"
         )
-    if name in catalogue.names() or Path(name).suffix in YAML:
-        bundled = sources.bundled(baseline, "test") or sources.bundled(candidate, "test")
-        source = data or (bundled if name.partition("_")[0] in BESIDE else None)
+    if name in catalogue.task_names() or Path(name).suffix in YAML:
+        bundled = sources.bundled_data(baseline, "test") or sources.bundled_data(candidate, "test")
+        source = data or (bundled if name.partition("_")[0] in BUNDLED else None)
         if suite is None and source is None:
             raise UserError(
                 f"no data is bundled with {baseline}; give data (--data FILE: image, question, answer) or a suite (--suite)"
@@ -131,10 +131,10 @@ def load_suite(
         tasks = _load_tasks(name, {"data": str(source)} if source else {})
     elif Path(name).exists() or len(Path(name).parts) > 1 or Path(name).suffix:
         if data is not None:
-            raise UserError(f"suite {name} is data already; leave out the data {data} beside it")
+            raise UserError(f"suite {name} is data already; leave out the data {data} next to it")
         return _custom(Path(name), reading, limit, seed)
     else:
-        raise UserError(f"no suite is called '{name}'{did_you_mean(name, catalogue.names())}")
+        raise UserError(f"no suite is called '{name}'{did_you_mean(name, catalogue.task_names())}")
     name = Path(name).stem if Path(name).suffix in YAML else Path(name).name
     if not source:
         config = next(iter(tasks.values())).config
@@ -143,7 +143,7 @@ def load_suite(
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_lm_eval() -> Iterator[None]:
     """Keep the logs and progress bars of lm-eval off the terminal."""
     import lm_eval.api.task as building
 
@@ -174,7 +174,7 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     datasets.disable_progress_bars()
     file = Path(name)
     try:
-        with quiet():
+        with quiet_lm_eval():
             if file.suffix not in YAML:
                 return _manager(metadata).load([name])["tasks"]
             # Private in lm-eval 0.4.13; `TaskManager.load` takes a group by its name alone, which stands in the file.
@@ -209,24 +209,22 @@ def _custom(file: Path, reading: Reading, limit: int | None, seed: int) -> Loade
     path = hub.local(file, "dataset", splits=hub.TEST)
     loaded = sources.load_samples(path, samples=None, seed=0, check_images=False, answered=True, reading=reading)
     samples, total = list(loaded), len(loaded) + len(loaded.skipped)
-    bad, looked_at = dict(loaded.skipped), set[str]()
+    bad, checked = dict(loaded.skipped), set[str]()
     while True:  # what is chosen in the place of a bad sample may be bad, too
         named = all(sample.row_id is not None for sample in samples)  # others go by what they show
         chosen = [
-            sample
-            for sample in (stratified(samples, limit, seed) if named else samples)
-            if sample.name not in looked_at
+            sample for sample in (stratified(samples, limit, seed) if named else samples) if sample.name not in checked
         ]
-        looked_at.update(sample.name for sample in chosen)
+        checked.update(sample.name for sample in chosen)
         if not (undecodable := sources.undecodable(chosen)):
             break
         bad |= undecodable
         if not reading.allows(len(bad), total) or len(bad) == total:
-            raise UserError(sources.refusal(path.name, bad, total, reading.skip_bad))
+            raise UserError(sources.bad_samples_message(path.name, bad, total, reading.skip_bad))
         for line in sources.skipped_lines(undecodable):
             note(line)
         samples = [sample for sample in samples if sample.name not in bad]
-    with quiet():
+    with quiet_lm_eval():
         task = Conversations(CUSTOM, samples, [sample.row_id for sample in samples])
     return _choose(file.name, str(file), {CUSTOM: task}, limit, seed)
 
@@ -250,7 +248,7 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
             loaded.config.process_docs = None
             kept[task] = loaded
             places += [Place(*documents[document], task, index) for index, document in enumerate(indices)]
-    metrics = {metric(task) for task in kept.values()}
+    metrics = {task_metric(task) for task in kept.values()}
     first = next(iter(kept.values()))
     return LoadedSuite(
         name=name,
@@ -317,7 +315,7 @@ def _content_id(task: Any, document: Mapping[str, Any]) -> str:
 
 
 def _unique(ids: Sequence[tuple[str, str]], source: str) -> list[str]:
-    """Ids as the data have them, or behind their task's name if two tasks share one.
+    """Ids as the data have them, or after their task's name if two tasks share one.
 
     Args:
         ids: task and id of each sample.
@@ -331,6 +329,6 @@ def _unique(ids: Sequence[tuple[str, str]], source: str) -> list[str]:
     return plain if len(set(plain)) == len(plain) else [f"{task}/{identity}" for task, identity in ids]
 
 
-def metric(task: Any) -> str:
+def task_metric(task: Any) -> str:
     """The metric by which samples are compared: the first of the task's metrics."""
     return next(iter(task.aggregation()))

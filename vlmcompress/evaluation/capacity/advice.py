@@ -7,7 +7,7 @@ import math
 import shlex
 from dataclasses import dataclass
 
-from vlmcompress.evaluation.capacity.capacity import Capacity, Row
+from vlmcompress.evaluation.capacity.capacity import Capacity, FormatRow
 from vlmcompress.evaluation.capacity.weight_bytes import QUANTIZED
 from vlmcompress.quantization.plan import kv_cache
 from vlmcompress.utils import hub
@@ -26,7 +26,7 @@ class Flag:
         return f"{self.name} {shlex.quote(self.value)}"
 
 
-def command(capacity: Capacity, row: Row, model: str, out: str = "OUT") -> str | None:
+def command(capacity: Capacity, row: FormatRow, model: str, out: str = "OUT") -> str | None:
     """The call of `vlmcompress quantize` that writes the format; None where there is nothing to write."""
     request, name = capacity.request, row.weights.name
     if row.weights.key == QUANTIZED or capacity.model.source is None:
@@ -45,7 +45,7 @@ def command(capacity: Capacity, row: Row, model: str, out: str = "OUT") -> str |
     return shlex.join(parts)
 
 
-def flags(capacity: Capacity, row: Row) -> list[Flag]:
+def serve_flags(capacity: Capacity, row: FormatRow) -> list[Flag]:
     """The flags of `vllm serve` for a format."""
     request, load = capacity.request, capacity.loads[capacity.served]
     requests = math.floor(row.served[capacity.served].requests)
@@ -87,7 +87,7 @@ def flags(capacity: Capacity, row: Row) -> list[Flag]:
     return serve_flags
 
 
-def reason(capacity: Capacity, row: Row) -> str:
+def recommendation(capacity: Capacity, row: FormatRow) -> str:
     """Why this format is recommended."""
     request, weights = capacity.request, row.weights
     if weights.key == QUANTIZED:
@@ -110,6 +110,6 @@ def reason(capacity: Capacity, row: Row) -> str:
     return f"{why}; {gain:.2f} times the requests of bf16{regrouped}"
 
 
-def shown_model(capacity: Capacity) -> str:
+def model_name(capacity: Capacity) -> str:
     """The model as people name it."""
-    return hub.shown(capacity.model.path)
+    return hub.display_path(capacity.model.path)

@@ -17,7 +17,7 @@ from typing import Any
 
 from vlmcompress.engines.vllm import cache_pool, served_model
 from vlmcompress.engines.vllm.cache_pool import Defaults, Pool
-from vlmcompress.engines.vllm.served_model import Model
+from vlmcompress.engines.vllm.served_model import ServedModel
 from vlmcompress.evaluation.capacity import weight_bytes
 from vlmcompress.evaluation.capacity.weight_bytes import Speculation, Weights
 from vlmcompress.export.draft_folder import Draft
@@ -28,7 +28,7 @@ from vlmcompress.recipe.targets import Target
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.visual_count import Counted, Pictures, Rule, kept, per_block
+from vlmcompress.reduction.visual_count import Counted, CountRule, Pictures, kept_tokens, per_block
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.text import size
 
@@ -37,7 +37,7 @@ FIXED = 1_500_000_000
 
 
 @dataclass(frozen=True)
-class Request:
+class CapacityRequest:
     """What is asked: one request's `pictures`, `text` and `out` tokens, and the machine.
 
     `speculative`: method of speculative decoding, and how many tokens are drafted at once; `draft`: a head in a folder of its
@@ -92,7 +92,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Row:
+class FormatRow:
     """A format on a device: bytes of its weights, bytes left for the cache, and what it serves, by load."""
 
     weights: Weights
@@ -108,13 +108,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The plan. `loads`: by name, `all` and, behind a reducer, its label. `notes`: what was assumed or is to be known.
+    """The plan. `loads`: by name, `all` and, after a reducer, its label. `notes`: what was assumed or is to be known.
 
     `head_token_bytes`: what of `token_bytes` is of a head that drafts.
     """
 
-    request: Request
-    model: Model
+    request: CapacityRequest
+    model: ServedModel
     defaults: Defaults
     memory: float | None
     reserve: int
@@ -123,18 +123,18 @@ class Capacity:
     state_bytes: int
     pool: Pool
     loads: Mapping[str, Load]
-    rows: tuple[Row, ...]
+    rows: tuple[FormatRow, ...]
     notes: tuple[str, ...]
     speculation: Speculation | None = None
     head_token_bytes: int = 0
 
     @property
     def served(self) -> str:
-        """Name of the load that is served: behind the reducer where there is one."""
+        """Name of the load that is served: after the reducer where there is one."""
         return list(self.loads)[-1]
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> FormatRow | None:
         """The format to take: the target's own choice, then its choice for memory, then the smallest that fits."""
         fitting = [row for row in self.rows if row.fits]
         schemes = self.request.target.schemes if self.request.target else {}
@@ -146,7 +146,7 @@ class Capacity:
 
 
 def plan_capacity(
-    model: Model, request: Request, rows: bool = True, formats: Sequence[Weights] | None = None
+    model: ServedModel, request: CapacityRequest, rows: bool = True, formats: Sequence[Weights] | None = None
 ) -> Capacity:
     """Work out the plan. UserError for what cannot be asked: too long a context, devices that the heads do not divide by.
 
@@ -158,7 +158,7 @@ def plan_capacity(
     notes: list[str] = []
     if model.spec is None and model.pictures and (request.pictures.images or request.pictures.video):
         notes.append(f"images are counted by the rule of {model.pictures.family}, whose tower the model has")
-    if request.reduce is None and (carried := reducer_block.read(model.config)):
+    if request.reduce is None and (carried := reducer_block.read_reducer(model.config)):
         request = replace(request, reduce=carried.reducer)
         notes.append(f"the checkpoint carries {carried.reducer.label}")
     counted, left = _count(model, request, notes)
@@ -211,11 +211,11 @@ def plan_capacity(
     return replace(capacity, rows=tuple(_row(capacity, counted, weights) for weights in formats))
 
 
-def _count(model: Model, request: Request, notes: list[str]) -> tuple[Counted, int | None]:
+def _count(model: ServedModel, request: CapacityRequest, notes: list[str]) -> tuple[Counted, int | None]:
     """The visual tokens of a request, and those that its reducer leaves; None without one, or where it depends on the image."""
     if not request.pictures.images and not request.pictures.video:
         return Counted((), None, 0, (), 0), None
-    rule = Rule(model.path, model.meta_model.config, model.pictures)
+    rule = CountRule(model.path, model.meta_model.config, model.pictures)
     notes += rule.notes
     counted = rule.count(request.pictures)
     chosen = request.reduce
@@ -226,17 +226,19 @@ def _count(model: Model, request: Request, notes: list[str]) -> tuple[Counted, i
             f"--reduce {chosen}: the family '{model.config.get('model_type')}' is not one that is reduced here"
         )
     try:
-        support.check(VLM(model.meta_model, None, model.spec, model.path), chosen, engine="vllm", files=False)
+        support.check_reducer(VLM(model.meta_model, None, model.spec, model.path), chosen, engine="vllm", files=False)
     except UserError as error:
         raise UserError(f"--reduce {chosen}: {error}") from error
-    left = kept(counted, chosen, model.spec)
+    left = kept_tokens(counted, chosen, model.spec)
     if left is None:
         notes.append(f"how many tokens {chosen} leaves depends on what an image shows; figures are those of all tokens")
     return counted, left
 
 
-def _encoder_bytes(model: Model, defaults: Defaults, request: Request, counted: Counted, left: int | None) -> int:
-    """Bytes of the encoder's cache; 0 without pictures. `left`: visual tokens behind the reducer, where there is one."""
+def _encoder_bytes(
+    model: ServedModel, defaults: Defaults, request: CapacityRequest, counted: Counted, left: int | None
+) -> int:
+    """Bytes of the encoder's cache; 0 without pictures. `left`: visual tokens after the reducer, where there is one."""
     if not request.pictures.images and not request.pictures.video:
         return 0
     largest = max(counted.largest, 1)
@@ -245,12 +247,12 @@ def _encoder_bytes(model: Model, defaults: Defaults, request: Request, counted: 
     vision = model.config.get("vision_config") or {}
     deepstack = 1 + len(vision.get("deepstack_visual_indexes") or [])
     # vLLM 0.32 `v1/core/encoder_cache_manager.py`: the cache holds a step's tokens, or one image where that is larger;
-    # DeepStack's levels are kept beside the embedding (`models/qwen3_vl.py`).
+    # DeepStack's levels are kept next to the embedding (`models/qwen3_vl.py`).
     embeddings = max(defaults.batched, largest)
     return embeddings * model.decoder.hidden * model.decoder.itemsize * deepstack
 
 
-def _reserve(model: Model, defaults: Defaults, counted: Counted, tp: int) -> int:
+def _reserve(model: ServedModel, defaults: Defaults, counted: Counted, tp: int) -> int:
     """The reserve of the module's docstring: activations are 2 bytes times 6 widths and 3 intermediate ones of each token."""
     decoder = model.decoder
     experts = tuple(width * max(decoder.active, 1) for width in decoder.intermediates[1:])
@@ -265,11 +267,11 @@ def _reserve(model: Model, defaults: Defaults, counted: Counted, tp: int) -> int
     return FIXED + max(decoder_activations, tower_activations) + logits
 
 
-def _row(capacity: Capacity, counted: Counted, weights: Weights) -> Row:
+def _row(capacity: Capacity, counted: Counted, weights: Weights) -> FormatRow:
     """What a format leaves and serves."""
     request, model = capacity.request, capacity.model
     if weights.stored is None:
-        return Row(weights, 0, None)
+        return FormatRow(weights, 0, None)
     kv_heads = [block.kv_heads for block in model.decoder.blocks if isinstance(block, served_model.Attention)]
     head = capacity.speculation.bytes if capacity.speculation else 0
     loaded = weight_bytes.loaded_bytes(weights, model.stored) - weight_bytes.draft_bytes(model) + head
@@ -278,11 +280,11 @@ def _row(capacity: Capacity, counted: Counted, weights: Weights) -> Row:
     if space is None and capacity.memory is not None:
         space = int(MEMORY_SHARE * capacity.memory) - device - capacity.encoder - capacity.reserve
     if space is None:
-        return Row(weights, device, None)
+        return FormatRow(weights, device, None)
     served = {
         name: _served(capacity, counted, weights, loaded - head, space, load) for name, load in capacity.loads.items()
     }
-    return Row(weights, device, space, served)
+    return FormatRow(weights, device, space, served)
 
 
 def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, space: int, load: Load) -> Served:
@@ -299,7 +301,7 @@ def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, s
     kind = roofline.arithmetic_type(weights.scheme)
     visual = per_block(counted, load.visual, request.reduce, len(model.decoder.blocks))
     work = roofline.work(model, visual, load.text, counted.patches, counted.tokens)
-    per_step = roofline.read(model, read)
+    per_step = roofline.bytes_read(model, read)
     per_token = work.linear / max(load.visual + load.text, 1)
     # what all devices read of one sequence's cache
     cache = (load.filled - capacity.head_token_bytes * load.context) * request.tp
@@ -316,7 +318,7 @@ def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, s
     return Served(float(requests), roofline.prefill_seconds(work, rates, kind, request.tp), *steps)
 
 
-def verdict(capacity: Capacity) -> str:
+def capacity_verdict(capacity: Capacity) -> str:
     """In words, whether the model can be served so, and what would help where it cannot."""
     if capacity.best:
         return f"{capacity.best.weights.name} fits"

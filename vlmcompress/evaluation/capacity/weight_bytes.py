@@ -22,7 +22,7 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.engines.vllm import partition
-from vlmcompress.engines.vllm.served_model import Attention, Decoder, Model
+from vlmcompress.engines.vllm.served_model import Attention, ServedDecoder, ServedModel
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.models import Source
 from vlmcompress.numerics import Scheme, label
@@ -60,9 +60,9 @@ class Weights:
 
 
 def formats(
-    model: Model, target: str | None, devices: int = 1, vocabulary: Mapping[str, str] | None = None
+    model: ServedModel, target: str | None, devices: int = 1, vocabulary: Mapping[str, str] | None = None
 ) -> list[Weights]:
-    """A row for each number format that a scheme gives and the target runs, bf16 first; refused ones behind them.
+    """A row for each number format that a scheme gives and the target runs, bf16 first; refused ones after them.
 
     Args:
         devices: that share the model. Where groups of a scheme would be torn, it gets the largest that are not.
@@ -77,7 +77,7 @@ def formats(
     if model.source is None:
         return [Weights("bf16", "bf16", "bf16", stored_bytes(model.stored))]
     source = model.source
-    best = targets.get(target).schemes.values() if target else ()
+    best = targets.get_target(target).schemes.values() if target else ()
     names = sorted(SCHEMES.names(), key=lambda name: (name not in best, name))
     rows_by_label: dict[str, Weights] = {}
     for name in names:
@@ -96,7 +96,7 @@ def formats(
     return [replace(row, name="bf16") if row.scheme is None else row for row in rows]
 
 
-def _check_stored(model: Model, devices: int) -> None:
+def _check_stored(model: ServedModel, devices: int) -> None:
     """Raise `UserError` where the layers of a quantized checkpoint cannot be shared out, as far as it is read."""
     if devices == 1 or model.spec is None or not model.headers:
         return
@@ -104,7 +104,7 @@ def _check_stored(model: Model, devices: int) -> None:
         layers = partition.stored_layers(model.path)
     except UserError:
         return  # another tool's, of a format that is not read
-    if problem := partition.problem(layers, devices):
+    if problem := partition.partition_problem(layers, devices):
         raise UserError(problem)
 
 
@@ -114,17 +114,17 @@ def _fitting(source: Source, module: Any, devices: int) -> dict[str, int]:
     if scheme is None or devices == 1 or "group_size" not in {field.name for field in fields(module.Options)}:
         return {}
     groups = [group for block in source.blocks for group in block]
-    layers = partition.layers_of(
+    layers = partition.fused_layers(
         source.meta_model, groups, {name: scheme for group in groups for name in group.linears}
     )
-    size = None if devices in partition.choices(layers, [devices]) else partition.fitting_size(layers, devices)
+    size = None if devices in partition.device_counts(layers, [devices]) else partition.fitting_size(layers, devices)
     return {"group_size": size} if size and size > 0 else {}
 
 
 def _row(source: Source, target: str | None, row: Weights, devices: int, vocabulary: Mapping[str, str]) -> Weights:
     """A row with its bytes, or with the reason why there are none."""
     scheme = row.scheme
-    if target and (reason := targets.get(target).refusal(row.key)):
+    if target and (reason := targets.get_target(target).refusal(row.key)):
         return replace(row, refused=reason)
     if scheme is None:
         return replace(row, stored=stored_bytes(source.stored))
@@ -133,7 +133,7 @@ def _row(source: Source, target: str | None, row: Weights, devices: int, vocabul
     recipe = resolve(settings | ({"target": target} if target else {}), refuse=False, weights="headers").recipe
     plan = make_plan(recipe, source=source, refuse=False)
     carried = [problem for problem in plan.problems if not problem.startswith("the model carries the reducer")]
-    torn = partition.problem(planned.decoder_layers(plan), devices, target) if devices > 1 else None
+    torn = partition.partition_problem(planned.quantized_decoder_layers(plan), devices, target) if devices > 1 else None
     if carried or torn:
         return replace(row, refused=carried[0] if carried else torn)
     return replace(row, stored=plan.bytes_after)
@@ -169,7 +169,7 @@ def device_bytes(loaded: int, stored: Mapping[str, Spec], tp: int, kv_heads: int
     return math.ceil(whole + matrices * (1 - share) / tp + matrices * share * copies / tp)
 
 
-METHODS = {"mtp": 1, "ngram": 4, "suffix": 4}  # and how many tokens they draft at once unless told otherwise
+METHODS = {"mtp": 1, "ngram": 4, "suffix": 4}  # and how many tokens they draft at once by default
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class Speculation:
         """Write it as `--speculative` has it."""
         return f"{self.method}:{self.tokens}"
 
-    def added(self, decoder: Decoder) -> Decoder:
-        """The decoder with the head's blocks behind its own, which cache as those do."""
+    def added(self, decoder: ServedDecoder) -> ServedDecoder:
+        """The decoder with the head's blocks after its own, which cache as those do."""
         return replace(decoder, blocks=(*decoder.blocks, *self.blocks))
 
 
@@ -200,7 +200,7 @@ def parse_speculation(text: str) -> tuple[str, int]:
     return method, int(count or METHODS[method])
 
 
-def speculation_of(model: Model, method: str, tokens: int) -> Speculation:
+def speculation_of(model: ServedModel, method: str, tokens: int) -> Speculation:
     """What a method takes of a model. Raises `UserError` for `mtp` where the model has no head."""
     if method != "mtp":
         return Speculation(method, tokens)
@@ -213,8 +213,8 @@ def speculation_of(model: Model, method: str, tokens: int) -> Speculation:
     return Speculation(method, tokens, draft_bytes(model), (attention,) * count)
 
 
-def speculation_by(model: Model, draft: Draft) -> Speculation:
-    """What a draft head in a folder of its own takes beside a model. UserError: it doesn't fit the model."""
+def speculation_by(model: ServedModel, draft: Draft) -> Speculation:
+    """What a draft head in a folder of its own takes next to a model. UserError: it doesn't fit the model."""
     if problem := draft.mismatch(model.config):
         raise UserError(f"--draft {draft.folder}: {problem}; train one for this model with `vlmcompress draft`")
     block: Any = draft.block
@@ -223,7 +223,7 @@ def speculation_by(model: Model, draft: Draft) -> Speculation:
     return Speculation(draft.method, draft.tokens, draft.bytes, blocks)
 
 
-def draft_bytes(model: Model) -> int:
+def draft_bytes(model: ServedModel) -> int:
     """Bytes of a head's tensors, which are in the model's files and loaded only to draft with them."""
     names = models.draft_tensors(model.spec, model.stored) if model.spec else []
     return sum(model.stored[name].nbytes for name in names)

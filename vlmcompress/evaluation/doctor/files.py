@@ -26,7 +26,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import scorer_file, support
 from vlmcompress.utils import identity, tensor_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import Finding, reason
+from vlmcompress.utils.messages import Finding, error_text
 from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_files import Entry
 from vlmcompress.utils.text import size, smaller
@@ -50,7 +50,7 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
     if subject.other and source is not None:
         raise UserError(f"{path} is for {subject.other.TITLE}, and not compared with --source; leave that out")
     checks: dict[str, Finding] = {}
-    with models.quiet():
+    with models.quiet_transformers():
         for name, (needs, examine) in (_OF_OTHERS if subject.other else _EXAMINATIONS).items():
             failed = [need for need in needs if not checks[need].ok]
             if failed:
@@ -61,7 +61,7 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
             except UserError as error:
                 checks[name] = Finding(name, False, str(error))
             except Exception as error:  # damage may surface anywhere in the libraries that read these files
-                checks[name] = Finding(name, False, f"{type(error).__name__}: {reason(error)}")
+                checks[name] = Finding(name, False, f"{type(error).__name__}: {error_text(error)}")
     return list(checks.values())
 
 
@@ -129,7 +129,7 @@ class _Subject:
     @functools.cached_property
     def fused(self) -> list[Group]:
         """Linear layers that an engine makes one matrix of."""
-        every = (*models.resolve(self.meta_model, self.spec), *models.vision_linears(self.meta_model, self.spec))
+        every = (*models.resolve_groups(self.meta_model, self.spec), *models.vision_linears(self.meta_model, self.spec))
         return [group for group in every if group.fused]
 
     @functools.cached_property
@@ -144,12 +144,12 @@ class _Subject:
 
 
 def _manifest(subject: _Subject) -> str:
-    content = manifest.read(subject.path)
+    content = manifest.read_manifest(subject.path)
     return f"schema {content['schema_version']}, written by vlmcompress {content['created_by'].get('vlmcompress')}"
 
 
 def _files(subject: _Subject) -> str:
-    recorded, hashes = manifest.read(subject.path)["files"], manifest.hash_files(subject.path)
+    recorded, hashes = manifest.read_manifest(subject.path)["files"], manifest.hash_files(subject.path)
     wrong = {
         "missing": sorted(recorded.keys() - hashes.keys()),
         "changed": sorted(name for name in recorded.keys() & hashes.keys() if recorded[name] != hashes[name]),
@@ -179,12 +179,12 @@ def _config(subject: _Subject) -> str:
 
 
 def _reducer(subject: _Subject) -> str:
-    carried = reducer_block.read(subject.config)
+    carried = reducer_block.read_reducer(subject.config)
     if carried is None:
         return "none, all visual tokens are kept"
     vlm = models.VLM(subject.meta_model, None, subject.spec, subject.path)
-    support.check(vlm, carried.reducer)
-    scorer_file.known(vlm.model.config, carried.reducer, subject.path)
+    support.check_reducer(vlm, carried.reducer)
+    scorer_file.load_scorer(vlm.model.config, carried.reducer, subject.path)
     reason = support.engine_refusal(subject.config["architectures"][0], carried.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
     return f"{carried.reducer.label}, {where}"
@@ -261,8 +261,8 @@ def _engine(subject: _Subject) -> str:
 
 def _readers(subject: _Subject) -> str:
     """Who loads it; a problem where nobody does."""
-    record = manifest.read(subject.path) if (subject.path / manifest.MANIFEST).is_file() else {}
-    return readers.summary(launch_files.facts(subject.config, record, subject.path.name))
+    record = manifest.read_manifest(subject.path) if (subject.path / manifest.MANIFEST).is_file() else {}
+    return readers.readers_summary(launch_files.launch_facts(subject.config, record, subject.path.name))
 
 
 def _draft(subject: _Subject) -> str:
@@ -275,10 +275,10 @@ def _draft(subject: _Subject) -> str:
     if spec.draft is None or not names:
         return "no head that drafts tokens"
     block, reader = subject.quantization, subject.stored.reader if subject.stored else compressed_tensors
-    taken = [name for name in models.draft_modules(spec, specs) if reader.quantizes(block, name)]
-    if taken:
-        why = f"would be read as quantized, first '{taken[0]}', and engines would not start with speculation"
-        raise UserError(f"{len(taken)} layers of the head that drafts tokens {why}; quantize again")
+    quantized = [name for name in models.draft_modules(spec, specs) if reader.quantizes(block, name)]
+    if quantized:
+        why = f"would be read as quantized, first '{quantized[0]}', and engines would not start with speculation"
+        raise UserError(f"{len(quantized)} layers of the head that drafts tokens {why}; quantize again")
     literal = compressed_tensors.draft_entries(spec.draft.prefix)[0]
     if reader is compressed_tensors and block["config_groups"] and literal not in block["ignore"]:
         raise UserError(f"ignore lacks '{literal}', which SGLang looks for literally; quantize again, or add it")
@@ -323,7 +323,7 @@ def _values(subject: _Subject) -> str:
 
 
 def _size(subject: _Subject) -> str:
-    recorded = manifest.read(subject.path)
+    recorded = manifest.read_manifest(subject.path)
     before, after = recorded["size"]["weights_before"], sum(e.spec.nbytes for e in subject.entries.values())
     if subject.source is not None:
         original = identity.source_identity(subject.source)
@@ -345,7 +345,7 @@ def _processor(subject: _Subject) -> str:
 
 def _tokenizer(subject: _Subject) -> str:
     engine = subject.other.TITLE
-    tokens = tokenizers.compare(subject.other, subject.path, {})
+    tokens = tokenizers.compare_tokenizers(subject.other, subject.path, {})
     if tokens.problem:
         raise UserError(tokens.problem)
     if not tokens.texts:

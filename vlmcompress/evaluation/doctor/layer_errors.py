@@ -57,7 +57,7 @@ class LayerErrors:
             return "the weights alone, as no calibration data were seen"
         prefix = {"float": "unquantized", "quantized": "quantized"}.get(self.basis.get("prefix", ""), "other")
         count = self.basis.get("samples")
-        return f"{count} sample{'' if count == 1 else 's'} of '{self.basis.get('source')}', behind {prefix} blocks"
+        return f"{count} sample{'' if count == 1 else 's'} of '{self.basis.get('source')}', after {prefix} blocks"
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ class Change:
     worse: int
 
 
-def read(folder: Path) -> LayerErrors:
+def read_errors(folder: Path) -> LayerErrors:
     """Read the errors that a checkpoint's manifest records.
 
     Raises:
         UserError: not a checkpoint of ours, or no layer was quantized.
     """
-    content = manifest.read(folder)
+    content = manifest.read_manifest(folder)
     errors = content["errors"]
     if not errors:
         raise UserError(f"no decoder layer of {folder} is quantized, so there is no error to report")
-    manifest.verify(folder, content)
+    manifest.verify_hashes(folder, content)
     basis = content["calibration"] or {}
     if all(set(error) <= {"weight"} for error in errors.values()):
         basis = {}
@@ -102,7 +102,7 @@ def kinds(*errors: LayerErrors) -> list[str]:
     return [kind for kind in KINDS if all(kind in layers for layers in kinds_of_each)]
 
 
-def summary(errors: LayerErrors) -> dict[str, dict[str, Any]]:
+def summarize_errors(errors: LayerErrors) -> dict[str, dict[str, Any]]:
     """Sum up errors over layers: kind -> mean, median, and the worst layer."""
     result = {}
     for kind in kinds(errors):
@@ -123,7 +123,7 @@ def owners(errors: LayerErrors) -> dict[str, float]:
     return {kind: fmean(shares.get(kind, 0.0) for shares in errors.maxima.values()) for kind in present}
 
 
-def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
+def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
     """Compare two checkpoints: kind -> change of the errors.
 
     Raises:
@@ -137,9 +137,9 @@ def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
     if not common:
         raise UserError(f"{before.name} and {after.name} have no quantized layer in common; compare two of one model")
     if not shared:
-        blind = before if not before.basis else after
+        without_basis = before if not before.basis else after
         raise UserError(
-            f"{blind.name} knows the error of its weights alone and the other errors by modality; "
+            f"{without_basis.name} knows the error of its weights alone and the other errors by modality; "
             "add --stats STATS --model MODEL to measure both"
         )
     result = {}
@@ -155,7 +155,7 @@ def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
     return result
 
 
-def differences(before: LayerErrors, after: LayerErrors) -> list[str]:
+def incomparable_reasons(before: LayerErrors, after: LayerErrors) -> list[str]:
     """Reasons why the errors of two checkpoints are not directly comparable; empty if they were measured alike."""
     reasons = []
     if any(before.model.get(key) != after.model.get(key) for key in ("config_sha256", "headers_sha256")):
@@ -168,7 +168,7 @@ def differences(before: LayerErrors, after: LayerErrors) -> list[str]:
         if before.basis.get("sha256") != after.basis.get("sha256"):
             reasons.append("the two saw different calibration samples")
         if before.basis.get("prefix") != after.basis.get("prefix"):
-            reasons.append("one was measured behind quantized blocks, the other behind unquantized ones")
+            reasons.append("one was measured after quantized blocks, the other after unquantized ones")
     return reasons
 
 

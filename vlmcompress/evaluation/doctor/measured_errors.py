@@ -44,8 +44,8 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
     Raises:
         UserError: the three don't belong together, or the statistics have no Gram matrices of a quantized layer.
     """
-    recorded = layer_errors.read(folder)
-    content, now = manifest.read(folder), identity.source_identity(model)
+    recorded = layer_errors.read_errors(folder)
+    content, now = manifest.read_manifest(folder), identity.source_identity(model)
     if any(content["model"][key] != now[key] for key in _KEYS):
         raise UserError(f"{folder} was made of another model than {model}; give the one it was made of with --model")
     if content["recipe"].get("rotate") or statistics.rotation:
@@ -97,7 +97,7 @@ class Weights:
         self.stored = Stored.of(folder) if block and block.get("config_groups") != {} else None
         source = self.stored or Source.of(folder)
         self.meta_model, self.spec, self.names = source.meta_model, source.spec, source.names
-        self.groups = models.resolve(self.meta_model, self.spec)
+        self.groups = models.resolve_groups(self.meta_model, self.spec)
         self.entries = models.stored_tensors(folder)
 
     def scheme(self, linear: str) -> Scheme | None:

@@ -23,7 +23,7 @@ from vlmcompress.utils.text import figures, times
 from vlmcompress.utils.text import points as in_points
 
 if TYPE_CHECKING:
-    from vlmcompress.evaluation.report.findings import Row
+    from vlmcompress.evaluation.report.findings import AccuracyRow
 
 _NARROW, _BROAD = "ijlftrI.,:;|!'()[] ", "mwMW%@\N{RIGHTWARDS ARROW}"
 _WINNER, _FRONT, _OTHER = "#d55e00", "#0072b2", "#8a8a8a"  # Okabe and Ito's, where no style sheet goes before them
@@ -205,11 +205,11 @@ class Plot:
         for dot in dots:
             at = self.x(dot.x)
             if dot.low is not None:  # bars that would hide each other stand a little aside, alternately right and left
-                taken = [x for (x, _), other in zip(spots, dots, strict=False) if other.low is not None]
+                occupied = [x for (x, _), other in zip(spots, dots, strict=False) if other.low is not None]
                 gap = 6 if self.frame is PAGE else 4
                 free = (at + sign * step * gap for step in range(5) for sign in (1, -1))
                 inside = (x for x in free if self.area.left + 5 <= x <= self.area.right + 8)
-                at = next((x for x in inside if all(abs(x - other) > gap - 0.1 for other in taken)), at)
+                at = next((x for x in inside if all(abs(x - other) > gap - 0.1 for other in occupied)), at)
             spots.append((at, self.y(dot.y)))
         marks = [self._dot(dot, *spot) for dot, spot in zip(dots, spots, strict=True)][::-1]
         return [*marks, *self._names(dots, spots, keep_off)]
@@ -291,7 +291,7 @@ def both(draw: Callable[[Frame], Markup], frame: Frame = PAGE) -> Markup:
 _EDGE = 6  # percent of a row's width, left free on both sides for half a label
 
 
-def accuracy_axis(rows: Sequence[Row]) -> Axis:
+def accuracy_axis(rows: Sequence[AccuracyRow]) -> Axis:
     """An axis that holds every interval, zero and the first row's margin, but at most 30 points: neither a wild family nor
     the wide margin of families may flatten the rest."""
     low = min(-0.01, -rows[0].comparison.margin, *(row.comparison.low for row in rows))
@@ -301,7 +301,7 @@ def accuracy_axis(rows: Sequence[Row]) -> Axis:
 
 def gain_axis(rows: Sequence[Ratio]) -> Axis:
     """A logarithmic axis for ratios, with 1x inside."""
-    ends = [words.gain(r, x) for r in rows if words.comparable(r) for x in (r.low, r.high)]
+    ends = [words.gain_ratio(r, x) for r in rows if words.comparable(r) for x in (r.low, r.high)]
     return replace(logarithmic(min([0.9, *ends]), max([1.1, *ends])), text=_times)
 
 
@@ -317,7 +317,7 @@ def ruler(axis: Axis, unit: str = "points") -> Markup:
     return element("svg", *labels, class_="row ruler", role="img", aria_label=f"axis, {unit}")
 
 
-def accuracy(row: Row, axis: Axis) -> Markup:
+def accuracy(row: AccuracyRow, axis: Axis) -> Markup:
     """A difference and its interval; zero is a line. Where the row is judged, the region beyond the margin is shaded."""
     c, shaded = row.comparison, []
     judged = f": {words.VERDICTS[c.verdict]}" * row.judged
@@ -328,15 +328,15 @@ def accuracy(row: Row, axis: Axis) -> Markup:
     return _row(label, axis, 0.0, shaded, _whisker(axis, c.low, c.difference, c.high, tone))
 
 
-def gain(name: str, r: Ratio, axis: Axis) -> Markup:
+def gain_chart(name: str, r: Ratio, axis: Axis) -> Markup:
     """A ratio, turned so that right is better; whiskers are the extremes of the repeats."""
     if not words.comparable(r):
-        return _row(f"{words.metric(name)}: not comparable", axis, 1.0)
-    low, high = sorted(words.gain(r, x) for x in (r.low, r.high))
-    middle = words.gain(r, r.ratio)
+        return _row(f"{words.metric_name(name)}: not comparable", axis, 1.0)
+    low, high = sorted(words.gain_ratio(r, x) for x in (r.low, r.high))
+    middle = words.gain_ratio(r, r.ratio)
     tone = "even" if words.unclear(r) else "pass" if middle > 1 else "fail"
     ends = f" ({spread} in the repeats)" if (spread := words.spread(r)) else ""
-    label = f"{words.metric(name)}: {words.pace(r)}{ends}"
+    label = f"{words.metric_name(name)}: {words.pace(r)}{ends}"
     return _row(label, axis, 1.0, (), _whisker(axis, low, middle, high, tone))
 
 
@@ -410,7 +410,7 @@ def histogram(title: str, unit: str, sides: Mapping[str, Sequence[float]]) -> Ma
 
 
 class Point(NamedTuple):
-    """A compared run: its `gain` (more is better, 1 is the baseline) and its difference in accuracy."""
+    """A compared run: its `gain_chart` (more is better, 1 is the baseline) and its difference in accuracy."""
 
     name: str
     gain: float

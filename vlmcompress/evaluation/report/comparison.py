@@ -17,10 +17,10 @@ from typing import NamedTuple
 from vlmcompress.evaluation.report import files, html, words
 from vlmcompress.evaluation.report.charts import HALF, Point, both, pareto
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import MARKS, escape, table
-from vlmcompress.evaluation.results import Comparison, Results, Verdict, load
+from vlmcompress.evaluation.report.text import MARKS, escape, markdown_table
+from vlmcompress.evaluation.results import Comparison, Results, Verdict, load_results
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.folders import dump, save
+from vlmcompress.utils.folders import dump, save_files
 from vlmcompress.utils.text import points, size, times
 from vlmcompress.utils.text import table as aligned
 
@@ -34,7 +34,7 @@ class Row:
 
     Attributes:
         smaller, faster: factors over the baseline, more is better; None: unknown.
-        speed_of: the metric that `faster` is of; `speed_shown`: whether it is more than chance, see `words.unclear`.
+        speed_of: the metric that `faster` is of; `speed_differs`: whether it is more than chance, see `words.unclear`.
         held_to: the gate or margins that the verdict is about; empty without a verdict.
     """
 
@@ -46,7 +46,7 @@ class Row:
     smaller: float | None
     faster: float | None
     speed_of: str
-    speed_shown: bool
+    speed_differs: bool
     verdict: Verdict | None
     held_to: str
     suites: dict[str, Comparison]
@@ -77,7 +77,7 @@ def merge(runs: Sequence[Results]) -> list[Results]:
     return merged
 
 
-def write(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> dict[str, Path]:
+def write_comparison(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> dict[str, Path]:
     """Report on the runs in `folders` (each with a `results.json`) in the folder `out`.
 
     One run, or several that `merge` makes one, gives the report of `files.write`.
@@ -94,20 +94,20 @@ def write(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = F
     """
     paths = [Path(folder).resolve() for folder in folders]
     out, inputs = Path(out), {path.parent if path.is_file() else path for path in paths}
-    runs = merge([load(folder) for folder in folders])
+    runs = merge([load_results(folder) for folder in folders])
     if len(inputs) > 1 and out.resolve() in inputs:
         raise UserError(f"{out} holds one of the runs; choose another folder for the report")
     if len(runs) == 1:
-        files.check(out, runs[0].baseline, runs[0].candidate, overwrite=overwrite)
-        return files.write(runs[0], out)
+        files.check_report_folder(out, runs[0].baseline, runs[0].candidate, overwrite=overwrite)
+        return files.write_report(runs[0], out)
     rows = summarise(runs)
     if overwritten := next((row.folder for row in rows if (out / row.folder).resolve() in inputs), None):
         raise UserError(f"{out / overwritten} holds one of the runs and would be replaced; choose another folder")
-    files.refuse_foreign(out, COMPARISON)
+    files.refuse_other_files(out, COMPARISON)
     for run, row in zip(runs, rows, strict=True):
-        files.write(run, out / row.folder)
+        files.write_report(run, out / row.folder)
     plain = [{**asdict(r), "suites": {name: c.model_dump(mode="json") for name, c in r.suites.items()}} for r in rows]
-    return save(
+    return save_files(
         out,
         {
             "json": (COMPARISON, dump({"schema": SCHEMA, "runs": plain})),
@@ -117,9 +117,9 @@ def write(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = F
     )
 
 
-def terminal(folders: Sequence[str | Path]) -> str:
+def comparison_tables(folders: Sequence[str | Path]) -> str:
     """What the candidates of some runs recover, as tables for a terminal; empty without an evaluation."""
-    tables = recovery_tables(summarise(merge([load(folder) for folder in folders])))
+    tables = recovery_tables(summarise(merge([load_results(folder) for folder in folders])))
     return "\n\n".join(aligned([["recovery", r.baseline, *r.names], *r.lines]) for r in tables)
 
 
@@ -144,9 +144,9 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
                 baseline=run.baseline.name,
                 weight_bytes=after,
                 smaller=before / after if before and after else None,
-                faster=words.gain(speed, speed.ratio) if speed else None,
+                faster=words.gain_ratio(speed, speed.ratio) if speed else None,
                 speed_of=speed_of,
-                speed_shown=speed is not None and not words.unclear(speed),
+                speed_differs=speed is not None and not words.unclear(speed),
                 verdict=findings.verdict,
                 held_to=f"gate {run.gate.name}" if run.gate else limit,
                 suites={s.suite.name: s.overall for s in findings.suites},
@@ -173,11 +173,11 @@ def headline(rows: Sequence[Row]) -> list[str]:
     eligible = kept if judged else rows
     if len(eligible) == 1:
         (only,) = eligible
-        gains = [(only.smaller, "smaller"), (only.faster if only.speed_shown else None, "faster")]
+        gains = [(only.smaller, "smaller"), (only.faster if only.speed_differs else None, "faster")]
         text = ", ".join(f"{times(gain)} {what}" for gain, what in gains if gain)
         return [*lines, f"{only.name}: {text}."] if text else lines
     for what, most in (("smaller", "Smallest"), ("faster", "Fastest")):
-        measured = [row for row in eligible if getattr(row, what) and (what == "smaller" or row.speed_shown)]
+        measured = [row for row in eligible if getattr(row, what) and (what == "smaller" or row.speed_differs)]
         if measured:
             best = max(measured, key=lambda row: getattr(row, what))
             lines.append(f"{most}{' of those' if judged else ''}: {best.name}, {times(getattr(best, what))} {what}.")
@@ -199,13 +199,17 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         gains = [times(row.smaller) if row.smaller else ""]
-        gains += [times(row.faster) + ", can't tell" * (not row.speed_shown) if row.faster else ""]
+        gains += [times(row.faster) + ", can't tell" * (not row.speed_differs) if row.faster else ""]
         weights = size(row.weight_bytes) if row.weight_bytes else ""
-        changes = [words.change(c) if (c := row.suites.get(suite)) else "" for suite in suites]
+        changes = [words.difference_text(c) if (c := row.suites.get(suite)) else "" for suite in suites]
         lines.append([row.name, MARKS[row.verdict] if row.verdict else "", row.scheme, weights, *gains, *changes])
-    parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
+    parts = [
+        f"# {len(rows)} candidates compared",
+        "  \n".join(map(escape, headline(rows))),
+        markdown_table(head, lines),
+    ]
     for baseline, names, recovered in recovery_tables(rows):
-        parts += ["## Recovery", table(["benchmark", baseline, *names], recovered)]
+        parts += ["## Recovery", markdown_table(["benchmark", baseline, *names], recovered)]
     if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
         parts.append(escape(f"Faster: {'; '.join(measured)}."))
     return "\n\n".join(parts) + "\n"
@@ -258,11 +262,11 @@ def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
         by_name = [{line.name: line for line in by_family} for _, (_, *by_family) in measured]
         section = {
             "name": name,
-            **html.differences([overall._replace(name=row.name) for row, (overall, *_) in measured]),
+            **html.accuracy_rows([overall._replace(name=row.name) for row, (overall, *_) in measured]),
             "charts": drawn,
             "families": {family: [lines.get(family) for lines in by_name] for family in families},
         }
         sections.append(section)
-    return html.render(
+    return html.fill_template(
         "comparison.html.j2", rows=rows, suites=sections, headline=headline(rows), recovery=recovery_tables(rows)
     )

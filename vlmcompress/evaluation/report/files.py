@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 
 from vlmcompress.evaluation.report import words
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.html import page
+from vlmcompress.evaluation.report.html import report_page
 from vlmcompress.evaluation.report.text import markdown
 from vlmcompress.evaluation.report.words import printable
-from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, load
+from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, load_results
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.folders import dump, save
+from vlmcompress.utils.folders import dump, save_files
 from vlmcompress.utils.text import points, smaller
 
 JOURNAL = "answers.jsonl"
@@ -21,7 +21,7 @@ JOURNAL = "answers.jsonl"
 _COLOURS = {"pass": "brightgreen", "fail": "red", "inconclusive": "yellow", None: "blue"}
 
 
-def write(results: Results, folder: str | Path) -> dict[str, Path]:
+def write_report(results: Results, folder: str | Path) -> dict[str, Path]:
     """Write a report into `folder`: made if missing, older files replaced, each whole or not at all.
 
     Returns:
@@ -31,19 +31,19 @@ def write(results: Results, folder: str | Path) -> dict[str, Path]:
         UserError: the folder can't be written.
     """
     findings = Findings(results)
-    return save(
+    return save_files(
         folder,
         {
             "json": (FILE, dump(results.to_dict())),
             "md": ("report.md", markdown(findings)),
-            "html": ("report.html", page(findings)),
+            "html": ("report.html", report_page(findings)),
             "junit": ("junit.xml", junit(findings)),
             "badge": ("badge.json", dump(badge(findings))),
         },
     )
 
 
-def check(folder: Path, baseline: Side, candidate: Side, *, overwrite: bool) -> None:
+def check_report_folder(folder: Path, baseline: Side, candidate: Side, *, overwrite: bool) -> None:
     """Refuse a folder that a report on `candidate` against `baseline` must not replace. Call it before any work.
 
     Args:
@@ -52,10 +52,10 @@ def check(folder: Path, baseline: Side, candidate: Side, *, overwrite: bool) -> 
     Raises:
         UserError: the folder has files and is no report, or has the report of other checkpoints.
     """
-    refuse_foreign(folder)
+    refuse_other_files(folder)
     if overwrite or not (folder / FILE).is_file():
         return
-    earlier = load(folder)
+    earlier = load_results(folder)
     if earlier.identity() != [baseline.identity(), candidate.identity()]:
         about = f"{earlier.candidate.name} against {earlier.baseline.name}"
         same_names = (earlier.candidate.name, earlier.baseline.name) == (candidate.name, baseline.name)
@@ -63,7 +63,7 @@ def check(folder: Path, baseline: Side, candidate: Side, *, overwrite: bool) -> 
         raise UserError(f"output {folder} has the report of {other}; choose another folder or pass --overwrite")
 
 
-def refuse_foreign(folder: Path, mark: str = FILE, unfinished: str = JOURNAL) -> None:
+def refuse_other_files(folder: Path, mark: str = FILE, unfinished: str = JOURNAL) -> None:
     """Raise `UserError` if `folder` holds files and none called `mark`, by which a report is known as ours to replace.
 
     Args:
@@ -83,7 +83,7 @@ def junit(findings: Findings) -> str:
     groups: list[tuple[str, list[tuple[str, Verdict, str]]]] = [
         (
             s.suite.name,
-            [(row.name, row.comparison.verdict, words.verdict(row.comparison)) for row in s.rows if row.judged],
+            [(row.name, row.comparison.verdict, words.verdict_text(row.comparison)) for row in s.rows if row.judged],
         )
         for s in findings.suites
     ]

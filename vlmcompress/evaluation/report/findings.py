@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from vlmcompress.evaluation.accuracy.compare import changed_answers
 from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.results import Comparison, Gate, Ratio, Results, Rule, Scored, Side, Suite, Verdict
+from vlmcompress.evaluation.results import Comparison, Gate, GateRule, Ratio, Results, Scored, Side, Suite, Verdict
 from vlmcompress.utils.text import figures, size, smaller
 
 _WORK = {
@@ -24,7 +24,7 @@ _WORK = {
 _PREFIX = {"float": "unquantized", "quantized": "quantized"}
 
 
-class Row(NamedTuple):
+class AccuracyRow(NamedTuple):
     """A line of a table of accuracy. Margin and verdict of `comparison` count only if the line is `judged`."""
 
     name: str
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     judged: bool
 
 
-def rows(suite: Suite, gate: Gate | None) -> list[Row]:
+def rows(suite: Suite, gate: Gate | None) -> list[AccuracyRow]:
     """All samples together, then the families, each with one verdict at most.
 
     A row that a rule of the gate judges has that rule's margin and verdict. Families that no rule judges have no verdict;
@@ -44,7 +44,7 @@ def rows(suite: Suite, gate: Gate | None) -> list[Row]:
         if (rule := judging.get(family)) and rule.margin is not None:
             needed = c.needed if rule.margin == c.margin else None
             c = c.model_copy(update={"margin": rule.margin, "verdict": rule.verdict, "needed": needed})
-        lines.append(Row(family or "all", c, family is None or family in judging))
+        lines.append(AccuracyRow(family or "all", c, family is None or family in judging))
     return lines
 
 
@@ -53,7 +53,7 @@ class SuiteFindings:
     """A suite's accuracy: all samples together and the families, see `rows`, and sentences about them."""
 
     suite: Suite
-    rows: list[Row]
+    rows: list[AccuracyRow]
     samples: list[Scored] = field(default_factory=list)
 
     @property
@@ -115,7 +115,7 @@ class Findings:
             lines.append(f"Gate {gate.name}: {words.tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
         elif several and self.verdict:
             lines.append(f"Accuracy: {words.tally(self.verdict, [s.suite.overall.verdict for s in self.suites])}.")
-        lines += [f"{s.suite.name}: " * several + words.verdict(s.overall) for s in self.suites]
+        lines += [f"{s.suite.name}: " * several + words.verdict_text(s.overall) for s in self.suites]
         lines += [f"{s.suite.name}: " * several + line for s in self.suites for line in s.fallen]
         before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
         if before and after and before != after:
@@ -129,9 +129,9 @@ class Findings:
         return lines
 
     @cached_property
-    def rules(self) -> list[Rule]:
+    def rules(self) -> list[GateRule]:
         """The gate's rules, with those of a suite's families merged into one, as `rows` shows each of them."""
-        rules, merged = self.results.gate.rules if self.results.gate else [], list[Rule]()
+        rules, merged = self.results.gate.rules if self.results.gate else [], list[GateRule]()
         for rule in rules:
             families = [r for r in rules if r.suite == rule.suite and r.family is not None]
             if rule.family is None or len(families) == 1:
@@ -139,7 +139,7 @@ class Findings:
             elif rule is families[0]:
                 verdicts, limits = [r.verdict for r in families], {r.limit for r in families}
                 merged.append(
-                    Rule(
+                    GateRule(
                         name=f"{rule.suite}: each of {len(families)} families",
                         verdict=words.worst(verdicts),
                         value=words.counted(verdicts),
@@ -168,7 +168,7 @@ class Findings:
             rates = [n for n, r in metrics.items() if r.higher_is_better and "goodput" not in n and "token" not in n]
             for name in (*rates, "e2e_p50_ms", *metrics):
                 if name in metrics and words.comparable(metrics[name]):
-                    return f"{words.metric(name).removesuffix(', ms')} {words.MODES[mode]} {state}", metrics[name]
+                    return f"{words.metric_name(name).removesuffix(', ms')} {words.MODES[mode]} {state}", metrics[name]
         return None
 
     @property
@@ -212,7 +212,7 @@ class Findings:
     @property
     def made(self) -> list[tuple[str, str]]:
         """How the candidate was made, as rows (what, how); empty where nothing is known."""
-        return made(self.results.candidate)
+        return provenance_rows(self.results.candidate)
 
     @property
     def method(self) -> list[str]:
@@ -234,7 +234,7 @@ class Findings:
         return "; ".join(part for part in parts if part) + "."
 
 
-def made(side: Side) -> list[tuple[str, str]]:
+def provenance_rows(side: Side) -> list[tuple[str, str]]:
     """How a checkpoint was made, as rows (what, how); empty where nothing is known."""
     stored = side.made.reducer if side.made else ""
     attached = ", attached for this run; the checkpoint does not carry it" * (side.reducer != stored)
@@ -252,13 +252,13 @@ def made(side: Side) -> list[tuple[str, str]]:
         parts += [f"{data.text:,} of the samples are text alone, from {data.text_source}"] if data.text else []
         tokens = ", ".join(f"{count:,} {kind}" for kind, count in data.tokens.items())
         parts += [f"{tokens} tokens"] if tokens else []
-        parts += [f"seen behind {state} blocks" for prefix, state in _PREFIX.items() if prefix == data.prefix]
+        parts += [f"seen after {state} blocks" for prefix, state in _PREFIX.items() if prefix == data.prefix]
         calibration = "; ".join(parts)
     table = [
         ("original", facts.source + f" ({facts.family})" * bool(facts.family)),
         ("scheme", ", ".join([facts.scheme, *options])),
         ("stored as", "; ".join(facts.formats) or "weights as they were"),
-        ("bits per weight", f"{facts.bits:g} with scales, shared out among groups of layers" if facts.bits else ""),
+        ("bits per weight", f"{facts.bits:g} with scales, split among groups of layers" if facts.bits else ""),
         ("vision tower", {"bf16": "16 bit, as it was"}.get(facts.vision, facts.vision)),
         ("KV cache", facts.kv_cache or "16 bit"),
         ("layers left in 16 bits", ", ".join(facts.skip)),

@@ -1,4 +1,4 @@
-"""Findings as `report.html`: the templates beside this file, filled with findings, charts and pictures.
+"""Findings as `report.html`: the templates next to this file, filled with findings, charts and pictures.
 
 A page needs nothing from outside: style, charts (inline SVG) and pictures (data URIs) are in it, and it has no script.
 """
@@ -18,11 +18,11 @@ from markupsafe import Markup, escape
 from PIL import Image
 
 from vlmcompress.evaluation.report import charts, heatmap, words
-from vlmcompress.evaluation.report.findings import Findings, Row, SuiteFindings
+from vlmcompress.evaluation.report.findings import AccuracyRow, Findings, SuiteFindings
 from vlmcompress.evaluation.results import Side
 from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import reason
+from vlmcompress.utils.messages import error_text
 from vlmcompress.utils.text import figures, percentage, points, size, smaller, times
 
 THUMBNAIL = 360  # pixels
@@ -32,14 +32,16 @@ _LAYERS = 5  # rows of the open table of errors
 _LATENCIES = {"ttft_ms": "Time to first token", "itl_ms": "Time between tokens", "e2e_ms": "Time to last token"}
 
 
-def page(findings: Findings) -> str:
+def report_page(findings: Findings) -> str:
     """The content of `report.html`."""
     results, bench = findings.results, findings.results.bench
     ratios = [ratio for table in findings.speed for ratio in table.metrics.values()]
     axis = charts.gain_axis(ratios) if ratios else None
     overview = [s.rows[0]._replace(name=s.suite.name) for s in findings.suites]
     # those with pictures first, as readers can judge these
-    shown = sorted(findings.changed, key=lambda sample: (sample.id not in results.pictures, sample.change))[:_EXAMPLES]
+    examples = sorted(findings.changed, key=lambda sample: (sample.id not in results.pictures, sample.change))[
+        :_EXAMPLES
+    ]
     panels = []  # latencies as clients saw them, of served runs
     for state, (name, what) in product(("cold", "warm"), _LATENCIES.items()):
         sides: dict[str, list[list[float]]] = {"baseline": [], "candidate": []}
@@ -48,25 +50,25 @@ def page(findings: Findings) -> str:
                 sides[run.side].append(getattr(run, name))
         if all(sides.values()):
             panels.append((f"{what}, {state}", charts.cumulative(f"{what}, {state}", "ms", sides)))
-    return render(
+    return fill_template(
         "report.html.j2",
         f=findings,
         r=results,
-        overview=differences(overview) if len(overview) > 1 else None,
-        suites=[(s, differences(s.rows), _panels(s)) for s in findings.suites],
+        overview=accuracy_rows(overview) if len(overview) > 1 else None,
+        suites=[(s, accuracy_rows(s.rows), _panels(s)) for s in findings.suites],
         lowest=min(findings.suites, key=lambda s: s.overall.difference, default=None),
         speed=[
-            (table, charts.ruler(axis, "times"), {n: charts.gain(n, r, axis) for n, r in table.metrics.items()})
+            (table, charts.ruler(axis, "times"), {n: charts.gain_chart(n, r, axis) for n, r in table.metrics.items()})
             for table in findings.speed
             if axis
         ],
         latency=panels,
         errors=_heat(results.candidate),
-        examples=[(sample, [thumbnail(png) for png in results.pictures.get(sample.id, [])]) for sample in shown],
+        examples=[(sample, [thumbnail(png) for png in results.pictures.get(sample.id, [])]) for sample in examples],
     )
 
 
-def differences(rows: Sequence[Row]) -> dict[str, Any]:
+def accuracy_rows(rows: Sequence[AccuracyRow]) -> dict[str, Any]:
     """Rows of accuracy, each with its chart, and the ruler of the axis that they share."""
     axis = charts.accuracy_axis(rows)
     return {"ruler": charts.ruler(axis), "rows": [(row, charts.accuracy(row, axis)) for row in rows]}
@@ -108,7 +110,9 @@ def thumbnail(png: str) -> tuple[str, bool]:
         image = Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"])
         image.load()
     except Exception as error:  # decoders raise anything on damaged data
-        raise UserError(f"results have a picture that is no PNG ({reason(error)}); write the report again") from error
+        raise UserError(
+            f"results have a picture that is no PNG ({error_text(error)}); write the report again"
+        ) from error
     with image:
         if max(image.size) <= THUMBNAIL:
             return f"data:image/png;base64,{png}", max(image.size) <= THUMBNAIL // 2
@@ -119,7 +123,7 @@ def thumbnail(png: str) -> tuple[str, bool]:
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}", False
 
 
-def render(template: str, **variables: Any) -> str:
+def fill_template(template: str, **variables: Any) -> str:
     """A template with the style sheet in it, filled; text is escaped, charts are markup already."""
     style = Markup(_FOLDER.joinpath("style.css").read_text(encoding="utf-8"))
     return words.printable(_environment().get_template(template).render(style=style, words=words, **variables))
@@ -130,7 +134,17 @@ def _environment() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(_FOLDER)
     look: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, **look)
-    for filter_ in (points, words.percent, words.metric, error_kind, words.typeset, size, figures, percentage, times):
+    for filter_ in (
+        points,
+        words.percent,
+        words.metric_name,
+        error_kind,
+        words.typeset,
+        size,
+        figures,
+        percentage,
+        times,
+    ):
         environment.filters[filter_.__name__] = filter_
     environment.filters["dotted"] = lambda name: Markup(".<wbr>").join(escape(part) for part in name.split("."))
     environment.filters["tick"] = lambda verdict: words.VERDICTS[verdict]

@@ -11,7 +11,7 @@ from typing import Any
 from vlmcompress.evaluation.doctor import layer_errors
 from vlmcompress.evaluation.doctor.layer_errors import Change, LayerErrors
 from vlmcompress.evaluation.report import heatmap, words
-from vlmcompress.evaluation.report.html import render
+from vlmcompress.evaluation.report.html import fill_template
 from vlmcompress.export.manifest import OF_OUTPUTS, OF_WEIGHTS, error_kind
 from vlmcompress.utils.text import figures, percentage, table, times
 
@@ -20,12 +20,12 @@ ADVICE = "Errors by modality need calibration data: add --stats STATS --model MO
 _WORST = 20  # layers in the page's open table
 
 
-def data(first: LayerErrors, other: LayerErrors | None = None) -> dict[str, Any]:
+def layer_errors_json(first: LayerErrors, other: LayerErrors | None = None) -> dict[str, Any]:
     """All errors and changes as JSON data, worst layers first."""
     if other is None:
         layers = [{"layer": n, "error": dict(first.errors[n])} for n in layer_errors.worst_first(first)]
-        return {**_described(first), "summary": layer_errors.summary(first), "layers": layers}
-    changes = layer_errors.change(first, other)
+        return {**_described(first), "summary": layer_errors.summarize_errors(first), "layers": layers}
+    changes = layer_errors.compare_errors(first, other)
     layers = []
     for name in layer_errors.worst_first(first, other):
         before, after = first.errors.get(name, {}), other.errors.get(name, {})
@@ -33,10 +33,10 @@ def data(first: LayerErrors, other: LayerErrors | None = None) -> dict[str, Any]
         layers.append({"layer": name, "error": dict(before), "other": dict(after), "ratio": ratios})
     return {
         **_described(first),
-        "summary": layer_errors.summary(first),
-        "other": {**_described(other), "summary": layer_errors.summary(other)},
+        "summary": layer_errors.summarize_errors(first),
+        "other": {**_described(other), "summary": layer_errors.summarize_errors(other)},
         "change": {kind: asdict(change) for kind, change in changes.items()},
-        "differences": layer_errors.differences(first, other),
+        "differences": layer_errors.incomparable_reasons(first, other),
         "layers": layers,
     }
 
@@ -47,7 +47,7 @@ def _described(errors: LayerErrors) -> dict[str, Any]:
     return {**about, "notes": list(errors.notes), "maxima": maxima, "kv_cache": dict(errors.kv_cache) or None}
 
 
-def text(first: LayerErrors, other: LayerErrors | None, top: int) -> str:
+def layers_text(first: LayerErrors, other: LayerErrors | None, top: int) -> str:
     """For a terminal: a summary, then the `top` worst layers (0: all)."""
     checkpoints = [first] if other is None else [first, other]
     kinds, layers = layer_errors.kinds(*checkpoints), layer_errors.worst_first(*checkpoints)
@@ -66,7 +66,7 @@ def text(first: LayerErrors, other: LayerErrors | None, top: int) -> str:
 
 def _summary(errors: LayerErrors) -> str:
     rows = [("", "mean", "median", "worst", "")]
-    for kind, facts in layer_errors.summary(errors).items():
+    for kind, facts in layer_errors.summarize_errors(errors).items():
         worst = facts["worst"]
         shares = map(percentage, (facts["mean"], facts["median"], worst["error"]))
         rows.append((error_kind(kind), *shares, worst["layer"]))
@@ -79,7 +79,7 @@ def _summary(errors: LayerErrors) -> str:
 
 
 def _changes(first: LayerErrors, other: LayerErrors) -> str:
-    changes = layer_errors.change(first, other)
+    changes = layer_errors.compare_errors(first, other)
     rows: list[tuple[str, ...]] = [("", "mean before", "after", "layer by layer", "layers better", "worse", "")]
     for kind, change in changes.items():
         factor = "" if change.ratio is None else times(change.ratio)
@@ -88,7 +88,7 @@ def _changes(first: LayerErrors, other: LayerErrors) -> str:
     measure = OF_WEIGHTS if set(changes) == {"weight"} else OF_OUTPUTS
     lines = [f"{first.name} -> {other.name}: {measure}"]
     lines += dict.fromkeys(f"Measured on {errors.measured}." for errors in (first, other))
-    notes = [f"Note: {line}." for line in layer_errors.differences(first, other)]
+    notes = [f"Note: {line}." for line in layer_errors.incomparable_reasons(first, other)]
     notes += [f"{errors.name}: {line}" for errors in (first, other) for line in errors.notes]
     return "\n".join([*lines, table(rows), *largest(first if first.maxima else other), *notes])
 
@@ -133,7 +133,7 @@ def cache(errors: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
     return rows
 
 
-def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
+def layers_page(first: LayerErrors, other: LayerErrors | None = None) -> str:
     """A page with a heat map for each modality; of two checkpoints before, after and the change."""
     checkpoints = [first] if other is None else [first, other]
     kinds, layers = layer_errors.kinds(*checkpoints), layer_errors.worst_first(*checkpoints)
@@ -147,14 +147,16 @@ def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
         if other and (after := grids[1].get(key)):
             maps += [("after", heatmap.errors(after, scale)), ("change", heatmap.changes(grid, after, most))]
         panels.append({"grid": grid, "charts": [(caption, cells) for caption, cells in maps if cells]})
-    return render(
+    return fill_template(
         "errors.html.j2",
         checkpoints=checkpoints,
-        measure=words.layers({layer: error for errors in checkpoints for layer, error in errors.errors.items()}),
-        summaries=[layer_errors.summary(errors) for errors in checkpoints],
-        changed={} if other is None else layer_errors.change(first, other),
+        measure=words.layer_errors_text(
+            {layer: error for errors in checkpoints for layer, error in errors.errors.items()}
+        ),
+        summaries=[layer_errors.summarize_errors(errors) for errors in checkpoints],
+        changed={} if other is None else layer_errors.compare_errors(first, other),
         verdict=verdict,
-        differences=[] if other is None else layer_errors.differences(first, other),
+        differences=[] if other is None else layer_errors.incomparable_reasons(first, other),
         panels=panels,
         legend=heatmap.legend(scale),
         change_legend=heatmap.change_legend(most),

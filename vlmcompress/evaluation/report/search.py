@@ -14,10 +14,10 @@ from markupsafe import Markup
 
 from vlmcompress.evaluation.report import words
 from vlmcompress.evaluation.report.charts import PAGE, Frame, both, front
-from vlmcompress.evaluation.report.html import render
+from vlmcompress.evaluation.report.html import fill_template
 from vlmcompress.evaluation.search.outcome import FILE
 from vlmcompress.evaluation.search.speed import GOALS
-from vlmcompress.utils.folders import dump, save
+from vlmcompress.utils.folders import dump, save_files
 from vlmcompress.utils.text import duration, points, table, times
 
 GAINS = {
@@ -29,7 +29,7 @@ GAINS = {
 ROWS = 12  # candidates in the text
 
 
-def text(data: Mapping[str, Any]) -> str:
+def search_text(data: Mapping[str, Any]) -> str:
     """A headline, the candidates worth knowing, the verdict, and where the files are."""
     tried = [candidate for candidate in data["candidates"] if candidate["questions"]][:ROWS]
     columns = ("name", "gain", "questions", "difference", "chance", "why")
@@ -115,7 +115,7 @@ def verdict(data: Mapping[str, Any]) -> list[str]:
 
 def page(data: Mapping[str, Any]) -> str:
     """The content of `report.html`."""
-    return render(
+    return fill_template(
         "search.html.j2",
         data=data,
         chart=both(partial(_chart, data)),
@@ -133,8 +133,8 @@ def _chart(data: Mapping[str, Any], frame: Frame = PAGE) -> Markup:
     return front(data["candidates"], data["max_drop"], GOALS[data["optimize"]], data.get("confirmed"), frame)
 
 
-def write(data: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+def write_search_report(data: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """Write `report.html`, `pareto.svg` and `search.json` into the folder of a search; kind -> path."""
     chart = _chart(data)
     files: dict[str, tuple[str, str | bytes]] = {"json": (FILE, dump(data)), "html": ("report.html", page(data))}
-    return save(folder, files | ({"plot": ("pareto.svg", f"{chart}\n")} if chart else {}))
+    return save_files(folder, files | ({"plot": ("pareto.svg", f"{chart}\n")} if chart else {}))

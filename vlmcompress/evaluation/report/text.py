@@ -21,7 +21,7 @@ MARKS: dict[Verdict, str] = {
 _FAMILIES, _EXAMPLES, _LAYERS = 60, 8, 5  # rows of a table
 
 
-def terminal(findings: Findings) -> str:
+def accuracy_tables(findings: Findings) -> str:
     """Accuracy of each suite and the gate's rules, for a terminal."""
     results = findings.results
     parts = [f"{results.candidate.name} against {results.baseline.name}"]
@@ -30,7 +30,7 @@ def terminal(findings: Findings) -> str:
         rows: list[tuple[object, ...]] = [("family", "samples", "baseline", "candidate", interval, "")]
         for name, c, judged in s.rows:
             verdict = f"{words.VERDICTS[c.verdict]}, margin {100 * c.margin:.4g}" if judged else ""
-            rows.append((name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", words.change(c), verdict))
+            rows.append((name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", words.difference_text(c), verdict))
         suspect = [f"{what}: {b} of the baseline's, {c} of the candidate's" for what, (b, c) in s.suspect if b or c]
         lines = [f"{s.suite.name}: {s.suite.metric}", columns(rows), *(f"  {line}" for line in s.notes + suspect)]
         parts.append("\n".join(lines))
@@ -49,26 +49,32 @@ def markdown(findings: Findings) -> str:
     sections.append(escape(words.glossary(results)))
     if gate := results.gate:
         rules = [(r.name, MARKS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules]
-        sections += [f"## Gate {escape(gate.name)}", table(["rule", "", "found", "limit", ""], rules, right=())]
+        sections += [
+            f"## Gate {escape(gate.name)}",
+            markdown_table(["rule", "", "found", "limit", ""], rules, right=()),
+        ]
     sections += _figures(findings)
     if findings.memory:
-        sections += ["## Memory", table(["", "baseline", "candidate"], findings.memory)]
+        sections += ["## Memory", markdown_table(["", "baseline", "candidate"], findings.memory)]
     lost = []
     for s in (s for s in findings.changed if s.change == 0):
         texts = (s.question, s.expected, s.baseline, s.candidate)
         lost.append((s.family, *(t if len(t) <= 120 else t[:119] + "\N{HORIZONTAL ELLIPSIS}" for t in texts)))
     if lost:
         head = ["family", "question", "expected", "baseline", "candidate"]
-        sections += ["## Lost answers", table(head, lost[:_EXAMPLES], right=())]
+        sections += ["## Lost answers", markdown_table(head, lost[:_EXAMPLES], right=())]
     if layer_errors := results.candidate.layer_errors:
         errors = [(error, layer, kind) for layer, by_kind in layer_errors.items() for kind, error in by_kind.items()]
         worst = sorted(errors, reverse=True)[:_LAYERS]
         largest = [(layer, error_kind(kind), percentage(error)) for error, layer, kind in worst]
-        sections += ["## Layers with the largest error", table(["layer", "tokens", "error"], largest, right=(2,))]
-        sections.append(words.layers(layer_errors))
+        sections += [
+            "## Layers with the largest error",
+            markdown_table(["layer", "tokens", "error"], largest, right=(2,)),
+        ]
+        sections.append(words.layer_errors_text(layer_errors))
     if findings.made:
         heading = f"## How {escape(results.candidate.name)} was made"
-        sections += [heading, table(["", ""], findings.made, right=())]
+        sections += [heading, markdown_table(["", ""], findings.made, right=())]
     sections += ["## Method", "\n".join(f"- {escape(line)}" for line in [*findings.method, findings.about])]
     kept, size = [], 0
     for section in sections:
@@ -98,7 +104,9 @@ def _figures(findings: Findings) -> list[str]:
     results, rows = findings.results, list[tuple[str, ...]]()
     for s in findings.suites:  # as in published model cards: both scores, what is recovered, and how sure that is
         c, name = s.overall, f"{s.suite.name} ({s.suite.metric})"
-        rows.append((name, words.percent(c.baseline), words.percent(c.candidate), words.recovery(c), words.change(c)))
+        rows.append(
+            (name, words.percent(c.baseline), words.percent(c.candidate), words.recovery(c), words.difference_text(c))
+        )
     before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
     if rows and before and after:
         rows.append(("weights", size(before), size(after), words.percent(after / before), ""))
@@ -106,7 +114,7 @@ def _figures(findings: Findings) -> list[str]:
         name, r = findings.main_speed
         rows.append((name, figures(r.baseline), figures(r.candidate), words.pace(r), words.spread(r)))
     head = ["benchmark", results.baseline.name, results.candidate.name, "recovery", "points (interval)"]
-    sections = ["## Recovery", table(head, rows)] if rows else []
+    sections = ["## Recovery", markdown_table(head, rows)] if rows else []
     for s in findings.suites:
         notes = s.notes + [f"{what}: {before:,} before, {after:,} after." for what, (before, after) in s.suspect]
         overall, hidden = s.suite.overall, len(s.suite.families) - _FAMILIES
@@ -121,22 +129,25 @@ def _figures(findings: Findings) -> list[str]:
             verdict = f"{MARKS[c.verdict]} ({100 * c.margin:.1f})" if judged else ""
             rows.append((name, f"{c.n:,}", *scores, f"{points(c.low)} to {points(c.high)}", verdict))
         sections.append(f"## Accuracy: {escape(s.suite.name)} ({escape(s.suite.metric)})")
-        sections.append(table(head, rows))
+        sections.append(markdown_table(head, rows))
         sections.append("\n".join(f"- {escape(note)}" for note in notes))
     if bench := findings.results.bench:
         for mode, state, metrics in findings.speed:
-            clients = f", {escape(words.load(bench))}" if mode == "serve" else ""
+            clients = f", {escape(words.load_text(bench))}" if mode == "serve" else ""
             rows = [
-                (words.metric(name), figures(r.baseline), figures(r.candidate), words.pace(r), words.spread(r))
+                (words.metric_name(name), figures(r.baseline), figures(r.candidate), words.pace(r), words.spread(r))
                 for name, r in metrics.items()
             ]
             head = ["", "baseline", "candidate", "candidate is", "in the repeats"]
-            sections += [f"## Speed: {words.MODES[mode]}, {state}{clients}", table(head, rows)]
-        sections += ["## What was processed", table(["counted by the server", "baseline", "candidate"], findings.work)]
+            sections += [f"## Speed: {words.MODES[mode]}, {state}{clients}", markdown_table(head, rows)]
+        sections += [
+            "## What was processed",
+            markdown_table(["counted by the server", "baseline", "candidate"], findings.work),
+        ]
     return sections
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] | None = None) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] | None = None) -> str:
     """A Markdown table; `right` lists the columns set right, None: all but the first."""
     line = ["---:" if (i in right if right is not None else i) else "---" for i in range(len(head))]
     cells = [[escape(str(cell)) for cell in row] for row in rows]

@@ -67,14 +67,14 @@ def interval(c: Comparison) -> str:
     return f"{c.level:.0%} interval {points(c.low)} to {points(c.high)}"
 
 
-def change(c: Comparison) -> str:
+def difference_text(c: Comparison) -> str:
     """A difference in points and its interval: `-0.2 (-0.9 to +0.3)`."""
     return f"{points(c.difference)} ({points(c.low)} to {points(c.high)})"
 
 
 def pace(r: Ratio) -> str:
     """A change of speed: `1.40x faster`, `1.25x slower`, or `can't tell (1.10x)` where it may be chance."""
-    middle = gain(r, r.ratio)
+    middle = gain_ratio(r, r.ratio)
     if not comparable(r):
         return "not comparable"
     if unclear(r):
@@ -86,8 +86,8 @@ def spread(r: Ratio) -> str:
     """The extremes of the repeats, in the direction that `pace` names: `1.31x to 1.46x`; empty for one repeat."""
     if not comparable(r) or r.low == r.high:
         return ""
-    ends = [gain(r, r.low), gain(r, r.high)]
-    if gain(r, r.ratio) < 1 and not unclear(r):
+    ends = [gain_ratio(r, r.low), gain_ratio(r, r.high)]
+    if gain_ratio(r, r.ratio) < 1 and not unclear(r):
         ends = [1 / end for end in ends]
     return f"{times(min(ends))} to {times(max(ends))}"
 
@@ -105,12 +105,12 @@ def unclear(r: Ratio) -> bool:
     return not (low > 1 and r.ratio > 1 or high < 1 and r.ratio < 1)
 
 
-def gain(r: Ratio, ratio: float) -> float:
+def gain_ratio(r: Ratio, ratio: float) -> float:
     """A ratio turned so that more is better."""
     return ratio if r.higher_is_better else 1 / ratio
 
 
-def metric(name: str) -> str:
+def metric_name(name: str) -> str:
     """A metric's name: `ttft_p50_ms` as `TTFT median, ms`; `TIMES` explains the capitals."""
     first, _, rest = name.removesuffix("_ms").partition("_")
     if name in _METRICS or first not in _METRICS:
@@ -118,14 +118,14 @@ def metric(name: str) -> str:
     return f"{_METRICS[first]} {'median' if rest == 'p50' else rest}, ms"
 
 
-def load(bench: Bench) -> str:
+def load_text(bench: Bench) -> str:
     """A benchmark's load: `closed:8` as `8 clients at once`."""
     kind, _, number = bench.load.partition(":")
     clients = "one client" if number == "1" else f"{number} clients at once"
     return {"closed": clients, "rate": f"{number} requests per second, arriving at random"}.get(kind, bench.load)
 
 
-def verdict(c: Comparison) -> str:
+def verdict_text(c: Comparison) -> str:
     """A verdict in a sentence or two: what the interval shows about the margin, and what would decide if nothing."""
     change, limit = f"{points(c.difference)} points ({interval(c)})", margin(c.margin)
     lost = ""  # graded scores have no counts of answers
@@ -250,7 +250,7 @@ def speed_method(bench: Bench) -> str:
     """How a benchmark's figures were made, for the foot of a report."""
     order = " ".join(side[0].upper() for side in bench.order)
     return (
-        f"Speed: {bench.requests:,} requests a burst with {bench.out_tokens} output tokens each, {load(bench)}, "
+        f"Speed: {bench.requests:,} requests a burst with {bench.out_tokens} output tokens each, {load_text(bench)}, "
         f"{bench.repeats} repeat{'s' * (bench.repeats > 1)}, sides interleaved ({order}), load from {bench.tool}. Cold: "
         "caches off, every image new. Warm: caches on, images repeated. Ratios are medians of the paired repeats, followed "
         "by their extremes. Faster or slower is said where the 95% interval of the ratio (Student's t on the logarithms of "
@@ -258,7 +258,7 @@ def speed_method(bench: Bench) -> str:
     )
 
 
-def layers(errors: Mapping[str, Mapping[str, float]]) -> str:
+def layer_errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
     """What the errors of layers are; "" where there are none."""
     text = errors_text(errors)
     return text if not text or OF_WEIGHTS[1:] in text else f"{text} {MODALITIES}."

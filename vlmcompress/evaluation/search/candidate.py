@@ -17,7 +17,7 @@ class Choice:
     """One way to change a model: `name` for people, and the recipe `keys` that ask for it.
 
     Attributes:
-        recover: whether the model is trained behind its reducer first (`training.recover`).
+        recover: whether the model is trained with its reducer first (`training.recover`).
         file_hash: hash of the file that its reducer reads; "" where it reads none.
     """
 
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def recover(self) -> bool:
-        """Whether the model is trained behind its reducer first."""
+        """Whether the model is trained with its reducer first."""
         return any(choice.recover for choice in self.choices)
 
     @property

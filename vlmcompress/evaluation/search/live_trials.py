@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmcompress.evaluation.accuracy.compare import divergence
+from vlmcompress.evaluation.accuracy.compare import first_token_divergence
 from vlmcompress.evaluation.accuracy.free_answers import Score
 from vlmcompress.evaluation.accuracy.scoring import normalise
 from vlmcompress.evaluation.results import Ratio
@@ -18,7 +18,7 @@ from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.evaluation.search.posterior import Evidence
 from vlmcompress.evaluation.search.space import Space
 from vlmcompress.evaluation.search.speed import Measured, Modelled
-from vlmcompress.evaluation.search.successive_halving import Rules, Standing, SuccessiveHalving, Trial
+from vlmcompress.evaluation.search.successive_halving import CandidateState, Rules, SuccessiveHalving, Trial
 from vlmcompress.evaluation.search.trial import Answers, Setup, evaluate_candidate
 from vlmcompress.evaluation.search.trial_log import TrialLog
 from vlmcompress.utils.errors import UserError
@@ -42,7 +42,7 @@ class SearchResult:
     """
 
     halving: SuccessiveHalving
-    winner: Standing | None
+    winner: CandidateState | None
     accuracy: float
     seconds: float
     late: bool
@@ -131,7 +131,9 @@ class LiveTrials:
         before = {sample.id: sample for sample in self.original.suite.samples}
         after = (self.score.applied(answers.suite) if self.score else answers.suite).samples
         pairs = [(before[sample.id], sample) for sample in after]
-        moved, _ = divergence([old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs])
+        moved, _ = first_token_divergence(
+            [old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs]
+        )
         same = sum(normalise(old.text) == normalise(new.text) for old, new in pairs)
         return {
             "scores": {sample.id: sample.score for sample in after},
@@ -162,7 +164,7 @@ def original(setup: Setup, questions: int, crew: Workers, log: TrialLog, progres
     return answers
 
 
-def search(space: Space, live: LiveTrials, rules: Rules) -> SearchResult:
+def run_halving(space: Space, live: LiveTrials, rules: Rules) -> SearchResult:
     """Run successive halving on a space. The original's answers are in `live` already."""
     halving = SuccessiveHalving(space.factors, live, rules)
     winner = halving.run()

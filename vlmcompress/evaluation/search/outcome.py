@@ -7,15 +7,15 @@ from typing import Any
 
 from vlmcompress.evaluation.search.candidate import AS_IT_IS
 from vlmcompress.evaluation.search.live_trials import SearchResult
-from vlmcompress.evaluation.search.posterior import worth
-from vlmcompress.evaluation.search.successive_halving import LIKELY, Standing
+from vlmcompress.evaluation.search.posterior import expected_gain
+from vlmcompress.evaluation.search.successive_halving import LIKELY, CandidateState
 
 FILE = "search.json"
 SCHEMA_VERSION = 1
 POINT = 0.01
 
 
-def plain(
+def outcome_json(
     result: SearchResult, request: Mapping[str, Any], left_out: Mapping[str, str], rate: tuple[float, float] | None
 ) -> dict[str, Any]:
     """Describe a search as JSON data.
@@ -27,16 +27,15 @@ def plain(
     """
     measured = request["gains"] == "measured"
     rows = [
-        row(standing, standing is result.winner, measured and not standing.measured)
-        for standing in result.halving.standings.values()
+        row(state, state is result.winner, measured and not state.measured) for state in result.halving.states.values()
     ]
     mark(rows)
-    rows.sort(key=lambda standing: (not standing["winner"], not standing["front"], -standing["gain"]))
+    rows.sort(key=lambda state: (not state["winner"], not state["front"], -state["gain"]))
     return {
         "schema_version": SCHEMA_VERSION,
         **request,
         "winner": result.winner.candidate.plain() if result.winner else None,
-        "nearest": None if result.winner else nearest(list(result.halving.standings.values())),
+        "nearest": None if result.winner else nearest(list(result.halving.states.values())),
         "original": {"name": AS_IT_IS, "accuracy": result.accuracy},
         "questions": {
             "search": result.halving.rules.questions,
@@ -46,30 +45,30 @@ def plain(
         "seconds": round(result.seconds, 1),
         "ended_by_budget": result.late,
         "rate": rate,
-        "one_more_point": one_more_point(result),
+        "one_more_point": next_floor(result),
         "candidates": rows,
         "left_out": dict(left_out),
     }
 
 
-def row(standing: Standing, winner: bool = False, rough: bool = False) -> dict[str, Any]:
+def row(state: CandidateState, winner: bool = False, rough: bool = False) -> dict[str, Any]:
     """Describe a candidate; differences are shares, negative for a loss. `rough`: modelled where others were measured."""
-    evidence = standing.trial.evidence if standing.trial else None
+    evidence = state.trial.evidence if state.trial else None
     low, high = evidence.mean.limits(0.95) if evidence else (None, None)
     return {
-        **standing.candidate.plain(),
-        "gain": round(standing.gain, 4),
+        **state.candidate.plain(),
+        "gain": round(state.gain, 4),
         "rough": rough,
-        "questions": standing.questions,
+        "questions": state.questions,
         "difference": round(evidence.mean.mean, 5) if evidence else None,
         "low": low,
         "high": high,
         "divergence": evidence.divergence if evidence else None,
-        "believed": None if standing.posterior is None else round(standing.posterior.mean, 5),
-        "chance": round(standing.chance, 4),
+        "believed": None if state.posterior is None else round(state.posterior.mean, 5),
+        "chance": round(state.chance, 4),
         "winner": winner,
         "front": False,
-        "why": standing.out,
+        "why": state.out,
     }
 
 
@@ -82,24 +81,24 @@ def mark(rows: Sequence[dict[str, Any]]) -> None:
         best = max(best, candidate["believed"])
 
 
-def nearest(standings: Sequence[Standing]) -> dict[str, Any] | None:
+def nearest(standings: Sequence[CandidateState]) -> dict[str, Any] | None:
     """The candidate that gains something and is believed to lose least; None where none was asked."""
-    tried = [standing for standing in standings if standing.questions and standing.gain > 1 and standing.posterior]
-    best = max(tried, key=lambda standing: standing.posterior.mean if standing.posterior else 0.0, default=None)
+    tried = [state for state in standings if state.questions and state.gain > 1 and state.posterior]
+    best = max(tried, key=lambda state: state.posterior.mean if state.posterior else 0.0, default=None)
     return row(best) if best else None
 
 
-def one_more_point(result: SearchResult) -> dict[str, Any] | None:
+def next_floor(result: SearchResult) -> dict[str, Any] | None:
     """The candidate that a floor one point lower would choose, as far as is known; None where it is the winner again."""
     margin = result.halving.rules.margin + POINT
     best, most = None, 0.0
-    for standing in result.halving.standings.values():
-        if not standing.questions or standing.posterior is None or standing.gain <= 1 or standing.trial is None:
+    for state in result.halving.states.values():
+        if not state.questions or state.posterior is None or state.gain <= 1 or state.trial is None:
             continue
-        chance = result.halving.chance(standing.posterior, standing.trial.evidence, margin)
-        value = worth(standing.gain, chance)
+        chance = result.halving.chance(state.posterior, state.trial.evidence, margin)
+        value = expected_gain(state.gain, chance)
         if chance >= LIKELY and value > most:
-            best, most = standing, value
+            best, most = state, value
     if best is None or best is result.winner:
         return None
     return {

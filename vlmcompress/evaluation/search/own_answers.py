@@ -21,7 +21,7 @@ from vlmcompress.evaluation.search.trial_log import SOURCES
 from vlmcompress.models.data.samples import SUFFIXES
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.folders import dump, save
+from vlmcompress.utils.folders import dump, save_files
 from vlmcompress.utils.identity import model_hash
 from vlmcompress.utils.progress import Progress
 
@@ -50,7 +50,7 @@ class Parts:
     confirm: list[Path]
 
 
-def split(folder: str | Path, most: int, margin: float) -> Parts:
+def split_images(folder: str | Path, most: int, margin: float) -> Parts:
     """Split a folder's images by their content, so that copies stay together: half to confirm on, or as many as a loss of at
     most `margin` cannot be confirmed without, and the others to calibrate and to search with.
 
@@ -100,7 +100,7 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
             raise UserError(
                 f"{out} has questions of another {what}; choose another output, or begin anew with --restart"
             )
-    save(out, {"sources": (SOURCES, dump(sources))})
+    save_files(out, {"sources": (SOURCES, dump(sources))})
     files = {}
     for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
         each = 1 if name == CALIBRATION else min(EACH, len(prompts))
@@ -116,7 +116,7 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
         files[name] = out / name
         if not files[name].is_file():
             if name != CALIBRATION:
-                questions = save(
+                questions = save_files(
                     out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))}
                 )
                 plain = dataclasses.replace(setup, suite=None, data=str(questions["asked"]))
@@ -129,5 +129,5 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
                 if not answered:
                     raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
                 rows = answered
-            save(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
+            save_files(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
     return files

@@ -124,7 +124,7 @@ def assurance(posterior: Posterior, margin: float, images: float | None, varianc
     return NORMAL.cdf(gap / math.sqrt(max(unsure, 1e-12)))
 
 
-def worth(gain: float, chance: float) -> float:
+def expected_gain(gain: float, chance: float) -> float:
     """What to expect of a candidate: its `gain` (times the original) if it is confirmed, and 1 if it is not."""
     return 1 + (gain - 1) * chance
 

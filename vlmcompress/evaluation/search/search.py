@@ -16,28 +16,28 @@ import torch
 
 from vlmcompress.evaluation.accuracy import noninferiority, tasks
 from vlmcompress.evaluation.accuracy.compare import LEVEL
-from vlmcompress.evaluation.accuracy.free_answers import choose
+from vlmcompress.evaluation.accuracy.free_answers import choose_score
 from vlmcompress.evaluation.accuracy.paired import MeanDifference
 from vlmcompress.evaluation.search import outcome, space
 from vlmcompress.evaluation.search.candidate import Candidate
-from vlmcompress.evaluation.search.live_trials import SHARE, LiveTrials, SearchResult, original, search
-from vlmcompress.evaluation.search.speed import STAND_IN, Goal, Load, Measured, Modelled
+from vlmcompress.evaluation.search.live_trials import SHARE, LiveTrials, SearchResult, original, run_halving
+from vlmcompress.evaluation.search.speed import STAND_IN, Goal, Measured, Modelled, TypicalRequest
 from vlmcompress.evaluation.search.successive_halving import Rules
 from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint, questions_of
 from vlmcompress.evaluation.search.trial_log import QUESTIONS, WORK, open_trial_log
 from vlmcompress.export.write import rename
-from vlmcompress.models.data import Reading, bundled, data_hash, load_mixed
+from vlmcompress.models.data import Reading, bundled_data, data_hash, load_mixed
 from vlmcompress.quantization.calibration.statistics_folder import NAME as STATISTICS
 from vlmcompress.recipe import resolve, targets
 from vlmcompress.utils import hub, workers
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.folders import link_or_copy, new_folder, save
+from vlmcompress.utils.folders import link_or_copy, new_folder, save_files
 from vlmcompress.utils.identity import content_hash, model_hash
 from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.text import duration
 
 WINNER, RECIPE = "winner", "recipe.yaml"
-__all__ = ["QUESTIONS", "WORK", "Request", "find", "setup_of"]
+__all__ = ["QUESTIONS", "WORK", "SearchRequest", "run_search", "setup_of"]
 _LEAST = 30
 """Questions without which nothing can be said."""
 _CHANCE = 0.1
@@ -46,7 +46,7 @@ _TEXT = "text:"
 
 
 @dataclass(frozen=True)
-class Request:
+class SearchRequest:
     """What a search is asked for.
 
     Attributes:
@@ -69,7 +69,7 @@ class Request:
     margin: float = 0.01
     goal: Goal = "throughput"
     speed: str = ""
-    load: Load = field(default_factory=Load)
+    load: TypicalRequest = field(default_factory=TypicalRequest)
     budget: float | None = None
     engine: str = "vllm"
     ray: str | None = None
@@ -83,7 +83,7 @@ class Request:
         return int(self.base.get("seed", 0))
 
 
-def find(request: Request, progress: Progress) -> tuple[dict[str, Any], Path | None]:
+def run_search(request: SearchRequest, progress: Progress) -> tuple[dict[str, Any], Path | None]:
     """Run a search, or go on with one that was interrupted; return what it found, as data, and the winner's folder.
 
     Raises:
@@ -96,11 +96,11 @@ def find(request: Request, progress: Progress) -> tuple[dict[str, Any], Path | N
     count = len(suite)
     confirming, images = _confirming(request, setup, count)
     usual = {"recover": request.recover, "small": request.small}
-    where = space.read(request.space, base) if request.space else space.usual(base, **usual)
+    where = space.read_space(request.space, base) if request.space else space.usual(base, **usual)
     with open_trial_log(request.out, _about(setup, suite), request.budget) as log:
         with closing(workers.of(request.ray)) as crew:
             before = original(setup, count, crew, log, progress)
-            if score := choose(None, suite, before.suite):
+            if score := choose_score(None, suite, before.suite):
                 before = replace(before, suite=score.applied(before.suite))
             if log.left <= 0:
                 raise UserError(
@@ -110,12 +110,12 @@ def find(request: Request, progress: Progress) -> tuple[dict[str, Any], Path | N
             reserve = 2.4 * confirming * (log.note("seconds") or 0.0)  # the original, the winner, and some more
             reserve = max(reserve, SHARE * (request.budget or 0.0))
             live = LiveTrials(setup, crew, log, gains, before, score, progress, reserve)
-            result = search(where, live, Rules(request.margin, count, images))
+            result = run_halving(where, live, Rules(request.margin, count, images))
         rate = gains.rate(result.winner.candidate) if result.winner else None
-        data = outcome.plain(
+        data = outcome.outcome_json(
             result,
             {
-                "model": hub.facts(base["model"])["source"],
+                "model": hub.source_facts(base["model"])["source"],
                 "target": base.get("target"),
                 "max_drop": request.margin,
                 "optimize": request.goal,
@@ -135,7 +135,7 @@ def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
     """What trials depend on: the contents of the model, the questions and the calibration data, wherever they lie."""
     suite = setup.suite
     settings = resolve({**setup.base, "scheme": "none"}).recipe.calibrate
-    images = settings.data or bundled(setup.model, "calibration")
+    images = settings.data or bundled_data(setup.model, "calibration")
     described = settings.model_dump(exclude={"data", "text", "stats"})
     if images:
         text = hub.local(settings.text, "dataset") if settings.text else None
@@ -155,11 +155,11 @@ def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
     }
 
 
-def setup_of(request: Request) -> Setup:
+def setup_of(request: SearchRequest) -> Setup:
     """What the trials share. Paths are absolute, as workers elsewhere have other working directories."""
     target = request.base.get("target") or (None if torch.cuda.is_available() else "cpu")
     if target is not None:
-        targets.get(target)
+        targets.get_target(target)
     base = {**request.base, "model": str(Path(hub.local(request.base["model"])).absolute()), "target": target}
     calibrate = {key: _absolute(value) for key, value in base.get("calibrate", {}).items()}
     base = {key: value for key, value in (base | {"calibrate": calibrate}).items() if value is not None}
@@ -172,12 +172,12 @@ def _absolute(value: Any) -> Any:
     return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
 
 
-def _gains(request: Request, setup: Setup) -> Measured | Modelled:
+def _gains(request: SearchRequest, setup: Setup) -> Measured | Modelled:
     """What says the gains: shapes for memory and for other machines, else this machine."""
     target, modelled = setup.base.get("target"), Modelled(setup, request.goal, request.load)
     here = target is None  # whether the target is this machine
     if target is not None:
-        machine, has_gpu = targets.get(target), torch.cuda.is_available()
+        machine, has_gpu = targets.get_target(target), torch.cuda.is_available()
         here = machine.capability == torch.cuda.get_device_capability() if has_gpu else machine.is_cpu
     figures = modelled.figures(Candidate())
     is_modelled = figures is not None and figures.of(request.goal) is not None
@@ -189,7 +189,7 @@ def _gains(request: Request, setup: Setup) -> Measured | Modelled:
     return Measured(modelled if is_modelled else Modelled(setup, request.goal, request.load, STAND_IN), request.data)
 
 
-def _confirming(request: Request, setup: Setup, count: int) -> tuple[int, float | None]:
+def _confirming(request: SearchRequest, setup: Setup, count: int) -> tuple[int, float | None]:
     """Number of questions of the confirmation, and their effective number of images; 0 and None without a confirmation.
 
     Raises:
@@ -205,7 +205,9 @@ def _confirming(request: Request, setup: Setup, count: int) -> tuple[int, float 
     unchanged = MeanDifference([0.0] * len(subjects), subjects)
     if noninferiority.verdict(unchanged, request.margin, LEVEL) != "pass":
         images = len(set(subjects))
-        least = math.ceil(images * (noninferiority.needed(unchanged, request.margin, LEVEL) or 0) / len(subjects))
+        least = math.ceil(
+            images * (noninferiority.samples_needed(unchanged, request.margin, LEVEL) or 0) / len(subjects)
+        )
         what = "questions" if images == len(subjects) else "images"
         raise UserError(
             f"{request.confirm} has {len(subjects):,} questions about {images:,} images, and a floor of "
@@ -228,13 +230,13 @@ def _subjects(suite: tasks.LoadedSuite) -> list[tuple[str, ...]]:
     subjects = []
     for task in suite.tasks.values():
         for document in task.eval_docs:
-            shown = tuple(hashlib.sha256(image.tobytes()).hexdigest() for image in task.doc_to_image(document) or ())
+            digests = tuple(hashlib.sha256(image.tobytes()).hexdigest() for image in task.doc_to_image(document) or ())
             text = hashlib.sha256(str(task.doc_to_text(document)).encode()).hexdigest()
-            subjects.append(shown or (f"{_TEXT}{text}",))
+            subjects.append(digests or (f"{_TEXT}{text}",))
     return subjects
 
 
-def _placed(request: Request, setup: Setup, result: SearchResult, progress: Progress) -> Path | None:
+def _placed(request: SearchRequest, setup: Setup, result: SearchResult, progress: Progress) -> Path | None:
     """Put the winner's checkpoint and recipe into the search's folder."""
     if result.winner is None:
         return None
@@ -247,9 +249,7 @@ def _placed(request: Request, setup: Setup, result: SearchResult, progress: Prog
     keys = {key: value for key, value in setup.base.items() if key not in ("model", "calibrate")} | candidate.keys
     head = f"# {candidate.name}: found by vlmcompress search\n"
     if candidate.recover:
-        head += (
-            "# The model was trained behind the reducer first: vlmcompress recover MODEL --reduce ... -o RECOVERED\n"
-        )
+        head += "# The model was trained with the reducer first: vlmcompress recover MODEL --reduce ... -o RECOVERED\n"
     text = head + "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
-    save(request.out, {"recipe": (RECIPE, text)})
+    save_files(request.out, {"recipe": (RECIPE, text)})
     return out

@@ -12,7 +12,7 @@
       - {reduce: coverage:0.25, recover: true}
 
 Each entry is a choice, and has to work alone, too, as all are tried alone first; leaving the model as it is always is one
-more. `recover` trains the model behind the entry's reducer.
+more. `recover` trains the model with the entry's reducer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vlmcompress.utils.errors import UserError
 
 MOST = 64
 """Choices of all factors together; each is a checkpoint that is made and asked."""
-_OWN = ("model", "out", "target", "calibrate", "seed", "engine", "trust_remote_code", "format")  # the search's to say
+_FIXED = ("model", "out", "target", "calibrate", "seed", "engine", "trust_remote_code", "format")  # the search's to say
 _GROUPS = (128, 64, 32)
 _SCHEMES = ("fp8", "int8", "w8a16", "nvfp4")
 _GROUPED: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -69,7 +69,7 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
 
     Args:
         base: recipe keys that all candidates have: `model`, `calibrate`, `target`, ...
-        recover: training the model behind reducers that keep few tokens is in it, too.
+        recover: training the model after reducers that keep few tokens is in it, too.
         small: a handful of choices alone.
     """
     names = _SCHEMES[:2] if small else _SCHEMES
@@ -86,7 +86,7 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
     if recover:
         images += [Choice(f"{name}, recovered", {"reduce": name}, recover=True) for name in _RECOVERED]
     factors = {"weights": weights, "images": [[choice] for choice in images]}
-    if not small and base.get("target") and not targets.get(base["target"]).is_cpu:
+    if not small and base.get("target") and not targets.get_target(base["target"]).is_cpu:
         weights.append([Choice("gptq mixed 3.5 bits", _MIXED)])
         factors["tower"] = [[Choice(f"{name} tower", {"vision": name}) for name in ("fp8", "int8")]]
         # A cache has scales in the files of quantized layers, so it is no factor of its own, which would be tried alone.
@@ -95,13 +95,13 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
     return _checked(base, factors)
 
 
-def read(file: str | Path, base: Mapping[str, Any]) -> Space:
+def read_space(file: str | Path, base: Mapping[str, Any]) -> Space:
     """Read a space from a file; `base` as in `usual`.
 
     Raises:
         UserError: it is no such file, a key is the search's own, two factors give the same key, or nothing is left.
     """
-    content = yaml_files.read(Path(file), "space")
+    content = yaml_files.read_yaml(Path(file), "space")
     factors: dict[str, list[list[Choice]]] = {}
     owner: dict[str, str] = {}
     for factor, entries in content.items():
@@ -117,13 +117,13 @@ def read(file: str | Path, base: Mapping[str, Any]) -> Space:
 def _choice(entry: Mapping[str, Any], where: str) -> Choice:
     keys = {key: value for key, value in entry.items() if key not in ("name", "recover")}
     for key in keys:
-        if key in _OWN:
+        if key in _FIXED:
             raise UserError(f"{where}: {key} is the same for all candidates; give it to the search instead")
     recover = entry.get("recover", False)
     if not isinstance(recover, bool):
         raise UserError(f"{where}: recover is {recover!r}, it should be true or false")
     if recover and "reduce" not in keys:
-        raise UserError(f"{where}: recover trains the model behind a reducer; give reduce, too")
+        raise UserError(f"{where}: recover trains the model with a reducer; give reduce, too")
     name = entry.get("name") or ", ".join([*_words(keys), *(["recovered"] if recover else [])])
     return Choice(str(name), keys, recover)
 

@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vlmcompress.engines.vllm.served_model import Model, open_model
+from vlmcompress.engines.vllm.served_model import ServedModel, read_served_model
 from vlmcompress.evaluation.capacity import weight_bytes
-from vlmcompress.evaluation.capacity.capacity import Request, plan_capacity
+from vlmcompress.evaluation.capacity.capacity import CapacityRequest, plan_capacity
 from vlmcompress.evaluation.capacity.weight_bytes import Weights
 from vlmcompress.evaluation.results import Ratio
 from vlmcompress.evaluation.search.candidate import Candidate
@@ -41,7 +41,7 @@ USERS = 8
 
 
 @dataclass(frozen=True)
-class Load:
+class TypicalRequest:
     """A typical request: size of its image, tokens of its text and of its answer; `requests` make a measured burst."""
 
     image: tuple[int, int] = (448, 448)
@@ -73,11 +73,11 @@ class Modelled:
 
     setup: Setup
     goal: Goal
-    load: Load
+    load: TypicalRequest
     rates: str | None = None
     source = "modelled"
-    _known: dict[str, Figures | None] = field(default_factory=dict)
-    _model: Model | None = None
+    _cache: dict[str, Figures | None] = field(default_factory=dict)
+    _model: ServedModel | None = None
 
     def gain(self, candidate: Candidate) -> float | None:
         """The gain; None where the target's rates are not known, or the count of tokens depends on the image."""
@@ -96,12 +96,12 @@ class Modelled:
 
     def figures(self, candidate: Candidate) -> Figures | None:
         """What is modelled of a candidate; None where nothing can be said."""
-        if candidate.name not in self._known:
-            self._known[candidate.name] = self._figures(candidate)
-        return self._known[candidate.name]
+        if candidate.name not in self._cache:
+            self._cache[candidate.name] = self._figures(candidate)
+        return self._cache[candidate.name]
 
     def _figures(self, candidate: Candidate) -> Figures | None:
-        self._model = self._model or open_model(self.setup.model)
+        self._model = self._model or read_served_model(self.setup.model)
         recipe = resolve({**self.setup.base, **candidate.keys}, refuse=bool(candidate.choices)).recipe
         plan = make_plan(recipe, refuse=False)
         scheme = recipe.number_formats
@@ -113,11 +113,11 @@ class Modelled:
             name = self.rates or recipe.target
             capacity = plan_capacity(
                 self._model,
-                Request(
+                CapacityRequest(
                     pictures=Pictures(((width, height),)),
                     text=self.load.text,
                     out=self.load.out,
-                    target=targets.get(name) if name else None,
+                    target=targets.get_target(name) if name else None,
                     target_name=name,
                     kv_cache=recipe.kv_cache or "auto",
                     reduce=recipe.reduce,

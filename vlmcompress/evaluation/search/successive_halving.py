@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from vlmcompress.evaluation.search.candidate import Candidate, Factor, combined, singles
-from vlmcompress.evaluation.search.posterior import Evidence, Posterior, assurance, posteriors, refuted, worth
+from vlmcompress.evaluation.search.posterior import Evidence, Posterior, assurance, expected_gain, posteriors, refuted
 
 ETA = 3
 FIRST = 48
@@ -55,7 +55,7 @@ class Rules:
 
     @property
     def rungs(self) -> list[int]:
-        """Questions of the rungs behind the single changes."""
+        """Questions of the rungs after the single changes."""
         # Never fewer than twice the first look, so that a rung tells more than the single changes did.
         rungs = [max(self.questions // ETA**power, min(2 * self.first, self.questions)) for power in (2, 1, 0)]
         return sorted(set(rungs))
@@ -93,7 +93,7 @@ class Trials(Protocol):
 
 
 @dataclass
-class Standing:
+class CandidateState:
     """A candidate's place in successive halving.
 
     Attributes:
@@ -113,9 +113,9 @@ class Standing:
     out: str = ""
 
     @property
-    def worth(self) -> float:
+    def score(self) -> float:
         """See `posterior.worth`."""
-        return worth(self.gain, self.chance)
+        return expected_gain(self.gain, self.chance)
 
     @property
     def questions(self) -> int:
@@ -125,18 +125,18 @@ class Standing:
 
 @dataclass
 class SuccessiveHalving:
-    """Successive halving, run by `run`; `standings` by name."""
+    """Successive halving, run by `run`; `states` by name."""
 
     factors: Sequence[Factor]
     trials: Trials
     rules: Rules
-    standings: dict[str, Standing] = field(default_factory=dict)
+    states: dict[str, CandidateState] = field(default_factory=dict)
     questions_asked: int = 0
 
-    def run(self) -> Standing | None:
+    def run(self) -> CandidateState | None:
         """Run to the end. Returns the winner; None where no candidate is better than the original within the floor."""
-        first = [Standing(candidate, self.trials.gain(candidate) or 1.0) for candidate in singles(self.factors)]
-        self.standings |= {standing.candidate.name: standing for standing in first}
+        first = [CandidateState(candidate, self.trials.gain(candidate) or 1.0) for candidate in singles(self.factors)]
+        self.states |= {state.candidate.name: state for state in first}
         self._ask(first, self.rules.first)
         going = self._joined()
         # Successive halving (Jamieson and Talwalkar, 2016): of each rung the best ETA-th goes on to ETA times the questions.
@@ -147,42 +147,38 @@ class SuccessiveHalving:
             going = self._best(going, keep, "behind others after {} questions")
         for name, gain in self.trials.measured([candidate.candidate for candidate in going]).items():
             if isinstance(gain, str):
-                self.standings[name].out = f"failed: {gain}"
+                self.states[name].out = f"failed: {gain}"
             else:
-                self.standings[name].gain, self.standings[name].measured = gain, True
+                self.states[name].gain, self.states[name].measured = gain, True
         return self._winner([candidate for candidate in going if not candidate.out])
 
-    def _ask(self, going: Sequence[Standing], questions: int) -> None:
+    def _ask(self, going: Sequence[CandidateState], questions: int) -> None:
         """Ask candidates, update the posteriors, and put those out that failed or are refuted."""
-        before = {standing.candidate.name: standing.questions for standing in going}
-        for name, trial in self.trials.ask([standing.candidate for standing in going], questions).items():
-            standing = self.standings[name]
-            standing.trial = trial
+        before = {state.candidate.name: state.questions for state in going}
+        for name, trial in self.trials.ask([state.candidate for state in going], questions).items():
+            state = self.states[name]
+            state.trial = trial
             if trial.failed:
-                standing.out = f"failed: {trial.failed}"
+                state.out = f"failed: {trial.failed}"
                 continue
-            standing.gain = gain if (gain := self.trials.gain(standing.candidate)) is not None else trial.gain
-            self.questions_asked += standing.questions - before[name]
+            state.gain = gain if (gain := self.trials.gain(state.candidate)) is not None else trial.gain
+            self.questions_asked += state.questions - before[name]
             assert trial.evidence is not None
             if refuted(trial.evidence, self.rules.margin, self.rules.looks):
-                standing.out = f"loses more than is allowed, by {standing.questions:,} questions"
-        for standing in going:
-            if standing.trial is None:
-                standing.out = "no time left to try it"
-        tried = {name: standing for name, standing in self.standings.items() if standing.questions}
-        evidence = {
-            name: standing.trial.evidence
-            for name, standing in tried.items()
-            if standing.trial and standing.trial.evidence
-        }
+                state.out = f"loses more than is allowed, by {state.questions:,} questions"
+        for state in going:
+            if state.trial is None:
+                state.out = "no time left to try it"
+        tried = {name: state for name, state in self.states.items() if state.questions}
+        evidence = {name: state.trial.evidence for name, state in tried.items() if state.trial and state.trial.evidence}
         for name, posterior in posteriors(evidence, self.rules.margin).items():
-            self._judge(self.standings[name], posterior, [evidence[name]])
+            self._judge(self.states[name], posterior, [evidence[name]])
 
-    def _judge(self, standing: Standing, posterior: Posterior, evidence: Sequence[Evidence]) -> None:
+    def _judge(self, state: CandidateState, posterior: Posterior, evidence: Sequence[Evidence]) -> None:
         """Set the posterior of a candidate, and its chances by its own answers or those of its parts."""
         worse = Posterior(posterior.mean - math.sqrt(posterior.variance), 0.0)
-        standing.posterior = posterior
-        standing.chance, standing.least = (min(self.chance(some, of) for of in evidence) for some in (posterior, worse))
+        state.posterior = posterior
+        state.chance, state.least = (min(self.chance(some, of) for of in evidence) for some in (posterior, worse))
 
     def chance(self, posterior: Posterior, evidence: Evidence | None = None, margin: float | None = None) -> float:
         """The chance that a candidate of such a posterior is confirmed. `margin`: another than the rules have."""
@@ -194,9 +190,9 @@ class SuccessiveHalving:
             spread = max(spread, evidence.mean.variance(-margin))
         return assurance(posterior, margin, self.rules.confirming, spread)
 
-    def _joined(self) -> list[Standing]:
+    def _joined(self) -> list[CandidateState]:
         """The candidates of the first rung: single changes and what is predicted for all combinations of them."""
-        alone = {name: standing for name, standing in self.standings.items() if not standing.out and standing.posterior}
+        alone = {name: state for name, state in self.states.items() if not state.out and state.posterior}
         usable = [
             Factor(factor.name, tuple(choice for choice in factor.choices if choice.name in alone))
             for factor in self.factors
@@ -205,44 +201,44 @@ class SuccessiveHalving:
         for candidate in combined(usable):
             parts = [alone[choice.name] for choice in candidate.choices]
             # Independent changes: means and variances of the differences add up.
-            posterior = sum((standing.posterior for standing in parts if standing.posterior), Posterior(0.0, 0.0))
-            gain = self.trials.gain(candidate) or math.prod(standing.gain for standing in parts)
-            predicted.append(Standing(candidate, gain))
+            posterior = sum((state.posterior for state in parts if state.posterior), Posterior(0.0, 0.0))
+            gain = self.trials.gain(candidate) or math.prod(state.gain for state in parts)
+            predicted.append(CandidateState(candidate, gain))
             self._judge(
                 predicted[-1],
                 posterior,
-                [standing.trial.evidence for standing in parts if standing.trial and standing.trial.evidence],
+                [state.trial.evidence for state in parts if state.trial and state.trial.evidence],
             )
-        self.standings |= {standing.candidate.name: standing for standing in predicted}
+        self.states |= {state.candidate.name: state for state in predicted}
         return self._best([*alone.values(), *predicted], self.rules.joint, "predicted to be behind others")
 
-    def _best(self, going: Sequence[Standing], keep: int, why: str) -> list[Standing]:
+    def _best(self, going: Sequence[CandidateState], keep: int, why: str) -> list[CandidateState]:
         """Keep the candidates that are worth most, and note `why` the others are out; its `{}` is the number of questions that
         a candidate was asked."""
-        for standing in going:
-            if not standing.out and standing.gain <= 1:
-                standing.out = "gains nothing"
-        ranked = sorted((standing for standing in going if not standing.out), key=_rank)
-        safe = sorted(ranked, key=lambda standing: -worth(standing.gain, standing.least))
+        for state in going:
+            if not state.out and state.gain <= 1:
+                state.out = "gains nothing"
+        ranked = sorted((state for state in going if not state.out), key=_rank)
+        safe = sorted(ranked, key=lambda state: -expected_gain(state.gain, state.least))
         kept: set[str] = set()
         while len(kept) < min(keep, len(ranked)):
             order = ranked if (len(kept) + 1) % CAUTIOUS else safe
-            kept.add(next(standing.candidate.name for standing in order if standing.candidate.name not in kept))
-        for standing in ranked:
-            if standing.candidate.name not in kept:
-                standing.out = why.format(f"{standing.questions:,}")
-        return [standing for standing in ranked if not standing.out]
+            kept.add(next(state.candidate.name for state in order if state.candidate.name not in kept))
+        for state in ranked:
+            if state.candidate.name not in kept:
+                state.out = why.format(f"{state.questions:,}")
+        return [state for state in ranked if not state.out]
 
-    def _winner(self, going: Sequence[Standing]) -> Standing | None:
-        ranked = sorted((standing for standing in going if standing.gain > 1 and standing.questions), key=_rank)
-        likely = [standing for standing in ranked if standing.chance >= LIKELY]
+    def _winner(self, going: Sequence[CandidateState]) -> CandidateState | None:
+        ranked = sorted((state for state in going if state.gain > 1 and state.questions), key=_rank)
+        likely = [state for state in ranked if state.chance >= LIKELY]
         winner = next(iter(likely or ranked), None)
-        for standing in going:
-            if standing is not winner:
-                standing.out = "gains nothing" if standing.gain <= 1 else "behind the winner in the end"
+        for state in going:
+            if state is not winner:
+                state.out = "gains nothing" if state.gain <= 1 else "behind the winner in the end"
         return winner
 
 
-def _rank(standing: Standing) -> tuple[float, float, str]:
+def _rank(state: CandidateState) -> tuple[float, float, str]:
     """Sort by worth, then by gain; by name where both are equal, so that the order never depends on chance."""
-    return -standing.worth, -standing.gain, standing.candidate.name
+    return -state.score, -state.gain, state.candidate.name

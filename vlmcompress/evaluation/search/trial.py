@@ -1,7 +1,7 @@
 """A trial: make a candidate's checkpoint, and ask it and the original questions.
 
 Whatever a trial makes lies in a folder of work, under names that say what it is: statistics (one folder for each reducer, which
-all schemes behind it share), models trained behind a reducer, checkpoints, and answers as they come. So nothing is made twice,
+all schemes after it share), models trained with a reducer, checkpoints, and answers as they come. So nothing is made twice,
 not even after a kill, and two processes can share the folder.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import engines
-from vlmcompress.engines import Settings
+from vlmcompress.engines import EngineSettings
 from vlmcompress.evaluation import sides
 from vlmcompress.evaluation.accuracy import tasks
 from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS
@@ -41,7 +41,7 @@ class Setup:
         suite, data: the questions, as `vlmcompress eval` takes them; `seed` decides which of them come first.
         engine: name of what answers them, an engine of the machine that a trial is done on.
         work: folder of work.
-        recovery: how models are trained behind reducers.
+        recovery: how models are trained after reducers.
     """
 
     base: Mapping[str, Any]
@@ -95,8 +95,10 @@ def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progr
     folder = ensure_checkpoint(setup, candidate, progress)
     suite = questions_of(setup, questions)
     with open_journal(setup.work / f"answers-{candidate.folder}.jsonl") as journal:
-        settings = Settings(logprobs=FIRST_TOKENS, seed=setup.seed)
-        answers = ask_suite(folder, suite, engines.get(setup.engine), settings, journal, progress, candidate.name)
+        settings = EngineSettings(logprobs=FIRST_TOKENS, seed=setup.seed)
+        answers = ask_suite(
+            folder, suite, engines.get_engine(setup.engine), settings, journal, progress, candidate.name
+        )
     return Answers(answers, sides.side(folder, {}).weight_bytes)
 
 
@@ -145,7 +147,7 @@ def _ensure(folder: Path, make: Callable[[Path, bool], None]) -> Path:
 
     Where a worker with other versions or threads left it half done it is begun anew: the search made it, not the user.
     """
-    with locks.held(folders.beside(folder, "turn"), f"making {folder}", wait=True):
+    with locks.held(folders.staging_path(folder, "turn"), f"making {folder}", wait=True):
         if not folder.exists():
             try:
                 make(folder, False)

@@ -109,7 +109,7 @@ class Outcome:
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
-def encode(model: str, messages: list[dict[str, Any]], out_tokens: int, llama_cpp: bool = False) -> bytes:
+def encode_request(model: str, messages: list[dict[str, Any]], out_tokens: int, llama_cpp: bool = False) -> bytes:
     """Encode the body of a request for exactly `out_tokens` greedy tokens, streamed with running usage, which llama.cpp gives
     by another name."""
     body = {
@@ -155,7 +155,7 @@ async def _send(
     outcomes = [Outcome() for _ in bodies]
     finished = 0
     limits = aiohttp.ClientTimeout(total=timeout)
-    # llama.cpp's server closes a connection behind a streamed answer, vLLM's an idle one after 5 s, and neither says so.
+    # llama.cpp's server closes a connection after a streamed answer, vLLM's an idle one after 5 s, and neither says so.
     connections = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(f"{url}/", timeout=limits, connector=connections) as session:
         start = time.perf_counter()

@@ -83,7 +83,7 @@ def metrics(server: Server) -> list[tuple[str, dict[str, str], str]]:
     return parse_metrics(_get(server, "/metrics"))
 
 
-def version(server: Server, llama_cpp: bool = False) -> str:
+def server_version(server: Server, llama_cpp: bool = False) -> str:
     """The version of vLLM, which the server knows, or of the package that holds llama.cpp."""
     if llama_cpp:
         return f"xllamacpp {importlib.metadata.version('xllamacpp')}"

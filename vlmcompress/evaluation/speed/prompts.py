@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from vlmcompress.models.data.samples import Sample
-from vlmcompress.models.data.sources import PROMPTS, bundled, load_samples
+from vlmcompress.models.data.sources import PROMPTS, bundled_data, load_samples
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 
@@ -80,7 +80,7 @@ def open_prompts(
     source = (
         hub.local(data, "dataset", splits=hub.TEST)
         if data
-        else (None if sizes else bundled(baseline, "test") or bundled(candidate, "test"))
+        else (None if sizes else bundled_data(baseline, "test") or bundled_data(candidate, "test"))
     )
     if source is None:
         return Prompts("generated images (dead leaves)", (), sizes or (DEFAULT_SIZE,), seed)
@@ -89,7 +89,7 @@ def open_prompts(
     if not with_images:
         raise UserError(f"{source}: no row has an image; give --data with some, or --sizes for generated ones")
     random.Random(seed).shuffle(with_images)
-    return Prompts(hub.shown(source), with_images, sizes, seed)
+    return Prompts(hub.display_path(source), with_images, sizes, seed)
 
 
 def _part(image: Image.Image) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vlmcompress.evaluation.results import Bench, Memory, Results
 from vlmcompress.evaluation.speed import measure
 from vlmcompress.evaluation.speed.client import parse_load
 from vlmcompress.evaluation.speed.prompts import open_prompts
-from vlmcompress.evaluation.speed.serving import Plan, SideName, abba, run_offline, serve
+from vlmcompress.evaluation.speed.serving import BenchPlan, SideName, abba, run_bursts, run_offline
 from vlmcompress.models import build_meta_model
 from vlmcompress.quantization.plan import kv_cache
 from vlmcompress.utils import hub
@@ -49,9 +49,9 @@ def run(
     llama_cpp = {side: planned.in_llama_cpp(side) for side in planned.paths}
     if any(llama_cpp.values()):
         warm = offline = False  # llama.cpp has no cache of images, and is measured as a server only
-    runs, about = serve(planned, "cold", progress)
+    runs, about = run_bursts(planned, "cold", progress)
     if warm:
-        runs += serve(planned, "warm", progress)[0]
+        runs += run_bursts(planned, "warm", progress)[0]
     devices: dict[SideName, dict[str, Any]] = {"baseline": {}, "candidate": {}}
     if offline:
         offline_runs, devices = run_offline(planned, runs, progress)
@@ -105,7 +105,7 @@ def plan(
     speculative: Mapping[SideName, str | None] | None = None,
     flags: Sequence[str] = (),
     seed: int = 0,
-) -> Plan:
+) -> BenchPlan:
     """Plan the runs of `run`, with all checks that need no engine.
 
     Args:
@@ -129,10 +129,12 @@ def plan(
         "candidate": sides.folder(hub.local(candidate), *SERVED),
     }
     drafting: dict[SideName, str | None] = {
-        side: json.dumps(speculation.checked(paths[side], text)) for side, text in (speculative or {}).items() if text
+        side: json.dumps(speculation.read_speculative_config(paths[side], text))
+        for side, text in (speculative or {}).items()
+        if text
     }
     arrival, pixels = parse_load(load), [parse_pixels(size, "--sizes", 28, 4096) for size in sizes]
-    return Plan(
+    return BenchPlan(
         paths=paths,
         prompts=open_prompts(data, pixels, paths["candidate"], paths["baseline"], seed),
         load=arrival,
@@ -163,7 +165,7 @@ def kv_bytes_per_token(folder: Path, cache_dtype: str) -> int | None:
         next((name for name, flag in kv_cache.FLAGS.items() if flag == cache_dtype), cache_dtype)
     )
     try:
-        decoder = describe(build_meta_model(folder, weights=False, ours_only=False))
+        decoder = describe(build_meta_model(folder, weights=False, supported_only=False))
     except UserError:
         return None
     layers = decoder.layers(1, width.number, width.scale) if width else []

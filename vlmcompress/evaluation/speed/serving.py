@@ -34,7 +34,7 @@ from vlmcompress.engines import llamacpp_server
 from vlmcompress.engines.local import last_words
 from vlmcompress.engines.vllm import ENGINE as VLLM
 from vlmcompress.engines.vllm import environment
-from vlmcompress.engines.vllm.serve import Server, server
+from vlmcompress.engines.vllm.serve import Server, vllm_server
 from vlmcompress.evaluation.results import LoadRun, State
 from vlmcompress.evaluation.speed import client, counters, measure
 from vlmcompress.evaluation.speed.client import Load, Outcome
@@ -59,7 +59,7 @@ OFFLINE_ENGINE = replace(VLLM, name="vllm-offline", environment=lambda: environm
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """Settings of a benchmark. `requests` of `out_tokens` tokens make a burst; `flags` are further ones of `vllm serve`.
 
     `speculative`: JSON of vLLM's `--speculative-config`, for each side.
@@ -100,7 +100,7 @@ def abba(repeats: int) -> list[Turn]:
     return [(side, repeat) for repeat in range(repeats) for side in (sides if repeat % 2 == 0 else sides[::-1])]
 
 
-def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], dict[SideName, About]]:
+def run_bursts(plan: BenchPlan, state: State, progress: Progress) -> tuple[list[LoadRun], dict[SideName, About]]:
     """Run all bursts of one state.
 
     Raises:
@@ -125,7 +125,7 @@ def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], 
 
 @contextlib.contextmanager
 def _servers(
-    plan: Plan, state: State, about: dict[SideName, About], progress: Progress
+    plan: BenchPlan, state: State, about: dict[SideName, About], progress: Progress
 ) -> Iterator[Callable[[SideName], Server]]:
     """Within the context, a function that gives the server of a side, started and warmed up."""
     flags = [*FLAGS[state], *ALWAYS, *plan.flags]
@@ -144,10 +144,10 @@ def _servers(
                 outcomes, _ = burst(plan, side, running, number, f"{state} {side}: warming up", progress, None)
                 _check_answered(outcomes, running)
                 if plan.in_llama_cpp(side):
-                    about[side] = About(counters.version(running, llama_cpp=True), [], running.start_seconds)
+                    about[side] = About(counters.server_version(running, llama_cpp=True), [], running.start_seconds)
                 else:
                     cache = counters.cache_config(running)
-                    about[side] = About(counters.version(running), flags, running.start_seconds, cache)
+                    about[side] = About(counters.server_version(running), flags, running.start_seconds, cache)
             return up[side]
 
         for side in plan.paths if plan.resident else ():  # both before the first burst: all have an idle neighbour
@@ -155,24 +155,26 @@ def _servers(
         yield get
 
 
-def _server(plan: Plan, side: SideName, flags: Sequence[str]) -> contextlib.AbstractContextManager[Server]:
+def _server(plan: BenchPlan, side: SideName, flags: Sequence[str]) -> contextlib.AbstractContextManager[Server]:
     """The server of a side, which starts with the block that it is entered in."""
     path, length = plan.paths[side], plan.max_model_len
     if plan.in_llama_cpp(side):
         slots = int(plan.load.amount) if plan.load.kind == "closed" else MOST_SLOTS
-        return llamacpp_server.server(path, max_model_len=length, slots=min(slots, MOST_SLOTS))
+        return llamacpp_server.gguf_server(path, max_model_len=length, slots=min(slots, MOST_SLOTS))
     drafting = plan.speculative.get(side)
-    return server(path, flags=flags, images=plan.prompts.images, max_model_len=length, speculative=drafting)
+    return vllm_server(path, flags=flags, images=plan.prompts.images, max_model_len=length, speculative=drafting)
 
 
 def burst(
-    plan: Plan, side: SideName, running: Server, number: int, label: str, progress: Progress, repeat: int | None
+    plan: BenchPlan, side: SideName, running: Server, number: int, label: str, progress: Progress, repeat: int | None
 ) -> tuple[list[Outcome], float]:
     """Send one burst, encoded before the clock starts. An open load arrives anew in each repeat; repeat None is a warm-up,
     by eight clients."""
     messages = plan.prompts.burst(number, plan.requests)
     of_llama_cpp = plan.in_llama_cpp(side)
-    bodies = [client.encode(running.name, conversation, plan.out_tokens, of_llama_cpp) for conversation in messages]
+    bodies = [
+        client.encode_request(running.name, conversation, plan.out_tokens, of_llama_cpp) for conversation in messages
+    ]
     return client.send(
         running.url,
         bodies,
@@ -194,7 +196,7 @@ def _check_answered(outcomes: Sequence[Outcome], running: Server) -> list[Outcom
 
 
 def check(
-    plan: Plan, state: State, running: Server, outcomes: Sequence[Outcome], prefix_hits: float, media_hits: int
+    plan: BenchPlan, state: State, running: Server, outcomes: Sequence[Outcome], prefix_hits: float, media_hits: int
 ) -> None:
     """Check that a run did the work of its state: images processed, caches used or not, all tokens generated."""
     good = _check_answered(outcomes, running)
@@ -217,7 +219,7 @@ def check(
 
 
 def run_offline(
-    plan: Plan, served: Sequence[LoadRun], progress: Progress
+    plan: BenchPlan, served: Sequence[LoadRun], progress: Progress
 ) -> tuple[list[LoadRun], dict[SideName, dict[str, Any]]]:
     """Run all bursts of both sides; return their records and each engine's description of itself.
 
@@ -262,7 +264,7 @@ def run_offline(
     return runs, about
 
 
-def _offline_run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequence[LoadRun]) -> LoadRun:
+def _offline_run(plan: BenchPlan, side: SideName, event: dict[str, Any], served: Sequence[LoadRun]) -> LoadRun:
     """Make the record of one burst, after checking that it did the same work as that burst against a server."""
     (same,) = (r for r in served if (r.side, r.state, r.repeat) == (side, "cold", event["id"]))
     served_tokens = same.text_tokens + same.visual_tokens

@@ -8,7 +8,7 @@ from pathlib import Path
 from vlmcompress.evaluation.results import Bench, LoadRun
 from vlmcompress.utils.text import size, table
 
-SHOWN = {
+METRICS = {
     "request_throughput": "requests per second",
     "output_throughput": "output tokens per second",
     "goodput": "good requests per second",
@@ -21,7 +21,7 @@ SHOWN = {
 }
 
 
-def text(bench: Bench) -> str:
+def speed_text(bench: Bench) -> str:
     """Render speed in each mode and state, and memory."""
     turns = f"{bench.repeats} turn{'s' * (bench.repeats > 1)} a side"
     work = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {turns}"
@@ -30,7 +30,7 @@ def text(bench: Bench) -> str:
     for mode, states in bench.summary.items():
         for state, ratios in states.items():
             rows = [("", "baseline", "candidate", "ratio", "of repeats")]
-            for name, title in SHOWN.items():
+            for name, title in METRICS.items():
                 if r := ratios.get(name):
                     repeats = f"{r.low:.2f} to {r.high:.2f}" if r.low < r.high else ""
                     sides = (f"{value:.4g} {r.unit}" for value in (r.baseline, r.candidate))

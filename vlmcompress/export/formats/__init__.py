@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vlmcompress.utils.tensor_files import Spec
 
 
-class Format(Protocol):
+class ExportFormat(Protocol):
     """What every format has.
 
     Attributes:
@@ -62,7 +62,7 @@ class Format(Protocol):
 
 
 @runtime_checkable
-class Writer(Format, Protocol):
+class Writer(ExportFormat, Protocol):
     """A format that is written."""
 
     def storage(self, scheme: Scheme) -> str:
@@ -84,7 +84,7 @@ class Writer(Format, Protocol):
 
 
 @runtime_checkable
-class Reader(Format, Protocol):
+class Reader(ExportFormat, Protocol):
     """A format that is read."""
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ def files_problems(
     return reasons
 
 
-def problems(exporter: Any, layers: Layers) -> list[str]:
+def format_problems(exporter: Any, layers: Layers) -> list[str]:
     """Reasons why a format cannot hold these layers: it is not written, lacks a scheme, or cannot hold them together."""
     if not isinstance(exporter, Writer):
         return [f"files of quant_method {exporter.FORMAT} are read, not written; write compressed-tensors or modelopt"]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vlmcompress.export.packing import pack_words, to_float16, unpack_words
 from vlmcompress.models.layer_names import Layers, Names
-from vlmcompress.models.quantization_keys import INTEGERS, MADE, refuse_unknown
+from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, refuse_unknown
 from vlmcompress.numerics import Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_files import Spec
@@ -113,7 +113,7 @@ def check(config: Mapping) -> None:
     only = {**INTEGERS, "desc_act": (False,), "checkpoint_format": ("gemm",)}
     dynamic = config.get("dynamic") or {}
     excepted = {"dynamic"} if all(str(pattern).startswith("-:") for pattern in dynamic) else set()
-    refuse_unknown(config, read | excepted, MADE | {"modules_to_not_convert", "lm_head"}, only)
+    refuse_unknown(config, read | excepted, IRRELEVANT | {"modules_to_not_convert", "lm_head"}, only)
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:

@@ -4,19 +4,22 @@ Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
 
 | scheme | format | tensors |
 |---|---|---|
-| int weights, 16-bit activations; int 4 in groups, FP8 activations | pack-quantized | `weight_packed` i32 [out, in*b/32], `weight_scale` [out, g], `weight_shape` i64 [2], asymmetric: `weight_zero_point` i32 [out*b/32, g] |
-| int 8 or 4 weights, int 8 activations | int-quantized | `weight` i8 [out, in] (4 bits, too: engines pack them), `weight_scale` [out, 1] |
-| FP8 weights | float-quantized | `weight` e4m3 [out, in], `weight_scale` [out, 1], [1] or, of blocks, [out/128, in/128], static activations: `input_scale` [1] |
-| MXFP8 weights | mxfp8-quantized | `weight` e4m3 [out, in], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 |
-| MXFP4 weights | mxfp4-pack-quantized | `weight_packed` u8 [out, in/2], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 |
-| NVFP4 weights | nvfp4-pack-quantized | `weight_packed` u8 [out, in/2], `weight_scale` e4m3 [out, in/16], `weight_global_scale` f32 [1], NVFP4 activations: `input_global_scale` f32 [1] |
+| int weights, 16-bit activations; int 4 in groups, FP8 activations | pack-quantized | `weight_packed` i32 [out,
+in*b/32], `weight_scale` [out, g], `weight_shape` i64 [2], asymmetric: `weight_zero_point` i32 [out*b/32, g] | | int 8
+or 4 weights, int 8 activations | int-quantized | `weight` i8 [out, in] (4 bits, too: engines pack them),
+`weight_scale` [out, 1] | | FP8 weights | float-quantized | `weight` e4m3 [out, in], `weight_scale` [out, 1], [1] or,
+of blocks, [out/128, in/128], static activations: `input_scale` [1] | | MXFP8 weights | mxfp8-quantized | `weight` e4m3
+[out, in], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 | | MXFP4 weights | mxfp4-pack-quantized |
+`weight_packed` u8 [out, in/2], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 | | NVFP4 weights |
+nvfp4-pack-quantized | `weight_packed` u8 [out, in/2], `weight_scale` e4m3 [out, in/16], `weight_global_scale` f32 [1],
+NVFP4 activations: `input_global_scale` f32 [1] |
 
 Packing is along `in`, least significant bits first, of the code plus 2^(b-1); zero points are packed the same way along `out`.
-Of 4-bit floats two codes make a byte (`numerics.pack_fp4`). NVFP4's global scales are divisors: `weight = code * scale / global`.
-Sources: compressed_tensors 0.19 `compressors/*`, vLLM 0.32 `quantization/compressed_tensors` (which reads `weights` of
-8-bit weight-only layers from pack-quantized files only). The library is imported where it is used: what reads names and
-shapes only, and every other format, does without it.
-"""  # noqa: E501
+Of 4-bit floats two codes make a byte (`numerics.pack_fp4`). NVFP4's global scales are divisors: `weight = code * scale
+/ global`. Sources: compressed_tensors 0.19 `compressors/*`, vLLM 0.32 `quantization/compressed_tensors` (which reads
+`weights` of 8-bit weight-only layers from pack-quantized files only). The library is imported where it is used: what
+reads names and shapes only, and every other format, does without it.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +71,13 @@ def storage(scheme: Scheme) -> str:
             raise UserError("NVFP4 weights are stored with NVFP4 or 16-bit activations only")
         return _NVFP4
     if activations is not None and activations.nvfp4:
-        raise UserError("NVFP4 activations are stored beside NVFP4 weights only")
+        raise UserError("NVFP4 activations are stored next to NVFP4 weights only")
     if weights.mx:
         if activations is not None and not activations.mx:
             raise UserError("MXFP4 and MXFP8 weights are stored with activations of such a format or in 16 bits only")
         return _MXFP4 if weights.bits == 4 else _MXFP8
     if activations is not None and activations.mx:
-        raise UserError("MXFP4 and MXFP8 activations are stored beside weights of such a format only")
+        raise UserError("MXFP4 and MXFP8 activations are stored next to weights of such a format only")
     if weights.kind == "float":
         if weights.group > 0 and weights.rows == 1:
             raise UserError("FP8 weights are stored with a scale per channel, tensor or block only; use group -1 or 0")

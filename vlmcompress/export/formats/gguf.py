@@ -10,7 +10,7 @@
 | tower and projector | F16 | rounded to it; F32 of a float32 source; norms, biases and positions F32 |
 
 Scales are float16, so quantizers solve for such ones (`SCALES`). Names and metadata are data (`vlmcompress.export.gguf`), the
-files are written by the package `gguf`. Beside them stand the source's configuration, tokenizer and processor.
+files are written by the package `gguf`. Next to them stand the source's configuration, tokenizer and processor.
 Source: llama.cpp's converter, `conversion/base.py`, and `gguf` 0.19.
 """
 
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from vlmcompress.export.formats import Parts
-from vlmcompress.export.gguf import REGISTRY, Facts, Family, tokens
+from vlmcompress.export.gguf import REGISTRY, GgufFamily, ModelFacts, tokens
 from vlmcompress.export.gguf.blocks import block_type, pack, row_bytes
-from vlmcompress.export.gguf.plan import Plan, check_complete, planned
+from vlmcompress.export.gguf.plan import TensorPlan, check_complete, planned
 from vlmcompress.export.gguf.tokenizer import added_tokens, metadata
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
@@ -91,7 +91,7 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
         return ["the package gguf is not installed; pip install '.[gguf]' in the checkout of vlmcompress"]
     if family not in REGISTRY:
         return [f"GGUF is not written for the family {family}, only for {', '.join(REGISTRY.names())}"]
-    reasons = REGISTRY.get(family).FAMILY.check(Facts(config, {}))
+    reasons = REGISTRY.get(family).FAMILY.check(ModelFacts(config, {}))
     try:
         metadata(folder, config["text_config"]["vocab_size"], config)
     except UserError as error:
@@ -122,7 +122,7 @@ def token_ids(folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> 
         keys = {name: field.contents() for name, field in fields if name.startswith("tokenizer.")}
     else:
         keys = metadata(folder, config["text_config"]["vocab_size"], config)
-    return tokens.token_ids(keys, texts, _add)
+    return tokens.gguf_token_ids(keys, texts, _add)
 
 
 def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:
@@ -138,15 +138,15 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     """
     if reasons := source_problems(tree, family, parts.config):
         raise UserError(reasons[0])
-    facts = Facts(parts.config, parts.image, added_tokens(tree))
-    known_as: Family = REGISTRY.get(family).FAMILY
-    arch = known_as.arch(facts)
+    facts = ModelFacts(parts.config, parts.image, added_tokens(tree))
+    gguf_family: GgufFamily = REGISTRY.get(family).FAMILY
+    arch = gguf_family.arch(facts)
     files = {
-        MODEL: (arch, known_as.language, planned(known_as.language, parts, facts, "language")),
-        MMPROJ: ("clip", known_as.vision, planned(known_as.vision, parts, facts, "vision")),
+        MODEL: (arch, gguf_family.language, planned(gguf_family.language, parts, facts, "language")),
+        MMPROJ: ("clip", gguf_family.vision, planned(gguf_family.vision, parts, facts, "vision")),
     }
     tensors = [plan for *_, plans in files.values() for plan in plans]
-    check_complete(known_as, parts, tensors)
+    check_complete(gguf_family, parts, tensors)
     total, done = sum(plan.nbytes for plan in tensors), 0
     for name, (architecture, model, plans) in files.items():
         keys = {key.replace("{arch}", arch): value(facts) for key, value in model.keys.items()}
@@ -169,7 +169,7 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     return total
 
 
-def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: list[Plan]) -> Iterator[int]:
+def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: list[TensorPlan]) -> Iterator[int]:
     """Write a file tensor by tensor and yield the bytes of each."""
     import gguf
     import numpy as np

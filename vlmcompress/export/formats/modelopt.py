@@ -6,7 +6,8 @@ Stored per linear layer (`out` x `in`):
 |---|---|---|
 | FP8 | one scale per matrix, fixed activation scales | `weight` e4m3 [out, in], `weight_scale` f32 [], `input_scale` f32 [] |
 | FP8_PER_CHANNEL_PER_TOKEN | a scale per row, activations scaled by token | `weight` e4m3 [out, in], `weight_scale` f32 [out] |
-| NVFP4, W4A16_NVFP4 | NVFP4 weights; activations in NVFP4, in 16 bits | `weight` u8 [out, in/2], `weight_scale` e4m3 [out, in/16], `weight_scale_2` f32 [], for NVFP4 activations `input_scale` f32 [] |
+| NVFP4, W4A16_NVFP4 | NVFP4 weights; activations in NVFP4, in 16 bits | `weight` u8 [out, in/2], `weight_scale` e4m3
+[out, in/16], `weight_scale_2` f32 [], for NVFP4 activations `input_scale` f32 [] |
 
 The last two of NVFP4 are the reciprocals of compressed-tensors' global scales, which engines take before they compute: what
 they compute with is the same bit for bit, whichever format it comes from.
@@ -14,7 +15,7 @@ they compute with is the same bit for bit, whichever format it comes from.
 Several algorithms in one checkpoint are MIXED_PRECISION, with each layer's by its exact name in `quantized_layers`. The
 config stands in config.json (vLLM, SGLang) and, in other words, in hf_quant_config.json (TensorRT-LLM).
 Sources: vLLM 0.32 `quantization/modelopt.py`, TensorRT-LLM `_torch/model_config.py`, ModelOpt `torch/export`.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

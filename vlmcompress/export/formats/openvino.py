@@ -8,7 +8,7 @@
 
 Codes and zero points are ours, scales are float16, so quantizers solve for such ones (`SCALES`). OpenVINO rounds activations to
 8 bits where the processor has instructions for that, unless DYNAMIC_QUANTIZATION_GROUP_SIZE is 0.
-The graphs are traced from transformers (`export.openvino`). Beside them stand the source's configuration, tokenizer and
+The graphs are traced from transformers (`export.openvino`). Next to them stand the source's configuration, tokenizer and
 processor. `preprocessor_config.json` is written even where the source has its settings elsewhere.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.export.formats import Parts
-from vlmcompress.export.openvino import REGISTRY, Family, Packed, pruning, write
+from vlmcompress.export.openvino import REGISTRY, OpenvinoFamily, Packed, pruning, write_openvino
 from vlmcompress.export.openvino import token_ids as _token_ids
 from vlmcompress.export.packing import to_float16
 from vlmcompress.models.layer_names import Layers
@@ -115,12 +115,12 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
         return [f"the package {missing[0]} is not installed; pip install '.[openvino]' in the checkout of vlmcompress"]
     if family not in REGISTRY:
         return [f"OpenVINO is not written for the family {family}, only for {', '.join(REGISTRY.names())}"]
-    known_as = _family(family)
+    openvino_family = _family(family)
     # What the files say of the image processor, without transformers' defaults.
     images = _read_json(folder / "preprocessor_config.json") | _read_json(folder / PROCESSOR).get("image_processor", {})
-    return known_as.check(config) + [
+    return openvino_family.check(config) + [
         f"OpenVINO GenAI cuts images by {name} = {value}, the processor by {images[name]}"
-        for name, value in known_as.fixed_images.items()
+        for name, value in openvino_family.fixed_images.items()
         if images.get(name, value) != value
     ]
 
@@ -154,15 +154,17 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     """
     if reasons := source_problems(tree, family, parts.config):
         raise UserError(reasons[0])
-    known_as, source = _family(family), _Parameters(parts, progress)
-    write(tree, family, source)
+    openvino_family, source = _family(family), _Parameters(parts, progress)
+    write_openvino(tree, family, source)
     # with transformers' defaults, which the pipeline does not know
     towers = {part: parts.config[part] for part in ("text_config", "vision_config")}
-    _change_json(tree / "config.json", {**towers, **known_as.settings(source.read)})
-    left = [name for name in source.sizes if name not in source.used and not name.startswith(known_as.unused or "\0")]
+    _change_json(tree / "config.json", {**towers, **openvino_family.settings(source.read)})
+    left = [
+        name for name in source.sizes if name not in source.used and not name.startswith(openvino_family.unused or "\0")
+    ]
     if left:
         raise UserError(f"OpenVINO has no place for the tensor {left[0]} in this family; it cannot be written")
-    images = known_as.images(parts.image)
+    images = openvino_family.images(parts.image)
     _change_json(tree / "preprocessor_config.json", images)
     if "image_processor" in _read_json(tree / PROCESSOR):  # which the pipeline may prefer
         _change_json(tree / PROCESSOR, {"image_processor": images})
@@ -218,5 +220,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def _family(name: str) -> Family:
+def _family(name: str) -> OpenvinoFamily:
     return REGISTRY.get(name).FAMILY

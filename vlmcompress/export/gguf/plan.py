@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.export.formats import Parts
-from vlmcompress.export.gguf import Facts, Family, Model, Rule
+from vlmcompress.export.gguf import GgufFamily, GgufFile, ModelFacts, TensorRule
 from vlmcompress.export.gguf.blocks import BYTES, block_size, block_type, in_order, matrix_scale, pack
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_files import DTYPES
@@ -25,7 +25,7 @@ ALWAYS_F32 = ("position_embd", "shortconv.conv", "ssm_conv1d", "ffn_gate_inp")
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorPlan:
     """A tensor to write.
 
     Attributes:
@@ -49,7 +49,7 @@ class Plan:
         return count * FLOATS[self.kind] if self.kind in FLOATS else count // block_size(self.kind) * BYTES[self.kind]
 
 
-def planned(model: Model, parts: Parts, facts: Facts, side: str) -> list[Plan]:
+def planned(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list[TensorPlan]:
     """The tensors of a file, in the order of the rules; `side`: "language" or "vision"."""
     plans = []
     for rule in model.rules:
@@ -69,22 +69,22 @@ def planned(model: Model, parts: Parts, facts: Facts, side: str) -> list[Plan]:
                 weights = [parts.quantized[source.removesuffix(".weight")] for source in sources]
                 scales = [cast(Tensor, matrix_scale(weight)) for weight, *_ in weights]
                 name, count = target.removesuffix("weight") + "scale", (len(sources),)
-                plans.append(Plan(name, (), "F32", count, functools.partial(torch.cat, scales)))
+                plans.append(TensorPlan(name, (), "F32", count, functools.partial(torch.cat, scales)))
     return plans
 
 
-def check_complete(family: Family, parts: Parts, plans: list[Plan]) -> None:
+def check_complete(family: GgufFamily, parts: Parts, plans: list[TensorPlan]) -> None:
     """Raise UserError for a parameter that has no place in the files."""
-    taken = {source for plan in plans for source in plan.sources}
+    used = {source for plan in plans for source in plan.sources}
     for name in parts.names:
-        if name not in taken and not name.startswith(family.unused or ("\0",)):
+        if name not in used and not name.startswith(family.unused or ("\0",)):
             raise UserError(
                 f"llama.cpp has no place for the tensor {name} in this family; it cannot be written to GGUF"
             )
 
 
-def _stacked(plans: list[Plan]) -> Plan:
-    """The tensor of all experts, one behind the other."""
+def _stacked(plans: list[TensorPlan]) -> TensorPlan:
+    """The tensor of all experts, one after another."""
     first = plans[0]
     for plan in plans:
         if (plan.kind, plan.shape) != (first.kind, first.shape):
@@ -92,7 +92,7 @@ def _stacked(plans: list[Plan]) -> Plan:
                 f"{plan.sources[0]} is {plan.kind}, {first.sources[0]} {first.kind}: GGUF has one type for all experts of a "
                 "block; give them the same width"
             )
-    return Plan(
+    return TensorPlan(
         first.name,
         tuple(source for plan in plans for source in plan.sources),
         first.kind,
@@ -101,7 +101,7 @@ def _stacked(plans: list[Plan]) -> Plan:
     )
 
 
-def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side: str) -> Plan:
+def _plan(rule: TensorRule, source: str, target: str, parts: Parts, facts: ModelFacts, side: str) -> TensorPlan:
     """The tensor of one parameter."""
     part, of = rule.part
     rows, columns = (list(order(facts)) if order else None for order in (rule.rows, rule.columns))
@@ -115,7 +115,7 @@ def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side
         qt = parts.quantized[module][0]
         kind = block_type(qt.format)
         size = (qt.q.shape[0] // of, qt.q.shape[1])
-        return Plan(
+        return TensorPlan(
             target, (source,), kind, size, lambda: in_order(chosen(pack(parts.quantized[module][0])), columns, kind)
         )
 
@@ -140,4 +140,4 @@ def _plan(rule: Rule, source: str, target: str, parts: Parts, facts: Facts, side
             )
         return rounded
 
-    return Plan(target, (source,), kind, shape, make)
+    return TensorPlan(target, (source,), kind, shape, make)

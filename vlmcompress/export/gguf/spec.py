@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """What a checkpoint says of itself.
 
     Attributes:
@@ -25,16 +25,16 @@ class Facts:
     tokens: Mapping[str, int] = field(default_factory=dict)
 
 
-Value = Callable[[Facts], Any]
+Value = Callable[[ModelFacts], Any]
 """Reads a metadata value from the facts: a truth value, an int, a float, a text or a list; None leaves it out."""
 
 
-Order = Callable[[Facts], Sequence[int]]
+Order = Callable[[ModelFacts], Sequence[int]]
 """The numbers of rows or columns in the order in which they stand in GGUF."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """One tensor of a GGUF file and where it comes from.
 
     Attributes:
@@ -54,14 +54,14 @@ class Rule:
     part: tuple[int, int] = (0, 1)
     rows: Order | None = None
     columns: Order | None = None
-    change: Callable[[Any, Facts], Any] | None = None
+    change: Callable[[Any, ModelFacts], Any] | None = None
     stacked: bool = False
-    number: Callable[[Facts, int], int] | None = None
+    number: Callable[[ModelFacts, int], int] | None = None
     add: float = 0.0
 
 
 @dataclass(frozen=True)
-class Model:
+class GgufFile:
     """One of a family's two files.
 
     Attributes:
@@ -70,11 +70,11 @@ class Model:
     """
 
     keys: Mapping[str, Value]
-    rules: tuple[Rule, ...]
+    rules: tuple[TensorRule, ...]
 
 
 @dataclass(frozen=True)
-class Family:
+class GgufFamily:
     """A family of vision-language models in llama.cpp.
 
     Attributes:
@@ -87,18 +87,18 @@ class Family:
     """
 
     arch: Value
-    language: Model
-    vision: Model
+    language: GgufFile
+    vision: GgufFile
     image: str
     marker: str = "{}"
     unused: tuple[str, ...] = ()
-    check: Callable[[Facts], list[str]] = lambda facts: []
+    check: Callable[[ModelFacts], list[str]] = lambda facts: []
 
 
 def at(path: str, kind: type | None = None) -> Value:
     """A value of the configuration by its dotted path, as `kind`, such as float; None where it is missing."""
 
-    def read(facts: Facts) -> Any:
+    def read(facts: ModelFacts) -> Any:
         value: Any = facts.config
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None

@@ -1,4 +1,4 @@
-"""A tokenizer as the metadata of a GGUF file, from `tokenizer.json` and what stands beside it.
+"""A tokenizer as the metadata of a GGUF file, from `tokenizer.json` and what stands next to it.
 
 Two kinds are written: byte-level BPE (`gpt2` in llama.cpp) and SentencePiece's BPE with byte fallback (`llama`). llama.cpp
 splits text by patterns of its own, which it knows by name; the name is found by the pattern in tokenizer.json.

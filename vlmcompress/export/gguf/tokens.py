@@ -23,7 +23,7 @@ if __name__ != "__main__":  # the script needs nothing of the package
 WIDTH, CONTEXT, TIMEOUT = 32, 64, 300  # seconds
 
 
-def token_ids(
+def gguf_token_ids(
     keys: Mapping[str, Any], texts: Sequence[str], add: Callable[[Any, str, Any], None]
 ) -> list[list[int]] | None:
     """The tokens of each text, with those that begin and end one; None: xllamacpp is not installed, or cannot be imported.

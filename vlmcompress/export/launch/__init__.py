@@ -19,10 +19,10 @@ from __future__ import annotations
 from typing import Any
 
 from vlmcompress.export.launch import _grafana
-from vlmcompress.export.readers import Facts, verdict
+from vlmcompress.export.readers import LoadFacts, load_verdict
 from vlmcompress.utils.registry import LAUNCHERS as REGISTRY
 
-__all__ = ["REGISTRY", "commands", "files", "refusal"]
+__all__ = ["REGISTRY", "commands", "render_launch_files", "refusal"]
 
 _NOTES = """HOST, PORT and MODEL may be set for the scripts; further flags go to the engine and win over those in the file:
 `PORT=9000 sh {script} {length} 8192`. The scripts listen on this machine only unless HOST says otherwise; put
@@ -32,16 +32,16 @@ _DASHBOARD = """`grafana.json` is a dashboard of vLLM's Prometheus metrics (`/me
 choose the data source."""
 
 
-def refusal(name: str, facts: Facts) -> str | None:
+def refusal(name: str, facts: LoadFacts) -> str | None:
     """The reason why an entry has no files for a checkpoint, as the end of a sentence about it; None: it has some."""
     launcher = REGISTRY.get(name)
     if launcher.GPUS and facts.machine and facts.machine.capability is None:
         return f"its files are for NVIDIA GPUs, and the target is {facts.machine.title}"
-    reason = verdict(launcher.ENGINE, facts).reason
+    reason = load_verdict(launcher.ENGINE, facts).reason
     return reason or (launcher.further(facts) if hasattr(launcher, "further") else None)
 
 
-def files(facts: Facts) -> dict[str, str]:
+def render_launch_files(facts: LoadFacts) -> dict[str, str]:
     """All launch files of a checkpoint: path below `serve/` -> text. Always has `README.md`, which says what is there and why
     the rest is not; `grafana.json` where vLLM serves it."""
     texts: dict[str, str] = {}
@@ -52,19 +52,19 @@ def files(facts: Facts) -> dict[str, str]:
     return texts | {"README.md": _readme(facts, list(texts))}
 
 
-def commands(facts: Facts) -> list[tuple[str, str, str]]:
+def commands(facts: LoadFacts) -> list[tuple[str, str, str]]:
     """Title, command and how it was checked, of each entry that has files for the checkpoint; vLLM's first."""
     launchers = _loading(facts)
     names = sorted(launchers, key=lambda name: (name != "vllm", name))
     return [(launchers[name].TITLE, launchers[name].command(facts), launchers[name].CHECKED) for name in names]
 
 
-def _loading(facts: Facts) -> dict[str, Any]:
+def _loading(facts: LoadFacts) -> dict[str, Any]:
     """The entries that have files for a checkpoint, by name."""
     return {name: REGISTRY.get(name) for name in REGISTRY if refusal(name, facts) is None}
 
 
-def _readme(facts: Facts, paths: list[str]) -> str:
+def _readme(facts: LoadFacts, paths: list[str]) -> str:
     """The page `serve/README.md`: which launch files there are, how each was checked, which engines have none and why."""
     rows, missing = [], []
     for name in REGISTRY:
@@ -86,7 +86,7 @@ def _readme(facts: Facts, paths: list[str]) -> str:
         sections.append(f"Flags are for {facts.machine.title}, {count}.")
     if facts.reducer and refusal("vllm", facts) is None:
         sections.append(
-            f"The checkpoint carries the reducer `{facts.reducer.label}`: vLLM needs vlmcompress's plugin beside it "
+            f"The checkpoint carries the reducer `{facts.reducer.label}`: vLLM needs vlmcompress's plugin next to it "
             "(`pip install vlmcompress` in its environment). `vlmcompress serve` starts the same server."
         )
     if "grafana.json" in paths:

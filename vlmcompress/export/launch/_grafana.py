@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 _MODEL = 'model_name="$model"'
 _WIDTH, _HEIGHT = 8, 8  # of a panel; the grid is 24 wide
 _Panel = tuple[str, str, dict[str, str]]
 
 
-def dashboard(facts: Facts) -> str:
+def dashboard(facts: LoadFacts) -> str:
     """The dashboard as JSON text, with the checkpoint's name chosen."""
     panels = [_panel(number, *panel) for number, panel in enumerate(_panels())]
     content = {

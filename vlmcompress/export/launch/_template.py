@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 HEAD = """#!/bin/sh
 # {title}
@@ -29,7 +29,7 @@ def execute(command: str, flags: Sequence[str], *raw: str) -> str:
     Args:
         command: its beginning, as the shell reads it.
         flags: arguments, quoted here.
-        raw: text behind them that the shell expands, such as `--port "$PORT"`.
+        raw: text after them that the shell expands, such as `--port "$PORT"`.
     """
     parts: list[str] = []
     for flag in flags:
@@ -41,7 +41,7 @@ def execute(command: str, flags: Sequence[str], *raw: str) -> str:
 
 
 def server_script(
-    facts: Facts,
+    facts: LoadFacts,
     title: str,
     command: str,
     flags: Sequence[str],
@@ -57,7 +57,7 @@ def server_script(
         title: the engine's, with its version.
         command: what starts the server, as the shell reads it.
         flags: those of every checkpoint.
-        raw: text behind all flags that the shell expands.
+        raw: text after all flags that the shell expands.
         length, gpus, code: the engine's names of the flags for the context length, the GPUs that share the model, and the
             checkpoint's own Python code.
         cache: flags about the KV cache.

@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmcompress.export.launch import vllm
 from vlmcompress.export.launch._template import documents
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 TITLE = "Docker Compose"
 CHECKED = "structure and vLLM's flags checked in our tests, not run"
@@ -29,28 +29,28 @@ _HEAD = """# {name} in vLLM, for `docker compose -f serve/compose.yaml up`. Writ
 """
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """`compose.yaml`, and `Dockerfile` where the checkpoint carries a reducer."""
     compose = _HEAD.format(name=facts.name) + documents(_compose(facts))
     return {"compose.yaml": compose} | ({"Dockerfile": _DOCKERFILE} if facts.reducer else {})
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return "docker compose -f serve/compose.yaml up"
 
 
-def image(facts: Facts) -> str:
+def image(facts: LoadFacts) -> str:
     """The container's image: vLLM's own, or the one that `Dockerfile` builds."""
     return f"{facts.resource}-vllm:0.32" if facts.reducer else IMAGE
 
 
-def arguments(facts: Facts) -> list[str]:
+def arguments(facts: LoadFacts) -> list[str]:
     """The whole command in a container that has the checkpoint at `/model`."""
     return ["vllm", "serve", "/model", *vllm.flags(facts), "--host", "0.0.0.0", "--port", "8000"]
 
 
-def _compose(facts: Facts) -> dict[str, Any]:
+def _compose(facts: LoadFacts) -> dict[str, Any]:
     program, *flags = arguments(facts)
     gpus = {"driver": "nvidia", "count": facts.gpus, "capabilities": ["gpu"]}
     environment = vllm.environment(facts)

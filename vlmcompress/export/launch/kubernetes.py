@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmcompress.export.launch import compose, vllm
 from vlmcompress.export.launch._template import documents
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 TITLE = "Kubernetes"
 CHECKED = "structure and vLLM's flags checked in our tests, not run"
@@ -23,7 +23,7 @@ _HEAD = """# {name} in vLLM on Kubernetes, for `kubectl apply -f serve/kubernete
 _IMAGE = "\n# Build serve/Dockerfile, push it to where the cluster pulls from, and name it below."
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """`kubernetes.yaml`."""
     head = _HEAD.format(name=facts.name, claim=_claim(facts), image=_IMAGE if facts.reducer else "")
     label = {"app.kubernetes.io/name": facts.resource}
@@ -36,16 +36,16 @@ def files(facts: Facts) -> Mapping[str, str]:
     return {"kubernetes.yaml": head + documents(_deployment(facts), service)}
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The line that applies it, from the checkpoint's folder."""
     return "kubectl apply -f serve/kubernetes.yaml"
 
 
-def _claim(facts: Facts) -> str:
+def _claim(facts: LoadFacts) -> str:
     return f"{facts.resource}-files"
 
 
-def _deployment(facts: Facts) -> dict[str, Any]:
+def _deployment(facts: LoadFacts) -> dict[str, Any]:
     label = {"app.kubernetes.io/name": facts.resource}
     scraped = {"prometheus.io/scrape": "true", "prometheus.io/port": "8000", "prometheus.io/path": "/metrics"}
     volumes = [
@@ -68,7 +68,7 @@ def _deployment(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _container(facts: Facts) -> dict[str, Any]:
+def _container(facts: LoadFacts) -> dict[str, Any]:
     health = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5}
     gpus = {"nvidia.com/gpu": facts.gpus}
     variables = [{"name": key, "value": value} for key, value in vllm.environment(facts).items()]

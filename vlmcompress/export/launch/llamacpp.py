@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlmcompress.export.launch._template import execute, script
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 ENGINE, GPUS = "llamacpp", False
 TITLE = "llama.cpp"
 CHECKED = "the files are loaded by our tests in llama.cpp's server (xllamacpp); flags by hand on 2026-11-25"
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """`llamacpp.sh`."""
     flags = ["--alias", facts.name, "--jinja"]
     address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8080}"'
@@ -25,6 +25,6 @@ def files(facts: Facts) -> Mapping[str, str]:
     return {"llamacpp.sh": script(f"{facts.name} in {TITLE}", execute(start, flags, address))}
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return "sh serve/llamacpp.sh"

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlmcompress.export.launch._template import server_script
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 ENGINE, GPUS = "lmdeploy", True
 TITLE = "LMDeploy 0.18.0"
 CHECKED = "flags read by LMDeploy 0.18.0's own parser and source, by hand on 2026-11-22; not run"
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """`lmdeploy.sh`."""
     flags = ["--backend", "turbomind", "--model-name", facts.name, "--enable-prefix-caching"]
     flags += ["--model-format", facts.method] if facts.method else []
@@ -27,6 +27,6 @@ def files(facts: Facts) -> Mapping[str, str]:
     return {"lmdeploy.sh": server_script(facts, TITLE, start, flags, address, length="--session-len", gpus="--tp")}
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return "sh serve/lmdeploy.sh"

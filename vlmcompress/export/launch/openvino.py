@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 ENGINE, GPUS = "openvino", False
 TITLE = "OpenVINO GenAI"
@@ -40,11 +40,11 @@ print(answer.texts[0])
 '''
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """`ask_openvino.py`."""
     return {FILE: SCRIPT.format(name=facts.name, file=FILE)}
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return f'python serve/{FILE} "What is shown?" IMAGE'

@@ -12,14 +12,14 @@ import json
 from collections.abc import Mapping
 
 from vlmcompress.export.launch._template import server_script
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 ENGINE, GPUS = "sglang", True
 TITLE = "SGLang 0.5.23"
 CHECKED = "flags read by SGLang 0.5.23's own parser and source, by hand on 2026-11-22; not run"
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """`sglang.sh`."""
     flags = ["--served-model-name", facts.name, "--limit-mm-data-per-request", json.dumps({"image": 4, "video": 0})]
     flags += ["--chunked-prefill-size", "8192", "--grammar-backend", "xgrammar", "--enable-metrics"]
@@ -30,6 +30,6 @@ def files(facts: Facts) -> Mapping[str, str]:
     return {"sglang.sh": server_script(facts, TITLE, start, flags, address, cache=cache, **names)}
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return "sh serve/sglang.sh"

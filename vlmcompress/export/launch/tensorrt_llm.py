@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlmcompress.export.launch._template import documents, server_script
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 ENGINE, GPUS = "tensorrt-llm", True
 TITLE = "TensorRT-LLM"
@@ -22,7 +22,7 @@ NO_REUSE = {"Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
 """Architectures that its table of features says No or N/A to KV cache reuse of, and not Yes to chunked prefill."""
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """`tensorrt-llm.sh` and the options that it hands over, `tensorrt-llm.yaml`."""
     reuse = facts.architecture not in NO_REUSE
     options = {
@@ -41,6 +41,6 @@ def files(facts: Facts) -> Mapping[str, str]:
     }
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return "sh serve/tensorrt-llm.sh"

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 
 from vlmcompress.export.launch import vllm
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 TITLE = "Triton's vLLM backend"
 CHECKED = "model.json read by vLLM 0.32's EngineArgs, config.pbtxt by protobuf's parser in our tests, not run"
@@ -33,7 +33,7 @@ instance_group [
 """
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """A folder for `tritonserver --model-repository`; the checkpoint is expected at `/model`."""
     settings = {"model": "/model", **vllm.settings(facts), "max_model_len": -1, "disable_log_stats": False}
     folder = f"triton/{facts.resource}"
@@ -43,7 +43,7 @@ def files(facts: Facts) -> Mapping[str, str]:
     }
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The line that starts it in a container; the version of the image is left to the user."""
     variables = "".join(f" -e {key}={value}" for key, value in vllm.environment(facts).items())
     plugin = "pip install vlmcompress && " if facts.reducer else ""

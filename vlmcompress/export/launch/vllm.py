@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmcompress.export.launch._template import execute, script
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 ENGINE, GPUS = "vllm", False
 TITLE = "vLLM 0.32"
@@ -26,7 +26,7 @@ PLUGIN = 'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGI
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
 
-def settings(facts: Facts) -> dict[str, Any]:
+def settings(facts: LoadFacts) -> dict[str, Any]:
     """Values of vLLM's `EngineArgs` for the checkpoint: what the flags say, and Triton's model.json."""
     values: dict[str, Any] = {
         "served_model_name": facts.name,
@@ -50,18 +50,18 @@ def settings(facts: Facts) -> dict[str, Any]:
     return values
 
 
-def flags(facts: Facts) -> list[str]:
+def flags(facts: LoadFacts) -> list[str]:
     """Flags of `vllm serve` for the checkpoint, without its path, host and port."""
     flags = []
     for key, value in settings(facts).items():
         text = [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
         flags += [f"--{key.replace('_', '-')}", *text]
-    if facts.reducer and facts.reducer.asks:
+    if facts.reducer and facts.reducer.query_aware:
         flags.append("--trust-request-mm-kwargs")
     return flags
 
 
-def environment(facts: Facts) -> dict[str, str]:
+def environment(facts: LoadFacts) -> dict[str, str]:
     """Environment variables that the checkpoint needs on its machine."""
     capability = facts.machine.capability if facts.machine else None
     int8 = any(group.kind == "int" and group.activations == 8 for group in facts.groups.values())
@@ -70,12 +70,12 @@ def environment(facts: Facts) -> dict[str, str]:
     return {}
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """`vllm.sh`, `vllm-speculative.sh` that adds speculative decoding by n-grams, and one for a head that drafts."""
     lines = []
     if facts.reducer:
         lines += [
-            f"# The checkpoint carries the reducer {facts.reducer.label}: vLLM needs vlmcompress's plugin beside it, and",
+            f"# The checkpoint carries the reducer {facts.reducer.label}: vLLM needs vlmcompress's plugin next to it, and",
             "# refuses the checkpoint by its architecture otherwise. `vlmcompress serve` starts the same server.",
             PLUGIN,
         ]
@@ -103,7 +103,7 @@ def files(facts: Facts) -> Mapping[str, str]:
     return scripts
 
 
-def drafted(facts: Facts, method: str, tokens: int) -> dict[str, str]:
+def drafted(facts: LoadFacts, method: str, tokens: int) -> dict[str, str]:
     """`vllm.sh` of a draft head, which starts the checkpoint that it is for; its place is below the draft's `serve/`.
 
     Args:
@@ -120,15 +120,15 @@ def drafted(facts: Facts, method: str, tokens: int) -> dict[str, str]:
         *(f"export {key}={value}" for key, value in environment(facts).items()),
         execute('vllm serve "$MODEL"', flags(facts), address, f'--speculative-config "{setting}"'),
     ]
-    return {"vllm.sh": script(f"{facts.name} in {TITLE}, with the draft head beside this folder", *lines)}
+    return {"vllm.sh": script(f"{facts.name} in {TITLE}, with the draft head next to this folder", *lines)}
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The line that starts it, from the checkpoint's folder."""
     return "sh serve/vllm.sh"
 
 
-def _step(facts: Facts) -> int | None:
+def _step(facts: LoadFacts) -> int | None:
     """The most tokens in a step: vLLM's default for a GPU of this memory; None where vLLM is to decide."""
     machine = facts.machine
     if machine is None or machine.capability is None or not machine.memory:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from vlmcompress.export.launch import vllm
 from vlmcompress.export.launch._template import execute, script
-from vlmcompress.export.readers import Facts
+from vlmcompress.export.readers import LoadFacts
 
 ENGINE, GPUS = "vllm", False
 TITLE = "vLLM 0.32, encode, prefill and decode apart"
@@ -28,13 +28,13 @@ ROLE="${1:?role: encode, prefill-decode, prefill or decode}"
 shift"""
 
 
-def further(facts: Facts) -> str | None:
+def further(facts: LoadFacts) -> str | None:
     """A reducer that reads the question cannot work where the encoder is asked without the words."""
-    asks = facts.reducer and facts.reducer.asks
-    return "the reducer reads the question, which an encoder of its own is not given" if asks else None
+    query_aware = facts.reducer and facts.reducer.query_aware
+    return "the reducer reads the question, which an encoder of its own is not given" if query_aware else None
 
 
-def files(facts: Facts) -> Mapping[str, str]:
+def files(facts: LoadFacts) -> Mapping[str, str]:
     """`vllm-split.sh`, which takes the role as its first argument."""
     lines = [_ROLES, f'STORE="${{STORE:-/dev/shm/{facts.resource}-encoded}}"', 'mkdir -p "$STORE"']
     if facts.reducer:
@@ -54,7 +54,7 @@ def files(facts: Facts) -> Mapping[str, str]:
     return {"vllm-split.sh": script(f"{facts.name} in {TITLE}", *lines)}
 
 
-def command(facts: Facts) -> str:
+def command(facts: LoadFacts) -> str:
     """The lines that start two servers, from the checkpoint's folder."""
     return "sh serve/vllm-split.sh encode & sh serve/vllm-split.sh prefill-decode"
 

@@ -1,7 +1,7 @@
 """Families of models as OpenVINO GenAI has them, one file each: the modules of transformers that become its graphs.
 
-A file is called like the family in `vlmcompress.models`, and its `FAMILY` is a `Family`. Names and shapes of inputs and outputs
-are those that openvino.genai 2026.4 reads (`src/cpp/src/visual_language/*/classes.cpp`).
+A file is called like the family in `vlmcompress.models`, and its `FAMILY` is a `OpenvinoFamily`. Names and shapes of
+inputs and outputs are those that openvino.genai 2026.4 reads (`src/cpp/src/visual_language/*/classes.cpp`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.export.openvino.spec import Family, Packed, Source
+from vlmcompress.export.openvino.spec import OpenvinoFamily, Packed, ParameterSource
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import OPENVINO as REGISTRY
 
-__all__ = ["REGISTRY", "Family", "Packed", "Source", "pruning", "token_ids", "write"]
+__all__ = ["REGISTRY", "OpenvinoFamily", "Packed", "Source", "pruning", "token_ids", "write_openvino"]
 
 METHOD = "cdpruner"
 
 
-def write(tree: Path, family: str, source: Source) -> None:
+def write_openvino(tree: Path, family: str, source: ParameterSource) -> None:
     """Write the graphs and the tokenizer of a checkpoint into its folder `tree`, which has its config and tokenizer."""
     from vlmcompress.export.openvino.convert import (
         write_graphs,  # imports openvino, which need not be there to name a family
@@ -32,7 +32,7 @@ def token_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
     """OpenVINO's tokens of each text, by the tokenizer that was written into a folder, or that would be."""
     from vlmcompress.export.openvino import convert as _convert
 
-    return _convert.token_ids(folder, texts)
+    return _convert.graph_token_ids(folder, texts)
 
 
 def pruning(reduce: Mapping[str, Any], family: str | None = None) -> dict[str, Any]:

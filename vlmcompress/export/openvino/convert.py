@@ -25,16 +25,16 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Family, Graph, Port, Source
+from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Graph, OpenvinoFamily, ParameterSource, Port
 from vlmcompress.export.openvino.weights import constant
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import reason
+from vlmcompress.utils.messages import error_text
 
 LEAVES = (nn.Linear, nn.Embedding)
 _COUNTED = re.compile(r"[A-Z]\w*_\d+(\.\d+)?")  # what OpenVINO calls nodes and tensors that have no name
 
 
-def write_graphs(tree: Path, family: Family, source: Source) -> None:
+def write_graphs(tree: Path, family: OpenvinoFamily, source: ParameterSource) -> None:
     """Write the graphs and the tokenizer of a checkpoint into its folder `tree`, which has its config and tokenizer."""
     config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
@@ -53,7 +53,7 @@ def write_graphs(tree: Path, family: Family, source: Source) -> None:
         _save(words_graph, tree / f"openvino_{name}.xml")
 
 
-def _trace(graph: Graph, names: Mapping[nn.Module, str], source: Source) -> openvino.Model:
+def _trace(graph: Graph, names: Mapping[nn.Module, str], source: ParameterSource) -> openvino.Model:
     """The OpenVINO model of a graph, with named inputs and outputs. `names`: memory name of each of the model's modules."""
     leaves = {part: f"vlmcompress::{names[part]}" for part in graph.module.modules() if isinstance(part, LEAVES)}
     for part in graph.module.modules():
@@ -89,11 +89,11 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], source: Source) -> open
             if refused:
                 raise refused[0] from None
             raise
-    for port, made in zip(graph.inputs, model.inputs, strict=True):
-        made.get_node().set_partial_shape(openvino.PartialShape(port.dims))
-        _name(made, port.name)
-    for name, made in zip(graph.outputs, model.outputs, strict=True):
-        made.get_tensor().set_names({name})
+    for port, traced in zip(graph.inputs, model.inputs, strict=True):
+        traced.get_node().set_partial_shape(openvino.PartialShape(port.dims))
+        _name(traced, port.name)
+    for name, traced in zip(graph.outputs, model.outputs, strict=True):
+        traced.get_tensor().set_names({name})
     model.validate_nodes_and_infer_types()
     return model
 
@@ -105,7 +105,7 @@ def _zeros(part: Any, inputs: Tensor) -> Tensor:
     return torch.zeros(*inputs.shape[:-1], part.out_features)
 
 
-def _leaf(name: str, part: nn.Module, source: Source, refused: list[UserError]) -> Callable[[Any], list]:
+def _leaf(name: str, part: nn.Module, source: ParameterSource, refused: list[UserError]) -> Callable[[Any], list]:
     """What makes OpenVINO's nodes of a linear layer, or of a table of embeddings with the factor that some have.
 
     `refused` gets the reason why a weight cannot be written.
@@ -178,10 +178,10 @@ def _tokenizers(folder: Path) -> tuple[openvino.Model, openvino.Model]:
     try:
         return convert_tokenizer(tokenizer, with_detokenizer=True)
     except Exception as error:  # of many kinds, for what it lacks
-        raise UserError(f"OpenVINO has no such tokenizer ({reason(error)}); write another format") from error
+        raise UserError(f"OpenVINO has no such tokenizer ({error_text(error)}); write another format") from error
 
 
-def token_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
+def graph_token_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
     """OpenVINO's tokens of each text, by the graph in a folder, or by one that is made of its tokenizer."""
     import openvino_tokenizers  # noqa: F401  # makes OpenVINO know its operations
 

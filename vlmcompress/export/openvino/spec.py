@@ -23,7 +23,7 @@ class Packed:
     shape: tuple[int, int]
 
 
-class Source(Protocol):
+class ParameterSource(Protocol):
     """The parameters of a checkpoint, by memory names."""
 
     def read(self, name: str) -> Tensor:
@@ -146,14 +146,14 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Family:
+class OpenvinoFamily:
     """A family of vision-language models in OpenVINO GenAI.
 
     Attributes:
         graphs: function from a model to its graphs besides decoder and word embeddings, by file name without `openvino_` and
             `.xml`.
         image: what stands for an image in a rendered chat prompt; tag: in one for `VLMPipeline`, if that differs.
-        behind: what the pipeline writes behind each image of its own accord.
+        after: what the pipeline writes after each image of its own accord.
         axes: numbers that a token's position consists of; with 1 `position_ids` has no side for them.
         decoder: the module of the decoder.
         prunes: whether `VLMPipeline` can drop visual tokens of the family (`pruning_ratio`).
@@ -167,7 +167,7 @@ class Family:
     graphs: Callable[[Any], Mapping[str, Graph]]
     image: str
     tag: str = ""
-    behind: str = ""
+    suffix: str = ""
     axes: int = 1
     decoder: type[Decoder] = Decoder
     prunes: bool = False

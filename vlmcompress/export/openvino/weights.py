@@ -17,12 +17,12 @@ import torch
 from openvino import opset13 as ops
 from torch import Tensor
 
-from vlmcompress.export.openvino.spec import Packed, Source
+from vlmcompress.export.openvino.spec import Packed, ParameterSource
 
 _TYPES = {torch.bfloat16: openvino.Type.bf16, torch.float16: openvino.Type.f16, torch.float32: openvino.Type.f32}
 
 
-def constant(name: str, source: Source) -> Any:
+def constant(name: str, source: ParameterSource) -> Any:
     """The node of a parameter, as float32, by its memory name, which is what its constant is called."""
     if layer := source.packed(name):
         return _quantized(layer, name)

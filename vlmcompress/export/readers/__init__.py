@@ -14,26 +14,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmcompress.export.readers._facts import Facts, Group, Machine, Reducer, plain, read
-from vlmcompress.export.readers._table import ENGINES, Cell, Engine
+from vlmcompress.export.readers._facts import LoadFacts, Machine, QuantizedGroup, Reducer, gather_facts, plain_name
+from vlmcompress.export.readers._table import ENGINES, Cell, EngineFormats
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
 
 __all__ = [
     "ENGINES",
     "Cell",
-    "Engine",
-    "Facts",
-    "Group",
+    "EngineFormats",
+    "LoadFacts",
+    "QuantizedGroup",
     "Machine",
     "Reducer",
     "Verdict",
     "plain",
-    "read",
-    "refuse",
+    "gather_facts",
+    "refuse_unreadable",
     "served_name",
-    "summary",
-    "verdict",
+    "readers_summary",
+    "load_verdict",
     "verdicts",
 ]
 
@@ -49,7 +49,7 @@ class Verdict:
     Attributes:
         title: the engine's name.
         reason: why it does not, as the end of a sentence about it; None: it does.
-        needs: packages that it takes beside the engine, as pip has them.
+        needs: packages that it takes next to the engine, as pip has them.
         notes: sentences on what to mind.
         loader: whether only `vlmcompress.models.open_model` loads it.
         evidence: `run: TEST OR SCRIPT` or `read: SOURCE`; empty where the table knows nothing of the format.
@@ -63,7 +63,7 @@ class Verdict:
     evidence: str = ""
 
 
-def verdict(engine: str, facts: Facts) -> Verdict:
+def load_verdict(engine: str, facts: LoadFacts) -> Verdict:
     """Whether an engine, by its name in `ENGINES`, loads a checkpoint with these facts."""
     row = ENGINES[engine]
     cell = row.formats.get(facts.format, row.other.format(facts.format))
@@ -83,12 +83,12 @@ def verdict(engine: str, facts: Facts) -> Verdict:
     )
 
 
-def verdicts(facts: Facts) -> dict[str, Verdict]:
+def verdicts(facts: LoadFacts) -> dict[str, Verdict]:
     """The verdict of each engine, by its name."""
-    return {name: verdict(name, facts) for name in ENGINES}
+    return {name: load_verdict(name, facts) for name in ENGINES}
 
 
-def summary(facts: Facts) -> str:
+def readers_summary(facts: LoadFacts) -> str:
     """A line about who loads a checkpoint, and why vLLM does not where it doesn't. Raises `UserError` where nobody does."""
     every = verdicts(facts)
     loads = {name: each for name, each in every.items() if each.reason is None}
@@ -105,7 +105,7 @@ def summary(facts: Facts) -> str:
     return without + "; ".join(texts)
 
 
-def refuse(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None:
+def refuse_unreadable(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None:
     """Raise `UserError` for a checkpoint that none of some engines is known to load, before they start.
 
     Formats and engines that the table does not have are left alone, as is a folder without a config.json.
@@ -120,16 +120,18 @@ def refuse(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None
         return
     if not isinstance(config, dict):
         return
-    facts = read(config, "model")  # without its reducer, which engines refuse themselves, with the method's own reason
+    facts = gather_facts(
+        config, "model"
+    )  # without its reducer, which engines refuse themselves, with the method's own reason
     names = [
         _EVAL.get(name.partition(",")[0], name) for name in engines
     ]  # `hf, divprune:0.5` is transformers with a reducer
     in_table = all(name in ENGINES for name in names) and any(facts.format in row.formats for row in ENGINES.values())
-    each = [verdict(name, facts) for name in names] if in_table else []
+    each = [load_verdict(name, facts) for name in names] if in_table else []
     if not in_table or any(answer.reason is None for answer in each):
         return
     if not remedy:
-        loading = [name for name in _EVAL if verdict(_EVAL[name], facts).reason is None]
+        loading = [name for name in _EVAL if load_verdict(_EVAL[name], facts).reason is None]
         take = f"take eval --engine {' or '.join(loading)} (--baseline-engine, if it is the baseline), or "
         remedy = f"{take if loading else ''}write another format with vlmcompress export"
     raise UserError(f"{each[0].title} does not load {folder}: {each[0].reason}; {remedy}")
@@ -137,10 +139,10 @@ def refuse(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None
 
 def served_name(folder: str | Path) -> str:
     """The name of a checkpoint on a server: its folder's, in characters that need no quoting."""
-    return plain(Path(folder).resolve().name) or "model"
+    return plain_name(Path(folder).resolve().name) or "model"
 
 
-def _lacking(row: Engine, facts: Facts) -> str | None:
+def _lacking(row: EngineFormats, facts: LoadFacts) -> str | None:
     """Why an engine does not load a checkpoint whatever its numbers are: the reducer or the architecture; None: it may."""
     if facts.reducer:
         if row.reducers == "none":
@@ -152,7 +154,7 @@ def _lacking(row: Engine, facts: Facts) -> str | None:
     return None
 
 
-def _unread(cell: Cell, facts: Facts) -> str | None:
+def _unread(cell: Cell, facts: LoadFacts) -> str | None:
     """Why an engine does not load a checkpoint of a format that it reads; None: it does."""
     groups = facts.groups
     whole = any(group.whole for group in groups.values())

@@ -19,7 +19,7 @@ _SHARE = 0.92  # of device memory that vLLM 0.32 takes by default
 
 
 @dataclass(frozen=True)
-class Group:
+class QuantizedGroup:
     """How some layers are quantized.
 
     Attributes:
@@ -43,10 +43,10 @@ class Group:
 
 
 _ALGORITHMS = {
-    "FP8": Group("float", 8, "tensor", activations=8, dynamic=False),
-    "FP8_PER_CHANNEL_PER_TOKEN": Group("float", 8, "channel", activations=8),
-    "NVFP4": Group("float", 4, "tensor_group", 16, activations=4),
-    "W4A16_NVFP4": Group("float", 4, "tensor_group", 16),
+    "FP8": QuantizedGroup("float", 8, "tensor", activations=8, dynamic=False),
+    "FP8_PER_CHANNEL_PER_TOKEN": QuantizedGroup("float", 8, "channel", activations=8),
+    "NVFP4": QuantizedGroup("float", 4, "tensor_group", 16, activations=4),
+    "W4A16_NVFP4": QuantizedGroup("float", 4, "tensor_group", 16),
 }
 """ModelOpt's algorithms."""
 
@@ -65,12 +65,12 @@ class Reducer:
     """The reducer that a checkpoint carries: its label, whether it reads the question, whether vLLM serves it."""
 
     label: str
-    asks: bool
+    query_aware: bool
     served: bool
 
 
 @dataclass(frozen=True)
-class Facts:
+class LoadFacts:
     """What is known of a checkpoint.
 
     Attributes:
@@ -87,13 +87,13 @@ class Facts:
         weights: bytes.
         code: whether the checkpoint brings Python code of its own.
         draft: method of speculative decoding by a head that the checkpoint carries; empty: it carries none.
-        splits: numbers of GPUs that its layers can be shared out among; None: as far as the heads say.
+        splits: numbers of GPUs that its layers can be split among; None: as far as the heads say.
     """
 
     name: str
     architecture: str = ""
     method: str | None = None
-    groups: Mapping[str, Group] = field(default_factory=dict)
+    groups: Mapping[str, QuantizedGroup] = field(default_factory=dict)
     embeddings: bool = False
     experts: bool = False
     kept_layers: bool = False
@@ -139,7 +139,7 @@ class Facts:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower())[:40].strip("-") or "model"
 
 
-def read(
+def gather_facts(
     config: Mapping[str, Any],
     name: str,
     *,
@@ -149,7 +149,7 @@ def read(
     experts: bool = False,
     draft: str = "",
     splits: tuple[int, ...] | None = None,
-) -> Facts:
+) -> LoadFacts:
     """Gather the facts.
 
     Args:
@@ -158,17 +158,17 @@ def read(
         weights: bytes of all tensors.
         experts: whether the decoder is a mixture of experts.
         draft: method of speculative decoding by a head that the checkpoint carries.
-        splits: numbers of GPUs that its layers can be shared out among, where that is known.
+        splits: numbers of GPUs that its layers can be split among, where that is known.
     """
     text = _mapping(config.get("text_config")) or config
     quantization = _mapping(config.get("quantization_config"))
     names = [name for name in config.get("architectures") or [] if isinstance(name, str)]
     lists = (group.get("targets") for group in map(_mapping, _mapping(quantization.get("config_groups")).values()))
     targets = [str(target) for targets in lists if isinstance(targets, list) for target in targets]
-    return Facts(
-        name=plain(name) or "model",
-        architecture=plain(names[0]).removeprefix(_PREFIX) if names else "",
-        method=plain(str(quantization["quant_method"])) if "quant_method" in quantization else None,
+    return LoadFacts(
+        name=plain_name(name) or "model",
+        architecture=plain_name(names[0]).removeprefix(_PREFIX) if names else "",
+        method=plain_name(str(quantization["quant_method"])) if "quant_method" in quantization else None,
         groups=_groups(quantization),
         embeddings=any("embed" in target.lower() for target in targets),
         experts=experts,
@@ -185,12 +185,12 @@ def read(
     )
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A name in ASCII letters, digits, `_`, `-` and `.`, not beginning or ending with the latter two."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:96]
 
 
-def _groups(quantization: Mapping[str, Any]) -> dict[str, Group]:
+def _groups(quantization: Mapping[str, Any]) -> dict[str, QuantizedGroup]:
     if _count(quantization.get("bits")):  # AWQ and GPTQ, the latter with numbers of their own for layers that match
         overrides = {key: _mapping(value) for key, value in _mapping(quantization.get("dynamic")).items()}
         others = {
@@ -203,18 +203,18 @@ def _groups(quantization: Mapping[str, Any]) -> dict[str, Group]:
         layers = [_mapping(layer) for layer in _mapping(quantization.get("quantized_layers")).values()] or [
             quantization
         ]
-        names = {plain(str(layer.get("quant_algo"))).upper() for layer in layers}
+        names = {plain_name(str(layer.get("quant_algo"))).upper() for layer in layers}
         return {name: _ALGORITHMS[name] for name in sorted(names) if name in _ALGORITHMS}
     return {
-        plain(str(key)): _group(_mapping(group), str(quantization.get("format", "")))
+        plain_name(str(key)): _group(_mapping(group), str(quantization.get("format", "")))
         for key, group in _mapping(quantization.get("config_groups")).items()
     }
 
 
-def _numbers(quantization: Mapping[str, Any]) -> Group:
+def _numbers(quantization: Mapping[str, Any]) -> QuantizedGroup:
     """The group that the numbers of AWQ and GPTQ describe."""
     size = _count(quantization.get("group_size"))
-    return Group(
+    return QuantizedGroup(
         kind="int",
         bits=_count(quantization.get("bits")) or 0,
         strategy="group" if size else "channel",
@@ -224,9 +224,9 @@ def _numbers(quantization: Mapping[str, Any]) -> Group:
     )
 
 
-def _group(group: Mapping[str, Any], packing: str) -> Group:
+def _group(group: Mapping[str, Any], packing: str) -> QuantizedGroup:
     weights, inputs = _mapping(group.get("weights")), _mapping(group.get("input_activations"))
-    return Group(
+    return QuantizedGroup(
         kind=str(weights.get("type", "int")),
         bits=_count(weights.get("num_bits")) or 0,
         strategy=str(weights.get("strategy", "")),

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vlmcompress.export.readers._facts import Group
+from vlmcompress.export.readers._facts import QuantizedGroup
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Numbers:
     dynamic: bool | None = None
     packings: tuple[str, ...] = ()
 
-    def holds(self, group: Group) -> bool:
+    def holds(self, group: QuantizedGroup) -> bool:
         """Whether a config group is one of these."""
         return (
             group.kind == self.kind
@@ -64,7 +64,7 @@ class Cell:
         vocabulary: whether the token embedding may be quantized.
         experts: architectures whose mixture of experts is read; None: all.
         kept_layers: whether layers of decoder blocks may be left in 16 bits.
-        needs: packages beside the engine, as pip has them.
+        needs: packages next to the engine, as pip has them.
         instead: trait of a checkpoint (a property of `Facts`) -> packages that it needs in the place of `needs`.
         notes: trait -> what to mind.
         loader: traits with which only `vlmcompress.models.open_model` loads it.
@@ -88,7 +88,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineFormats:
     """An engine and the formats that it reads, by their names.
 
     Attributes:
@@ -235,16 +235,16 @@ _QWEN_VL = {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGenerati
 _QWEN3_VL = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
 _QWEN3_5 = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
 
-ENGINES: Mapping[str, Engine] = {
-    "vllm": Engine("vLLM", "0.32", _VLLM, reducers="served"),
-    "transformers": Engine(
+ENGINES: Mapping[str, EngineFormats] = {
+    "vllm": EngineFormats("vLLM", "0.32", _VLLM, reducers="served"),
+    "transformers": EngineFormats(
         "transformers",
         "5.15 to 5.24",
         _TRANSFORMERS,
         other="it does not load the format {}",
         reducers="attached",
     ),
-    "gptqmodel": Engine(
+    "gptqmodel": EngineFormats(
         "GPTQModel",
         "7.7",
         _GPTQMODEL,
@@ -257,7 +257,7 @@ ENGINES: Mapping[str, Engine] = {
         ),
         absent="it finds no weights of {} under the names that its files have",
     ),
-    "sglang": Engine(
+    "sglang": EngineFormats(
         "SGLang",
         "0.5.23",
         _SGLANG,
@@ -268,7 +268,7 @@ ENGINES: Mapping[str, Engine] = {
             }
         ),
     ),
-    "lmdeploy": Engine(
+    "lmdeploy": EngineFormats(
         "LMDeploy",
         "0.18.0",
         _LMDEPLOY,
@@ -278,7 +278,7 @@ ENGINES: Mapping[str, Engine] = {
         ),
         absent="its TurboMind engine does not know {}",
     ),
-    "tensorrt-llm": Engine(
+    "tensorrt-llm": EngineFormats(
         "TensorRT-LLM",
         "of 2026",
         _TENSORRT,
@@ -288,14 +288,14 @@ ENGINES: Mapping[str, Engine] = {
         ),
         absent="its PyTorch backend has no {} with images",
     ),
-    "llamacpp": Engine(
+    "llamacpp": EngineFormats(
         "llama.cpp",
         "of xllamacpp 2026.10",
         {"gguf": Cell("all that is written", "run: tests/engines/test_llamacpp.py")},
         other="it reads GGUF, not {}",
         reducers="own",
     ),
-    "openvino": Engine(
+    "openvino": EngineFormats(
         "OpenVINO GenAI",
         "2026.4",
         {"openvino": Cell("all that is written", "run: tests/engines/test_openvino.py")},

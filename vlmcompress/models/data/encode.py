@@ -32,16 +32,16 @@ from torch import Tensor
 
 from vlmcompress.models.data import video
 from vlmcompress.models.data.samples import Sample
-from vlmcompress.models.data.sources import PLAIN, Reading, refusal
+from vlmcompress.models.data.sources import PLAIN, Reading, bad_samples_message
 from vlmcompress.utils.errors import BadSample, UserError
-from vlmcompress.utils.messages import foreign_errors, reason
+from vlmcompress.utils.messages import error_text, foreign_errors
 from vlmcompress.utils.progress import Progress, silent
 
 if TYPE_CHECKING:
     from vlmcompress.models import VLM
 
 Turn = dict[str, Any]  # {"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}, ...]}
-Shown = dict[str, list[Any]]  # "image": images, "video": frames with their metadata, in the order of the conversation
+Media = dict[str, list[Any]]  # "image": images, "video": frames with their metadata, in the order of the conversation
 Inputs = dict[str, Tensor]
 IGNORED, TEXT, VISION, ANSWER = range(4)
 PIXELS = frozenset({"pixel_values", "pixel_values_videos"})  # inputs with what a sample shows
@@ -106,13 +106,13 @@ def encode_usable(
     bad = len(usable.skipped)
     many = bad > SKIPPED * len(samples) and not reading.allows(bad, len(samples))
     if bad and (many or not usable.batches):
-        raise UserError(refusal(source, usable.skipped, len(samples), reading.skip_bad))
+        raise UserError(bad_samples_message(source, usable.skipped, len(samples), reading.skip_bad))
     return usable
 
 
 def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
     """Encode a sample without its answer: model inputs ready for `model.generate`."""
-    inputs = _process(sample, sample.prompt(), _shown(sample, vlm.processor), vlm, generation=True)
+    inputs = _process(sample, sample.prompt(), _media(sample, vlm.processor), vlm, generation=True)
     _check_vision(sample, inputs, Features(vlm))
     return inputs
 
@@ -143,11 +143,11 @@ class Features:
             except MemoryError:
                 raise
             except Exception as error:  # whatever the model's code raises
-                self._results[key] = reason(error)
+                self._results[key] = error_text(error)
         return self._results[key]
 
 
-def render(sample: Sample, processor: Any, *, answer: bool = False) -> str:
+def render_prompt(sample: Sample, processor: Any, *, answer: bool = False) -> str:
     """Render the chat template, placeholders not yet repeated: the prompt up to the answer, or the whole conversation."""
     return _render(sample, sample.conversation() if answer else sample.prompt(), processor, generation=not answer)
 
@@ -164,8 +164,8 @@ def chat_template(processor: Any) -> str:
 
 def _encode_one(sample: Sample, features: Features, max_length: int | None) -> Inputs:
     vlm = features.vlm
-    turns, shown = sample.conversation(), _shown(sample, vlm.processor)
-    inputs = _process(sample, turns, shown, vlm, generation=False)
+    turns, media = sample.conversation(), _media(sample, vlm.processor)
+    inputs = _process(sample, turns, media, vlm, generation=False)
     length = inputs["input_ids"].shape[1]
     context = getattr(vlm.model.config.get_text_config(), "max_position_embeddings", None) or length
     limit = min(context, max_length or context)
@@ -177,15 +177,15 @@ def _encode_one(sample: Sample, features: Features, max_length: int | None) -> I
             f"shrink its {'videos' if sample.videos else 'images'}, shorten its text, or drop it"
         )
     _check_vision(sample, inputs, features)
-    inputs["modality"] = _modality(sample, turns, shown, inputs, vlm)
+    inputs["modality"] = _modality(sample, turns, media, inputs, vlm)
     return inputs
 
 
-def _shown(sample: Sample, processor: Any) -> Shown:
+def _media(sample: Sample, processor: Any) -> Media:
     """Decode what a sample shows, of videos the frames that the model gets."""
     if sample.videos:
-        video.check(processor, sample.name, bool(sample.images))
-    return {"image": list(sample.images), "video": [shown.frames(processor) for shown in sample.videos]}
+        video.check_videos(processor, sample.name, bool(sample.images))
+    return {"image": list(sample.images), "video": [media.frames(processor) for media in sample.videos]}
 
 
 def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bool) -> str:
@@ -210,11 +210,11 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
     return text
 
 
-def _process(sample: Sample, turns: list[Turn], shown: Shown, vlm: VLM, *, generation: bool) -> Inputs:
+def _process(sample: Sample, turns: list[Turn], media: Media, vlm: VLM, *, generation: bool) -> Inputs:
     """Model inputs of some of a sample's turns: chat template and processor, with what is shown in the order of the turns."""
     processor = vlm.processor
     _render(sample, turns, processor, generation=generation)
-    rest = {"image": iter(shown["image"]), "video": (frames for frames, _ in shown["video"])}
+    rest = {"image": iter(media["image"]), "video": (frames for frames, _ in media["video"])}
     content = [
         {
             **turn,
@@ -231,7 +231,7 @@ def _process(sample: Sample, turns: list[Turn], shown: Shown, vlm: VLM, *, gener
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
-                processor_kwargs=video.arguments(shown["video"]),
+                processor_kwargs=video.arguments(media["video"]),
             )
     except BadSample as error:
         if remedy := _wrong_settings(vlm):
@@ -291,13 +291,13 @@ def _image_token_remedy(ids: Tensor, vlm: VLM) -> str:
     return "processor files and config.json do not belong together"
 
 
-def _modality(sample: Sample, turns: list[Turn], shown: Shown, inputs: Inputs, vlm: VLM) -> Tensor:
+def _modality(sample: Sample, turns: list[Turn], media: Media, inputs: Inputs, vlm: VLM) -> Tensor:
     """The mask [1, tokens] that the module docstring describes."""
     ids = inputs["input_ids"][0]
     mask = torch.full_like(ids, TEXT, dtype=torch.uint8)
     for index, turn in enumerate(turns):
         if turn["role"] == "assistant":
-            start, end = _answer_span(sample, turns, index, shown, ids, vlm)
+            start, end = _answer_span(sample, turns, index, media, ids, vlm)
             mask[start - 1 : end - 1] = ANSWER
     if sample.answer and sample.answer.strip() and not (mask == ANSWER).any():
         raise UserError(f"{sample.name}: the model's chat template does not show the answer; check the template")
@@ -307,12 +307,12 @@ def _modality(sample: Sample, turns: list[Turn], shown: Shown, inputs: Inputs, v
     return mask[None]
 
 
-def _answer_span(sample: Sample, turns: list[Turn], index: int, shown: Shown, ids: Tensor, vlm: VLM) -> tuple[int, int]:
+def _answer_span(sample: Sample, turns: list[Turn], index: int, media: Media, ids: Tensor, vlm: VLM) -> tuple[int, int]:
     """First position and end, in `ids [tokens]`, of the text of turn `index` with the end-of-turn token that follows it."""
     text = "".join(part["text"] for part in turns[index]["content"] if part["type"] == "text")
     other = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in text)
     altered = [*turns[:index], {**turns[index], "content": [{"type": "text", "text": other}]}, *turns[index + 1 :]]
-    changed = _process(sample, altered, shown, vlm, generation=False)["input_ids"][0]
+    changed = _process(sample, altered, media, vlm, generation=False)["input_ids"][0]
     start = _agreement(ids, changed)
     end = len(ids) - min(_agreement(ids.flip(0), changed.flip(0)), len(ids) - start)
     if start == len(ids) == len(changed):

@@ -6,7 +6,7 @@ What a row is asked and answered is looked for in this order:
     a question (`QUESTIONS`)     with an answer (`ANSWERS`), one or a list of several people's: ChartQA, DocVQA, TextVQA, VQAv2
     texts                        pairs `{"user": ..., "assistant": ...}`: the_cauldron
     prompt, completion (chosen)  TRL, as texts or as turns
-    a caption (`CAPTIONS`)       beside an image, in a table without questions: flickr30k, COCO
+    a caption (`CAPTIONS`)       next to an image, in a table without questions: flickr30k, COCO
     nothing                      in a table of images alone; `sources` gives each of them a prompt
 
 Images are in a column of `IMAGES`, or in `image_1`, `image_2`, ... (MMMU), where `<image 2>` in a text says which one it shows.
@@ -59,7 +59,7 @@ _ALL = {
     "options",
     "input",
 }
-_SHOWN = re.compile(r"(img|image|pic|photo|video|frame|file_?name)", re.IGNORECASE)
+_MEDIA_COLUMN = re.compile(r"(img|image|pic|photo|video|frame|file_?name)", re.IGNORECASE)
 """How a column's name begins that holds what is to be seen, under a name that is not read."""
 Row = dict[str, Any]
 
@@ -69,7 +69,7 @@ def read_of(names: Collection[str], columns: Mapping[str, str]) -> list[str]:
     return [n for n in names if n.lower() in _ALL or _NUMBERED.fullmatch(n) or n in columns.values()]
 
 
-def problem(names: Collection[str], columns: Mapping[str, str], text: bool) -> str | None:
+def columns_problem(names: Collection[str], columns: Mapping[str, str], text: bool) -> str | None:
     """Why no sample can be made of a table with these columns; None: they can.
 
     Args:
@@ -89,9 +89,9 @@ def problem(names: Collection[str], columns: Mapping[str, str], text: bool) -> s
         return f"needs a column messages, conversations, question or text; found: {listed}"
     example = "name them by columns (--columns image=A,question=B)"
     if not speaks and (not shows or prompted(names, columns) is None):
-        needs = "needs a column question (beside image, if there are images), or messages, or conversations"
+        needs = "needs a column question (next to image, if there are images), or messages, or conversations"
         return f"{needs}; found: {listed}; {example}"
-    unread = sorted(name for name in names if _SHOWN.match(name))
+    unread = sorted(name for name in names if _MEDIA_COLUMN.match(name))
     if unread and not shows and not {*TURNS, "prompt"} & lower and "messages" not in columns:
         return (
             f"has no column image, and '{unread[0]}' is not read; rename it, or name it (--columns image={unread[0]})"
@@ -114,7 +114,7 @@ def _has_images(names: Collection[str], columns: Mapping[str, str]) -> bool:
     return "image" in columns or any(name.lower() in IMAGES or _NUMBERED.fullmatch(name) for name in names)
 
 
-def standard(row: Row, columns: Mapping[str, str], question: str | None = None) -> Row:
+def standard_row(row: Row, columns: Mapping[str, str], question: str | None = None) -> Row:
     """A row with the columns `images`, `videos`, `question`, `answer`, `messages`, `conversations`, `family` and `references`.
 
     Args:
@@ -136,31 +136,36 @@ def standard(row: Row, columns: Mapping[str, str], question: str | None = None) 
 
     images = first("image", IMAGES)
     turns = first("messages", TURNS)
-    made: Row = {"family": first("family", ("family",)), "question": question}
-    made |= {"video": row.get(columns["video"])} if "video" in columns else {name: rest.get(name) for name in VIDEOS}
+    standardized: Row = {"family": first("family", ("family",)), "question": question}
+    standardized |= (
+        {"video": row.get(columns["video"])} if "video" in columns else {name: rest.get(name) for name in VIDEOS}
+    )
     text = first("question", QUESTIONS if question is None else ())
     free = text is None and not {"question", "messages"} & columns.keys()
     if turns is not None:
-        made["messages" if turns is rest.get("messages") else "conversations"] = turns
+        standardized["messages" if turns is rest.get("messages") else "conversations"] = turns
     elif free and rest.get("texts") is not None:
-        made["messages"] = _paired(rest["texts"])
+        standardized["messages"] = _paired(rest["texts"])
     elif free and isinstance(rest.get("prompt"), str):
-        made |= {"question": rest["prompt"], **_answered(first("answer", (*COMPLETIONS, *ANSWERS)))}
+        standardized |= {"question": rest["prompt"], **_answered(first("answer", (*COMPLETIONS, *ANSWERS)))}
     elif free and rest.get("prompt") is not None:
-        made["messages"] = _completed(rest["prompt"], first("answer", COMPLETIONS))
+        standardized["messages"] = _completed(rest["prompt"], first("answer", COMPLETIONS))
     else:
         answers: Sequence[str] = ANSWERS if question is None else () if question != CAPTIONED else CAPTIONS
         answer = first("answer", answers)
         if isinstance(rest.get("input"), str) and rest.get("instruction") is text and rest["input"].strip():
             text = f"{text}\n{rest['input']}"
-        made |= {"question": question if text is None else text, **_answered(answer, captions=question == CAPTIONED)}
+        standardized |= {
+            "question": question if text is None else text,
+            **_answered(answer, captions=question == CAPTIONED),
+        }
     if images is None and "image" not in columns:
         numbers = {
             int(m[1]): row[name] for name in row if (m := _NUMBERED.fullmatch(str(name))) and row[name] is not None
         }
         if numbers:
-            return made | _numbered(made, numbers, rest.get("options"))
-    return made | {"images": images}
+            return standardized | _numbered(standardized, numbers, rest.get("options"))
+    return standardized | {"images": images}
 
 
 def _is_text(value: Any) -> bool:

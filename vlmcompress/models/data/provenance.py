@@ -73,7 +73,7 @@ def provenance(
     return facts
 
 
-def notes(facts: dict[str, Any]) -> list[str]:
+def data_notes(facts: dict[str, Any]) -> list[str]:
     """Notes for the user about the data that `provenance` described, a line each."""
     lines = []
     if "asked" in facts:
@@ -86,7 +86,7 @@ def notes(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def left_out(facts: Mapping[str, Any]) -> list[str]:
+def skipped_notes(facts: Mapping[str, Any]) -> list[str]:
     """The notes about samples that were skipped, a line each; of many the first ones."""
     return skipped_lines(facts.get("skipped", {}))
 

@@ -35,7 +35,7 @@ from vlmcompress.models.data.video import Video
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import BadSample
 from vlmcompress.utils.hub import IMAGES
-from vlmcompress.utils.messages import reason
+from vlmcompress.utils.messages import error_text
 
 MARK = "<image>"
 ROLES = ("system", "developer", "user", "assistant")
@@ -142,7 +142,7 @@ def _decoded(what: str, data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Imag
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except Exception as error:
-        raise BadSample(f"{what} cannot be decoded ({reason(error)}); replace the file or drop the row") from error
+        raise BadSample(f"{what} cannot be decoded ({error_text(error)}); replace the file or drop the row") from error
 
 
 def from_reference(text: str, folder: Path, origin: str, kind: str = "image") -> bytes | Path:
@@ -163,9 +163,9 @@ def from_reference(text: str, folder: Path, origin: str, kind: str = "image") ->
         pass
     if (data := _plain_base64(text)) is not None:
         return data
-    shown = text if len(text) <= 200 else f"{text[:80]}...' of {len(text):,} characters"
+    label = text if len(text) <= 200 else f"{text[:80]}...' of {len(text):,} characters"
     raise BadSample(
-        f"{origin}: {kind} '{shown}{'' if len(text) > 200 else chr(39)} not found; relative paths start at {folder}"
+        f"{origin}: {kind} '{label}{'' if len(text) > 200 else chr(39)} not found; relative paths start at {folder}"
     )
 
 
@@ -311,8 +311,8 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) 
     turns = _question(row, origin) if messages is None else _turns(messages, folder, origin)
     _bind(turns, [media_source(value, folder, origin) for value in values], origin)
     _bind(turns, [_video(value, folder, origin) for value in videos], origin, "video")
-    shown = [part for turn in turns for part in turn["content"] if part["type"] != "text"]
-    sources = {kind: [part.pop("source") for part in shown if part["type"] == kind] for kind in ("image", "video")}
+    media = [part for turn in turns for part in turn["content"] if part["type"] != "text"]
+    sources = {kind: [part.pop("source") for part in media if part["type"] == kind] for kind in ("image", "video")}
     last = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
     questions = [_joined(turn["content"]) for turn in turns if turn["role"] == "user"]
     if not questions:
@@ -386,7 +386,7 @@ def _parsed(turns: Any, column: str, origin: str) -> list[Any]:
     """Check that a column holds a list of turns, parsing it first if it is JSON text."""
     if isinstance(turns, str):
         try:
-            turns = json_files.parse(turns)
+            turns = json_files.parse_json(turns)
         except ValueError as error:
             raise BadSample(f"{origin}: {column} is not valid JSON ({error}); give a list of turns") from error
     if not isinstance(turns, list) or not turns:
@@ -478,7 +478,7 @@ def _make_places(turns: list[dict[str, Any]], count: int, kind: str) -> list[Par
                 parts += [next(rest)] if index else []
                 if isinstance(piece, dict):
                     parts.append(piece)
-                elif text := piece.strip("\n"):  # a line break beside a mark belongs to the mark
+                elif text := piece.strip("\n"):  # a line break next to a mark belongs to the mark
                     parts.append(_text(text))
         turn["content"] = parts
     return places

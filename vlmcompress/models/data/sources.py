@@ -2,7 +2,7 @@
 
 Selection: of the rows, the `samples` with the smallest SHA-256 of `seed:id` are taken, in that order. With ids in the
 data the choice does not depend on the order of rows, and adding rows replaces only some of the chosen. A row without
-`id` goes by its number (a file in a folder by its path within it), a repeated id by id and number.
+`id` uses its number (a file in a folder by its path within it), a repeated id by id and number.
 
 Only chosen rows have their images decoded. A row that cannot be used is never left out silently: all of them are named, in one
 error or, as far as `Reading.skip_bad` goes, in notes; then the next rows of the choice take their places.
@@ -24,7 +24,7 @@ from vlmcompress.models.data import layouts
 from vlmcompress.models.data.samples import SUFFIXES, LazyImages, Sample, to_sample
 from vlmcompress.utils import hub, json_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import note, reason
+from vlmcompress.utils.messages import error_text, note
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def preview(
     Raises:
         UserError: as `load_samples`, as far as it was looked.
     """
-    if hub.parse(source, "dataset") is not None:
+    if hub.parse_repository(source, "dataset") is not None:
         return None
     path = Path(source)
     binary = path.suffix.lower() == ".parquet" or (path / "dataset_info.json").is_file()
@@ -194,9 +194,9 @@ def preview(
         decoded[0] += fits and bool(sample.images)
 
     order = _order(table, path, samples, seed)
-    looked_at = _Rows(table, reading, text, False, look).chosen(order, min(samples, _FIRST) if binary else samples)
-    count = min(samples, len(order)) if binary else len(looked_at)
-    return Preview(count, looked_at, decoded[0])
+    rows = _Rows(table, reading, text, False, look).chosen(order, min(samples, _FIRST) if binary else samples)
+    count = min(samples, len(order)) if binary else len(rows)
+    return Preview(count, rows, decoded[0])
 
 
 def _order(table: _Table, path: Path, samples: int | None, seed: int) -> list[int]:
@@ -248,7 +248,7 @@ class _Rows:
         if bad:
             names = {self._name(index): bad[index] for index in sorted(bad)}
             if not self.reading.allows(len(bad), total) or not good:
-                raise UserError(refusal(self.table.name, names, total, self.reading.skip_bad))
+                raise UserError(bad_samples_message(self.table.name, names, total, self.reading.skip_bad))
             return Samples(good.values(), names)
         return Samples(good.values())
 
@@ -259,7 +259,7 @@ class _Rows:
         table, name = self.table, self._name(index)
         identity, raw = table.identities[index], table.ids[index]
         prompt = table.prompt(index)
-        fields = layouts.standard(row, self.reading.columns, prompt)
+        fields = layouts.standard_row(row, self.reading.columns, prompt)
         if self.text and fields.get("question") is None:
             fields["question"] = row.get("text")
         sample = to_sample(fields, identity, origin=name, folder=table.folder)
@@ -283,7 +283,7 @@ def undecodable(samples: Iterable[Sample]) -> dict[str, str]:
     return bad
 
 
-def refusal(source: str, bad: Mapping[str, str], total: int, skip_bad: float = 0) -> str:
+def bad_samples_message(source: str, bad: Mapping[str, str], total: int, skip_bad: float = 0) -> str:
     """The message that samples of a source cannot be used.
 
     Args:
@@ -309,13 +309,13 @@ def refusal(source: str, bad: Mapping[str, str], total: int, skip_bad: float = 0
 
 
 def skipped_lines(bad: Mapping[str, str]) -> list[str]:
-    """Notes about samples that are skipped; arguments as of `refusal`."""
+    """Notes about samples that are skipped; arguments as of `bad_samples_message`."""
     lines = [f"skipped: {line.removesuffix('; drop it')}" for line in bad.values()]
     return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"skipped: {len(lines) - _NAMED} others"]
 
 
-def bundled(model_path: str | Path, split: str) -> Path | None:
-    """The data that ships beside a demo model: `<model>/../data/<what follows demo- in its name>/<split>.parquet`."""
+def bundled_data(model_path: str | Path, split: str) -> Path | None:
+    """The data that ships next to a demo model: `<model>/../data/<what follows demo- in its name>/<split>.parquet`."""
     model = Path(model_path).resolve()
     if not model.name.startswith("demo-"):
         return None
@@ -347,7 +347,7 @@ def _open(path: Path, columns: Mapping[str, str], text: bool = False, answered: 
         )
     if not table.ids or table.prompted:
         return table
-    if fault := layouts.problem(table.columns, columns, text):
+    if fault := layouts.columns_problem(table.columns, columns, text):
         raise UserError(f"{path} {fault}")
     prompted = None if text else layouts.prompted(table.columns, columns)
     if prompted == "prompts" and answered:
@@ -421,7 +421,7 @@ def _json_lines(path: Path, columns: Mapping[str, str]) -> _Table:
         try:
             if len(line) > LINE:
                 raise ValueError(f"it has {len(line):,} characters, more than {LINE:,}")
-            row = json_files.parse(line)
+            row = json_files.parse_json(line)
         except ValueError as error:
             broken[len(rows)] = f"{path.name} line {number} is not valid JSON ({error}); write one object per line"
         rows.append(row)
@@ -431,7 +431,7 @@ def _json_lines(path: Path, columns: Mapping[str, str]) -> _Table:
 
 def _json_list(path: Path, columns: Mapping[str, str]) -> _Table:
     try:
-        rows = json_files.parse(_decode(path))
+        rows = json_files.parse_json(_decode(path))
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); one object per line belongs in a .jsonl file") from error
     if not isinstance(rows, list):
@@ -457,7 +457,9 @@ def _json_table(
             broken[index], rows[index] = f"{what}, not an object with named columns; write one, or drop it", {}
     names = dict.fromkeys(key for row in rows for key in row)
     if len(broken) == len(rows) and rows:
-        raise UserError(refusal(path.name, {f"{path.name} {row_name(i)}": why for i, why in broken.items()}, len(rows)))
+        raise UserError(
+            bad_samples_message(path.name, {f"{path.name} {row_name(i)}": why for i, why in broken.items()}, len(rows))
+        )
     ids = [row.get(columns.get("id", "id")) for row in rows]
     return _Table(
         path.name,
@@ -484,7 +486,7 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
         count, key = file.metadata.num_rows, columns.get("id", "id")
         ids = file.read(columns=[key])[key].to_pylist() if key in names else [None] * count
     except pa.ArrowException as error:
-        raise UserError(f"{path} is not readable parquet ({reason(error)}); write it again") from error
+        raise UserError(f"{path} is not readable parquet ({error_text(error)}); write it again") from error
 
     def rows(indices: list[int]) -> list[dict[str, Any]]:
         """Read row group by row group, so that no more than one is in memory."""
@@ -497,7 +499,7 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
                 try:
                     taken += file.read_row_group(group, columns=readable).take(local).to_pylist()
                 except (pa.ArrowException, OSError) as error:
-                    raise UserError(f"{path} row group {group} is damaged ({reason(error)})") from error
+                    raise UserError(f"{path} row group {group} is damaged ({error_text(error)})") from error
             start = end
         return taken
 
@@ -515,7 +517,7 @@ def _saved_dataset(path: Path, columns: Mapping[str, str]) -> _Table:
     try:
         data = datasets.load_from_disk(str(path))
     except Exception as error:  # whatever arrow, json or the library raise on a damaged folder
-        raise UserError(f"{path} is not a readable saved data set ({reason(error)})") from error
+        raise UserError(f"{path} is not a readable saved data set ({error_text(error)})") from error
     if isinstance(data, datasets.DatasetDict):
         raise UserError(f"{path} has the splits {', '.join(sorted(data))}; name one, e.g. {path / sorted(data)[0]}")
     for name, feature in data.features.items():

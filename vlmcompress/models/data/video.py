@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from vlmcompress.utils.errors import BadSample, UserError
-from vlmcompress.utils.messages import reason
+from vlmcompress.utils.messages import error_text
 
 RATE, FRAMES = 2.0, 32
 """Frames of a second, or of a whole video, where the model's processor names neither: as in vLLM."""
@@ -34,8 +34,8 @@ MOST = 4 << 30
 """The most bytes that a video's chosen frames may take."""
 
 
-def check(processor: Any, name: str, images: bool) -> None:
-    """Raise `BadSample` where a model's processor takes no videos, or none beside images.
+def check_videos(processor: Any, name: str, images: bool) -> None:
+    """Raise `BadSample` where a model's processor takes no videos, or none next to images.
 
     Args:
         name: what messages call the sample that shows one.
@@ -50,7 +50,7 @@ def check(processor: Any, name: str, images: bool) -> None:
         )
 
 
-def refuse(samples: Iterable[Any]) -> None:
+def refuse_videos(samples: Iterable[Any]) -> None:
     """Raise `BadSample` if one of the samples, which a reducer is to see, shows a video."""
     for sample in samples:
         if sample.videos:
@@ -153,7 +153,7 @@ class Video:
             raise
         except Exception as error:  # decoders and processors raise anything on damaged files
             raise BadSample(
-                f"{self.name} cannot be decoded ({reason(error)}); write it again, or drop the row"
+                f"{self.name} cannot be decoded ({error_text(error)}); write it again, or drop the row"
             ) from error
 
 
@@ -176,11 +176,11 @@ def _chosen(metadata: Any, video_processor: Any) -> np.ndarray:
     if settings.get("num_frames") is not None:  # transformers refuses a video that has fewer
         settings["num_frames"] = min(settings["num_frames"], total)
     indices = np.asarray(video_processor.sample_frames(metadata=metadata, **settings), dtype=int)
-    return indices.clip(max=total - 1)  # its steps of 32 bits may end behind the last frame
+    return indices.clip(max=total - 1)  # its steps of 32 bits may end after the last frame
 
 
 def arguments(decoded: Sequence[tuple[np.ndarray, Any]]) -> dict[str, Any]:
-    """What a processor needs beside the frames of videos: that they are sampled already, and from where."""
+    """What a processor needs next to the frames of videos: that they are sampled already, and from where."""
     if not decoded:
         return {}
     return {"do_sample_frames": False, "video_metadata": [metadata for _, metadata in decoded]}

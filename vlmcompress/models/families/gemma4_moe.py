@@ -1,7 +1,7 @@
-"""Gemma 4 with a mixture of experts: the tower and the attention of Gemma 4, and in each block experts beside the MLP.
+"""Gemma 4 with a mixture of experts: the tower and the attention of Gemma 4, and in each block experts next to the MLP.
 
 Experts and MLP read the same hidden states, each by a norm of its own, and their outputs are added. The experts' norm takes no
-scale in, as each of them would want one of its own. The router is a linear layer behind a norm without weights; it stays in 16
+scale in, as each of them would want one of its own. The router is a linear layer after a norm without weights; it stays in 16
 bits. Such models have the model type of the dense ones: config.json's `num_experts` tells them apart.
 """
 

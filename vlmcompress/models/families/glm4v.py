@@ -1,4 +1,4 @@
-"""GLM-4.1V and GLM-4.6V-Flash: a tower with a convolution and a merger behind it, GLM-4 decoder, M-RoPE positions.
+"""GLM-4.1V and GLM-4.6V-Flash: a tower with a convolution and a merger after it, GLM-4 decoder, M-RoPE positions.
 
 A block has four norms: attention reads `input_layernorm`, the MLP `post_attention_layernorm`; `post_self_attn_layernorm` and
 `post_mlp_layernorm` act on a branch's output. Gate and up are one layer, `gate_up_proj`, of whose output only a half could be

@@ -15,7 +15,7 @@ from vlmcompress.models._spec import CLIP, LLAVA_ENGINE, LLAVA_MAPPER, LinearGro
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
-    """Layout of LFM2-VL: one grid in the image's own shape, behind tiles of it where it is large."""
+    """Layout of LFM2-VL: one grid in the image's own shape, after tiles of it where it is large."""
     images_of = processor.image_processor
     unit, factor = images_of.encoder_patch_size, images_of.downsample_factor
     limits = {"max_image_tokens": images_of.max_image_tokens, "encoder_patch_size": unit, "downsample_factor": factor}

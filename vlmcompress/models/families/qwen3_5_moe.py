@@ -1,6 +1,6 @@
-"""Qwen3.5, 3.6 and 3.8 with a mixture of experts: the dense model with experts behind a router in every block.
+"""Qwen3.5, 3.6 and 3.8 with a mixture of experts: the dense model with experts after a router in every block.
 
-Beside them each block has one shared expert, whose output is scaled by `shared_expert_gate`, a layer of one output that stays
+Next to them each block has one shared expert, whose output is scaled by `shared_expert_gate`, a layer of one output that stays
 in 16 bits as the router does. The norm before all of these takes no scale in: it feeds the router and every expert, each of
 which would want a scale of its own. Published checkpoints hold the experts of a block as two tensors, `[experts, out, in]`;
 those in FP8 have them one by one.

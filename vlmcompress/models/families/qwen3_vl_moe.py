@@ -1,4 +1,4 @@
-"""Qwen3-VL with a mixture of experts: the dense model's tower and attention, and in most blocks experts behind a router.
+"""Qwen3-VL with a mixture of experts: the dense model's tower and attention, and in most blocks experts after a router.
 
 The norm before the experts takes no scale in: it feeds the router, which stays in 16 bits, and all experts, each of which would
 want a scale of its own. (In the few blocks without experts it could; they are smoothed there as in the dense model.) Within an

@@ -1,4 +1,4 @@
-"""Balances: how much each modality weighs in what a method minimizes.
+"""Balances: the weight of each modality in a method's objective.
 
 Pooled over `N` tokens, a modality weighs what its share of tokens is, and most tokens are visual. A *balance* gives modality m,
 of `n_m` tokens, the share `p_m` of the whole instead (`sum p_m = 1`); `GroupStats` says how that changes Gram matrices, means
@@ -62,7 +62,7 @@ def check_balance(balance: Any) -> str | dict[str, float]:
 
 
 def weighed(balance: Any) -> tuple[str, ...]:
-    """The modalities that must occur in the calibration data for a balance to make sense."""
+    """The modalities that a balance needs in the calibration data."""
     checked = check_balance(balance)
     if isinstance(checked, str):
         return {"off": (), "ratio": MODALITIES}.get(checked, ("vision", "answer"))

@@ -1,8 +1,9 @@
-"""Sum up the inputs of a group of linear layers: the hot loop of calibration.
+"""Sum statistics of the inputs of a group of linear layers: the hot loop of calibration.
 
-Rows are gathered by modality until a product is worth its start, and then visited once: the Gram matrix, the sum of magnitudes
-and the maxima come of rows that are in cache. Nothing here waits for an accelerator. Which rows are of which modality is known
-beforehand (`statistics.tokens`), and NaN or Inf are looked for at the end, as they stay in every sum that they enter.
+Rows are gathered by modality until a product pays off, then read once: the Gram matrix, the sum of magnitudes and the
+maxima are computed from rows in cache. Nothing here waits for an accelerator. Which rows are of which modality is
+known beforehand (`statistics.tokens`), and NaN or Inf are looked for at the end, as they stay in every sum that they
+enter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from vlmcompress.numerics.statistics.inputs import CROSS, SAMPLE, GroupStats, add_cross, add_product
 from vlmcompress.numerics.statistics.tokens import Split
-from vlmcompress.numerics.statistics.tokens import split as split_by
+from vlmcompress.numerics.statistics.tokens import split_modalities as split_by
 
 ROWS = 2048  # rows of a modality that are gathered for one product
 _CACHE = 2**17  # numbers that are visited at a time on a CPU: half a megabyte in float32
@@ -44,9 +45,10 @@ class Collector:
 
         Args:
             x: `[..., in]` inputs, any float dtype.
-            split: which rows are of which modality, on the device of `x`, and which are kept; or, with none kept, the modality
+            split: which rows are of which modality, on `x`'s device, and which are kept; or, with none kept, the
+            modality
                 of each row, `[...]` (0 ignored, 1 text, 2 vision, 3 answer); None: all are text.
-            original: for the cross-Gram matrix, what the 16-bit model has in the place of `x`, of its shape.
+            original: for the cross-Gram matrix, the 16-bit model's inputs in place of `x`, same shape.
         """
         width = self._stats.width
         if x.shape[-1] != width:
@@ -76,7 +78,7 @@ class Collector:
         return self._stats.count
 
     def finish(self) -> GroupStats:
-        """The statistics of all batches. Raises ValueError if there was a NaN or Inf among rows that count."""
+        """The statistics of all batches. Raises ValueError for a NaN or Inf in rows that count."""
         self.settle()
         return self._trimmed()
 
@@ -89,24 +91,24 @@ class Collector:
         """
         stats, width, needs = self._stats, self._stats.width, self._stats.needs
 
-        def own(values: dict[str, Tensor], name: str, *shape: int) -> Tensor:
+        def local(values: dict[str, Tensor], name: str, *shape: int) -> Tensor:
             return values[name] if name in values else torch.zeros(shape, device=device)
 
         stats.count.update(counts)
         for name in (name for name, count in counts.items() if count):
             if "gram" in needs:
-                stats._gram[name] = total(own(stats._gram, name, width, width))
+                stats._gram[name] = total(local(stats._gram, name, width, width))
             if CROSS in needs:
-                stats._cross[name] = total(own(stats._cross, name, width, width))
+                stats._cross[name] = total(local(stats._cross, name, width, width))
             if "absmean" in needs:
-                stats._abssum[name] = total(own(stats._abssum, name, width))
+                stats._abssum[name] = total(local(stats._abssum, name, width))
             if "absmax" in needs:
-                stats._absmax[name] = largest(own(stats._absmax, name, width))
-                stats._rows[name] = total(own(stats._rows, name, SAMPLE, width).float())
+                stats._absmax[name] = largest(local(stats._absmax, name, width))
+                stats._rows[name] = total(local(stats._rows, name, SAMPLE, width).float())
         return self._trimmed()
 
     def settle(self) -> None:
-        """Visit what still waits. Raises ValueError if there was a NaN or Inf among rows that count."""
+        """Process the gathered rows. Raises ValueError for a NaN or Inf in rows that count."""
         stats = self._stats
         for name, rows in self._waiting.items():
             self._visit(name, rows[: self._filled[name]])
@@ -125,7 +127,7 @@ class Collector:
         return stats
 
     def _gather(self, name: str, x: Tensor, index: Tensor | None) -> None:
-        """Put rows of a modality to those that wait, and visit them when there are enough."""
+        """Gather rows of a modality, and process them when there are enough."""
         rows = x if index is None else x.index_select(0, index)
         filled = self._filled.get(name, 0)
         while len(rows):

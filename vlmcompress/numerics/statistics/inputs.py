@@ -15,15 +15,15 @@ With a balance (`statistics.balance`) modality m has the share `p_m` of the whol
     G = N sum_m p_m G_m / n_m        mean|X| = sum_m p_m mean|X_m|        max|X| = sum_m p_m max|X_m|
 
 The mean in AWQ's scales is weighted like the losses, so that candidates and their losses see the same tokens (MBQ leaves it
-pooled). A maximum counts no tokens, and pooled it belongs to one modality; no paper weighs it, and the weighted mean of maxima
-is ours. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves its channel at most
-`p_m^-alpha` times larger. Overall factors matter to no method; `N` keeps G the size that pooling gives.
+pooled). A maximum counts no tokens, and pooled it belongs to one modality; no paper weights it; the weighted mean of
+maxima is our choice. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant
+leaves its channel at most `p_m^-alpha` times larger. Overall factors matter to no method; `N` keeps G the size that
+pooling gives.
 
-Behind quantized blocks a layer is given other inputs than in the 16-bit model. Where X are those that it is given and
-`X'` those of the 16-bit model at the same tokens, the *cross-Gram matrix* `X^T X'` says what became of them. It is
-kept less the Gram matrix, `C = X^T (X' - X)`, as a small difference of two large sums would be lost in their
-rounding. It is weighed and rescaled as G is, has no symmetry, and is never stored, as it depends on what the blocks
-before were quantized to.
+After quantized blocks a layer gets other inputs than in the 16-bit model. With X these inputs and `X'` the 16-bit
+model's at the same tokens, the *cross-Gram matrix* `X^T X'` relates the two. It is kept less the Gram matrix, `C = X^T
+(X' - X)`, as a small difference of two large sums would be lost in their rounding. It is weighted and rescaled as G
+is, is not symmetric, and is never stored, as it depends on the quantized blocks before.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GroupStats:
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
         self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in]
-        self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
+        self._scale: Tensor | None = None  # [in]; stored values are of X, reported ones of X / scale
         self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
         self.routed = False  # the layers are an expert's, which is given some of the tokens
         self.borrowed = 0  # how many of its tokens were not routed to it

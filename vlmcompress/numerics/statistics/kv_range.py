@@ -38,8 +38,8 @@ class KVRange:
         self.ranges = torch.zeros(2, len(MODALITIES), 1 + BINS, dtype=torch.float64)
 
     @torch.no_grad()
-    def update(self, which: int, x: Tensor, mask: Tensor | None = None) -> None:
-        """Add keys (`which` 0) or values (1).
+    def update(self, side: int, x: Tensor, mask: Tensor | None = None) -> None:
+        """Add keys (`side` 0) or values (1).
 
         Args:
             x: `[batch, heads, tokens, channels]`, any float dtype.
@@ -54,10 +54,10 @@ class KVRange:
         place = ((size.log2() - _LOW) * _PER_OCTAVE).clamp_(0, BINS - 1).long()
         place += mask.long()[..., None] * BINS  # one histogram after the other, that of ignored tokens first
         counts = torch.bincount(place.flatten(), minlength=(1 + len(MODALITIES)) * BINS).view(-1, BINS)[1:]
-        self.ranges[which, :, 1:] += counts
+        self.ranges[side, :, 1:] += counts
         largest = size.amax(-1)
         for index in range(len(MODALITIES)):
-            slot = self.ranges[which, index, 0]
+            slot = self.ranges[side, index, 0]
             torch.maximum(slot, torch.where(mask == index + 1, largest, 0).amax().to(slot), out=slot)
 
     def pooled(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tensor:
@@ -65,7 +65,7 @@ class KVRange:
         return torch.cat([largest(self.ranges[..., :1].contiguous()), total(self.ranges[..., 1:].contiguous())], -1)
 
 
-def scales(ranges: Tensor) -> Tensor:
+def kv_scales(ranges: Tensor) -> Tensor:
     """Scales of keys and values, float32 `[2]`, that clip nothing that was seen."""
     return (ranges[..., 0].amax(1).float().clamp_min(1e-6) / FLOAT8_MAX).cpu()
 
@@ -78,7 +78,7 @@ def report(ranges: Tensor) -> dict[str, dict[str, Any]]:
     with a scale of 1, which an engine takes without one.
     """
     facts = {}
-    for name, kind_ranges, scale in zip(("k", "v"), ranges.double().cpu(), scales(ranges).tolist(), strict=True):
+    for name, kind_ranges, scale in zip(("k", "v"), ranges.double().cpu(), kv_scales(ranges).tolist(), strict=True):
         modalities = [index for index in range(len(MODALITIES)) if kind_ranges[index, 1:].sum() > 0]
         vision = [index for index in modalities if MODALITIES[index] == "vision"]
         text = [index for index in modalities if MODALITIES[index] != "vision"]

@@ -45,7 +45,7 @@ class Split:
         return replace(self, rows=rows, drawn=drawn)
 
 
-def split(mask: Tensor) -> Split:
+def split_modalities(mask: Tensor) -> Split:
     """Split a batch by the modality of its tokens, `[...]`: 0 ignored, 1 text, 2 vision, 3 answer. No rows are drawn."""
     flat, result = mask.reshape(-1).cpu(), Split(mask.numel(), {}, {}, {})
     for code, name in enumerate(MODALITIES, start=1):
@@ -79,7 +79,7 @@ def splits(
     for batch in batches:
         length = max(len(flat[sample]) for sample in batch)
         masks_of_batch = [torch.nn.functional.pad(flat[sample], (length - len(flat[sample]), 0)) for sample in batch]
-        batch_split = split(torch.stack(masks_of_batch))
+        batch_split = split_modalities(torch.stack(masks_of_batch))
         starts = torch.full((len(flat),), -1)  # of each sample's first token; -1: it is in another batch
         for row, sample in enumerate(batch):
             starts[sample] = (row + 1) * length - len(flat[sample])

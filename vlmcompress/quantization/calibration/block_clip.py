@@ -31,7 +31,7 @@ Key = tuple[int, str]
 
 
 @torch.no_grad()
-def search(
+def search_ranges(
     vlm: VLM,
     blocks: Sequence[Sequence[Group]],
     batches: Sequence[dict[str, Tensor]],

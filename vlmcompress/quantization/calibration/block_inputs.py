@@ -3,7 +3,7 @@
 Every block is replaced by a stub that records its arguments and outputs zeros; the pass ends at the last one, before the head.
 So the first one's input comes of the model's own embeddings, vision tower and projector; positions and masks are those that the
 model computes; and what arrives at a later block is what the model adds between two of them (Qwen3-VL adds visual features
-behind the first ones). From there on a block can be called by itself, as often as needed, with no more than its own weights in
+after the first ones). From there on a block can be called by itself, as often as needed, with no more than its own weights in
 memory.
 
 Samples run together that have the same inputs, so that a text and a text with an image never share a batch, and that are of
@@ -32,7 +32,7 @@ from vlmcompress.models.data.encode import IGNORED, VISION, Inputs
 from vlmcompress.models.devices import accelerated, float_products, sent
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import reason
+from vlmcompress.utils.messages import error_text
 from vlmcompress.utils.progress import Progress, silent
 
 TOKENS = 2048  # of a batch with its padding, at most, unless it is a single sample
@@ -52,7 +52,7 @@ class Refused(UserError):
 
 
 class StopForward(Exception):
-    """Raised by a hook to end a forward pass, as nothing behind it is recorded."""
+    """Raised by a hook to end a forward pass, as nothing after it is recorded."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progres
                 if reasons := _alone(run, rows, [row for others in chosen for row in others]):
                     raise Refused(reasons) from error
                 raise
-            batches[-1].added.append(None)  # nothing is added behind the last block
+            batches[-1].added.append(None)  # nothing is added after the last block
             batches[-1].calls.append(((), {}))  # nor has the output head, which comes there, other arguments
             batches[-1].added.append(None)
             progress("capturing block inputs", done, len(chosen))
@@ -154,7 +154,7 @@ def _alone(run: Callable[[list[int]], None], rows: Sequence[int], every: Sequenc
         try:
             run([row])
         except Exception as error:
-            reasons[row] = f"{type(error).__name__}: {reason(error)}"
+            reasons[row] = f"{type(error).__name__}: {error_text(error)}"
     return {} if len(reasons) == len(tried) else {row: why for row, why in reasons.items() if row in rows}
 
 
@@ -290,24 +290,24 @@ def _tokens(key: str, value: Tensor, length: int) -> int | None:
 
 
 def _rows(key: str, value: Tensor) -> int:
-    """The axis along which inputs of several samples stand one behind the other: samples, images, or patches of these."""
+    """The axis along which inputs of several samples stand one after another: samples, images, or patches of these."""
     if key == "position_ids":
         return value.ndim - 2
     return 1 if key == "deepstack_visual_embeds" else 0  # [levels, patches, width]
 
 
 def _padded(sample: Inputs, length: int) -> Inputs:
-    own_length = _length(sample)
-    if own_length == length:
+    sample_length = _length(sample)
+    if sample_length == length:
         return sample
     ids, modality = sample["input_ids"], sample["modality"]
     # Padding has an id that the tokenizer knows, but none of an image, of which the model counts the tokens.
     fill = {"input_ids": int(ids[modality != VISION][0]), "modality": IGNORED}  # the id of no image
 
     def wide(key: str, value: Tensor) -> Tensor:
-        axis = _tokens(key, value, own_length)
+        axis = _tokens(key, value, sample_length)
         if axis is None:
             return value
-        return pad(value, (0, 0) * (value.ndim - 1 - axis) + (length - own_length, 0), value=fill.get(key, 0))
+        return pad(value, (0, 0) * (value.ndim - 1 - axis) + (length - sample_length, 0), value=fill.get(key, 0))
 
     return {key: wide(key, value) for key, value in sample.items()}

@@ -61,7 +61,7 @@ def load_block(work: WorkFolder, layer: int, weights: bool = True) -> BlockResul
     return result
 
 
-def stored_bytes(weights: Format, shape: Sequence[int]) -> int:
+def block_bytes(weights: Format, shape: Sequence[int]) -> int:
     """Bytes that `save_block` takes for a matrix `[out, in]`: a byte a code, scales of at most 4, zero points of 1."""
     rows, columns = shape
     groups = -(-columns // weights.group) if weights.group > 0 else 1

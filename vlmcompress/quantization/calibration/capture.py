@@ -54,7 +54,7 @@ def capture_blocks(
     """Yield the number of each block that has groups, with its capture; with the prefix "groups" as often as it has groups.
 
     Args:
-        blocks: the groups to capture of each decoder block, and behind the last one, if wanted, the output head's.
+        blocks: the groups to capture of each decoder block, and after the last one, if wanted, the output head's.
         samples: from `encode`, one sample each.
         finished: whether a block need not be captured; it is yielded with None in its turn.
         passed: called with the number of each block that has groups when its output has been passed on, before it leaves the
@@ -132,7 +132,7 @@ class _Capture:
         )
 
     def block(self, layer: int) -> nn.Module:
-        """A decoder block; behind the last one the norm and the output head."""
+        """A decoder block; after the last one the norm and the output head."""
         if path := self.paths[layer]:
             return self.vlm.model.get_submodule(path)
         return models.NormAndHead(self.vlm.model, self.vlm.spec)
@@ -187,7 +187,7 @@ class _Capture:
         return captured
 
     def _faulty_sample(self, layer: int, block: nn.Module) -> int | None:
-        """The first sample whose hidden states before or behind a block hold NaN or Inf."""
+        """The first sample whose hidden states before or after a block hold NaN or Inf."""
         faulty = []
         for batch in self.batches:
             output = batch.run_block(block, layer, self.device)

@@ -70,7 +70,7 @@ def gradients(
     if not answered:
         raise UserError(NO_ANSWER)
     blocks: list[list[str]] = [[] for _ in models.decoder_layers(vlm.model, vlm.spec)]
-    for group in models.resolve(vlm.model, vlm.spec):
+    for group in models.resolve_groups(vlm.model, vlm.spec):
         blocks[group.layer] += group.linears
     names = [name for linears in blocks for name in linears]
     totals, scale, loss, done = _Totals(names), _HALF_SCALE if vlm.model.dtype == torch.float16 else 1.0, 0.0, 0

@@ -230,9 +230,9 @@ class _RecordingCache:
 
     def update(self, keys: Tensor, values: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Record keys and values `[samples, heads, tokens, channels]` and give them back."""
-        for which, states in enumerate((keys, values)):
+        for index, states in enumerate((keys, values)):
             fits = (states.shape[0], states.shape[2]) == self.mask.shape
-            self.ranges.update(which, states, self.mask if fits else None)
+            self.ranges.update(index, states, self.mask if fits else None)
         return keys, values
 
 

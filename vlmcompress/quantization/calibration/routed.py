@@ -19,7 +19,7 @@ from vlmcompress.models.devices import widened
 from vlmcompress.numerics.statistics.balance import MODALITIES
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import SAMPLE
-from vlmcompress.numerics.statistics.tokens import Drawn, Reservoir, Split, split, splits
+from vlmcompress.numerics.statistics.tokens import Drawn, Reservoir, Split, split_modalities, splits
 from vlmcompress.utils import distributed
 
 
@@ -113,7 +113,7 @@ class Routed:
         """Modalities of the rows that a group's expert is given now, and which of them are sampled."""
         rows = self.owners[index].rows
         assert rows is not None
-        routed = split(self._codes[rows])
+        routed = split_modalities(self._codes[rows])
         for name, number in routed.count.items() if distributed.is_main() else ():
             sample = self._samples.setdefault((index, name), Reservoir(SAMPLE, self.draw.seed))
             places, chosen = sample.draw(number)
@@ -122,7 +122,7 @@ class Routed:
         return routed.to(self.device)
 
     def fill(self, collectors: Sequence[Collector]) -> None:
-        """Run experts that saw too few tokens on others of the layer. Every worker calls this, behind its last batch."""
+        """Run experts that saw too few tokens on others of the layer. Every worker calls this, after its last batch."""
         # As many tokens as the Gram matrix [in, in] has rows, below which it is singular.
         least, counts = min(self.draw.width, self.draw.tokens), self._counted(collectors)
         firsts = {id(self.owners[index]): index for index in sorted(self.owners, reverse=True)}

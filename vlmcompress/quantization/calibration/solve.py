@@ -273,7 +273,7 @@ def warnings(results: Iterable[BlockResult]) -> list[str]:
 
 @torch.no_grad()
 def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 0.0) -> None:
-    """Put a block's result into the model: divide the smoothed ops, multiply what stays in 16 bits behind them, replace
+    """Put a block's result into the model: divide the smoothed ops, multiply what stays in 16 bits after them, replace
     quantized weights by their dequantized values.
 
     Args:

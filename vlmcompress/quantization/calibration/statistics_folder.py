@@ -2,7 +2,7 @@
 
 It holds a safetensors file per decoder block and `statistics.json`. A file has, for each group of linear layers that
 read the same input, `GroupStats.state_dict` under `GROUP/`, and under `kv/ATTENTION` the ranges of keys and values where
-they were asked for. The statistics have a *float prefix*: every block is observed behind blocks that are not quantized, so
+they were asked for. The statistics have a *float prefix*: every block is observed after blocks that are not quantized, so
 they depend on no scheme and serve all of them. `statistics.json` describes them (`Facts`).
 """
 
@@ -25,7 +25,7 @@ from vlmcompress.numerics.statistics.gradients import Gradients, sensitivities
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.calibration.block_store import block_name
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.choice import read as read_reducer
+from vlmcompress.reduction.choice import reducer_of_setting as read_reducer
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils import identity, schema
 from vlmcompress.utils.errors import UserError
@@ -63,7 +63,7 @@ class _Model(manifest.Original):
     weights_sha256: str
 
 
-class _Data(manifest.Data):
+class _Data(manifest.CalibrationData):
     tokens: _Tokens  # type: ignore[misc]  # where a manifest may lack them
     sha256: str  # type: ignore[misc]
     reduce: NotRequired[dict[str, Any] | None]  # the reducer in front of the blocks
@@ -121,7 +121,7 @@ def save_statistics(
 
 @dataclass(frozen=True)
 class Statistics:
-    """A readable folder of statistics; make one with `read`."""
+    """A readable folder of statistics; make one with `read_statistics`."""
 
     folder: Path
     facts: dict[str, Any]
@@ -196,7 +196,7 @@ class Statistics:
 
     @property
     def reducer(self) -> ReducerChoice | None:
-        """The reducer that the statistics were collected behind; None for none."""
+        """The reducer that the statistics were collected after; None for none."""
         stored = self.facts["calibration"].get("reduce")
         return read_reducer(stored, f"{self.folder / NAME}: reduce") if stored else None
 
@@ -207,7 +207,7 @@ class Statistics:
         return None if stored is None else Resize(**stored)
 
 
-def read(folder: Path) -> Statistics:
+def read_statistics(folder: Path) -> Statistics:
     """Read the description of the statistics in a folder and check that its files exist, without hashing them.
 
     Raises:
@@ -216,7 +216,7 @@ def read(folder: Path) -> Statistics:
     path = folder / NAME
     if not path.is_file():
         raise UserError(f"{folder} has no {NAME}; give a folder written by `vlmcompress calibrate`")
-    facts: dict[str, Any] = schema.read(Facts, path, "calibrate again", version=SCHEMA_VERSION)
+    facts: dict[str, Any] = schema.read_checked(Facts, path, "calibrate again", version=SCHEMA_VERSION)
     blocks, gradients = facts["blocks"], facts["gradients"]["blocks"] if "gradients" in facts else []
     linears = [{name for names in groups.values() for name in names} for groups in blocks]
     whole = len(gradients) <= len(blocks) and ("gradients" in facts or "gradient" not in facts["needs"])

@@ -1,4 +1,4 @@
-"""Observe queries, keys and values of the vision tower's attention, as vLLM quantizes them: behind RoPE, before the product.
+"""Observe queries, keys and values of the vision tower's attention, as vLLM quantizes them: after RoPE, before the product.
 
 vLLM 0.32 can compute the tower's attention in FP8 (`--mm-encoder-attn-dtype fp8`; `mm_encoder_attention.py`). It stores
  `x / s` as float8_e4m3 with one scale `s` each for q, k and v of a layer, and takes the scales from a JSON file, or
@@ -31,7 +31,7 @@ _PARTS = ("q", "k", "v")
 Scales = dict[str, dict[str, float]]
 
 
-def scales(vlm: VLM, samples: list[dict[str, Tensor]], progress: Progress = silent) -> Scales:
+def attention_scales(vlm: VLM, samples: list[dict[str, Tensor]], progress: Progress = silent) -> Scales:
     """Scales of each layer of the tower, under the name that vLLM's layer has: `{"q", "k", "v"}`, positive numbers.
 
     Args:

@@ -1,4 +1,4 @@
-"""The budget of bytes that a recipe's `bits` leave to share out among groups of layers, from shapes alone.
+"""The budget of bytes that a recipe's `bits` leave to split among groups of layers, from shapes alone.
 
 A group gets a *width*: the recipe's scheme at some number of bits, or another scheme (`fp8`, `int8`, `bf16`).
 Sizes are the exporter's own, so a budget of 3.25 bits per weight counts scales and zero points, and a `max_size` everything
@@ -58,7 +58,7 @@ class Budget:
 def widths(recipe: Recipe) -> dict[str, QuantMethod]:
     """The widths of a recipe. Raises `UserError` for one that the scheme does not have or the target does not run."""
     assert recipe.bits is not None
-    target = targets.get(recipe.target) if recipe.target else None
+    target = targets.get_target(recipe.target) if recipe.target else None
     among: tuple[int | str, ...] = recipe.bits.among or DEFAULT
     if target and not recipe.bits.among:
         # Those that the target runs, and its 8-bit scheme where it runs no 8-bit weights with 16-bit activations.

@@ -7,7 +7,16 @@ from pathlib import Path
 
 from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.models.data import Preview, Reading, bundled, encode, encode_usable, preview, refuse_missing, video
+from vlmcompress.models.data import (
+    Preview,
+    Reading,
+    bundled_data,
+    encode,
+    encode_usable,
+    preview,
+    refuse_missing,
+    video,
+)
 from vlmcompress.models.data.samples import LazyImages
 from vlmcompress.models.data.sources import skipped_lines
 from vlmcompress.numerics.statistics.balance import weighed
@@ -18,7 +27,7 @@ from vlmcompress.utils import hub
 from vlmcompress.utils.errors import BadSample, UserError
 
 
-def needing(work: Plan) -> str | None:
+def data_reason(work: Plan) -> str | None:
     """Name in words what in a recipe needs calibration data; None: nothing."""
     if work.needs_data:
         if work.method.needs.statistics:
@@ -36,13 +45,13 @@ def refuse_without_data(work: Plan) -> None:
     """Refuse a plan whose calibration data are needed and not named, or named and missing, just as its run would."""
     settings = work.recipe.calibrate
     for named in (settings.data, settings.text):
-        if named is not None and hub.parse(named, "dataset") is None:
+        if named is not None and hub.parse_repository(named, "dataset") is None:
             refuse_missing(Path(named))
-    if not work.statistics or _beside_statistics(work):
-        data_source(work.recipe, work.recipe.model, needing(work))
+    if not work.statistics or _needs_data_with_statistics(work):
+        data_source(work.recipe, work.recipe.model, data_reason(work))
 
 
-def looked_at(work: Plan) -> Preview | None:
+def preview_data(work: Plan) -> Preview | None:
     """A look at the calibration data that the run of a plan would read; None where it reads none, or they can't be seen now.
 
     Raises:
@@ -51,8 +60,8 @@ def looked_at(work: Plan) -> Preview | None:
     refuse_without_data(work)
     settings, seed = work.recipe.calibrate, work.recipe.seed
     reads = work.statistics is not None or work.reads_data
-    source = data_source(work.recipe, work.recipe.model, needing(work)) if reads else None
-    if source is None or (work.statistics and not (settings.data or _beside_statistics(work))):
+    source = data_source(work.recipe, work.recipe.model, data_reason(work)) if reads else None
+    if source is None or (work.statistics and not (settings.data or _needs_data_with_statistics(work))):
         return None
     reading = Reading.of(settings)
     if settings.text is None:
@@ -63,19 +72,19 @@ def looked_at(work: Plan) -> Preview | None:
         look = _mixed(source, settings.text, settings.samples // 2, seed, reading)
     if look and (filmed := next((sample for sample in look.samples if sample.videos), None)):
         if work.recipe.reduce:
-            video.refuse([filmed])
-        video.check(models.load_processor(work.source.path), filmed.name, bool(filmed.images))
+            video.refuse_videos([filmed])
+        video.check_videos(models.load_processor(work.source.path), filmed.name, bool(filmed.images))
     if look and look.whole and not work.statistics:
-        shown = {
+        media = {
             "vision": sum(sample.visual for sample in look.samples),
             "text": 1,  # there is no question without words
             "answer": sum(bool(sample.answer) for sample in look.samples),
         }
-        check_balance(work.recipe, shown, source)
+        check_balance_data(work.recipe, media, source)
     return look
 
 
-def encoded(work: Plan, look: Preview) -> str:
+def encode_preview(work: Plan, look: Preview) -> str:
     """Encode some samples as the run of a plan would, without its weights: the longest, those with the largest image and the
     narrowest, and the first with an image.
 
@@ -120,20 +129,20 @@ def _mixed(source: str | Path, text: str, samples: int, seed: int, reading: Read
     return Preview(2 * count, [*images.samples[:count], *texts.samples[:count]], images.decoded)
 
 
-def _beside_statistics(work: Plan) -> bool:
+def _needs_data_with_statistics(work: Plan) -> bool:
     """Whether something reads samples although the decoder is solved from statistics."""
     return bool(work.recipe.vision_attention or (work.visual_tokens and work.visual_tokens.counted))
 
 
 def data_source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:
     """Find the path of the calibration samples; None where there are none and nothing needs them."""
-    source = recipe.calibrate.data or (bundled(model, "calibration") if needed else None)
+    source = recipe.calibrate.data or (bundled_data(model, "calibration") if needed else None)
     if source is None and needed:
         raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
     return source
 
 
-def check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
+def check_balance_data(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
     """Refuse a balance that weighs a modality without a token in the calibration data."""
     if missing := [name for name in weighed(recipe.options.balance or "off") if not tokens[name]]:
         remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}

@@ -22,7 +22,7 @@ from vlmcompress.quantization.plan.survey import (
     skipped,
     vision_candidates,
 )
-from vlmcompress.quantization.plan.visual_tokens import problems as reducer_problems
+from vlmcompress.quantization.plan.visual_tokens import reduction_problems as reducer_problems
 from vlmcompress.recipe import targets
 from vlmcompress.utils.registry import FAMILIES
 
@@ -38,7 +38,7 @@ def adapter_fits(survey: Survey) -> Iterator[str]:
     """Whether the recipe's adapter is of the model and can be merged; the source that has it is looked at no more."""
     recipe, source = survey.recipe, survey.source
     merged = any((source.path / name).exists() for name in (adapter.RECORD, rotate.RECORD))
-    if recipe.adapter and not merged and (reason := adapter.problem(recipe.adapter, source)):
+    if recipe.adapter and not merged and (reason := adapter.adapter_problem(recipe.adapter, source)):
         yield reason
 
 
@@ -139,17 +139,17 @@ def vision_tower(survey: Survey) -> Iterator[str]:
 def stored_format(survey: Survey) -> Iterator[str]:
     """Whether the format of the files can hold the schemes."""
     exporter, source = survey.recipe.exporter, survey.source
-    yield from formats.problems(exporter, survey.layers)
+    yield from formats.format_problems(exporter, survey.layers)
     config, reducer = source.meta_model.config.to_dict(), survey.recipe.reduce
     plain = reducer.plain() if reducer else None
     reasons = formats.files_problems(exporter, source.path, source.spec.family, config, plain)
     yield from reasons
-    if not reasons and (problem := tokenizers.compare(exporter, source.path, config).problem):
+    if not reasons and (problem := tokenizers.compare_tokenizers(exporter, source.path, config).problem):
         yield problem
 
 
 def something_to_write(survey: Survey) -> Iterator[str]:
-    """Whether anything is quantized, and everywhere where scales of keys and values are stored beside it."""
+    """Whether anything is quantized, and everywhere where scales of keys and values are stored next to it."""
     recipe = survey.recipe
     if recipe.kv_cache and not survey.source.spec.kv_scales:
         yield f"kv_cache: vLLM's class of {survey.source.spec.family} reads no scales of keys and values; leave it out"
@@ -182,7 +182,7 @@ def statistics(survey: Survey) -> Iterator[str]:
         method = survey.method
         if survey.undecided and survey.budget:  # any of the widths may be chosen
             method = replace(method, others={(-1, name): width for name, width in survey.budget.widths.items()})
-        yield from statistics_match.problems(survey.statistics, survey.recipe, method, survey.steps)
+        yield from statistics_match.statistics_problems(survey.statistics, survey.recipe, method, survey.steps)
 
 
 def matrices_of_the_vocabulary(survey: Survey) -> Iterator[str]:
@@ -222,7 +222,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def problems(survey: Survey) -> list[str]:
+def plan_problems(survey: Survey) -> list[str]:
     """Run all checks and list what they find; of lines that differ only in the number of a block, the first."""
     lines = [line for check in CHECKS for line in check(survey)]
     return list({re.sub(r"\.\d+\.", ".*.", line): line for line in reversed(lines)}.values())[::-1]

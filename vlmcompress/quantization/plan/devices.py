@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from vlmcompress.engines.vllm import partition, served_model
-from vlmcompress.engines.vllm.partition import Layer
+from vlmcompress.engines.vllm.partition import FusedLayer
 from vlmcompress.quantization.plan.survey import Survey
 
 
-def decoder_layers(survey: Survey) -> list[Layer]:
+def quantized_decoder_layers(survey: Survey) -> list[FusedLayer]:
     """The decoder's quantized layers, those of equal shapes and formats once."""
-    return partition.layers_of(survey.source.meta_model, survey.groups, survey.schemes)
+    return partition.fused_layers(survey.source.meta_model, survey.groups, survey.schemes)
 
 
-def problem(survey: Survey, devices: int) -> str | None:
+def devices_problem(survey: Survey, devices: int) -> str | None:
     """Why vLLM cannot share the model out among `devices`, and what to do; None where it can."""
     decoder = served_model.describe(survey.source.meta_model)
-    torn = served_model.tp_refusal(decoder, devices) or partition.problem(
-        decoder_layers(survey), devices, survey.recipe.target
+    torn = served_model.tp_refusal(decoder, devices) or partition.partition_problem(
+        quantized_decoder_layers(survey), devices, survey.recipe.target
     )
     if torn:
         return torn
@@ -28,8 +28,8 @@ def problem(survey: Survey, devices: int) -> str | None:
     )
 
 
-def choices(survey: Survey) -> list[int]:
-    """Numbers of devices, of those that launch files choose from, that the decoder's layers can be shared out among."""
+def launch_device_counts(survey: Survey) -> list[int]:
+    """Numbers of devices, of those that launch files choose from, that the decoder's layers can be split among."""
     decoder = served_model.describe(survey.source.meta_model)
-    whole = partition.choices(decoder_layers(survey))
+    whole = partition.device_counts(quantized_decoder_layers(survey))
     return [devices for devices in whole if served_model.tp_problem(decoder, devices) is None]

@@ -12,7 +12,7 @@ from vlmcompress import models
 from vlmcompress.export import adapter, readers
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.numerics import label
-from vlmcompress.quantization.plan.calibration_data import encoded, looked_at
+from vlmcompress.quantization.plan.calibration_data import encode_preview, preview_data
 from vlmcompress.quantization.plan.kv_cache import cache_finding
 from vlmcompress.quantization.plan.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe, targets
@@ -44,7 +44,7 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
         recipe = recipe.model_copy(update={"engine": engine})
     if engine not in readers.ENGINES:
         raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, readers.ENGINES)}")
-    target = targets.get(recipe.target) if recipe.target else None
+    target = targets.get_target(recipe.target) if recipe.target else None
     report = [Finding("recipe", True, f"scheme {recipe.scheme} ({label(recipe.number_formats)})")]
     report += _kernels(recipe, target, engine)
     try:
@@ -55,7 +55,7 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     report += _format(plan, engine)
     report.append(_processor(recipe.inputs_folder))
     report += _vocabulary(plan)
-    lines = [*models.asides(recipe.model), *adapter.notes(recipe), *models.cast_text(plan.source)]
+    lines = [*models.asides(recipe.model), *adapter.adapter_notes(recipe), *models.cast_text(plan.source)]
     report += [Finding("folder", True, line) for line in lines]
     report += _names(plan, engine)
     report += _reducer(plan, engine)
@@ -81,7 +81,7 @@ def _output(recipe: Recipe) -> list[Finding]:
     """Why OUT can't be written; nothing where it can, or where none is named."""
     try:
         for overwrite in (True, False) if recipe.out else ():  # first whether it can be at all
-            folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)  # type: ignore[arg-type]
+            folders.check_out(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)  # type: ignore[arg-type]
     except UserError as error:
         return [Finding("output", False, str(error))]
     return []
@@ -118,10 +118,10 @@ def _format(plan: Plan, engine: str) -> list[Finding]:
     except UserError:
         return []
     config = {key: value for key, value in plan.source.config.items() if key != "quantization_config"}
-    facts = readers.read(
+    facts = readers.gather_facts(
         config | ({"quantization_config": block} if block else {}), "OUT", experts=models.mixture(config) is not None
     )
-    verdict, name = readers.verdict(engine, facts), f"{engine}: format"
+    verdict, name = readers.load_verdict(engine, facts), f"{engine}: format"
     if verdict.reason:
         remedy = (
             "choose another --scheme or --format, or --engine vllm" if engine != "vllm" else "choose another --format"
@@ -166,7 +166,7 @@ def _processor(model: Path) -> Finding:
     if missing:
         return Finding("processor", False, f"{model} has no {' and no '.join(missing)}; copy it from the source")
     try:
-        with models.quiet():
+        with models.quiet_transformers():
             models.load_processor(model)
     except UserError as error:
         return Finding("processor", False, str(error))
@@ -224,8 +224,8 @@ def _size(plan: Plan, target: Target | None) -> list[Finding]:
 def _calibration(plan: Plan) -> list[Finding]:
     """Whether the run could read its calibration data, and how many samples they give."""
     try:
-        preview = looked_at(plan)
-        sample = encoded(plan, preview) if preview and not plan.statistics else ""
+        preview = preview_data(plan)
+        sample = encode_preview(plan, preview) if preview and not plan.statistics else ""
     except UserError as error:
         return [Finding("calibration", False, str(error))]
     data = plan.recipe.calibrate.data

@@ -77,7 +77,7 @@ class Plan(Survey):
 
     @property
     def prefix(self) -> str | None:
-        """The blocks behind which a block's input is observed: "float" or "quantized" ones; None: it is not observed."""
+        """The blocks after which a block's input is observed: "float" or "quantized" ones; None: it is not observed."""
         if self.statistics:
             return "float"
         return "quantized" if self.needs_data or (self.recipe.calibrate.data and any(self.steps)) else None
@@ -118,7 +118,7 @@ def make_plan(
         UserError: the model cannot be used, or the recipe not be carried out.
     """
     surveyed = survey(recipe, source=source, allocation=allocation)
-    problems = checks.problems(surveyed)
+    problems = checks.plan_problems(surveyed)
     if problems and refuse:
         raise UserError(problems[0])
     schemes = None if surveyed.undecided else surveyed.schemes

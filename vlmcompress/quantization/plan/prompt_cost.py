@@ -22,14 +22,14 @@ from vlmcompress.quantization.plan import roofline
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.resize import Resize
-from vlmcompress.reduction.support import check
-from vlmcompress.reduction.visual_count import Counted, kept, layouts_of, per_block
+from vlmcompress.reduction.support import check_reducer
+from vlmcompress.reduction.visual_count import Counted, kept_tokens, layouts_of, per_block
 from vlmcompress.utils.errors import UserError
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one prompt. `visual`: tokens behind the last stage that drops any; `kv_bytes`: of visual tokens alone.
+    """Cost of one prompt. `visual`: tokens after the last stage that drops any; `kv_bytes`: of visual tokens alone.
 
     blocks: visual tokens in each decoder block.
     """
@@ -97,7 +97,7 @@ class Decoder:
         return Cost(visual[-1], visual[-1] + text, work, cache - of_text, cache, tuple(visual))
 
 
-def plan(
+def prompt_costs(
     path: str | Path,
     sizes: Sequence[tuple[int, int]],
     question: str,
@@ -110,7 +110,7 @@ def plan(
     Args:
         path: folder with config.json and the processor's files.
         sizes: `(width, height)` of each image.
-        question: text behind the images; the chat template adds its own.
+        question: text after the images; the chat template adds its own.
         kv_bytes: bytes of one number in the cache; None: those of the model's own type.
         resize: images made smaller, alone and before each of the reducers; a share of it is measured on these sizes.
     """
@@ -119,7 +119,7 @@ def plan(
     vlm = VLM(model, processor, spec, Path(path))
     for reducer in chosen:
         try:
-            check(vlm, reducer)
+            check_reducer(vlm, reducer)
         except UserError as error:
             raise UserError(f"--reduce {reducer}: {error}") from error
     counted = Counted(layouts_of(spec, processor, sizes), None, 0, (), 0)
@@ -141,7 +141,7 @@ def plan(
         if label:
             costs[label] = decoder.cost([stage.tokens] * count, text)
         for reducer in chosen:
-            left = kept(stage, reducer, spec)
+            left = kept_tokens(stage, reducer, spec)
             name = f"{label} + {reducer}" if label else str(reducer)
             costs[name] = None if left is None else decoder.cost(per_block(stage, left, reducer, count), text)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)

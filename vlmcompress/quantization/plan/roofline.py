@@ -7,7 +7,7 @@
     a decoding step >= max(bytes of weights and cache that it reads / bandwidth, its arithmetic / rate) / devices
 
 A token meets those experts alone that it is sent to, and a step reads at least as many as one token meets. What a short
-convolution takes is left out: it is small beside the linear layers. The figures are bounds: launches, communication, and
+convolution takes is left out: it is small next to the linear layers. The figures are bounds: launches, communication, and
 kernels short of the peak come on top of them (Williams, Waterman, Patterson: Roofline, doi:10.1145/1498765.1498785).
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from vlmcompress import models
-from vlmcompress.engines.vllm.served_model import Attention, Decoder, Model, State
+from vlmcompress.engines.vllm.served_model import Attention, ServedDecoder, ServedModel, State
 from vlmcompress.numerics import Scheme
 
 _TOWER = re.compile(r"(^|\.)(visual|vision\w*|multi_modal_projector|image_newline|connector|embed_vision)(\.|$)")
@@ -66,7 +66,7 @@ def arithmetic_type(scheme: Scheme | None) -> str:
     return f"int{bits}" if kind == "int" else f"fp{bits}"
 
 
-def blocks(meta_model: Any, decoder: Decoder) -> list[Block]:
+def blocks(meta_model: Any, decoder: ServedDecoder) -> list[Block]:
     """Describe the blocks of a model's decoder, in which a token meets `active` of the experts."""
     counts = []
     for block, about in zip(meta_model.get_decoder().layers, decoder.blocks, strict=True):
@@ -94,7 +94,7 @@ def decoder_work(blocks: Sequence[Block], lengths: Sequence[int]) -> tuple[int, 
     return linear, attention
 
 
-def work(model: Model, visual: Sequence[int], text: int, patches: Sequence[int], full: int) -> Work:
+def work(model: ServedModel, visual: Sequence[int], text: int, patches: Sequence[int], full: int) -> Work:
     """Multiply-adds of the prefill of one prompt.
 
     Args:
@@ -109,7 +109,7 @@ def work(model: Model, visual: Sequence[int], text: int, patches: Sequence[int],
     return Work(linear, attention, tower(model, patches, full))
 
 
-def tower(model: Model, patches: Sequence[int], tokens: int) -> int:
+def tower(model: ServedModel, patches: Sequence[int], tokens: int) -> int:
     """Multiply-adds of the vision tower on pictures of so many patches each, and of the projector on `tokens` tokens."""
     spec = model.pictures
     if spec is None or not patches:
@@ -141,7 +141,7 @@ def _linear(root: nn.Module) -> int:
     return sum(module.weight.numel() for module in root.modules() if isinstance(module, nn.Linear))
 
 
-def read(model: Model, loaded: int) -> Read:
+def bytes_read(model: ServedModel, loaded: int) -> Read:
     """What of `loaded` bytes of weights a decoding step reads: not the tower, nor an embedding that is not the head."""
     names = {model.source.names.get(name, name): name for name in model.source.names} if model.source else {}
     tied = bool(models.tied_names(model.meta_model))
@@ -159,7 +159,7 @@ def read(model: Model, loaded: int) -> Read:
     return Read(left * (1 - share), left * share)
 
 
-def step_bytes(about: Read, model: Model, sequences: int, cache: float) -> float:
+def step_bytes(about: Read, model: ServedModel, sequences: int, cache: float) -> float:
     """Bytes that a decoding step reads at least: all sequences may meet the same experts. `cache`: bytes of one sequence's."""
     share = model.decoder.active / model.decoder.experts if model.decoder.experts else 1.0
     return about.always + about.routed * share + sequences * cache

@@ -28,7 +28,7 @@ def shape_problems(
             f"NVFP4 has a scale for each {group_size} inputs, which do not divide the {columns} of {first}; "
             f"--set 'skip=[{skip}]'"
         )
-    elif not partition.fits(partition.Layer(group, tuple(shapes), scheme), 1):
+    elif not partition.fits(partition.FusedLayer(group, tuple(shapes), scheme), 1):
         rows = scheme.weights.rows
         yield (
             f"vLLM runs {skip} as one matrix, and blocks of {rows} rows do not divide their outputs; use fp8, or --set "
@@ -50,7 +50,7 @@ def shape_problems(
                 return  # not about this shape; `checks.stored_format` reports it
     if target is None:
         return
-    machine = targets.get(target)
+    machine = targets.get_target(target)
     if group.expert is not None and (reason := machine.experts_refusal(scheme)):
         yield f"experts as {label(scheme)}: {reason}"
         return

@@ -17,7 +17,7 @@ from vlmcompress.utils import identity
 from vlmcompress.utils.errors import UserError
 
 
-def problems(
+def statistics_problems(
     statistics: Statistics, recipe: Recipe, method: QuantMethod, blocks: Sequence[Sequence[Group]]
 ) -> list[str]:
     """Reasons why a recipe cannot use the statistics, from descriptions alone, a line each.
@@ -46,14 +46,14 @@ def problems(
     reducer, chosen = statistics.reducer, calibrated(recipe.reduce)
     if not same(reducer, chosen):
         remedy = f"add --reduce {reducer}" if reducer else "leave out --reduce"
-        described = f"behind the reducer {reducer}" if reducer else "of all visual tokens"
+        described = f"after the reducer {reducer}" if reducer else "of all visual tokens"
         lines.append(_of_others(statistics, described, chosen, remedy))
     rotated = statistics.rotation
     if rotated != recipe.rotation:  # layers have other inputs
         described = f"rotated ({rotated['kind']}, seed {rotated['seed']})" if rotated else "not rotated"
         use = f"--rotate {rotated['kind']} --seed {rotated['seed']}" if rotated else "no --rotate"
         lines.append(f"statistics {folder} are of the model {described}; use {use}, or calibrate again as you quantize")
-    merged, adapter = facts.get("adapter"), adapters.sha256(recipe.adapter)
+    merged, adapter = facts.get("adapter"), adapters.adapter_sha256(recipe.adapter)
     if merged != adapter:
         which = "with another adapter" if merged and adapter else "with an adapter" if merged else "without the adapter"
         lines.append(f"statistics {folder} are of the model {which}; calibrate again as you quantize")
@@ -104,7 +104,7 @@ def remedy(statistics: Statistics, lacking: Iterable[str]) -> str:
     return f"calibrate again with --needs {','.join(sorted({*statistics.facts['needs'], *lacking}))}"
 
 
-def verify(statistics: Statistics, recipe: Recipe) -> None:
+def verify_statistics(statistics: Statistics, recipe: Recipe) -> None:
     """Compare hashes of the statistics' files, the model's weights and, if the recipe names them, the data.
 
     Raises:
@@ -124,7 +124,7 @@ def verify(statistics: Statistics, recipe: Recipe) -> None:
         _same_data(statistics, was, recipe, count, "--calib")
     if recipe.calibrate.text is not None:
         if not text:
-            raise UserError(f"statistics {statistics.folder} are of no text beside the data; leave out calibrate.text")
+            raise UserError(f"statistics {statistics.folder} are of no text next to the data; leave out calibrate.text")
         _same_data(statistics, text, recipe, text["samples"], "calibrate.text")
 
 

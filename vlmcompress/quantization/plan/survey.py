@@ -1,4 +1,4 @@
-"""A recipe beside its model, from config.json and the headers of the weight files: what would be quantized, how, from what.
+"""A recipe next to its model, from config.json and the headers of the weight files: what would be quantized, how, from what.
 
 The survey decides nothing: `plan.checks` says what is wrong with it, and `plan.plan` makes a plan of it.
 """
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vlmcompress import models
 from vlmcompress.export import dequantized
-from vlmcompress.export.layer_targets import layers_of
+from vlmcompress.export.layer_targets import describe_layers
 from vlmcompress.export.write import output_specs
 from vlmcompress.models import Group, Source, stream
 from vlmcompress.models.layer_names import Layers
@@ -90,7 +90,7 @@ class Survey:
 
     @property
     def steps(self) -> list[list[Group]]:
-        """What a run quantizes one after the other: the decoder's blocks, and behind them the output head."""
+        """What a run quantizes one after the other: the decoder's blocks, and after them the output head."""
         return [*self.blocks, [self.head]] if self.head else self.blocks
 
     @property
@@ -112,7 +112,7 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
     source = _whole(recipe, source)
     source = source if source.choice == recipe.dtype else replace(source, choice=recipe.dtype)
     if recipe.reduce:
-        recipe = recipe.model_copy(update={"reduce": scorer_file.named(recipe.reduce)})
+        recipe = recipe.model_copy(update={"reduce": scorer_file.with_scorer_hash(recipe.reduce)})
     bytes_before = sum(spec.nbytes for spec in source.stored.values())
     # What is written has an output head of its own where that is rotated or quantized.
     if recipe.head != "bf16" or (recipe.rotate is not None and not rotation_problems(recipe, source)):
@@ -135,7 +135,7 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
     schemes |= _schemes(method, [head]) if head_method else {}
     if embedding := vocabulary.embedding_scheme(recipe, source):
         schemes[models.embedding_name(source.meta_model)] = embedding
-    layers = layers_of(
+    layers = describe_layers(
         schemes, source.meta_model, source.written, source.spec, stored=source.stored, kv_cache=bool(recipe.kv_cache)
     )
     kv_layers = len(models.attentions(source.meta_model, source.spec)) if recipe.kv_cache else 0
@@ -145,7 +145,7 @@ def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocati
         budget, budget_fault = _or_fault(budget_of, recipe, source, groups, written)
     statistics, statistics_fault = None, None
     if recipe.calibrate.stats is not None:
-        statistics, statistics_fault = _or_fault(statistics_folder.read, Path(recipe.calibrate.stats))
+        statistics, statistics_fault = _or_fault(statistics_folder.read_statistics, Path(recipe.calibrate.stats))
     return Survey(
         recipe=recipe,
         source=source,

@@ -43,7 +43,7 @@ class VisualTokens:
     @property
     def learns(self) -> bool:
         """Whether calibration images have to be looked at first, for thresholds or counts."""
-        return self.counted or (self.reducer is not None and self.reducer.options.unlearnt)
+        return self.counted or (self.reducer is not None and self.reducer.options.needs_thresholds)
 
     @property
     def text(self) -> str:
@@ -76,7 +76,7 @@ def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) 
     if reducer is None and resize is None:
         return None
     try:
-        counts = prompt_cost.plan(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)
+        counts = prompt_cost.prompt_costs(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)
     except UserError:  # about the processor, which `check` and calibration look at
         return None
     reduced = list(counts.reduced.values())[-1]  # by everything that is asked for
@@ -85,10 +85,10 @@ def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) 
     return {"image": size, "before": counts.full.visual, "after": after, "text": counts.text}
 
 
-def problems(recipe: Recipe, source: Source) -> list[str]:
+def reduction_problems(recipe: Recipe, source: Source) -> list[str]:
     """Why this model cannot have its visual tokens reduced so, or the recipe's engine not serve it: a line each."""
     try:
-        before = reducer_block.read(source.config)
+        before = reducer_block.read_reducer(source.config)
     except UserError as error:
         return [f"{source.path}: {error}"]
     reasons = _resize_problems(recipe, source)
@@ -98,13 +98,13 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
         carried = scorer_file.carried(before.reducer, source.path)
         return [*reasons, f"the model carries the reducer {before.reducer}; add --reduce {carried}, or another"]
     try:
-        support.check(source.vlm, recipe.reduce)
-        scorer_file.known(source.vlm.model.config, recipe.reduce)
+        support.check_reducer(source.vlm, recipe.reduce)
+        scorer_file.load_scorer(source.vlm.model.config, recipe.reduce)
     except UserError as error:
         return [f"reduce {recipe.reduce}: {error}"]
     if recipe.engine == "vllm":
         try:
-            support.check(source.vlm, recipe.reduce, engine="vllm", files=False)
+            support.check_reducer(source.vlm, recipe.reduce, engine="vllm", files=False)
         except UserError as error:
             return [*reasons, f"reduce {recipe.reduce}: {error}; or --set engine=transformers"]
     return reasons
@@ -115,15 +115,15 @@ def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
     resize = recipe.resize
     if resize is None:
         return []
-    if reason := resizing.refusal(source.spec):
+    if reason := resizing.resize_refusal(source.spec):
         return [f"{resize}: {reason}"]
     try:
         processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
-        every = resizing.settings(source.spec, processor)
+        every = resizing.image_settings(source.spec, processor)
         if len(every) == 1:
             return [f"{resize}: the processor of {recipe.model} has no setting of fewer tokens"]
         if resize.settled:
-            resizing.chosen(source.spec, processor, resize)
+            resizing.choose_setting(source.spec, processor, resize)
     except UserError as error:
         return [str(error)]
     return []

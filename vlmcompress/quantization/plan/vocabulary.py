@@ -26,7 +26,7 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod | None:
     """How the output head is quantized; None: it stays as it is. 4 bits are calibrated where the run sees samples."""
     if recipe.head == "bf16":
         return None
-    name, options = presets.named(recipe.head)
+    name, options = presets.resolve_scheme(recipe.head)
     if _CODE_BITS.get(recipe.head) == 4:
         options = {"group_size": _group_size(source), "symmetric": True}
         calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)

@@ -52,7 +52,7 @@ class QuantizerOptions:
     """Base of every scheme's `Options`, with defaults for every property that the package reads from options.
 
     A field or property of a subclass replaces the property of the same name. Every field has a default, as `Options()` is
-    what a scheme does unless told otherwise.
+    what a scheme does by default.
     """
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import Format, QTensor, encode, remainder
+from vlmcompress.numerics import Format, QTensor, remainder, round_to_codes
 from vlmcompress.quantization.schemes._fused import kernels
 from vlmcompress.quantization.schemes._local_search import search
 
@@ -38,7 +38,7 @@ class Feedback:
 
     order: Tensor
     matrix: Tensor
-    residues: Tensor
+    residual_weight: Tensor
     pivots: Tensor
     warnings: tuple[tuple[str, str], ...] = ()
 
@@ -46,7 +46,9 @@ class Feedback:
         """The feedback of inputs divided by `s [in]`, in the same order of visits; takes over the matrix."""
         visited = s[self.order]
         matrix = self.matrix.mul_(visited[:, None]).div_(visited)
-        return replace(self, matrix=matrix, residues=self.residues / s.square(), pivots=self.pivots / visited)
+        return replace(
+            self, matrix=matrix, residual_weight=self.residual_weight / s.square(), pivots=self.pivots / visited
+        )
 
 
 def quantize_columns(
@@ -154,7 +156,7 @@ def _visit(
         for g, target, row, code, factors in zip(
             places[c:d], strip.unbind(), columns.unbind(), codes[c:d].unbind(), earlier.unbind(), strict=True
         ):
-            encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=code)  # q_i
+            round_to_codes(target.addmv_(errors, factors), s[g], z[g], fmt, out=code)  # q_i
             remainder(row, code, s[g], z[g], out=row)  # w_i - q_i, of the weight itself and not of its target
 
 

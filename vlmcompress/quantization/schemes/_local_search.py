@@ -1,7 +1,7 @@
-"""Local search among the codes of a block of columns, while the columns behind it are still free.
+"""Local search among the codes of a block of columns, while the columns after it are still free.
 
 GPTQ fixes a column before it knows what later ones round to. When a block of columns is rounded, some of its codes can be
-changed for the better. Columns behind the block will make up for its errors as well as they can, so what counts is the part
+changed for the better. Columns after the block will make up for its errors as well as they can, so what counts is the part
 of the output error that they can't reach (`gptq`), with the errors `d = w - q` of the block and of all columns before it
 
     f = sum over the block's columns i of (R_ii z_i)^2,      z_i = d_i + sum_{j<i} d_j R_ji / R_ii
@@ -83,7 +83,7 @@ def descend(
     rates = (diagonal * steps).reciprocal_()
     strips = [*range(0, len(codes), width)]
     for number, a in enumerate(strips * sweeps):
-        strip, behind = slice(a, a + width), slice(0 if number < len(strips) * (sweeps - 1) else a, None)
+        strip, after = slice(a, a + width), slice(0 if number < len(strips) * (sweeps - 1) else a, None)
         # q_j + p_j / K_jj is where f is least; p is in units of weights, codes are in steps. Rounded and clamped it is a code.
         change = codes[strip] - to_codes(torch.addcmul(codes[strip], slopes[strip], rates[strip]), fmt)
         c = change * steps[strip]
@@ -93,4 +93,4 @@ def descend(
         codes[strip].addcmul_(change, best, value=-1)
         errors[strip].add_(c.mul_(best))
         # In the last sweep the slopes of columns that come no more are left as they are.
-        slopes[behind].addmm_(curvature[behind, strip], c)
+        slopes[after].addmm_(curvature[after, strip], c)

@@ -9,7 +9,7 @@ with symmetric codes, of which there is one more below zero than above, a larger
 
 is least. With `v_j = R_jj^2` of GPTQ's factor that is what column j adds to the output error after optimal compensation by
 later columns; with the diagonal of the Gram matrix it is what it adds without feedback. The shares are a fixed grid, of which
-each piece tries every third, and then the two beside its best; all of NVFP4's and MX's, whose scales are too coarse for that.
+each piece tries every third, and then the two next to its best; all of NVFP4's and MX's, whose scales are too coarse for that.
 Cost: `steps / 3 + 4` roundings of the weight.
 
 `refined` is coordinate descent on scales. A search that looks at one group of a row alone minimizes `d_g G_gg d_g^T` with the
@@ -40,7 +40,7 @@ Params = tuple[Tensor, Tensor | None]
 LARGEST, SMALLEST = 1.2, 0.4  # shares of the plain range that are tried
 RATIOS = tuple(1.12 - 0.04 * k for k in range(16))
 """Shares of the range of each group that are tried: down to half."""
-_COARSE = 3  # of so many shares of the grid one is tried, and then the two beside the best
+_COARSE = 3  # of so many shares of the grid one is tried, and then the two next to the best
 _ROWS = 256  # whose candidates are tried together
 _COLUMNS = 128  # of whole groups whose errors are computed together
 _CACHED = 1 << 17  # elements of a group of some rows, of which a few float32 copies fit into a core's cache

@@ -5,7 +5,7 @@ Each does in one start what a torch function does in hundreds, with its argument
 and run everywhere else; a test compares them in Triton's interpreter (`TRITON_INTERPRET=1`), which needs no GPU.
 
 A program has some rows of the weight. `visit` keeps what a block of columns is rounded from in registers and, as soon as a
-column is rounded, adds what its error changes to the columns behind it; `descend` keeps the slopes of a block so. Quotients are
+column is rounded, adds what its error changes to the columns after it; `descend` keeps the slopes of a block so. Quotients are
 rounded as torch's.
 """
 
@@ -111,9 +111,9 @@ def _descend(
         tried = ((k >= first) & (k < first + strip))[:, None] & inside
         gain = tl.where(tried, (left + c * half) * c, 0.0)
         best = tl.argmin(gain, 0)
-        made = (k[:, None] == best[None, :]) & (gain < 0)
-        code -= tl.where(made, change, 0.0)
-        c = tl.where(made, c, 0.0)
+        changed = (k[:, None] == best[None, :]) & (gain < 0)
+        code -= tl.where(changed, change, 0.0)
+        c = tl.where(changed, c, 0.0)
         error += c
         factors = tl.load(curvature + k[:, None] * columns + best[None, :], mask=(k < columns)[:, None], other=0.0)
         left += factors * tl.sum(c, 0)[None, :]

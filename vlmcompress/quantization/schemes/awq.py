@@ -202,7 +202,7 @@ def _clipped(
         scale, zero = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
         return scale, zero, quadratic(residual(w, scale, zero, fmt), gram)
 
-    # A group's best range by itself may be worse beside those of other groups: the whole row decides, under the whole of G.
+    # A group's best range by itself may be worse next to those of other groups: the whole row decides, under the whole of G.
     scale, zero, error = tried(1.0)
     clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, steps, kwargs))
     better = (less < error)[:, None]

@@ -1,7 +1,7 @@
 """FP8 W8A8 in blocks (DeepSeek-V3, arXiv 2412.19437, section 3.3): float8_e4m3fn weights with a scale for each 128 x 128,
 activations with one for each 128 inputs of a token, found by the engine.
 
-The format of the FP8 checkpoints that DeepSeek and Qwen publish. Needs no data. Beside `fp8`, whose scales are of rows, an
+The format of the FP8 checkpoints that DeepSeek and Qwen publish. Needs no data. Next to `fp8`, whose scales are of rows, an
 outlier spoils 128 columns and not a whole row of a token's inputs; of the weights it is about as exact, with fewer scales.
 vLLM fuses only layers whose outputs are whole blocks, and the kernels are for Hopper and later.
 """

@@ -135,12 +135,12 @@ def smooth_for_feedback(
     """
     middle = scales[len(scales) * 3 // 4]  # the last half of the candidates are those with weights
     feedback = _factorized(stats.rescaled(middle), options)
-    residues = feedback.residues * middle.square()  # R_jj^2 of inputs that are divided by nothing
+    residual_weight = feedback.residual_weight * middle.square()  # R_jj^2 of inputs that are divided by nothing
 
     def left(rows: Tensor, tried: Tensor) -> Tensor:
         # With H_s = S^-1 H S^-1 the factor is S^-1 R, and the error of W s is s D: (s_j D_j)^2 R_jj^2 / s_j^2 = D_j^2 R_jj^2.
-        d = awq.errors(rows, tried, residues, fmt, scale_dtype, fmt.max_codes[0])  # D [k, rows, in]
-        return (d.square_() @ residues).sum(1, dtype=torch.float64)
+        d = awq.errors(rows, tried, residual_weight, fmt, scale_dtype, fmt.max_codes[0])  # D [k, rows, in]
+        return (d.square_() @ residual_weight).sum(1, dtype=torch.float64)
 
     divided = middle if stats.scale is None else middle * stats.scale
     return Smoothing(awq.best_scale(weights, scales, left), Factor(feedback, divided))
@@ -179,9 +179,9 @@ def _factorized(stats: GroupStats, options: Options) -> Feedback:
         if factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
             # `h` holds R^T now. Row i over its pivot R_ii is what column i is corrected by: R_ji / R_ii for j < i.
-            pivots, residues = h.diagonal().clone(), torch.zeros_like(diagonal)
-            residues[order] = pivots.square()
-            return Feedback(order, h.div_(pivots[:, None]), residues.masked_fill_(dead, 0), pivots, warnings)
+            pivots, residual_weight = h.diagonal().clone(), torch.zeros_like(diagonal)
+            residual_weight[order] = pivots.square()
+            return Feedback(order, h.div_(pivots[:, None]), residual_weight.masked_fill_(dead, 0), pivots, warnings)
         damp *= 10
     raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
 
@@ -258,7 +258,7 @@ def ranges(
     `kwargs`: further arguments of `numerics.find_params`.
     """
     if options.clip:
-        return least_error(weight, feedback.residues, fmt, options.clip_grid, **kwargs)
+        return least_error(weight, feedback.residual_weight, fmt, options.clip_grid, **kwargs)
     return find_params(weight, fmt, importance=stats.importance(), **kwargs)
 
 

@@ -1,6 +1,6 @@
 """MXFP4: 4-bit floats with a power of two as the scale of each 32 weights, the microscaling format of the Open Compute Project.
 
-Beside NVFP4 it has half as many scales, 4.25 instead of 4.5 bits a weight, and they fit worse: a block's largest value lies
+Next to NVFP4 it has half as many scales, 4.25 instead of 4.5 bits a weight, and they fit worse: a block's largest value lies
 anywhere between 3.5 and 7 steps, and what exceeds 6 is clipped. Of three powers of two the one that errs least is taken.
 Weights are rounded in one of three ways (`_rounded`).
 

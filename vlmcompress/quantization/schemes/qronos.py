@@ -1,6 +1,6 @@
 """Qronos (arXiv 2505.11695): GPTQ that also corrects for what the quantized blocks before do to a layer's input.
 
-Behind quantized blocks a layer is given inputs `X` where the 16-bit model has `X'`. GPTQ keeps `X Q^T` near `X W^T`;
+After quantized blocks a layer is given inputs `X` where the 16-bit model has `X'`. GPTQ keeps `X Q^T` near `X W^T`;
 Qronos keeps it near the 16-bit model's `X' W^T`. For a row w, with damping d relative to `H = X^T X` as in GPTQ, it
 minimizes
 
@@ -24,8 +24,8 @@ for its first entry. So all that GPTQ has (ranges, order of columns, blocks) ser
 and so do its further steps: clipped ranges, local search (by least squares about w', which is near w*) and, with
 `behind: blocks`, scales of channels.
 
-`correct` takes a share of the way from w to w'; at 0 it is GPTQ behind what is quantized. `behind: groups` quantizes
-the groups of a block one after another, each behind those before it, as the paper does; `blocks` sees a block before
+`correct` takes a share of the way from w to w'; at 0 it is GPTQ after what is quantized. `behind: groups` quantizes
+the groups of a block one after another, each after those before it, as the paper does; `blocks` sees a block before
 any of it is quantized.
 
 Costs: a matrix `[in, in]` more for each modality, a second stream of hidden states, further runs of each block, and
@@ -86,7 +86,7 @@ scheme, smooth = gptq.scheme, gptq.smooth
 
 
 def needs(options: Options) -> Needs:
-    """What gptq requires; for a correction the cross-Gram matrix, captured behind what `behind` says."""
+    """What gptq requires; for a correction the cross-Gram matrix, captured after what `behind` says."""
     inherited = gptq.needs(options)
     cross = {CROSS} if options.correct else set()
     return replace(

@@ -6,7 +6,7 @@ given that of the block before, says that they depend on each other (`partition`
 
     || F_run(x; quantized) - F_run(x; float) ||^2
 
-with the float run behind a float prefix, the quantized one behind quantized runs. `calibration.block_clip` does the search:
+with the float run after a float prefix, the quantized one after quantized runs. `calibration.block_clip` does the search:
 it needs the model. This module rounds to nearest in ranges that cover a percentile of the magnitudes of each row's group, the
 same one for all layers that read one input; candidates are 1 to `lowest` in `grid` steps, the paper's 1.0, 0.995, ..., 0.98.
 

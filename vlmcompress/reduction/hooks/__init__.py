@@ -6,7 +6,7 @@
 
 `reduction.methods` decides, this package applies, by hooks: whatever calls the model (`forward`, `generate`) gets the
 reduced one until `detach`. The language model really gets fewer rows. Tokens that are kept stay where they were: positions
-(1-D and M-RoPE), text behind an image, and every generated token have the position that they have without a reducer.
+(1-D and M-RoPE), text after an image, and every generated token have the position that they have without a reducer.
 Reducing to a selection is therefore the same as hiding the dropped tokens from attention, and is tested to be, where a decoder
 is of attention alone. Others (`ModelSpec.mixed_blocks`) run on the shorter sequence, in which dropped tokens are absent: LFM2's
 short convolutions take the tokens that are left for neighbours, the recurrent states of Qwen3.5's Gated DeltaNets take them up

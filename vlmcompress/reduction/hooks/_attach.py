@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vlmcompress.models import VLM
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.hooks.units import Call, Reduced, Unit, prompt_text, units, whole
+from vlmcompress.reduction.hooks.units import Call, Reduced, Unit, join_reductions, prompt_text, units
 from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.utils.errors import UserError
 
@@ -37,8 +37,8 @@ class Attachment(Generic[Held]):
         if vlm.model in _ATTACHED:
             raise ValueError("the model has a reducer attached already; detach it first")
         self.vlm, self.module, self.options = vlm, module, options
-        self._told = False  # whether the warning `KeptWhole` was given
-        self.seen: list[Reduced] = []
+        self._warned = False  # whether the warning `KeptWhole` was given
+        self.reduced_units: list[Reduced] = []
         self._call: Call | None = None
         self._new: Held | None = None  # slots of the cache, once this call is done
         self._caches: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
@@ -77,9 +77,9 @@ class Attachment(Generic[Held]):
         For families that cut images into tiles (`visual_grid` "tiles") there is one for each tile.
         """
         grouped: dict[int, list[Reduced]] = {}
-        for unit in self.seen:
+        for unit in self.reduced_units:
             grouped.setdefault(unit.image, []).append(unit)
-        return [whole(units) for units in grouped.values()]
+        return [join_reductions(units) for units in grouped.values()]
 
     @property
     def stages(self) -> list[tuple[int, list[Reduced]]]:
@@ -87,7 +87,7 @@ class Attachment(Generic[Held]):
 
         The last ones are `seen`.
         """
-        return [(0, self.seen)]
+        return [(0, self.reduced_units)]
 
     def __enter__(self) -> Attachment[Held]:
         return self
@@ -196,15 +196,15 @@ class Attachment(Generic[Held]):
         options: those of this decision, where a method makes several.
         """
         for unit in units:
-            if not self._told and methods.too_small(self.module, unit.grid, self.options):
-                self._told = True
+            if not self._warned and methods.too_small(self.module, unit.grid, self.options):
+                self._warned = True
                 grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
                 text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
                 warnings.warn(text, KeptWhole, stacklevel=2)
         results = methods.reduce_all(self.module, signals, options or self.options)
         for unit, image, result in zip(units, signals, results, strict=True):
             total = result if image.merged is None else image.merged.then(result)
-            self.seen.append(Reduced(**vars(unit), reduction=total))
+            self.reduced_units.append(Reduced(**vars(unit), reduction=total))
         return results
 
     def _words(self, mask: Tensor) -> Tensor:

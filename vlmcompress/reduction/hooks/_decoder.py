@@ -24,7 +24,7 @@ from transformers.masking_utils import create_causal_mask
 
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.hooks._attach import Attachment, full_mask
-from vlmcompress.reduction.hooks.tap import joined, received, tap
+from vlmcompress.reduction.hooks.tap import join_heads, received, tap
 from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
 from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.utils.errors import UserError
@@ -45,10 +45,10 @@ class _Rows:
 
 
 class Inside(Attachment[tuple[Slots, ...]]):
-    """Shortens the hidden states before block K, and mask and rotations for it and all blocks behind.
+    """Shortens the hidden states before block K, and mask and rotations for it and all blocks after.
 
     A method may do so before several blocks, its drops; what is said here of K then holds for each. Of a cache it knows the
-    slots behind each drop. A token that was dropped is in no later block, so columns are those of the full sequence throughout.
+    slots after each drop. A token that was dropped is in no later block, so columns are those of the full sequence throughout.
     """
 
     def _hook(self) -> None:
@@ -69,7 +69,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
 
     @property
     def stages(self) -> list[tuple[int, list[Reduced]]]:
-        """Units of the latest call with images behind each drop."""
+        """Units of the latest call with images after each drop."""
         return self._stages
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
     def _shorten(
         self, turn: int | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
-        """Hook before block K and each behind it: shorten its arguments. `turn`: number of the drop before this block."""
+        """Hook before block K and each after it: shorten its arguments. `turn`: number of the drop before this block."""
         if turn is not None and self._pending is not None:
             args, kwargs = self._drop(turn, args, kwargs)
         if self._now is None:
@@ -122,7 +122,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
         keep = torch.ones_like(real)
         if units:
             hidden = self._decide_all(turn, units, hidden, mask.bool(), before)
-            for unit in self.seen:
+            for unit in self.reduced_units:
                 keep[unit.row, unit.columns] = False
                 keep[unit.row, unit.columns[unit.reduction.anchor]] = True
         self._states = None
@@ -151,14 +151,14 @@ class Inside(Attachment[tuple[Slots, ...]]):
     def _decide_all(self, turn: int, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> Tensor:
         """Decide the reduction of each unit; returns the hidden states `[b, s, d]` with merged rows at their anchors."""
         layer, options = self._drops[turn]
-        done = [unit.reduction for unit in self.seen] if turn else [None] * len(units)
-        self.seen, states = [], hidden
+        done = [unit.reduction for unit in self.reduced_units] if turn else [None] * len(units)
+        self.reduced_units, states = [], hidden
         hidden = hidden.clone()
         for unit, signals in zip(units, self._signals(units, done, states, mask, before), strict=True):
             result = self._decide([unit], [signals], options)[0]
             columns = _columns(unit, signals.merged)
             hidden[unit.row, columns[result.anchor]] = result.apply(states[unit.row, columns])
-        self._stages = [*(self._stages if turn else []), (layer, self.seen)]
+        self._stages = [*(self._stages if turn else []), (layer, self.reduced_units)]
         return hidden
 
     def _signals(
@@ -172,11 +172,11 @@ class Inside(Attachment[tuple[Slots, ...]]):
         key, tokens = self._states[1], hidden.shape[1]
         if self._now is None:
             saliency = self._attention(self._states, mask, before)[:, before:]
-            keys = joined(key)[:, before:]
+            keys = join_heads(key)[:, before:]
         else:
             rows, start = self._now.rows, key.shape[2] - self._now.rows.width
             saliency = rows.spread(self._attention(self._states, self._now.real, start)[:, start:])
-            keys = rows.spread(joined(key)[:, start:])
+            keys = rows.spread(join_heads(key)[:, start:])
         needs = self.module.NEEDS
         states = self.text.get_submodule("norm")(hidden) if "features" in needs else None
         words = self._words(mask[:, before:]) if "query" in needs else None
@@ -185,9 +185,9 @@ class Inside(Attachment[tuple[Slots, ...]]):
             row, columns = unit.row, _columns(unit, merged)
             optional: dict[str, Any] = {"saliency": saliency[row, columns], "keys": keys[row, columns]}
             if states is not None and words is not None:
-                behind = words[row] & (torch.arange(tokens, device=words.device) > unit.columns[-1])
-                optional |= {"features": states[row, columns], "query": states[row, behind]}
-                optional["query_keys"] = keys[row, behind]
+                after = words[row] & (torch.arange(tokens, device=words.device) > unit.columns[-1])
+                optional |= {"features": states[row, columns], "query": states[row, after]}
+                optional["query_keys"] = keys[row, after]
             signals.append(Signals(unit.grid, heads=key.shape[1], merged=merged, **optional))
         return signals
 
@@ -206,7 +206,7 @@ def _columns(unit: Unit, done: Reduction | None) -> Tensor:
 
 
 _Left = list[tuple[int, Reduced]]
-"""The reduced images in a cache, each behind the column of the full sequence at which its call began."""
+"""The reduced images in a cache, each after the column of the full sequence at which its call began."""
 
 
 class Generating(Inside):
@@ -222,7 +222,7 @@ class Generating(Inside):
     @property
     def stages(self) -> list[tuple[int, list[Reduced]]]:
         """Units of the latest call with images as the latest step has left them."""
-        return [(self.options.layer, self.seen)]
+        return [(self.options.layer, self.reduced_units)]
 
     def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
         if self._step is not None:
@@ -254,7 +254,7 @@ class Generating(Inside):
         # [b, t], of the newest token on everything in the cache.
         attention = self._attention(heard, mask, before)
         left = [(start, self._fewer(unit, attention[unit.row, start + unit.columns])) for start, unit in old]
-        self.seen = [unit for start, unit in left if start == left[-1][0]]
+        self.reduced_units = [unit for start, unit in left if start == left[-1][0]]
         layout = past or Slots.identity(len(mask), 0, mask.device)
         layout = layout.then(mask.shape[1] - layout.length, Slots.identity(len(mask), 0, mask.device))
         if _count(left) < _count(old):
@@ -278,7 +278,7 @@ class Generating(Inside):
         return replace(unit, reduction=done.then(methods.reduce(self.module, signals, self.options)))
 
     def _cut(self, cache: Any, slots: Tensor, width: int) -> None:
-        """Cut the caches of block K and those behind it from `width` slots to `slots [b, m]`."""
+        """Cut the caches of block K and those after it from `width` slots to `slots [b, m]`."""
         layers: Any = cache.layers[self.options.layer :]
         is_dynamic = all(isinstance(layer, DynamicLayer) for layer in layers)
         if not is_dynamic or any(layer.keys.shape[2] != width for layer in layers):
@@ -297,7 +297,7 @@ def _count(left: _Left) -> int:
 
 
 class Blocks(Attachment[Slots]):
-    """Gives the language model a mask of its own in calls with images. Tokens generated behind see everything.
+    """Gives the language model a mask of its own in calls with images. Tokens generated after see everything.
 
     An image, or a tile where tiles are told apart, counts as a frame. The mask is dense: this shows what the method does
     to answers, and saves no time.
@@ -315,7 +315,9 @@ class Blocks(Attachment[Slots]):
         before = cache.get_seq_length() if cache is not None else 0
         mask = full_mask(kwargs, before).bool()
         whole = [Reduction.identity(len(unit.columns), mask.device) for unit in units]
-        self.seen = [Reduced(**vars(unit), reduction=reduction) for unit, reduction in zip(units, whole, strict=True)]
+        self.reduced_units = [
+            Reduced(**vars(unit), reduction=reduction) for unit, reduction in zip(units, whole, strict=True)
+        ]
         tokens = mask.shape[1] - before
         rows_parts = [self._parts(units, row, tokens) for row in range(len(mask))]
         if all(parts is None for parts in rows_parts):

@@ -1,11 +1,11 @@
 """Apply reducers that merge within the encoder's layers: each layer goes on with the rows that the one before has left.
 
 Between a layer's attention and its MLP the rows that merge are joined; keys of later layers count by their size (their
-logits get its log). Behind the projector every patch gets its row back, so that the model's own code places the rows in the
+logits get its log). After the projector every patch gets its row back, so that the model's own code places the rows in the
 prompt (cuts padding of tiles away, adds newlines); of each row the language model then gets one, at its anchor: the patch
 that it was merged into, or the first of its patches where that one is cut away. A row is the mean of all its patches, of
-those in the padding too. Where a token is a block of patches, they get their rows back behind the last layer already, as
-pixel shuffle and pooling ask for the whole grid; what is behind treats each token by itself, so equal ones stay equal.
+those in the padding too. Where a token is a block of patches, they get their rows back after the last layer already, as
+pixel shuffle and pooling ask for the whole grid; what is after treats each token by itself, so equal ones stay equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vlmcompress.models import VLM
 from vlmcompress.reduction.hooks.early import Early
-from vlmcompress.reduction.hooks.tap import joined, tap
+from vlmcompress.reduction.hooks.tap import join_heads, tap
 from vlmcompress.reduction.hooks.units import Reduced, Unit, block, patch
 from vlmcompress.reduction.methods import Merger, Reduction, TokenCounter
 from vlmcompress.reduction.support import feature_layers, strategy
@@ -29,7 +29,7 @@ from vlmcompress.utils.errors import UserError
 M = TypeVar("M", bound=Merger)
 
 
-class Layers:
+class EncoderHooks:
     """Hooks on the encoder's layers up to the one whose output is used.
 
     Args:
@@ -79,16 +79,16 @@ class Layers:
         return args, kwargs | {"attention_mask": self.merger.bias(self._dtype)}
 
     def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
-        self._keys, self._heads = joined(key), key.shape[1]
+        self._keys, self._heads = join_heads(key), key.shape[1]
 
     def _join(self, number: int, module: nn.Module, args: tuple) -> None:
-        """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
+        """Merge rows before the norm after attention, in place, as the layer adds the MLP's rows to the same tensor."""
         if self.merger is not None:
             # The layer computes `residual + mlp(norm(x))` with `residual = x`: replacing x's data shortens both.
             args[0].data = self.merger.merge(number, args[0].data, self._keys, self._heads)
 
     def _spread(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        """Hook behind the last layer: give each patch its row."""
+        """Hook after the last layer: give each patch its row."""
         return None if self.merger is None else self.merger.spread(output)
 
 
@@ -128,7 +128,7 @@ class Merging(Early):
 
     def _hook(self) -> None:
         self._encoder, self._merged = {}, []
-        self._layers = Layers(self.vlm, self._start)
+        self._layers = EncoderHooks(self.vlm, self._start)
         self._undo.append(self._layers.remove)
         projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
         self._before(projector, self._note)
@@ -156,10 +156,10 @@ class Merging(Early):
         if self._layers.merger is None:
             return
         units = self._units()
-        self.seen = []
+        self.reduced_units = []
         for unit, rows in zip(units, self._labels(units), strict=True):
             self._merged.append(_reduction(rows))
-            self.seen.append(Reduced(**vars(unit), reduction=self._merged[-1]))
+            self.reduced_units.append(Reduced(**vars(unit), reduction=self._merged[-1]))
 
     def _labels(self, units: list[Unit]) -> list[Tensor]:
         """Label the tokens `[n]` of each unit by a number of their row; the row's anchor has a half more."""
@@ -187,7 +187,7 @@ class Merging(Early):
         return [image[:, 0] for image in images]
 
     def _spread(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Hook behind the projector: spread `[images, rows, d]` to `[images, patches, d]`."""
+        """Hook after the projector: spread `[images, rows, d]` to `[images, patches, d]`."""
         if self._layers.merger is None or not isinstance(output, Tensor):
             return None
         merged = self._layers.merger.merged

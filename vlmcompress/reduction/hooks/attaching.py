@@ -18,14 +18,14 @@ from typing import Any
 from vlmcompress.models import VLM, read_json, spec_for
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import scorer_file, threshold_file
-from vlmcompress.reduction.choice import ReducerChoice, choose
+from vlmcompress.reduction.choice import ReducerChoice, make_choice
 from vlmcompress.reduction.hooks._attach import Attachment
 from vlmcompress.reduction.hooks._decoder import Blocks, Generating, Inside
 from vlmcompress.reduction.hooks._merging import Merging
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.views import Views
 from vlmcompress.reduction.methods import REGISTRY, TokenCounter
-from vlmcompress.reduction.support import check, check_counter
+from vlmcompress.reduction.support import check_counter, check_reducer
 
 
 def attach(
@@ -44,9 +44,9 @@ def attach(
     """
     if isinstance(method, str):
         ready = isinstance(options, REGISTRY.get(method).Options)
-        method = ReducerChoice(method, options) if ready else choose(method, options or {}, "reduce")
-    check(vlm, method)
-    method = threshold_file.known(vlm, scorer_file.known(vlm.model.config, method))
+        method = ReducerChoice(method, options) if ready else make_choice(method, options or {}, "reduce")
+    check_reducer(vlm, method)
+    method = threshold_file.require_thresholds(vlm, scorer_file.load_scorer(vlm.model.config, method))
     if counter is None:
         return _kind(method.module)(vlm, method.module, method.options)
     check_counter(vlm.model.config, method, counter)
@@ -83,10 +83,10 @@ def attach_carried(
         UserError: the block in config.json is not right, or the model cannot have its tokens reduced so.
     """
     config = read_json(Path(folder) / "config.json", "config")
-    carried = reducer_block.read(config)
+    carried = reducer_block.read_reducer(config)
     vlm = VLM(model, processor, spec_for(config), Path(folder))
     if reducer is not None:
         return attach(vlm, reducer)
     if carried is None:
         return None
-    return attach(vlm, scorer_file.known(model.config, carried.reducer, Path(folder)), counter=carried.count)
+    return attach(vlm, scorer_file.load_scorer(model.config, carried.reducer, Path(folder)), counter=carried.count)

@@ -1,11 +1,11 @@
-"""Turn calibration samples into the inputs that a decoder behind a reducer gets.
+"""Turn calibration samples into the inputs that a decoder after a reducer gets.
 
 Encoder, projector and reducer run once over each sample. The inputs that the language model would then get replace the
 pixels, and `Decoder`, a model of the decoder alone, replaces the whole model. It has the same modules under the same
 names, so every pass over the blocks (statistics, gradients, searches) works on it as on the whole model, and sees the
 tokens that will be served.
 
-Which tokens stay is decided on the prompt: a reducer that looks at the text must not see the answer. Its tokens are put behind
+Which tokens stay is decided on the prompt: a reducer that looks at the text must not see the answer. Its tokens are put after
 the prompt, as generation does.
 """
 
@@ -123,20 +123,20 @@ def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
         if name != "modality"
     }
     if (mask := inputs.get("attention_mask")) is not None and not mask.all():
-        raise UserError("calibration samples behind a reducer must not be padded; encode them one by one")
+        raise UserError("calibration samples after a reducer must not be padded; encode them one by one")
     prompt, tail = prefill(vlm, attached, inputs), length - cut
     if not isinstance(prompt.mask, Tensor) or prompt.mask.ndim != 2:
         raise UserError(
-            f"{vlm.spec.family} attends to an image's tokens in both directions, and is not calibrated behind a reducer"
+            f"{vlm.spec.family} attends to an image's tokens in both directions, and is not calibrated after a reducer"
             " yet; use a scheme without calibration data"
         )
     answer = ids[:, cut:]
-    behind = prompt.positions[..., -1:] + torch.arange(1, tail + 1, device=ids.device)
+    after = prompt.positions[..., -1:] + torch.arange(1, tail + 1, device=ids.device)
     result = {
         "input_ids": torch.cat([ids[:, prompt.columns], answer], 1),
         "inputs_embeds": torch.cat([prompt.embeds, vlm.model.get_input_embeddings()(answer)], 1),
         "attention_mask": torch.cat([prompt.mask, prompt.mask.new_ones(1, tail)], 1),
-        "position_ids": torch.cat([prompt.positions, behind], -1),
+        "position_ids": torch.cat([prompt.positions, after], -1),
         "modality": torch.cat([modality[:, prompt.columns], modality[:, cut:]], 1),
     }
     if levels := prompt.deepstack.get("deepstack_visual_embeds"):

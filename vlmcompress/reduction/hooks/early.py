@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.reduction.hooks._attach import Attachment, full_mask
-from vlmcompress.reduction.hooks.tap import joined, received, tap
+from vlmcompress.reduction.hooks.tap import join_heads, received, tap
 from vlmcompress.reduction.hooks.units import Slots, Unit
 from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.reduction.support import feature_layers, listens
@@ -49,7 +49,7 @@ class Early(Attachment[Slots]):
         """Note the attention of CLS, the first token, and the patches' keys, in the layer whose output is used."""
         # The query of CLS alone, [b, heads, d]: one row of the attention map instead of n, whatever kernel runs.
         saliency = received(query[:, :, 0], key, scale)[:, 1:]
-        self._encoder |= {"saliency": saliency, "keys": joined(key)[:, 1:], "heads": key.shape[1]}
+        self._encoder |= {"saliency": saliency, "keys": join_heads(key)[:, 1:], "heads": key.shape[1]}
         if self._same:
             self._encoder["windowed"] = saliency
 
@@ -61,7 +61,7 @@ class Early(Attachment[Slots]):
         units = self._units() if self._call is not None else []
         if not units:
             return None
-        self.seen = []
+        self.reduced_units = []
         images = enumerate(zip(units, args[0], strict=True))
         self._merged = self._decide(
             units, [self._signals(unit, number, features, None) for number, (unit, features) in images]
@@ -70,7 +70,7 @@ class Early(Attachment[Slots]):
         return (torch.stack(rows), *args[1:]), kwargs
 
     def _place(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Hook behind the projector: put its rows back at their anchors, so that they go where the placeholders are."""
+        """Hook after the projector: put its rows back at their anchors, so that they go where the placeholders are."""
         if not self._merged or not isinstance(output, Tensor):
             return None
         slots = []
@@ -141,7 +141,7 @@ class Early(Attachment[Slots]):
             return embeds, []
         if self.module.STAGE != "projected":  # applied already
             return embeds, list(zip(units, self._merged, strict=True))
-        self.seen = []
+        self.reduced_units = []
         words = self._words(real) if "query" in self.module.NEEDS else None
         features = [embeds[unit.row, unit.columns] for unit in units]
         queries = [None if words is None else embeds[unit.row, words[unit.row]] for unit in units]

@@ -104,20 +104,20 @@ STEEP = 20.0
 """By how much, at most, a closed key's logit counts as above the open ones: what it would change stays a finite number."""
 
 
-def level(worth: Tensor, count: int, temperature: float) -> Tensor:
+def level(scores: Tensor, count: int, temperature: float) -> Tensor:
     """Find the level at which `sigmoid((worth - level) / temperature)` adds up to `count`, a scalar; by bisection."""
-    low, high = worth.min() - 20 * temperature, worth.max() + 20 * temperature
+    low, high = scores.min() - 20 * temperature, scores.max() + 20 * temperature
     for _ in range(STEPS):
         # The sum of gates falls as the level rises. 40 halvings reach float32's last bit, without a wait for the device.
         middle = (low + high) / 2
-        above = torch.sigmoid((worth - middle) / temperature).sum() > count
+        above = torch.sigmoid((scores - middle) / temperature).sum() > count
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
     return (low + high) / 2
 
 
-def standard(worth: Tensor) -> Tensor:
+def standardize(scores: Tensor) -> Tensor:
     """Bring `worth [n]` to mean 0 and spread 1, so that its scale does not matter."""
-    return (worth - worth.mean()) / (worth.std(correction=0) + 1e-6)
+    return (scores - scores.mean()) / (scores.std(correction=0) + 1e-6)
 
 
 def gates(values: Tensor, chosen: Tensor, temperature: float) -> Tensor:
@@ -152,14 +152,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor
     key, wide = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1).float()
     logits = query.float() @ key.float().transpose(2, 3) * scale
     s, t = logits.shape[2:]
-    behind = torch.arange(t, device=logits.device) - torch.arange(t - s, t, device=logits.device)[:, None]
+    distance = torch.arange(t, device=logits.device) - torch.arange(t - s, t, device=logits.device)[:, None]
     if mask is None:
-        logits = logits.masked_fill(behind > 0, -torch.inf)
+        logits = logits.masked_fill(distance > 0, -torch.inf)
     elif mask.dtype == torch.bool:
         logits = logits.masked_fill(~mask[..., :t], -torch.inf)
     else:
         logits = logits + mask[..., :t].float()
-    weight = torch.where(behind == 0, torch.ones_like(gate[:1, None]), gate[:, None])[:, None]
+    weight = torch.where(distance == 0, torch.ones_like(gate[:1, None]), gate[:, None])[:, None]
     # The largest of what is open, which always has a part: where a closed key is far above all others, they would round to 0.
     most = logits.detach().masked_fill(weight == 0, -torch.inf).amax(-1, keepdim=True)
     parts = torch.exp((logits - most).clamp(max=STEEP)) * weight

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from vlmcompress.models import VLM
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.hooks._merging import Layers, M, merger_of, pictures
+from vlmcompress.reduction.hooks._merging import EncoderHooks, M, merger_of, pictures
 from vlmcompress.reduction.hooks.units import patch
 from vlmcompress.reduction.methods import REGISTRY, Grid, Merger, TokenCounter, fit_counter
 from vlmcompress.reduction.support import counts
-from vlmcompress.reduction.threshold_file import METHOD, resolve, tower
+from vlmcompress.reduction.threshold_file import METHOD, load_thresholds, tower
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
 
 BATCH = 64
-NO_IMAGES = "thresholds are learnt from images, and the calibration data have none; name some with --calib"
+NO_IMAGES = "thresholds are learned from images, and the calibration data have none; name some with --calib"
 
 
 class _Learning(Merger):
@@ -49,17 +49,17 @@ class _Learning(Merger):
 
 
 @torch.no_grad()
-def learn(
+def learn_thresholds(
     vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice, progress: Progress = silent
 ) -> ReducerChoice:
-    """Return the reducer with thresholds for this model, learnt from the images of `batches` if it has none.
+    """Return the reducer with thresholds for this model, learned from the images of `batches` if it has none.
 
     Args:
         batches: inputs from the model's processor; those without images are left out.
         chosen: a method that learns; a file of thresholds that it names is read instead (`resolve`), and that of its scorer has
             been read.
     """
-    chosen = resolve(vlm, chosen)
+    chosen = load_thresholds(vlm, chosen)
     if chosen.options.thresholds is not None:
         return chosen
     levels = []
@@ -70,7 +70,7 @@ def learn(
 
 
 @torch.no_grad()
-def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> list[int]:
+def count_kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> list[int]:
     """Count the tokens that each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
     return [
         len(reduction.anchor)
@@ -85,7 +85,7 @@ def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerCh
         picture for inputs in batches if inputs.get("pixel_values") is not None for picture in pictures(vlm, inputs)
     ]
     least, tokens = counts(vlm.model.config, chosen.module)
-    return fit_counter(images, kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least)
+    return fit_counter(images, count_kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least)
 
 
 def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
@@ -102,16 +102,16 @@ def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tup
     A part is `[images, 3, height, width]`, in the model's type and where the model is. All but the last are of one size; memory
     holds one, and the pictures of a batch.
     """
-    shown = [inputs for inputs in batches if inputs.get("pixel_values") is not None]
-    count = sum(len(pictures(vlm, inputs)) for inputs in shown)
+    with_images = [inputs for inputs in batches if inputs.get("pixel_values") is not None]
+    count = sum(len(pictures(vlm, inputs)) for inputs in with_images)
     if not count:
         raise UserError(NO_IMAGES)
     parts = math.ceil(count / BATCH)
     size, waiting = math.ceil(count / parts), torch.empty(0)
-    for number, inputs in enumerate(shown, start=1):
+    for number, inputs in enumerate(with_images, start=1):
         added = pictures(vlm, inputs).to(vlm.model.dtype)
         waiting = torch.cat([waiting, added]) if len(waiting) else added
-        while len(waiting) >= size or (number == len(shown) and len(waiting)):
+        while len(waiting) >= size or (number == len(with_images) and len(waiting)):
             part, waiting = waiting[:size], waiting[size:]
             yield part.to(vlm.model.device), math.ceil(count / size)
 
@@ -119,7 +119,7 @@ def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tup
 def _run(vlm: VLM, pixels: Tensor, options: Any, kind: type[M]) -> M:
     """Run the encoder on pictures `[images, 3, height, width]` with merging; returns the merger."""
     method = REGISTRY.get(METHOD)
-    layers = Layers(vlm, lambda states: merger_of(vlm, states, pixels, method, options, kind))
+    layers = EncoderHooks(vlm, lambda states: merger_of(vlm, states, pixels, method, options, kind))
     try:
         tower(vlm)(pixels)
     finally:

@@ -54,8 +54,8 @@ class Counts:
 
     def __str__(self) -> str:
         parts = [f"{self.kept} as they are", f"{self.merged} merged into {self.into}", f"{self.dropped} dropped"]
-        shown = [part for part, count in zip(parts, (self.kept, self.into, self.dropped), strict=True) if count]
-        return f"{self.left} of {self.tokens} tokens: {', '.join(shown)}"
+        listed = [part for part, count in zip(parts, (self.kept, self.into, self.dropped), strict=True) if count]
+        return f"{self.left} of {self.tokens} tokens: {', '.join(listed)}"
 
 
 def sheet(
@@ -75,7 +75,7 @@ def sheet(
         for caption, reductions in columns:
             drawn = panel(large, image.size, layout, reductions[number])
             panels.append(_captioned(drawn, caption, str(Counts.of(reductions[number]))))
-        rows.append(_beside(panels))
+        rows.append(_side_by_side(panels))
     return _framed([*rows, _legend()])
 
 
@@ -161,7 +161,7 @@ def _captioned(drawings: Sequence[Image.Image], title: str, caption: str) -> Ima
     return canvas
 
 
-def _beside(panels: Sequence[Image.Image]) -> Image.Image:
+def _side_by_side(panels: Sequence[Image.Image]) -> Image.Image:
     width = sum(panel.width for panel in panels) + GAP * (len(panels) - 1)
     canvas, x = Image.new("RGB", (width, max(panel.height for panel in panels)), PAPER), 0
     for image in panels:

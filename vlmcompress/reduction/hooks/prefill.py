@@ -52,7 +52,7 @@ def prefill(vlm: VLM, attached: Attachment, inputs: Mapping[str, Tensor]) -> Pre
         raise _Reached
 
     # After the reducer's own hooks, which were registered before.
-    hook = attached.text.register_forward_pre_hook(reached, with_kwargs=True)  # behind the reducer's own
+    hook = attached.text.register_forward_pre_hook(reached, with_kwargs=True)  # after the reducer's own
     try:
         with contextlib.suppress(_Reached):
             vlm.model(**inputs, use_cache=False)

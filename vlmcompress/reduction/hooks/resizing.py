@@ -25,7 +25,7 @@ Sizes = tuple[tuple[int, int], ...]
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def refusal(spec: ModelSpec) -> str | None:
+def resize_refusal(spec: ModelSpec) -> str | None:
     """Why images of this family cannot be made smaller, in one line; None when they can."""
     if spec.sizes is not None:
         return None
@@ -33,16 +33,16 @@ def refusal(spec: ModelSpec) -> str | None:
     return f"{what}; use a reducer such as coverage"
 
 
-def settings(spec: ModelSpec, processor: Any) -> list[ImageSetting]:
+def image_settings(spec: ModelSpec, processor: Any) -> list[ImageSetting]:
     """The processor's settings, each with more tokens than the one before; the last is as it is. UserError: it has none."""
     if spec.sizes is None:
-        raise UserError(f"resize: {refusal(spec)}")
+        raise UserError(f"resize: {resize_refusal(spec)}")
     return list({setting.tokens: setting for setting in spec.sizes(processor)}.values())
 
 
-def chosen(spec: ModelSpec, processor: Any, resize: Resize) -> ImageSetting:
+def choose_setting(spec: ModelSpec, processor: Any, resize: Resize) -> ImageSetting:
     """The setting that a `Resize` with its `tokens` stands for. UserError where the processor has none with as few."""
-    every = settings(spec, processor)
+    every = image_settings(spec, processor)
     assert resize.tokens is not None
     index = bisect.bisect_right(every, resize.tokens, key=lambda setting: setting.tokens)
     if not index:
@@ -70,7 +70,7 @@ def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Re
     counted = Counter(sizes for sizes in prompts if sizes)
     if not counted:
         raise UserError(f"{resize}: the share is measured on images, and the data have none; give tokens=N, or images")
-    every = settings(spec, processor)
+    every = image_settings(spec, processor)
     now = _total(spec, processor, counted)
 
     def left(setting: ImageSetting) -> int:
@@ -84,20 +84,20 @@ def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Re
         least = left(every[0])
         raise UserError(
             f"{resize}: the processor's smallest setting, {every[0].tokens} tokens an image, leaves {least / now:.1%} of these "
-            "images' tokens; ask for a larger share, and for a reducer behind it"
+            "images' tokens; ask for a larger share, and for a reducer after it"
         )
     return resize.model_copy(update={"tokens": every[place].tokens})
 
 
 def resized(vlm: VLM, resize: Resize) -> VLM:
     """The model with the processor that a `Resize` with its `tokens` stands for; entries of its config follow in place."""
-    setting = chosen(vlm.spec, vlm.processor, resize)
+    setting = choose_setting(vlm.spec, vlm.processor, resize)
     for key, value in setting.config.items():
         setattr(vlm.model.config, key, value)
     return dataclasses.replace(vlm, processor=setting.applied(vlm.processor))
 
 
-def files(folder: Path, setting: ImageSetting) -> dict[str, Mapping[str, Any]]:
+def setting_files(folder: Path, setting: ImageSetting) -> dict[str, Mapping[str, Any]]:
     """The files of a checkpoint that say how its images are processed, with the setting in them: name -> content."""
     contents: dict[str, Mapping[str, Any]] = {}
     for name in _FILES:

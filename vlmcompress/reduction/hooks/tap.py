@@ -71,6 +71,6 @@ def received(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = Non
     return logits.softmax(-1).mean((1, 2))
 
 
-def joined(key: Tensor) -> Tensor:
+def join_heads(key: Tensor) -> Tensor:
     """Concatenate the heads of keys `[b, heads, t, d]`: `[b, t, heads * d]`."""
     return key.transpose(1, 2).flatten(2)

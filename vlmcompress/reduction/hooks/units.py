@@ -125,7 +125,7 @@ def _anyres(vlm: VLM, call: Call) -> list[_Image]:
 
 
 def tile(config: Any) -> Grid:
-    """The grid of one tile, or of an image where all have one size, behind the pixel shuffle or the pooling."""
+    """The grid of one tile, or of an image where all have one size, after the pixel shuffle or the pooling."""
     size, unit = config.vision_config.image_size, patch(config) * block(config)
     rows, columns = size if isinstance(size, list | tuple) else (size, size)
     return (1, rows // unit, columns // unit)
@@ -142,7 +142,7 @@ def block(config: Any) -> int:
     return token_side(config) if token_side else 1
 
 
-def whole(units: Sequence[Reduced], device: torch.device | None = None) -> Reduction:
+def join_reductions(units: Sequence[Reduced], device: torch.device | None = None) -> Reduction:
     """Join the reductions of an image's units into one on a device, the CPU by default; tokens of none, newlines, are kept."""
     device = device or torch.device("cpu")
 
@@ -225,7 +225,7 @@ class Slots:
         return self.columns.shape[1]
 
     def full(self, slots: int) -> int:
-        """Length of the full sequence when these slots and tokens behind them, none dropped, fill `slots`."""
+        """Length of the full sequence when these slots and tokens after them, none dropped, fill `slots`."""
         return slots - self.width + self.length
 
     def pick(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -236,7 +236,7 @@ class Slots:
     def spread(self, x: Tensor) -> Tensor:
         """Put the rows `x [b, m, ...]` of the slots back at their columns, `[b, length, ...]`, zeros where there is none."""
         out = x.new_zeros(len(x), self.length + 1, *x.shape[2:])
-        index = self.columns.where(self.valid, self.length).to(x.device)  # padding goes behind the last column
+        index = self.columns.where(self.valid, self.length).to(x.device)  # padding goes after the last column
         out[torch.arange(len(x), device=x.device)[:, None], index] = x
         return out[:, : self.length]
 
@@ -253,7 +253,7 @@ class Slots:
         return torch.cat([held, full[:, self.length :]], 1)
 
     def then(self, tokens: int, other: Slots) -> Slots:
-        """Join these slots, `tokens` columns behind them that are all kept, and `other` behind those."""
+        """Join these slots, `tokens` columns after them that are all kept, and `other` after those."""
         between = Slots.identity(len(self.columns), tokens, self.columns.device)
         parts = (self, between, other)
         starts = (0, self.length, self.length + tokens)

@@ -1,7 +1,7 @@
 """Choose among the images of a prompt by their names, before any is encoded; what becomes of one that is left out.
 
 An image is known by its name: the words before it, of the same line ("front camera: <image>"). Names are embedded by the
-language model's own table, as are the words of the question, those behind the last image (all words, where none are). An
+language model's own table, as are the words of the question, those after the last image (all words, where none are). An
 image without a name matches nothing, and of images that match equally the first ones stay. So what is seen is text alone,
 and nothing of any image: the choice is made before pixels are looked at.
 
@@ -40,7 +40,7 @@ class Words:
     question: list[int]
 
 
-def find(tokenizer: Any, ids: Tensor, words: Tensor, spans: Sequence[tuple[int, int]]) -> Words:
+def find_question(tokenizer: Any, ids: Tensor, words: Tensor, spans: Sequence[tuple[int, int]]) -> Words:
     """Find the names of the images and the question of one prompt.
 
     Args:
@@ -108,14 +108,14 @@ class Views(Early):
         super()._begin(module, args, kwargs)
         assert self._call is not None
         if units := self._units():
-            self.seen = []
+            self.reduced_units = []
             self._merged = self._choose(units, self._call)
         if (
             all(self._stays) or self.vlm.spec.visual_grid == "thw"
         ):  # such a tower takes the patches of all images in one row
             return None
         ids = self._call.get("input_ids").clone()
-        for unit, stay in zip(self.seen, self._stays, strict=True):
+        for unit, stay in zip(self.reduced_units, self._stays, strict=True):
             if not stay:
                 ids[unit.row, unit.columns] = self._stand_in  # no features come for these
         pixels = self._call.get("pixel_values")
@@ -136,7 +136,9 @@ class Views(Early):
         """Hook after a Qwen tower: put rows, deepstack's too, where the placeholders are; `Early` leaves out the others."""
         if all(self._stays) or output is None:
             return
-        parts = [torch.full((len(unit.columns),), stay) for unit, stay in zip(self.seen, self._stays, strict=True)]
+        parts = [
+            torch.full((len(unit.columns),), stay) for unit, stay in zip(self.reduced_units, self._stays, strict=True)
+        ]
         kept = torch.cat(parts)
 
         def spread(rows: Tensor) -> Tensor:
@@ -163,13 +165,13 @@ class Views(Early):
         words = self._words(mask.bool())
         for row in range(len(ids)):  # units stand in the order of rows
             if spans := [unit.span for unit in units if unit.row == row]:
-                named = find(self._tokenizer, ids[row], words[row], spans)
+                named = find_question(self._tokenizer, ids[row], words[row], spans)
                 self._stays += stays(self.chosen, self._tokenizer, self._embed, named)
         for unit, stay in zip(units, self._stays, strict=True):
             n = len(unit.columns)
             index = torch.arange(n if stay else 1, device=unit.columns.device)
-            self.seen.append(Reduced(**vars(unit), reduction=Reduction.keep(index, n)))
-        return [unit.reduction for unit in self.seen]
+            self.reduced_units.append(Reduced(**vars(unit), reduction=Reduction.keep(index, n)))
+        return [unit.reduction for unit in self.reduced_units]
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Rows `[n, d]` of the language model's table for `ids [n]`."""
@@ -180,9 +182,9 @@ class Views(Early):
         """Put the token that stands for it into `embeds [b, s, d]` where an image is left out."""
         embeds, changes = super()._apply(embeds, units, real)
         if units and not all(self._stays):
-            gone = [unit for unit, stay in zip(units, self._stays, strict=True) if not stay]
-            rows = torch.tensor([unit.row for unit in gone], device=embeds.device)
-            columns = torch.tensor([int(unit.columns[0]) for unit in gone], device=embeds.device)
+            dropped = [unit for unit, stay in zip(units, self._stays, strict=True) if not stay]
+            rows = torch.tensor([unit.row for unit in dropped], device=embeds.device)
+            columns = torch.tensor([int(unit.columns[0]) for unit in dropped], device=embeds.device)
             embeds = embeds.clone()
             embeds[rows, columns] = self._embed(torch.tensor([self._stand_in])).to(embeds)
         return embeds, changes

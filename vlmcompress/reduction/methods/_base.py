@@ -1,8 +1,8 @@
-"""Signals that reducers read, the reduction that they decide on, and exact arithmetic of budgets.
+"""Reducers' input (`Signals`), their output (`Reduction`), and the exact arithmetic of budgets.
 
 Deciding is separate from applying: a method reads the signals of one image and chooses an output row for each of its `n`
 tokens; `Reduction.apply` then applies that to any tensor with a row a token (features, deepstack levels, positions).
-Tokens of an image stand in raster order of their grid `(t, h, w)`, and so do the outputs.
+Tokens and outputs are in raster order of the grid `(t, h, w)`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reduction:
     anchor: `[m]` int64, strictly ascending; the token whose position the output keeps, one of its sources.
     weight: `[n]` float32, positive; weight of a token in the mean that its output is.
     scale:  `[m]` float32 or None; outputs are that multiple of their mean (VisionZip's sums), None: the mean itself.
-    plain:  whether each output is its anchor as it is, which then needs no look at the tensors; False where it isn't sure.
+    plain:  whether each output equals its anchor, known without reading tensors; False if unknown.
     """
 
     target: Tensor
@@ -57,8 +57,8 @@ class Reduction:
     def join(parent: Tensor, weight: Tensor | None = None, count: int | None = None) -> Reduction:
         """Merge each token into the token `parent [n]`; one that is its own parent is kept, -1 drops a token.
 
-        `weight [n]` is the weight of tokens in the means; default 1 each. `count`: how many are kept, of a caller who knows
-        it; the parents are then taken for valid, and nothing waits for their device.
+        `weight [n]` is the weight of tokens in the means; default 1 each. `count`: number of kept tokens, if the
+        caller knows it; parents are then not validated, which avoids a device sync.
         """
         n = len(parent)
         kept = parent == torch.arange(n, device=parent.device)
@@ -169,7 +169,7 @@ class Reduction:
             "anchors do not ascend": anchor[1:] > anchor[:-1],
             "an anchor is out of range": anchor == safe,
             "weights must be positive": (self.weight > 0) & self.weight.isfinite(),
-            "an anchor is no source of its own output": target[safe] == torch.arange(m, device=target.device),
+            "an anchor is not among the sources of its output": target[safe] == torch.arange(m, device=target.device),
         }
         hold = torch.stack([fact.all() for fact in facts.values()]).tolist()  # the only wait for a device
         for right, text in zip(hold, facts, strict=True):
@@ -187,14 +187,15 @@ class Signals:
 
     grid:       `(t, h, w)`, with `t * h * w` tokens in raster order.
     features:   `[n, d]`, the tokens themselves at the method's stage.
-    keys:       `[n, dk]`, the attention's keys of the tokens, heads concatenated, `heads` says how many; before RoPE in the
-                encoder, after it in the language model, as in the methods' own code.
-    saliency:   `[n]`, attention that a token receives, mean over heads: from CLS or all tokens (encoder), from the last
+    keys:       `[n, dk]`, attention keys of the tokens, `heads` heads concatenated; before RoPE in the encoder, after
+    it in the language model, as in the published code. saliency:   `[n]`, attention that a token receives, mean over
+    heads: from CLS or all tokens (encoder), from the last
                 token (language model).
     windowed:   `[n]`, saliency in a shallow layer of the encoder (VScan's local scan).
     query:      `[q, d]`, the text's tokens at the same stage; `query_keys`: `[q, dk]`, their keys.
     merged:     the reduction of the grid's tokens by earlier layers; rows are then its outputs.
-    finite:     when made: the caller vouches that there is no NaN or Inf, so that nothing waits for a device to look.
+    finite:     at construction: the caller guarantees that there is no NaN or Inf, which saves the check's device
+    sync.
     """
 
     grid: Grid
@@ -230,7 +231,7 @@ class Signals:
 
     @property
     def n(self) -> int:
-        """Number of rows of the signals: the grid's tokens, or those left of them."""
+        """Number of rows: the grid's tokens, or those left after earlier merges."""
         return math.prod(self.grid) if self.merged is None else len(self.merged.anchor)
 
     @property
@@ -242,71 +243,73 @@ class Signals:
 
 @dataclass(frozen=True)
 class ReducerOptions:
-    """Base of every method's `Options`: what the package asks of options, whatever the method is.
+    """Base of every method's `Options`: the members that the package reads.
 
-    The answers here are those of a method that has no such option. A field or property of a subclass takes the place of the
-    one whose name it has. Every field has a default, as `Options()` is what a method does unless told otherwise.
+    The members here are the defaults of a method without such an option; subclasses override them by fields or
+    properties. Every field has a default, so `Options()` is the method's default.
     """
 
     @property
     def keep(self) -> float | None:
-        """Share of the tokens that are kept; None where the method takes no share."""
+        """Share of tokens to keep; None for methods without a share."""
         return None
 
     @property
     def layer(self) -> int | None:
-        """Block of the language model, from 0, before which the method decides; None where it reads no such block."""
+        """Index of the decoder block before which tokens are dropped; None for methods outside the language model."""
         return None
 
     def drops(self, blocks: int) -> tuple[tuple[int, ReducerOptions], ...]:
-        """When a method decides within a language model of so many blocks: before which, ascending, and with which options.
+        """Decoder blocks before which tokens are dropped, ascending, each with its options, for a language model of so
+        many blocks.
 
-        Empty where it reads no block; one that reads one decides once. ValueError: not with these options and blocks.
+        Empty outside the language model; `layer` alone gives one drop. ValueError: options and number of blocks do not
+        fit.
         """
         return () if self.layer is None else ((self.layer, self),)
 
     @property
     def shallow(self) -> int | None:
-        """Block of the encoder, from 0, whose attention is `Signals.windowed`; None where the method reads none."""
+        """Index of the encoder block whose attention is `Signals.windowed`; None if unused."""
         return None
 
     @property
     def by_channel(self) -> bool:
-        """Whether the choice depends on single channels of the projected rows, so that a rotation of them would change it."""
+        """Whether the choice depends on single channels, so that rotating the projected rows changes it."""
         return False
 
     @property
     def learns(self) -> bool:
-        """Whether the method goes by thresholds that are learnt from images; `thresholds` then is one of its options."""
+        """Whether the method has the option `thresholds`, which is learned from images."""
         return False
 
     @property
     def thresholds(self) -> tuple[float, ...] | str | None:
-        """One for each layer that merges, or the file that has them; None: not learnt yet, or nothing to learn."""
+        """One threshold per merging layer, or their file; None: not learned yet, or nothing to learn."""
         return None
 
     @property
-    def learnt(self) -> bool:
-        """Whether the thresholds are here."""
+    def has_thresholds(self) -> bool:
+        """Whether the thresholds themselves are set."""
         return isinstance(self.thresholds, tuple)
 
     @property
-    def unlearnt(self) -> bool:
-        """Whether thresholds are needed and neither here nor in a file."""
+    def needs_thresholds(self) -> bool:
+        """Whether thresholds are needed and neither set nor in a file."""
         return self.learns and self.thresholds is None
 
     def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
-        """The options with these thresholds; themselves where the method learns none."""
+        """The options with these thresholds; unchanged where the method learns none."""
         return self
 
     @property
     def scorer(self) -> str | None:
-        """The file of a trained network that the method goes by, "" where none is named; None: it goes by none."""
+        """The file of the method's trained network, "" if not set; None: the method has no network."""
         return None
 
     @property
     def network(self) -> Any:
-        """That network, once its file has been read; no setting, so that no recipe and no checkpoint holds it."""
+        """That network, once read; not a setting, so no recipe or checkpoint holds it."""
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -317,9 +320,9 @@ class ReducerOptions:
 
 
 LEAST_SHARE = 1e-6
-"""The smallest `keep`: a smaller share of any image with fewer than half a million tokens would be no token."""
+"""The smallest `keep`; less is no token of any image below half a million tokens."""
 MOST = 2**63 - 1
-"""The largest whole number that an option can be: what torch and JSON readers of other languages hold."""
+"""The largest whole number of an option, as torch and other languages' JSON readers hold it."""
 
 
 def check_keep(keep: Any) -> None:
@@ -371,7 +374,7 @@ def _accumulate(values: Tensor, target: Tensor, m: int) -> Tensor:
     """
     out = torch.zeros(m + 1, *values.shape[1:], dtype=values.dtype, device=values.device)
     # One row more than there are outputs takes in what is dropped, so that no index has to be filtered.
-    rows = target % (m + 1)  # -1 becomes the row behind the last
+    rows = target % (m + 1)  # -1 becomes the row after the last
     if values.is_cuda and values.is_floating_point():
         # index_put_ sorts the rows first, in a dozen kernels; index_add_ would add in whatever order its threads run.
         return out.index_put_((rows,), values, accumulate=True)[:m]

@@ -1,13 +1,13 @@
-"""Predict from an image's pixels how many tokens it keeps, before any encoder runs.
+"""Predict from an image's pixels how many tokens it keeps, before the encoder runs.
 
-An engine reserves an image's tokens before it encodes it, and where their number depends on what the image shows (DyMU), the
-method knows it only behind the encoder. A ridge regression on cheap statistics of the pixels, fitted on calibration images to
-the method's own counts, predicts it; rounded up to a bucket, it is the exact count that the method then meets
-(`methods.merge` or `methods.reduce` with a count). Too high a count costs tokens, too low a one costs detail, so predictions
-are moved up by `margin`, the residual that a share of the calibration images stays under.
+An engine reserves an image's tokens before encoding it, but DyMU's count, which depends on the image, is known only
+after the encoder. A ridge regression on cheap statistics of the pixels, fitted on calibration images to the method's
+own counts, predicts it; rounded up to a bucket, it is the exact count that the method then meets (`methods.merge` or
+`methods.reduce` with a count). Too high a count costs tokens, too low a one detail, so `margin`, a quantile of the
+calibration residuals, is added.
 
 Statistics are computed from the processor's output rounded to bfloat16, so that every engine and type gets the same:
-standard deviation of patches, and shares of flat ones, differences to the patches beside and below, and slopes.
+standard deviation of patches, and shares of flat ones, differences to the patches next to and below, and slopes.
 
 A checkpoint has (see `reduction.block`)
 
@@ -28,7 +28,7 @@ from vlmcompress.utils.errors import UserError
 
 STEPS = 16
 WIDTH = 14  # number of statistics of an image
-_LIMIT = 1e6  # the largest number, or bucket, in a checkpoint
+_LIMIT = 1e6  # the largest bucket or other number in a checkpoint
 _FLAT = (0.05, 0.15, 0.4)  # standard deviations below which a patch is flat, in the processor's units
 
 
@@ -57,7 +57,7 @@ class TokenCounter:
         return float(x @ torch.tensor(self.weights).double()) + self.bias
 
     def count(self, pixels: Tensor) -> int:
-        """The count that the image is to keep: the lowest bucket that is enough, or the highest."""
+        """The image's count: the lowest bucket that suffices, else the highest."""
         predicted = self.predict(pixels) + self.margin
         return next((bucket for bucket in self.buckets if bucket >= predicted), self.buckets[-1])
 
@@ -75,9 +75,9 @@ def features(pixels: Tensor, patch: int) -> Tensor:
     patches = image.reshape(3, rows, patch, columns, patch).permute(1, 3, 0, 2, 4)  # [rows, columns, 3, patch, patch]
     spread = patches.flatten(3).std(-1).mean(-1)
     means = patches.mean((3, 4))
-    beside = (patches[:, 1:] - patches[:, :-1]).abs().mean((2, 3, 4)).flatten()
+    right = (patches[:, 1:] - patches[:, :-1]).abs().mean((2, 3, 4)).flatten()
     below = (patches[1:] - patches[:-1]).abs().mean((2, 3, 4)).flatten()
-    steps = torch.cat([beside, below])
+    steps = torch.cat([right, below])
     maps = [
         spread.mean(),
         spread.std(),
@@ -109,7 +109,7 @@ def fit_counter(
         tokens: number of tokens of an image that keeps all; buckets are multiples of its part `1 / STEPS`.
         least: number of tokens that an image cannot go below.
         penalty: factor of the squared weights of standardized statistics, added to the sum of squared errors.
-        within: share of these pictures that are to get no fewer tokens than they keep.
+        within: share of these pictures that must get at least as many tokens as they keep.
     """
     if len(pictures) != len(counts) or not pictures:
         raise ValueError("a count for each picture, and at least one")

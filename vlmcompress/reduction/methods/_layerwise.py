@@ -1,4 +1,4 @@
-"""Merging in the layers of an encoder, for methods that have `merge`: the rows that each layer leaves of each image.
+"""Merging within an encoder, for methods with `merge`: the rows of each image that each layer leaves.
 
 An engine calls `bias` before a layer's attention and `merge` between that and the MLP, in each layer that merges:
 
@@ -8,12 +8,12 @@ An engine calls `bias` before a layer's attention and `merge` between that and t
         states = merger.merge(layer, states, keys, heads)
         states = states + mlp(norm2(states))
 
-Images that have been left with fewer rows than others are padded on the right; nothing attends to the padding. On a device
-whose host must not wait, a method that merges as many rows as their values say (`dymu`) pads them itself.
+Images with fewer rows are padded on the right; nothing attends to the padding. To avoid a device sync, a method whose
+counts depend on values (`dymu`) pads them itself.
 
-Where a token is a block of `side` x `side` patches (pixel shuffle or pooling behind the encoder), whole blocks merge, patch
+Where a token is a block of `side` x `side` patches (pixel shuffle or pooling after the encoder), whole blocks merge, patch
 by patch: a block that stands for several is the mean of their upper left patches, that of their upper right ones, and so on,
-so that what is behind the encoder finds a block of patches for each token. The key of a block is its patches' keys one behind
+so that what is after the encoder finds a block of patches for each token. The key of a block is its patches' keys one after
 the other, not their mean: two blocks are alike where the patches are that would be averaged. Each of its patches counts in
 attention by the block's size.
 """
@@ -39,7 +39,7 @@ class Merger:
     changes; from then on those of a block stand together, as the blocks do in raster order. `spread` gives each its place back.
 
     merged: for each image, the reduction of its grid by the layers so far.
-    counts: number of tokens that each image is to keep behind the last layer; None where the method decides it.
+    counts: number of tokens that each image is to keep after the last layer; None where the method decides it.
     """
 
     def __init__(
@@ -58,9 +58,8 @@ class Merger:
             method: a reducer with `merge`.
             grids: grid of each image's tokens.
             layers: number of layers that merge.
-            aside: number of rows before the grid's that are no tokens and stay, such as CLS.
-            counts: see above; None: the method decides them all.
-            side: rows, and columns, of patches that a token is made of.
+            aside: number of leading rows that are not grid tokens and stay, such as CLS. counts: see above; None: the
+            method decides them all. side: a token is `side` x `side` patches.
         """
         self.method, self.options, self.grids, self.layers, self.aside = method, options, grids, layers, aside
         self.counts: list[int | None] = [None] * len(grids) if counts is None else list(counts)
@@ -83,10 +82,10 @@ class Merger:
         return pad_sequence(sizes, batch_first=True).log().to(dtype)[:, None, None]
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
-        """Do this layer's merges on the rows `[images, rows, d]`; returns the same tensor when there are none.
+        """Apply this layer's merges to the rows `[images, rows, d]`; without any, return the same tensor.
 
         Args:
-            states: `[images, rows, d]` behind the layer's attention, residual added.
+            states: `[images, rows, d]` after the layer's attention, residual added.
             keys: `[images, rows, dk]`, keys of that attention, heads concatenated.
         """
         parts, steps = [], []
@@ -102,7 +101,7 @@ class Merger:
     def signals(self, image: int, keys: Tensor, heads: int) -> Signals:
         """The signals of the rows that are left of an image; arguments as in `merge`."""
         rows = self._blocks(image, keys).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1)
-        # A look for NaN would wait for the device once a layer and image.
+        # A NaN check would sync the device once per layer and image.
         return Signals(self.grids[image], keys=rows, heads=heads, merged=self.merged[image], finite=True)
 
     def spread(self, states: Tensor) -> Tensor:
@@ -132,7 +131,7 @@ class Merger:
 
 
 def _keeps_all(reduction: Reduction) -> bool:
-    """Whether the host knows, without a look at values, that nothing was merged."""
+    """Whether the host knows, without reading values, that nothing was merged."""
     return reduction.plain and len(reduction.anchor) == len(reduction.target)
 
 

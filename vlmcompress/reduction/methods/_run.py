@@ -1,4 +1,4 @@
-"""Run methods, after checking that their signals are there, and check that the reduction is valid and meets its budget."""
+"""Run methods: check that their signals are there, that the reduction is valid, and that it meets its budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def missing(method: ModuleType, signals: Signals) -> list[str]:
 
 
 def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
-    """Whether the share of such a grid's tokens would be none, so that it is kept whole."""
+    """Whether the share rounds to no token, so that the grid keeps all."""
     if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
         return False
     keep = 1.0 if options.keep is None else options.keep
@@ -30,9 +30,9 @@ def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
 
 @torch.no_grad()
 def reduce(method: ModuleType, signals: Signals, options: ReducerOptions, check: bool = True) -> Reduction:
-    """What the method does with the tokens of one image. ValueError if a signal that it needs is missing.
+    """Reduce the tokens of one image. ValueError if a required signal is missing.
 
-    check: whether to look at the result's values, too, for which the host waits; its lengths are looked at anyway.
+    check: whether to check the result's values, too, which syncs the device; lengths are always checked.
     """
     if options.keep == 1:
         return Reduction.identity(signals.n, signals.device)
@@ -47,10 +47,10 @@ def reduce_all(
     options: ReducerOptions,
     check: bool = True,
 ) -> list[Reduction]:
-    """What the method does with the tokens of each image; other arguments as of `reduce`.
+    """Reduce the tokens of each image; other arguments as of `reduce`.
 
-    A BATCHED method takes all images at once where they have the same shapes and a device that launches kernels, whose number
-    is then that of one image. A CPU computes as long either way.
+    On an accelerator a BATCHED method takes all images of one shape at once, with as many kernel launches as for one.
+    A CPU gains nothing.
     """
     shapes = {_shapes(image) for image in images}
     alike = getattr(method, "BATCHED", False) and len(shapes) == 1 < len(images) and options.keep != 1
@@ -64,7 +64,7 @@ def reduce_all(
 
 
 def _shapes(image: Signals) -> tuple[object, ...]:
-    """What has to be equal of two images for a method to take both at once."""
+    """The shapes that images taken at once must share."""
     tensors = tuple(
         (name, value.shape, value.dtype) for name, value in vars(image).items() if isinstance(value, Tensor)
     )
@@ -72,7 +72,7 @@ def _shapes(image: Signals) -> tuple[object, ...]:
 
 
 def _at_once(method: ModuleType, images: Sequence[Signals], options: ReducerOptions) -> list[Reduction]:
-    """Run a method on images of the same shapes, its every step on all of them."""
+    """Run a method on all images of one shape at once."""
     _check(method, images[0])
     names = [name for name, value in vars(images[0]).items() if isinstance(value, Tensor)]
     plain = False
@@ -103,10 +103,10 @@ def merge(
     count: int | None = None,
     check: bool = True,
 ) -> Reduction:
-    """Decide the merges of one layer, by a method that merges layer by layer, on the rows that earlier layers have left.
+    """Decide the merges of one encoder layer, on the rows left by earlier layers.
 
     The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`. `check`: as of `reduce`; results that are
-    padded for a device are looked at behind the last layer only, where there is no padding left.
+    padded for a device are looked at after the last layer only, where there is no padding left.
     """
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} is none of the {layers} that merge")

@@ -1,4 +1,4 @@
-"""What methods share that choose some of the tokens: the share that they keep, a greedy choice, what becomes of the others."""
+"""Shared by methods that select tokens: the share kept, a greedy choice, what becomes of the rest."""
 
 from __future__ import annotations
 
@@ -97,32 +97,33 @@ def kernels(device: torch.device, n: int) -> ModuleType | None:
 
 
 def cover(
-    worth: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0, covered: Tensor | None = None
+    scores: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0, covered: Tensor | None = None
 ) -> Tensor:
-    """Choose `count` columns of `worth [m, n]`, whose rowwise maxima have a large sum; indices in the order of their choice.
+    """Greedily choose `count` columns of `worth [m, n]` whose rowwise maxima have a large sum; indices in order of
+    choice.
 
-    Greedy: always the column that raises that sum most, times `weight [n]` where that is given; the lowest index of those that
-    fall short of the most by a share of at most `slack`. Maxima begin at 0, or at those of the columns `covered`, which are
-    not chosen again. On a CPU the choice is `lazily` made, on a GPU by kernels, elsewhere `stepwise`; it is the same.
+    Each step takes the column of largest gain in that sum, times `weight [n]` if given; of gains within a share
+    `slack` of the largest, the lowest index. Maxima start at 0, or at those of the columns `covered`, which are not
+    chosen again. On a CPU the choice is `lazily` made, on a GPU by kernels, elsewhere `stepwise`; it is the same.
     """
-    columns = worth.T.contiguous()  # a column's gain is then a sum along memory, in the same order for equal columns
+    columns = scores.T.contiguous()  # a column's gain is then a sum along memory, in the same order for equal columns
     best = columns.new_zeros(columns.shape[1])
-    taken = torch.zeros(len(columns), dtype=torch.bool, device=columns.device)
+    used = torch.zeros(len(columns), dtype=torch.bool, device=columns.device)
     if covered is not None and len(covered):
-        best, taken = columns[covered].amax(0), taken.scatter(0, covered, True)
+        best, used = columns[covered].amax(0), used.scatter(0, covered, True)
     weight = torch.ones_like(columns[:, 0]) if weight is None else weight
 
-    def choose(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor) -> Tensor:
+    def choose(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor) -> Tensor:
         if columns.device.type == "cpu":
-            images = zip(columns, best, taken, weight, strict=True)
+            images = zip(columns, best, used, weight, strict=True)
             return torch.stack([lazily(*image, count, slack) for image in images])
         fused = kernels(columns.device, max(columns.shape[1:]))
-        return (fused.cover if fused else stepwise)(columns, best, taken, weight, count, slack)
+        return (fused.cover if fused else stepwise)(columns, best, used, weight, count, slack)
 
-    return for_all_images(choose, columns, best, taken, weight)
+    return for_all_images(choose, columns, best, used, weight)
 
 
-def stepwise(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+def stepwise(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
     """Choose for `cover`, `[b, count]`, with all gains computed in each step, so that nothing waits for the device.
 
     Args:
@@ -132,7 +133,7 @@ def stepwise(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count
         weight: `[b, n]`, what a column's gain counts.
     """
     best, rise = best.clone(), torch.empty_like(columns)
-    lost = torch.zeros_like(weight).masked_fill(taken, -torch.inf)
+    lost = torch.zeros_like(weight).masked_fill(used, -torch.inf)
     chosen = torch.empty(count, len(columns), 1, dtype=torch.int64, device=columns.device)
     rows = chosen[..., None].expand(-1, -1, -1, best.shape[1])  # the chosen tokens as indices of whole columns
     for token, row in zip(chosen.unbind(), rows.unbind(), strict=True):
@@ -146,19 +147,19 @@ def stepwise(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count
     return chosen[..., 0].T
 
 
-def lazily(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
     """Choose for `cover` of one image, with only those gains computed anew that can be the largest; arguments as of `stepwise`.
 
     What a column gains never rises while others are chosen, nor does its rounded sum, as each term falls and the order stays.
-    So its last known gain is a bound (Minoux, 1978). The gains of highest bound are computed first, then those of all columns
+    So its last known gain is an upper bound. The gains of highest bound are computed first, then those of all columns
     whose bound reaches the largest of these: no other column can be chosen.
     """
 
     def gains(index: Tensor) -> Tensor:
         return (columns[index] - best).clamp_(min=0).sum(1).mul_(weight[index])
 
-    bound = (columns - best).clamp_(min=0).sum(1).mul_(weight).masked_fill_(taken, -torch.inf)
-    free = len(taken) - int(taken.sum())
+    bound = (columns - best).clamp_(min=0).sum(1).mul_(weight).masked_fill_(used, -torch.inf)
+    free = len(used) - int(used.sum())
     chosen = []
     for step in range(count):
         # At first all gains are new.

@@ -1,16 +1,16 @@
 """CDPruner: tokens that differ, by a determinantal point process (arXiv 2506.10967).
 
-The kernel is `L_ij = cos(x_i, x_j)`. A set is worth the determinant of its part of L: the squared volume that its tokens'
-directions span. Greedy, as published: always the token that multiplies the determinant most, found by one row of a Cholesky
-factor for each token kept (Chen, Zhang and Zhou, 2018).
+The kernel is `L_ij = cos(x_i, x_j)`. A set's score is the determinant of its submatrix of L: the squared volume that
+its tokens' directions span. Greedy, as published: always the token that multiplies the determinant most, found by one
+row of a Cholesky factor for each token kept (Chen, Zhang and Zhou, 2018).
 
 This is the plain process, and an image's result serves every question. The paper's is conditional: it multiplies rows and
 columns of L by each token's relevance to the question, from CLIP's text encoder, which checkpoints of language models do not
 have.
 
 The published determinant is 0 for more tokens than directions and for copies, and rounding then decides. Here every token has
-a direction of its own besides, `OWN` of its squared length, so the choice goes on among those that are least spanned. All
-tokens are worth the same at first, and the lowest index leads.
+a direction of its own besides, `DIAGONAL` of its squared length, so the choice goes on among those that are least spanned.
+All tokens score the same at first, so the lowest index comes first.
 
 Costs `n^2 d` multiply-adds for the cosines, `n m^2 / 2` for m tokens kept, and `4 n (n + m)` bytes.
 """
@@ -30,7 +30,7 @@ NEEDS = frozenset({"features"})
 COUNT = "fixed"
 SERVED = True
 BATCHED = True
-OWN = 1e-3
+DIAGONAL = 1e-3
 """What is added to the kernel's diagonal, whose entries are 1."""
 
 
@@ -53,13 +53,13 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 def select(features: Tensor, count: int) -> Tensor:
     """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
-    left = (rows != 0).any(1).float() + OWN  # exactly alike, so that rounding does not choose the first token
+    residual = (rows != 0).any(1).float() + DIAGONAL  # exactly alike, so that rounding does not choose the first token
 
-    def choose(kernel: Tensor, left: Tensor) -> Tensor:
+    def choose(kernel: Tensor, residual: Tensor) -> Tensor:
         fused = kernels(kernel.device, kernel.shape[1])
-        return (fused.span if fused else _steps)(kernel, left, count, OWN)
+        return (fused.span if fused else _steps)(kernel, residual, count, DIAGONAL)
 
-    return for_all_images(choose, rows @ rows.T, left)
+    return for_all_images(choose, rows @ rows.T, residual)
 
 
 def _steps(kernel: Tensor, left: Tensor, count: int, floor: float) -> Tensor:

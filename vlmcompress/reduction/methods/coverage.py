@@ -30,7 +30,8 @@ BATCHED = True
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """`keep`: share of the tokens; `temperature`: of the softmax, low ones let a token be represented only by its like."""
+    """`keep`: share of the tokens; `temperature`: of the softmax; the lower, the more alike a representative must
+    be."""
 
     temperature: float = 0.2
 
@@ -49,12 +50,12 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the tokens that represent all of them best."""
     assert signals.features is not None
-    worth = represented(signals.features, options.temperature)
-    return selected(cover(worth, budget(signals.grid, options)), signals, options)
+    scores = represented(signals.features, options.temperature)
+    return selected(cover(scores, budget(signals.grid, options)), signals, options)
 
 
 def represented(rows: Tensor, temperature: float) -> Tensor:
     """How well row j of `rows [n, d]` represents row i, `[n, n]`, each row's sum 1."""
     rows = unit(rows)
-    # [n, n], row i: what represents token i, shared out among all that resemble it.
+    # [n, n], row i: what represents token i, split among all that resemble it.
     return (rows @ rows.T / temperature).softmax(1)

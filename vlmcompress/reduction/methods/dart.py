@@ -37,7 +37,7 @@ LED = 0.8
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """`keep`: share of the tokens; `pivots`: how many of them are, 0 for four in five of the tokens kept."""
+    """`keep`: share of the tokens; `pivots`: number of image pivots, 0 for 80% of the kept tokens."""
 
     pivots: int = 0
 
@@ -47,7 +47,7 @@ class Options(SelectingOptions):
 
     @property
     def by_channel(self) -> bool:
-        """The L1 norm of a row is another one after a rotation, unlike its length and its angles."""
+        """A rotation changes a row's L1 norm, unlike its length and angles."""
         return True
 
 
@@ -78,14 +78,14 @@ def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tenso
     pivots = pivots[:count]
     rows = unit(features)
     likeness = torch.cat([rows[pivots], unit(query.to(features.device))]) @ rows.T  # [p + q, n] cosines
-    taken = torch.zeros_like(likeness[0]).scatter(0, pivots, torch.inf)  # what is added to cosines
+    offset = torch.zeros_like(likeness[0]).scatter(0, pivots, torch.inf)  # what is added to cosines
     picks, turns, chosen = count - len(pivots), len(likeness), [pivots]
     for turn, cosine in enumerate(likeness[:picks]):  # with fewer picks than turns the later ones get none
         quota = picks // turns + (turn < picks % turns)
         # Tokens that are taken are infinitely similar, so `argmin` never takes them again.
-        free = cosine + taken
+        free = cosine + offset
         # The least similar ones, not the most: what the pivot does not show yet.
         picked = free.argmin(0, keepdim=True) if quota == 1 else free.sort(stable=True).indices[:quota]
-        taken = taken.scatter(0, picked, torch.inf)
+        offset = offset.scatter(0, picked, torch.inf)
         chosen.append(picked)
     return torch.cat(chosen)

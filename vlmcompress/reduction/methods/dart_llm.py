@@ -1,8 +1,8 @@
-"""DART as published, within the language model (arXiv 2502.11494): before its layer K = 2 only pivots and what they
-lack go on.
+"""DART as published, within the language model (arXiv 2502.11494): from layer K = 2 on only pivots and the tokens
+least like them stay.
 
 `features` and `query` are the output of layer K - 1 through the model's final norm, of the image's tokens and of the
-text behind it; `keys` and `query_keys` are that layer's keys with heads concatenated, and the L1 norm of the keys
+text after it; `keys` and `query_keys` are that layer's keys with heads concatenated, and the L1 norm of the keys
 chooses the pivots. Order of turns and count as in `dart`.
 """
 

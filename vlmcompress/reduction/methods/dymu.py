@@ -1,11 +1,11 @@
-"""DyMU's dynamic token merging: ToMe with learnt thresholds, so that simple images become fewer tokens (arXiv
+"""DyMU's dynamic token merging: ToMe with learned thresholds, so that simple images become fewer tokens (arXiv
 2504.17040).
 
-In each layer a pair merges when its cosine is above that layer's threshold (at most half the tokens do). Thresholds are
-learnt: `threshold` gives the one that merges r pairs an image on average over a batch, `average` the mean over batches. How
-many tokens an image keeps is known only behind the encoder, unless `merge` is given a count. Matching, order and means as
-in `tome`; the layers behind should attend in proportion to size, by adding `merged.sizes.log()` to the logits of the keys
-(before the softmax; the published code's slow path adds it behind).
+In each layer a pair merges when its cosine is above that layer's threshold (at most half the tokens do). `threshold`
+finds the one that merges r pairs per image on average over a batch, `average` the mean over batches. How many tokens
+an image keeps is known only after the encoder, unless `merge` is given a count. Matching, order and means as in
+`tome`; the layers after should attend in proportion to size, by adding `merged.sizes.log()` to the logits of the keys
+(before the softmax; the published code's slow path adds it after).
 
 The paper's virtual token unmerging is not here: the language model gets one row for each that is left.
 """
@@ -25,14 +25,12 @@ from vlmcompress.reduction.methods.tome import join, match
 STAGE = "encoder"
 NEEDS = frozenset({"keys", "heads"})
 COUNT = "adaptive"
-SERVED = (
-    True  # to an exact count, said from the pixels before the encoder runs (`vlmcompress.reduction.methods._counter`)
-)
+SERVED = True  # to an exact count, predicted from the pixels before the encoder runs (`vlmcompress.reduction.methods._counter`)
 
 
 @dataclass(frozen=True)
 class Options(ReducerOptions):
-    """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learnt.
+    """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learned.
 
     Or the name of a file with them, which must have been read before anything merges.
     """
@@ -49,19 +47,19 @@ class Options(ReducerOptions):
                 raise ValueError(f"thresholds must be cosines, numbers from -1 to 1, got {self.thresholds!r}")
 
     def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
-        """The options with these thresholds; with None they have to be learnt."""
+        """The options with these thresholds; with None they have to be learned."""
         return replace(self, thresholds=thresholds)
 
 
 def budget(grid: Grid, options: Options) -> None:
-    """Return None, as the number of kept tokens is not known beforehand."""
+    """Return None: the number of kept tokens is not known in advance."""
     return None
 
 
 def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
     """Merge the pairs whose cosine is above the layer's threshold.
 
-    With a `count`, a layer merges no more pairs than leave that many tokens, and at least those that the layers behind,
+    With a `count`, a layer merges no more pairs than leave that many tokens, and at least those that the layers after,
     each of which at most halves the tokens, cannot make up for. So the last layer merges exactly the tokens that are
     still too many, best pairs first, whatever its threshold. Unless the tokens are on a CPU, no shape depends on how many
     pairs a layer merges then, as the host would have to wait for that: see `_padded`.
@@ -85,10 +83,10 @@ def merge(signals: Signals, options: Options, layer: int, layers: int, count: in
     return join(top(scores, min(pairs, signals.n // 2)), partner, signals)
 
 
-def _padded(signals: Signals, threshold: float, count: int, behind: int) -> Reduction:
-    """The merges of a layer with `behind` more to come, as rows of which there are as many as there can be at most.
+def _padded(signals: Signals, threshold: float, count: int, later: int) -> Reduction:
+    """The merges of a layer with `later` more to come, as rows of which there are as many as there can be at most.
 
-    Those that no token is in stand behind the others. They have the size 0, so that nothing attends to them, and any anchor.
+    Those that no token is in stand after the others. They have the size 0, so that nothing attends to them, and any anchor.
     Until few layers are left an encoder therefore computes as many rows as without merging: the price of not waiting.
     """
     assert signals.keys is not None and signals.heads is not None
@@ -98,17 +96,17 @@ def _padded(signals: Signals, threshold: float, count: int, behind: int) -> Redu
     filled = sizes > 0
     scores, partner = match(signals.keys, signals.heads, filled)
     left = filled.sum()
-    pairs = (scores > threshold).sum().minimum(left - count).maximum(left - (count << behind)).minimum(left // 2)
+    pairs = (scores > threshold).sum().minimum(left - count).maximum(left - (count << later)).minimum(left // 2)
     order = top(scores, len(scores))
     # The turn of each pair by falling cosine; the first `pairs` of them merge, a number that stays on the device.
     rank = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=device))
     parent = torch.arange(n, device=device)
     parent[::2] = torch.where(rank < pairs, partner, parent[::2])
-    return Reduction.join(parent.where(filled, -1), sizes, min(n, count << behind))
+    return Reduction.join(parent.where(filled, -1), sizes, min(n, count << later))
 
 
 def best(signals: Signals) -> Tensor:
-    """The cosines `[a]` of the possible pairs of an image in one layer, which thresholds are learnt from."""
+    """The cosines `[a]` of the possible pairs of an image in one layer, which thresholds are learned from."""
     assert signals.keys is not None and signals.heads is not None
     return match(signals.keys, signals.heads)[0]
 
@@ -120,7 +118,7 @@ def threshold(scores: Sequence[Tensor], r: float) -> float:
         scores: for each image of the batch, the result of `best` in this layer.
         r: number of pairs an image, at least 0; may be a fraction.
 
-    The threshold is never below 0, so that tokens that point away from each other stay apart however many pairs are asked for.
+    It is never below 0, so that tokens with negative cosine stay apart for every r.
     """
     # One threshold for the batch: all edges of all its images in one list, the r * B best of which merge.
     falling = torch.cat(list(scores)).float().sort(descending=True).values
@@ -131,8 +129,8 @@ def threshold(scores: Sequence[Tensor], r: float) -> float:
 def average(batches: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Average the thresholds of each batch, layer by layer, for `Options.thresholds`.
 
-    In finding them, a batch must go through each layer with its own threshold, for the layers behind see what that left.
+    To find them, each layer must merge a batch by that batch's threshold, as later layers see the result.
     """
     if not batches or len({len(values) for values in batches}) != 1:
-        raise ValueError("thresholds are learnt from at least one batch, with the same layers in each")
+        raise ValueError("thresholds are learned from at least one batch, with the same layers in each")
     return tuple(sum(column) / len(batches) for column in zip(*batches, strict=True))

@@ -1,4 +1,4 @@
-"""A training-free stand-in for DyRate: fewer visual tokens while generating, as fewer are looked at (after arXiv
+"""A training-free stand-in for DyRate: drops visual tokens during generation as attention to them falls (after arXiv
 2501.14204).
 
 DyRate sees that the attention on visual tokens falls as the answer grows, and trains a small predictor that sets the
@@ -7,7 +7,7 @@ mass itself,
 
     rate_t = clip(factor * sum(saliency_t), least, 1)      tokens left after step t: rate_t of the image's, at most those left
 
-which is not the paper's method and claims none of its results. `saliency` is the attention of the newest token to the
+which is not the paper's method; its results do not carry over. `saliency` is the attention of the newest token to the
 tokens left, `merged` says which they are; the most attended stay. What has been dropped never comes back, so a peak
 later does not help.
 """
@@ -44,7 +44,7 @@ class Options(ReducerOptions):
 
 
 def budget(grid: Grid, options: Options) -> None:
-    """Return None, as the number of kept tokens is not known beforehand."""
+    """Return None: the number of kept tokens is not known in advance."""
     return None
 
 

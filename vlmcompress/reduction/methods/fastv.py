@@ -1,4 +1,4 @@
-"""FastV: after the first layers of the language model keep what the last token attends to (arXiv 2403.06764).
+"""FastV: after the language model's first layers keep what the last token attends to (arXiv 2403.06764).
 
 `saliency` is the attention of the prompt's last token in layer K - 1, mean over heads; the tokens with the highest go
 on to layer K. Depends on the question, and favours the image's last rows, which stand closest to it. The paper's code

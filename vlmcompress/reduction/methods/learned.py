@@ -1,8 +1,8 @@
-"""Learned: the tokens that a small network values most, which was trained on images like yours.
+"""Learned: the tokens scored highest by a small network, trained on images like yours.
 
-`vlmcompress learn-reducer` trains it, so that the language model answers behind the selection as it did with all tokens
-(`hooks.gated`). That a scorer of projected tokens can be trained so is VisionSelector's finding (arXiv 2510.16598); the
-network and its training are our own, and it is much smaller: of `hidden` rows for each of `d` channels.
+`vlmcompress learn-reducer` trains it so that the language model answers with the selection as with all tokens
+(`hooks.gated`). That a scorer of projected tokens can be trained so is VisionSelector's finding (arXiv 2510.16598);
+the network and its training are our own, and it is much smaller: of `hidden` rows for each of `d` channels.
 
 The network sees a token `x_i` (each channel less its mean over the training images, in units of its spread), the image's
 mean and the token's place, and lets the tokens of an image look at each other once, as what a token is worth depends on
@@ -12,11 +12,11 @@ whether others show the same:
     g_i = h_i + V sum_j softmax_j(q_i k_j / sqrt(hidden)) h_j        q = Q h, k = K h
     worth_i = w GELU(g_i)
 
-The tokens of highest worth take most of the budget. Several that show the same are all worth much, and what nobody asked about
-in training is worth nothing; so the rest of the budget, the share `cover`, goes to the tokens that represent best what those
-leave out, by the facility location of `coverage`.
+The tokens of highest worth take most of the budget. Duplicates all score high, and content that no training question
+needed scores low; so the share `cover` of the budget goes to the tokens that best represent the rest, by `coverage`'s
+facility location.
 
-The question is not among what it sees, so an image's result can be reused for another question.
+It does not see the question, so an image's result can be reused for another question.
 
 Costs `2 n d hidden + 2 n^2 hidden` multiply-adds for `n` tokens.
 """
@@ -71,9 +71,8 @@ class Network:
 class Options(SelectingOptions):
     """`keep`: share of the tokens; `scorer`: the file that `vlmcompress learn-reducer` wrote.
 
-    `sha256`: of that file, which a checkpoint carries to tell it from others; found out when the file is read. `cover`: share
-    of what is kept that goes to tokens that cover the image, whatever they are worth; 0.25 was chosen on the demo models'
-    validation questions.
+    `sha256`: hash of that file, stored in checkpoints; computed when the file is read. `cover`: share of kept tokens
+    chosen for coverage, not by score; 0.25 was chosen on the demo models' validation questions.
     """
 
     scorer: str = dataclasses.field(default="", compare=False)
@@ -103,22 +102,22 @@ def budget(grid: Grid, options: Options) -> int:
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the tokens that are worth most, and with the rest of the budget those that cover the others best."""
+    """Keep the tokens of highest score and, with the rest of the budget, those that cover the others best."""
     assert signals.features is not None
     if options.network is None:
         raise ValueError("learned has no scorer; train one with `vlmcompress learn-reducer` first")
-    values = worth(options.network.on(signals.features.device), signals.features, signals.grid)
+    values = score(options.network.on(signals.features.device), signals.features, signals.grid)
     return selected(
         torch.cat(choose(values, signals.features, budget(signals.grid, options), options.cover)), signals, options
     )
 
 
 def choose(values: Tensor, features: Tensor, count: int, cover: float) -> tuple[Tensor, Tensor]:
-    """Indices of the tokens of highest worth, and of those that cover the image beside them (`coverage`), `count` together.
+    """Indices of the highest-scored tokens and of those that cover the rest (`coverage`), `count` in all.
 
     Args:
-        values: `[n]`, what the tokens are worth; features: `[n, d]`, the tokens.
-        cover: share of the count that covers the image.
+        values: `[n]`, the tokens' scores; features: `[n, d]`, the tokens. cover: share of the count that covers the
+        image.
     """
     # The tokens of worth come first, so that what covers the image need not repeat what they show.
     rest = math.floor(cover * count + 0.5)
@@ -157,8 +156,8 @@ def initial(mean: Tensor, spread: Tensor, hidden: int, seed: int) -> dict[str, T
     return weights
 
 
-def worth(weights: Mapping[str, Tensor], features: Tensor, grid: Grid) -> Tensor:
-    """What each of an image's tokens is worth, `[n]` float32.
+def score(weights: Mapping[str, Tensor], features: Tensor, grid: Grid) -> Tensor:
+    """The score of each token of an image, `[n]` float32.
 
     Args:
         weights: see `shapes`.

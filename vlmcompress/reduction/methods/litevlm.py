@@ -5,9 +5,9 @@ The tokens here are the views (cameras, pages, crops) of one request: the grid i
 embedding of each, of its name or of a thumbnail, and `query` embeddings of the question in the same space. A view
 scores its best cosine to the question, plus `lexical` times its entry of `saliency`, how well its name matches the
 question's words (`matches`). The paper trains a small text encoder on a fixed rig of cameras for the first part; this
-needs no training and claims none of its results. At least one view stays. Runs before the encoder, so it saves all that
-a view costs but one token, which engines need; a question about the whole scene suffers. Views without names are alike, and
-then the first ones stay.
+needs no training and claims none of its results. At least one view stays. Runs before the encoder, so a dropped view
+costs one token, which engines need; questions about the whole scene suffer. Views without names are alike, and then
+the first ones stay.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""PEVLM: blocks of a long video that do not see each other, so that the prompt is encoded in parallel (arXiv
-2506.19651).
+"""PEVLM: blocks of a long video that do not attend to each other, for parallel prefill (arXiv 2506.19651).
 
 Not a reducer of tokens: all stay, at their original positions, and `mask` says which may attend to which. The text
 before the images and the first frames are a sink that all see; a block of frames sees the sink and itself; the question
-behind sees everything; all of it causally. Attention then costs `t / frames` times less on the blocks and the cache
+after sees everything; all of it causally. Attention then costs `t / frames` times less on the blocks and the cache
 nothing less. Equal to full attention as long as there is one block.
 """
 
@@ -56,11 +55,11 @@ def blocks(grid: Grid, before: int, after: int, options: Options) -> list[int]:
 
 
 def parts(images: Sequence[tuple[int, int]], length: int, options: Options) -> list[int]:
-    """Lengths of sink, blocks and question, for `mask`, of several images, each a frame; text belongs to the image behind it.
+    """Lengths of sink, blocks and question, for `mask`, of several images, each a frame; text belongs to the image after it.
 
     Args:
         images: first token and number of tokens of each, ascending; at least one.
-        length: length of the sequence; the text behind the last image is the question.
+        length: length of the sequence; the text after the last image is the question.
     """
     ends = [first + tokens for first, tokens in images]
     sink = min(options.sink, len(ends))

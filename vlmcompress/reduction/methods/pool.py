@@ -1,4 +1,4 @@
-"""Pooling: the mean of neighbouring tokens, the other obvious baseline: lower resolution behind the encoder.
+"""Pooling: the mean of neighbouring tokens, the other obvious baseline: lower resolution after the encoder.
 
 The grid of each frame is cut into windows of `rows x columns` tokens, from the top left; windows at the right and the lower
 edge may be smaller. Each window becomes the mean of its tokens, at the place of its middle one (of two middles the first).

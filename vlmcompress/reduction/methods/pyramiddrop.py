@@ -1,14 +1,14 @@
 """PyramidDrop: fewer and fewer visual tokens as the language model gets deeper (arXiv 2410.17247).
 
 The decoder's blocks are cut into `stages` of equal length (of lengths that differ by one, where they don't divide). The
-first holds all `n` tokens of an image; behind each the tokens that the prompt's last token attends to most stay, so that
+first holds all `n` tokens of an image; after each the tokens that the prompt's last token attends to most stay, so that
 
     stage s holds round(n * ratio^s) tokens, at least 1;  mean over L blocks: sum_s blocks_s * ratio^s / L = keep
 
-Published is a `ratio` of 0.5 and 4 stages: drops behind 8, 16 and 24 of 32 blocks, 15/32 of the visual tokens in the mean.
+Published is a `ratio` of 0.5 and 4 stages: drops after 8, 16 and 24 of 32 blocks, 15/32 of the visual tokens in the mean.
 `keep` finds the ratio for a share of the cache instead, so that a share means what it means before the language model; as the
 first stage drops nothing, more than `1 / stages` is kept. `saliency` is the attention of the last token in a stage's last
-block, as the paper's text has it; its code takes queries and keys of the block behind, and rounds down. Tokens that stay keep
+block, as the paper's text has it; its code takes queries and keys of the block after, and rounds down. Tokens that stay keep
 their positions. Depends on the question, and favours the image's last rows, as FastV does.
 """
 
@@ -38,7 +38,7 @@ WHY_NOT = "it drops tokens within the language model, and engines keep one token
 @dataclass(frozen=True)
 class Options(ReducerOptions):
     """`keep`: share of the tokens, mean over the language model's blocks; `stages`: into which the blocks are cut; `ratio`:
-    share of its tokens that a stage hands on; where it is given, `keep` is what follows from it."""
+    share of its tokens that a stage passes on; if set, it determines `keep`."""
 
     keep: float = 0.5
     stages: int = 4
@@ -56,11 +56,11 @@ class Options(ReducerOptions):
 
     @property
     def share(self) -> float:
-        """Share of the tokens that `budget` is of."""
+        """Share of the tokens that `budget` keeps."""
         return self.keep
 
     def drops(self, blocks: int) -> tuple[tuple[int, ReducerOptions], ...]:
-        """One drop behind each stage but the last, to a share of all tokens."""
+        """One drop after each stage but the last, to a share of all tokens."""
         if blocks < self.stages:
             raise ValueError(f"{blocks} blocks do not divide into {self.stages} stages; give stages={blocks} or fewer")
         starts = [stage * blocks // self.stages for stage in range(self.stages)]
@@ -82,9 +82,9 @@ class _Drop(Options):
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens behind one drop; with the options of the whole method the mean over equal stages, rounded.
+    """Number of tokens after one drop; with the options of the whole method the mean over equal stages, rounded.
 
-    All, where the share `keep` of them rounds to none.
+    All tokens where the share `keep` rounds to none.
     """
     if not rounded(grid, options.keep):
         return math.prod(grid)

@@ -1,4 +1,5 @@
-"""Variable level of detail: regions that matter for the question keep every token, the background one mean each. Ours.
+"""Variable level of detail: regions relevant to the question keep every token, background regions one mean. Our
+method.
 
 The image is cut into regions of 4 x 4 tokens, each shown at one of four levels: background, 1 token; low, 4 means of
 2 x 2; medium, 8 means of two neighbours; high, all 16 tokens. All start as background, and the budget goes step by step
@@ -56,12 +57,12 @@ def reduce(signals: Signals, options: Options) -> Reduction:
         table.to(signals.device, non_blocking=True)
         for table in (steps.cells, steps.place, steps.rank, steps.region, steps.size, steps.widest)
     )
-    worth = _worth(signals, cells[0], steps.regions, options.sharpness)
+    scores = _scores(signals, cells[0], steps.regions, options.sharpness)
     if count <= steps.regions:
-        shown = torch.zeros_like(worth, dtype=torch.bool).index_fill_(0, top(worth, count), True)
-        return _joined(torch.where(shown[cells[0]], cells[0], -1), count)
+        refined = torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, top(scores, count), True)
+        return _joined(torch.where(refined[cells[0]], cells[0], -1), count)
     # Greedy by worth for each token; `widest` keeps a region's finer steps after its coarser ones.
-    order = top(worth[region] / widest, len(region))
+    order = top(scores[region] / widest, len(region))
     before = size[order].cumsum(0) - size[order]  # tokens that the steps before cost
     apart = torch.zeros_like(size)
     apart[order] = (count - steps.regions - before).clamp(min=0)
@@ -112,7 +113,7 @@ def _steps(grid: Grid) -> _Steps:
     return _Steps(regions, torch.stack(cells), place, rank, *table.unbind(1))
 
 
-def _worth(signals: Signals, regions: Tensor, number: int, sharpness: float) -> Tensor:
+def _scores(signals: Signals, regions: Tensor, number: int, sharpness: float) -> Tensor:
     """Worth of each of so many regions, from 1 to exp(sharpness), `[number]` float64."""
     assert signals.features is not None and signals.query is not None
     if len(signals.query) == 0:

@@ -2,7 +2,7 @@
 
 Between attention and MLP of each layer the tokens are split into alternate sets A and B; each of A finds the most
 similar of B by cosine of the keys (mean over heads), and the r most similar pairs merge into their size-weighted mean.
-The layers behind should attend in proportion to size: add `merged.sizes.log()` to the logits of the keys.
+The layers after should attend in proportion to size: add `merged.sizes.log()` to the logits of the keys.
 
 The total to merge is spread evenly over the layers, and more in the first where half the tokens a layer (all that A
 has) would not do. Deviations: each layer's outputs return to raster order, which a language model needs and which from
@@ -28,7 +28,7 @@ SERVED = True
 
 @dataclass(frozen=True)
 class Options(ReducerOptions):
-    """`keep`: share of the tokens behind the last layer."""
+    """`keep`: share of the tokens after the last layer."""
 
     keep: float = 0.5
 

@@ -1,4 +1,4 @@
-"""An even grid of tokens, the other baseline: lower resolution without asking what is in the image.
+"""An even grid of tokens, the other baseline: lower resolution regardless of content.
 
 The budget is spread evenly over the frames, within a frame over about as many rows as give square cells, and within a
 row over the columns; counts that do not divide differ by one. Exact for every budget, and every token for `keep: 1`.

@@ -71,7 +71,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     joined = Reduction.join(parent, count=count)
     # Tokens that came to a target: a mean of their own, which is then added to the target (a scale of 2 of the mean of two).
     guests = joined.sizes - 1
-    weight = 1 / guests[joined.target].clamp(min=1)  # together the guests of a target count as much as it does
+    weight = 1 / guests[joined.target].clamp(min=1)  # a target and the mean of its merged tokens have equal weight
     weight.index_fill_(0, joined.anchor, 1.0)
     scale = None if options.merge == "mean" else torch.where(guests > 0, 2.0, 1.0)
     return replace(joined, weight=weight, scale=scale)

@@ -11,9 +11,9 @@ the same whole number of tokens: the same choice where 16 divides half the budge
 than its budget, and this the exact number. Against the code for Qwen: the budget is rounded half up, not down; an image
 narrower than a window is one window, and where windows are too small for their quota the most attended tokens beyond it
 make up for that (there the code fails in both cases); each frame has windows of its own. Qwen's encoders have no CLS, and
-this package does not open them for the attention that the authors read there, so on Qwen this is not to be had.
+this package does not open them for the attention that the authors read there, so this is not available for Qwen.
 
-The published second stage, within the language model, is FastV's rule at another layer: chain `SECOND_STAGE` behind this
+The published second stage, within the language model, is FastV's rule at another layer: chain `SECOND_STAGE` after this
 where the layer can be opened (96 kept here and a third of them there: 64 on average).
 """
 

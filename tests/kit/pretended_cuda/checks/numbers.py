@@ -59,7 +59,7 @@ def test_every_scheme(world, tmp_path, variant):
 
 
 def test_a_mixture_of_methods(world, tmp_path):
-    """Behind a reducer, with the tower's attention, ranges of the cache, and a rotation."""
+    """After a reducer, with the tower's attention, ranges of the cache, and a rotation."""
     same_twice(
         world, tmp_path, scheme="gptq", family="qwen2-5-vl", reduce="divprune:0.5", kv_cache="fp8", rotate="hadamard"
     )
@@ -73,9 +73,11 @@ def test_statistics_and_what_reads_them(world, tmp_path):
     with hidden():
         near(result.manifest["errors"], quantize(recipe(world, tmp_path / "cpu", **keys)).manifest["errors"])
         expected = measured_errors.measure(
-            tmp_path / "out", statistics_folder.read(tmp_path / "stats"), world / "llava"
+            tmp_path / "out", statistics_folder.read_statistics(tmp_path / "stats"), world / "llava"
         )
-    errors = measured_errors.measure(tmp_path / "out", statistics_folder.read(tmp_path / "stats"), world / "llava")
+    errors = measured_errors.measure(
+        tmp_path / "out", statistics_folder.read_statistics(tmp_path / "stats"), world / "llava"
+    )
     near(errors.errors, expected.errors)
     quantize(recipe(world, tmp_path / "mixed", bits={"budget": 5}, **keys))
 
@@ -88,7 +90,7 @@ def recovered(world: Path, folder: Path) -> Any:
     return recover(chosen, TrainingOptions(**FEW)).manifest["recovery"]["held_out_kl"]
 
 
-def learnt(world: Path, folder: Path) -> Any:
+def learned(world: Path, folder: Path) -> Any:
     chosen = training_recipe(world, folder / "scorer.safetensors", scheme="none")
     return learn_reducer(chosen, ScorerTraining(keep=0.5, hidden=8, **FEW | {"steps": 4, "every": 4}))["held_out_kl"]
 
@@ -102,7 +104,7 @@ def training_recipe(world: Path, out: Path, **keys: Any) -> Any:
     return recipe(world, out, calibrate={"data": str(world / "train" / "calib.jsonl"), "samples": 16}, **keys)
 
 
-@pytest.mark.parametrize("train", [recovered, drafted, pytest.param(learnt, marks=SLOW)])
+@pytest.mark.parametrize("train", [recovered, drafted, pytest.param(learned, marks=SLOW)])
 def test_training(world, tmp_path, train: Callable[[Path, Path], Any]):
     """What is held out is as far from the teacher as on the CPU, before and after some steps."""
     with hidden():
@@ -115,7 +117,7 @@ def test_training(world, tmp_path, train: Callable[[Path, Path], Any]):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_reducer_attached(family):
-    """The logits behind a reducer are those of the CPU, for every method that the family can have."""
+    """The logits after a reducer are those of the CPU, for every method that the family can have."""
     spec = next(spec for spec in all_specs() if spec.family == family)
     vlm = reduction_data.tiny(family)
     inputs = reduction_data.encode(vlm, reduction_data.ONE)

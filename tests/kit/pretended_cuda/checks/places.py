@@ -19,7 +19,7 @@ from vlmcompress import cli
 from vlmcompress.evaluation.doctor import measured_errors
 from vlmcompress.models import decoder_blocks, devices, load
 from vlmcompress.models.data import encode as encoded
-from vlmcompress.quantization.allocate import share_out
+from vlmcompress.quantization.allocate import allocate_bits
 from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration import block_inputs, statistics_folder, tower_attention
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
@@ -27,7 +27,7 @@ from vlmcompress.quantization.calibration.gradient_pass import gradients
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
-from vlmcompress.reduction.choice import parse
+from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import calibration_inputs
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
@@ -43,7 +43,7 @@ def tiny_run(world) -> SimpleNamespace:
     quantize(recipe(world, world / "rtn", scheme="rtn", calibrate={}))
     rows, blocks = encoded(samples()[:3], vlm), decoder_blocks(vlm.model, vlm.spec)
     return SimpleNamespace(
-        folder=world, vlm=vlm, rows=rows, blocks=blocks, stats=statistics_folder.read(world / "stats")
+        folder=world, vlm=vlm, rows=rows, blocks=blocks, stats=statistics_folder.read_statistics(world / "stats")
     )
 
 
@@ -58,9 +58,9 @@ def learn_thresholds(folder: Path) -> None:
 
 RTN = QuantMethod(SCHEMES.get("rtn"), SCHEMES.get("rtn").Options(group_size=32))
 PHASES: dict[str, Callable[[SimpleNamespace], Any]] = {
-    "behind a reducer": lambda it: calibration_inputs.reduced(it.vlm, it.rows, parse("divprune:0.5")),
+    "after a reducer": lambda it: calibration_inputs.reduced(it.vlm, it.rows, parse_reducer("divprune:0.5")),
     "thresholds": lambda it: learn_thresholds(it.folder),
-    "vision attention": lambda it: tower_attention.scales(
+    "vision attention": lambda it: tower_attention.attention_scales(
         qwen := load(it.folder / "qwen2-5-vl"), encoded(samples()[:2], qwen)
     ),
     "inputs of blocks": lambda it: block_inputs.capture_block_inputs(it.vlm, it.rows),
@@ -70,7 +70,7 @@ COMPUTED: dict[str, Callable[[SimpleNamespace], Any]] = {
     "statistics": lambda it: calibrate(recipe(it.folder, it.folder / "again", scheme="gptq"), overwrite=True),
     "solving": lambda it: quantize(from_statistics(it, "gptq", scheme="gptq"), overwrite=True),
     "measured errors": lambda it: measured_errors.measure(it.folder / "rtn", it.stats, it.folder / "llava"),
-    "bits": lambda it: share_out(
+    "bits": lambda it: allocate_bits(
         make_plan(from_statistics(it, "bits", scheme="gptq", bits={"budget": 5})), progress=silent
     ),
 }
@@ -95,7 +95,7 @@ def test_what_is_computed_is_not_in_tf32(tiny_run, phase):
             COMPUTED[phase](tiny_run)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert precisions.seen == {"highest"}
+    assert precisions.reduced_units == {"highest"}
 
 
 class Precisions(TorchDispatchMode):
@@ -103,11 +103,11 @@ class Precisions(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.reduced_units: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm") and args[0].dtype == torch.float32:
-            self.seen.add(torch.get_float32_matmul_precision())
+            self.reduced_units.add(torch.get_float32_matmul_precision())
         return func(*args, **kwargs or {})
 
 

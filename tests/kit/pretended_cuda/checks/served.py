@@ -26,7 +26,7 @@ from vllm.plugins import load_general_plugins
 from tests.kit import reduced_cases as cases
 from tests.kit.pretended_cuda import OTHERS, WAITS, Counts, counting
 from tests.kit.vllm_processor import applied
-from vlmcompress.reduction.choice import ReducerChoice, parse
+from vlmcompress.reduction.choice import ReducerChoice, parse_reducer
 from vlmcompress.reduction.hooks.units import tile
 from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.reduction.support import feature_layers
@@ -79,7 +79,7 @@ def reducer(text: str, vlm: Any, folder: Path) -> tuple[str | ReducerChoice, Tok
     thresholds = [0.9] * feature_layers(config)
     tokens = math.prod(tile(config)) if vlm.spec.visual_grid == "tiles" else 16
     counter = TokenCounter(14, (tokens // 3,), (0.0,) * 14, (0.0,) * 14, (1.0,) * 14, 0.0)
-    return parse(f"dymu:thresholds={thresholds}"), counter
+    return parse_reducer(f"dymu:thresholds={thresholds}"), counter
 
 
 class Model:

@@ -31,7 +31,7 @@ class AskingProcessor:
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process a request as vLLM does. ValueError for a question to a method that does not look at it."""
         kwargs = dict(inputs.hf_processor_mm_kwargs)
-        if not self.info.reducer.chosen.asks:
+        if not self.info.reducer.chosen.query_aware:
             if ARGUMENT in kwargs:
                 raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{ARGUMENT}'")
         elif inputs.mm_data_items and not self.info.reducer.views:  # there the answer is enough (`_views`)

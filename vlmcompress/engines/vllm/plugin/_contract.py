@@ -35,7 +35,7 @@ class Reach:
     module: str
     what: str
     why: str
-    ours: bool = False
+    overridden: bool = False
 
     def fault(self, source: Source) -> str | None:
         """What is wrong with it there; None: nothing."""
@@ -52,13 +52,13 @@ class Reach:
             return f"{where} is no function ({self.why})"
         if lost := [part for part in takes if part not in there.names and not there.rest]:
             return f"{where} takes no '{lost[0]}' ({self.why})"
-        if new := [part for part in (there.names if self.ours else there.required) if part not in takes]:
+        if new := [part for part in (there.names if self.overridden else there.required) if part not in takes]:
             return f"{where} takes '{new[0]}', which is new ({self.why})"
         return None
 
 
-def _reaches(module: str, why: str, *names: str, ours: bool = False) -> list[Reach]:
-    return [Reach(module, what, why, ours) for what in names]
+def _reaches(module: str, why: str, *names: str, overridden: bool = False) -> list[Reach]:
+    return [Reach(module, what, why, overridden) for what in names]
 
 
 _MODELS = "model_executor.models"
@@ -76,13 +76,13 @@ def _model(module: str, name: str, *parts: str) -> list[Reach]:
             f"{name}.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)",
             f"{name}.{_FORWARD}",
             f"{name}.embed_multimodal()",
-            ours=True,
+            overridden=True,
         ),
         *_reaches(
             f"{_MODELS}.{module}",
             "an adapter in the encoder gets the full image",
             f"{name}.get_mm_lora_token_counts(modality, mm_kwargs, num_mm_embeds)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches(f"{_MODELS}.{module}", "what the family is made of", name, *parts),
     ]
@@ -121,7 +121,7 @@ _QWEN = [
         "placeholders in the prompt are those of the tokens that are left",
         "Qwen2VLProcessingInfo.get_supported_mm_limits()",
         "Qwen2VLProcessingInfo._merge_and_resolve_mm_processor_kwargs(mm_kwargs)",
-        ours=True,
+        overridden=True,
     ),
 ]
 
@@ -137,7 +137,7 @@ def _qwen(module: str, prefix: str) -> list[Reach]:
             "placeholders in the prompt are those of the tokens that are left",
             f"{prefix}ProcessingInfo._get_vision_info({size})",
             f"{prefix}MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches(where, "what the family is made of", f"{prefix}DummyInputsBuilder"),
         *_reaches(
@@ -146,7 +146,7 @@ def _qwen(module: str, prefix: str) -> list[Reach]:
             f"{prefix}ForConditionalGeneration._process_image_input(image_input)",
             f"{prefix}ForConditionalGeneration._process_video_input(video_input)",
             f"{prefix}ForConditionalGeneration.get_encoder_cudagraph_config()",
-            ours=True,
+            overridden=True,
         ),
         *_model(module, f"{prefix}ForConditionalGeneration", f"{prefix}ForConditionalGeneration.visual"),
     ]
@@ -158,7 +158,7 @@ _QWEN3 = [
         f"{_MODELS}.qwen3_vl",
         "a video's timestamps stay between what is left of its frames",
         "Qwen3VLProcessingInfo.get_max_video_tokens(seq_len, mm_counts)",
-        ours=True,
+        overridden=True,
     ),
     *_reaches(
         f"{_MODELS}.qwen3_vl",
@@ -184,7 +184,7 @@ _SERVED = [
         "a checkpoint is looked at when it is loaded",
         "VerifyAndUpdateConfig.verify_and_update_config(vllm_config)",
         "VerifyAndUpdateConfig.verify_and_update_model_config(model_config)",
-        ours=True,
+        overridden=True,
     ),
     *_reaches("transformers_utils.config", "plain RoPE runs through M-RoPE", "uses_mrope(config)"),
     *_reaches("utils.platform_utils", "indices go to the device without a wait", "is_pin_memory_available()"),
@@ -198,14 +198,14 @@ _SERVED = [
         "BaseMultiModalProcessor._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)",
         "BaseMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
         "BaseProcessingInfo.get_mm_max_tokens_per_item(seq_len, mm_counts)",
-        ours=True,
+        overridden=True,
     ),
     *_reaches(
         "multimodal.processing",
         "names of images in caches say which reducer made them, and which image stays",
         "BaseMultiModalProcessor._get_mm_hashes(inputs)",
         "BaseMultiModalProcessor._get_cache_missing_processor_kwargs(inputs, mm_is_cached)",
-        ours=True,
+        overridden=True,
     ),
     *_reaches(
         "multimodal.processing",
@@ -267,7 +267,7 @@ _SERVED = [
         f"{_MODELS}.interfaces",
         "kept tokens keep their positions",
         "SupportsMRoPE.get_mrope_input_positions(input_tokens, mm_features)",
-        ours=True,
+        overridden=True,
     ),
     *_reaches(f"{_MODELS}.interfaces", "kept tokens keep their positions", "SupportsMRoPE.supports_mrope"),
     *_reaches(
@@ -325,7 +325,7 @@ _IDEFICS = [
         "tokens are reduced after the projector",
         "Idefics3ForConditionalGeneration._process_image_input(image_input)",
         "Idefics3ForConditionalGeneration.get_encoder_cudagraph_config()",
-        ours=True,
+        overridden=True,
     ),
 ]
 
@@ -338,7 +338,7 @@ PARTS: dict[str, list[Reach]] = {
             f"{_MODELS}.llava",
             "tokens are reduced before the projector or after it",
             "LlavaForConditionalGeneration._process_image_input(image_input)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches(
             f"{_MODELS}.llava",
@@ -352,7 +352,7 @@ PARTS: dict[str, list[Reach]] = {
             f"{_MODELS}.llava",
             "placeholders in the prompt are those of the tokens that are left",
             "LlavaProcessingInfo.get_num_image_tokens(image_width, image_height)",
-            ours=True,
+            overridden=True,
         ),
     ],
     "llava-next": [
@@ -363,7 +363,7 @@ PARTS: dict[str, list[Reach]] = {
             "tokens are reduced after the projector",
             "LlavaNextForConditionalGeneration._process_image_input(image_input)",
             "LlavaNextProcessingInfo.get_num_image_tokens(image_width, image_height)",
-            ours=True,
+            overridden=True,
         ),
     ],
     "llava-onevision": [
@@ -379,7 +379,7 @@ PARTS: dict[str, list[Reach]] = {
             "LlavaOnevisionProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
             "LlavaOnevisionProcessingInfo.get_image_size_with_most_features()",
             "LlavaOnevisionProcessingInfo.get_supported_mm_limits()",
-            ours=True,
+            overridden=True,
         ),
     ],
     "internvl": [
@@ -400,7 +400,7 @@ PARTS: dict[str, list[Reach]] = {
             "InternS1ForConditionalGeneration._process_vision_input(image_input)",
             "InternS1ProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
             "InternS1ProcessingInfo.get_supported_mm_limits()",
-            ours=True,
+            overridden=True,
         ),
     ],
     "idefics3": _IDEFICS,
@@ -422,7 +422,7 @@ PARTS: dict[str, list[Reach]] = {
     ],
     "qwen3-5": [*_QWEN3, *_model("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ProcessingInfo")],
     "qwen3-5-moe": [*_QWEN3, *_model("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeProcessingInfo")],
-    "drafts that see images, and mended EAGLE drafts": [
+    "drafts that see images, and fixed EAGLE drafts": [
         *_reaches(
             "transformers_utils.configs.speculators.algos",
             "configs of drafts that see images",
@@ -460,7 +460,7 @@ PARTS: dict[str, list[Reach]] = {
             "EagleProposer.build_model_inputs_first_pass(num_tokens, num_input_tokens, mm_embed_inputs)",
             "EagleProposer._update_positions_dependent_metadata(positions, common_attn_metadata, batch_size, "
             "input_batch_size, block_size)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches(
             "v1.spec_decode.eagle",
@@ -492,7 +492,7 @@ PARTS: dict[str, list[Reach]] = {
             "the head",
             "Eagle3LlamaForCausalLM(vllm_config, prefix)",
             "Eagle3LlamaForCausalLM.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches(f"{_MODELS}.llama_eagle3", "the head", "Eagle3LlamaForCausalLM.config"),
     ],
@@ -507,7 +507,7 @@ PARTS: dict[str, list[Reach]] = {
             f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_wna16",
             "its reading of a checkpoint",
             "CompressedTensorsWNA16MoEMethod(weight_quant, input_quant, moe, layer_name)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches(
             "model_executor.layers.fused_moe",
@@ -525,7 +525,7 @@ PARTS: dict[str, list[Reach]] = {
             "its reading of a checkpoint, and its product",
             "CPUWNA16LinearKernel.process_weights_after_loading(layer)",
             "CPUWNA16LinearKernel.apply_weights(layer, x, bias)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches(
             f"{_LINEAR}.mixed_precision.cpu",
@@ -546,7 +546,7 @@ PARTS: dict[str, list[Reach]] = {
             f"{_COMPRESSED}.compressed_tensors_embedding",
             "rows are looked up without Triton",
             "_dequant_gather_triton(ids, weight_packed, weight_scale, hidden, num_bits)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches("triton_utils", "rows are looked up without Triton", "HAS_TRITON"),
     ],
@@ -561,7 +561,7 @@ PARTS: dict[str, list[Reach]] = {
             "TorchFP8ScaledMMLinearKernel.get_output_padding()",
             "TorchFP8ScaledMMLinearKernel.process_weights_after_loading(layer)",
             "TorchFP8ScaledMMLinearKernel.apply_scaled_mm(A, B, out_dtype, As, Bs, bias, output_shape)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches(
             f"{_LINEAR}.scaled_mm.pytorch",
@@ -583,7 +583,7 @@ PARTS: dict[str, list[Reach]] = {
             "MxFp4LinearKernel.can_implement(config)",
             "MxFp4LinearKernel.process_weights_after_loading(layer)",
             "MxFp4LinearKernel.apply_weights(layer, x, bias)",
-            ours=True,
+            overridden=True,
         ),
         *_reaches("model_executor.layers.quantization.utils.quant_utils", "the form of inputs", "kMxfp4Dynamic"),
     ],

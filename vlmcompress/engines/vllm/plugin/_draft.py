@@ -1,4 +1,4 @@
-"""Drafts in vLLM's first model runner (its CPU build's): two faults are mended, and a head gets what it should of images.
+"""Drafts in vLLM's first model runner (its CPU build's): two faults are fixed, and a head gets what it should of images.
 
 vLLM has announced that runner's end (#56899); 0.33 still has it. The second one (`v1/worker/gpu/spec_decode`) has no hook for
 what is done here: `TargetDependentARSpeculator.propose` takes the target's attention metadata, lists of blocks and recorded
@@ -23,7 +23,7 @@ the blocks that go lie within the image, so all others hold what the prompt up t
 requires; text stays where it is. The rows that stay are written when the target has seen the whole image. The list of blocks
 without those that go is what attention reads, and a sequence is shorter by their tokens. Where the beginning of an image was
 found in the prefix cache and its end was not, the rows in its blocks are there already, and those after them have no hidden
-states of its tokens: zeros. Where the step that completes an image has no room for all its rows beside the text, which has the
+states of its tokens: zeros. Where the step that completes an image has no room for all its rows next to the text, which has the
 room of a step's budget, the first ones are not written. The draft then guesses less well, and answers are what they are.
 """
 
@@ -37,7 +37,7 @@ from vlmcompress.engines.vllm.plugin._mended import when_imported
 from vlmcompress.export import draft_images
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
-PART = "drafts that see images, and mended EAGLE drafts"
+PART = "drafts that see images, and fixed EAGLE drafts"
 
 
 def register() -> None:

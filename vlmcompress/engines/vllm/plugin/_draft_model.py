@@ -25,7 +25,7 @@ class VlmcompressEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
                 "a draft head that sees images its own way runs in vLLM's first model runner; unset VLLM_USE_V2_MODEL_RUNNER"
             )
         try:
-            self.images = draft_images.read(vars(self.config))
+            self.images = draft_images.read_draft_images(vars(self.config))
         except UserError as error:
             raise ValueError(str(error)) from None
         self.image: Tensor | None = None

@@ -1,4 +1,4 @@
-"""vLLM's proposer of EAGLE drafts, with mended slots and prompts, and with a draft's own rows for images (`_draft`)."""
+"""vLLM's proposer of EAGLE drafts, with fixed slots and prompts, and with a draft's own rows for images (`_draft`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT = 4096
 
 
 @dataclass(frozen=True)
-class Shown:
+class PromptImage:
     """An image of a request: its tokens `[start, end)` of the sequence, and its name in the cache of encoded images."""
 
     start: int
@@ -28,10 +28,10 @@ class Shown:
     name: str
 
 
-def shown(features: Sequence[Any]) -> list[Shown]:
+def prompt_images(features: Sequence[Any]) -> list[PromptImage]:
     """A request's images and videos whose tokens stand in one run, in order."""
     places = [(feature.mm_position, feature.identifier) for feature in features if feature.modality != "audio"]
-    images = [Shown(p.offset, p.offset + p.length, name) for p, name in places if p.is_embed is None]
+    images = [PromptImage(p.offset, p.offset + p.length, name) for p, name in places if p.is_embed is None]
     return sorted(images, key=lambda image: image.start)
 
 
@@ -62,7 +62,7 @@ class Part:
 
     pieces: list[range | Rows] = field(default_factory=list)
     short: int = 0
-    gone: list[tuple[int, int]] = field(default_factory=list)
+    dropped_blocks: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Proposer(EagleProposer):
         self.runner = runner
         self.model: Any
         config = self.draft_model_config.hf_config
-        ours = draft_images.ARCHITECTURE in (getattr(config, "architectures", None) or ())
-        self.images = draft_images.read(vars(config) if ours else {})
+        sees_images = draft_images.ARCHITECTURE in (getattr(config, "architectures", None) or ())
+        self.images = draft_images.read_draft_images(vars(config) if sees_images else {})
         self._unfinished: dict[tuple[str, int], Unfinished] = {}  # by a request's name and an image's first token
         self._vectors: OrderedDict[str, tuple[Tensor, int]] = OrderedDict()  # an image's name -> its vector, its tokens
         self._lists: tuple[Any, Tensor] = None, torch.empty(0)
@@ -146,13 +146,13 @@ class Proposer(EagleProposer):
         request = self.runner.requests[name]
         begin = at = request.num_computed_tokens
         end, part = begin + stop - first, Part()
-        for image in shown(request.mm_features):
+        for image in prompt_images(request.mm_features):
             if image.start >= end:
                 break
-            gone = self.images.gone(image.start, image.end, self.block_size)
+            dropped = self.images.dropped_blocks(image.start, image.end, self.block_size)
             if image.end <= begin:
-                part.short += gone * self.block_size
-                part.gone += [(image.end // self.block_size - gone, gone)] if gone else []
+                part.short += dropped * self.block_size
+                part.dropped_blocks += [(image.end // self.block_size - dropped, dropped)] if dropped else []
                 continue
             inside = range(max(image.start, begin), min(image.end, end))
             if self.images.vector:
@@ -162,12 +162,12 @@ class Proposer(EagleProposer):
             if image.start > at:
                 part.pieces.append(range(first + at - begin, first + image.start - begin))
             rows = range(first + inside.start - begin, first + inside.stop - begin)
-            if not gone:
+            if not dropped:
                 part.pieces.append(self._whole(image, inside, rows))
             elif image.end <= end:
-                part.pieces.append(self._reduced(name, image, inside, rows, gone))
-                part.short += gone * self.block_size
-                part.gone.append((image.end // self.block_size - gone, gone))
+                part.pieces.append(self._reduced(name, image, inside, rows, dropped))
+                part.short += dropped * self.block_size
+                part.dropped_blocks.append((image.end // self.block_size - dropped, dropped))
             else:
                 self._note(name, image, inside, rows)
                 part.short += end - image.start
@@ -179,7 +179,7 @@ class Proposer(EagleProposer):
             part.short -= 1
         return part
 
-    def _whole(self, image: Shown, inside: range, rows: range) -> Rows:
+    def _whole(self, image: PromptImage, inside: range, rows: range) -> Rows:
         """All rows of an image that this step has, where they are."""
         features = self._features(image)[inside.start - image.start : inside.stop - image.start]
         window = slice(rows.start, rows.stop)
@@ -188,7 +188,7 @@ class Proposer(EagleProposer):
             features, self.hidden_states[window].clone(), self._get_positions(rows.stop)[..., window].clone(), places
         )
 
-    def _note(self, name: str, image: Shown, inside: range, rows: range) -> Unfinished:
+    def _note(self, name: str, image: PromptImage, inside: range, rows: range) -> Unfinished:
         """Note what this step has of an image whose rows are written when all of it is there; returns what there is."""
         key, count = (name, image.start), image.end - image.start
         if key not in self._unfinished:
@@ -202,22 +202,22 @@ class Proposer(EagleProposer):
         noted.first = min(noted.first, inside.start)
         return noted
 
-    def _reduced(self, name: str, image: Shown, inside: range, rows: range, gone: int) -> Rows:
+    def _reduced(self, name: str, image: PromptImage, inside: range, rows: range, dropped: int) -> Rows:
         """The rows that are left of an image, which this step completes; without those that lie in the prefix cache."""
         noted = self._note(name, image, inside, rows)
         del self._unfinished[name, image.start]
         features, block = self._features(image), self.block_size
-        left = len(features) - gone * block
+        left = len(features) - dropped * block
         if not left:
             return Rows(features[:0], noted.states[:0], noted.positions[:0], torch.arange(0))
         reduction = self.images.reduction(features, left)
         places = torch.arange(image.start, image.start + left)
-        places[places >= (image.end // block - gone) * block] += gone * block
+        places[places >= (image.end // block - dropped) * block] += dropped * block
         positions = noted.positions[reduction.anchor]
         every = Rows(reduction.apply(features), reduction.apply(noted.states), positions, places)
         return every.last(int((places >= noted.first).sum()))
 
-    def _features(self, image: Shown) -> Tensor:
+    def _features(self, image: PromptImage) -> Tensor:
         """The rows `[n, hidden]` that the target's decoder got; further channels of the encoder are not for a draft."""
         # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.encoder_cache has an image until no request needs it for the
         # target.
@@ -246,11 +246,15 @@ class Proposer(EagleProposer):
                 slots.append(blocks[places // self.block_size] * self.block_size + places % self.block_size)
                 total += len(piece.embeds)
             ends.append(total)
-        taken, put = torch.tensor(source).to(self.device), torch.tensor(target).to(self.device)
+        source_rows, put = torch.tensor(source).to(self.device), torch.tensor(target).to(self.device)
         # A row's slot in the cache: rows of text keep theirs, rows of images are computed from their places.
         slot_mapping = cad.slot_mapping.new_empty(total)
-        slot_mapping[put] = cad.slot_mapping[taken]
-        ids, positions, hidden = self.input_ids[taken], self.positions[taken], self.hidden_states[taken]
+        slot_mapping[put] = cad.slot_mapping[source_rows]
+        ids, positions, hidden = (
+            self.input_ids[source_rows],
+            self.positions[source_rows],
+            self.hidden_states[source_rows],
+        )
         self.input_ids[:total] = 0
         self.input_ids[put], self.positions[put], self.hidden_states[put] = ids, positions, hidden
         for (begin, rows), own_slots in zip(self._images_rows, slots, strict=True):
@@ -281,11 +285,11 @@ class Proposer(EagleProposer):
 
     def _listed(self, parts: Sequence[Part], blocks: Tensor) -> Tensor:
         """The lists of blocks `[requests, n]` without those that are left out."""
-        key = blocks.shape, tuple(tuple(part.gone) for part in parts)
+        key = blocks.shape, tuple(tuple(part.dropped_blocks) for part in parts)
         if self._lists[0] != key:
             columns = np.tile(np.arange(blocks.shape[1]), (len(parts), 1))
             for row, part in zip(columns, parts, strict=True):
-                kept = np.delete(row, [first + n for first, count in part.gone for n in range(count)])
+                kept = np.delete(row, [first + n for first, count in part.dropped_blocks for n in range(count)])
                 row[: len(kept)] = kept
             self._lists = key, torch.from_numpy(columns).to(self.device)
         # A new tensor: the runner's own table of blocks stays the target's.
@@ -311,7 +315,7 @@ class Proposer(EagleProposer):
         before, self.model.image = self.model.image, image
         return before
 
-    def _note_vector(self, image: Shown) -> None:
+    def _note_vector(self, image: PromptImage) -> None:
         """Keep the vector of an image that is encoded."""
         features = self._features(image)
         mean = draft_images.mean_feature(features).to(self.dtype)
@@ -322,7 +326,7 @@ class Proposer(EagleProposer):
 
     def _vector(self, name: str) -> Tensor:
         """The vector `[hidden]` of a request's images so far; zero where none is known."""
-        images = shown(self.runner.requests[name].mm_features)
+        images = prompt_images(self.runner.requests[name].mm_features)
         vectors = [self._vectors[image.name] for image in images if image.name in self._vectors]
         if not vectors:
             return self.hidden_states.new_zeros(self.hidden_size)

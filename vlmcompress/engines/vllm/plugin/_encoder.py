@@ -19,7 +19,7 @@ from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_para
 
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.models import spec_for
-from vlmcompress.reduction.hooks.tap import joined, received
+from vlmcompress.reduction.hooks.tap import join_heads, received
 from vlmcompress.reduction.hooks.units import block, tile
 from vlmcompress.reduction.methods import Grid, Merger, Reduction
 from vlmcompress.reduction.support import strategy
@@ -104,14 +104,14 @@ class TileMerging(EncoderMerging):
     def __init__(self, layers: nn.ModuleList, reducer: ServedReducer, config: Any):
         super().__init__(layers, reducer, config)
         self.counts: list[int] | None = None  # of the tiles of the next run; None where the method decides them
-        self._found: Iterator[Reduction] = iter(())
+        self._reductions: Iterator[Reduction] = iter(())
         layers[0].register_forward_pre_hook(self._start)
         layers[-1].register_forward_hook(self._spread)
 
     def take(self, tiles: int) -> Reduction:
         """What to keep of the next `tiles` tiles of the latest run: of tokens that have become one, all equal, one."""
         # After `_spread` each patch of a merged token has the same row, so one of them, the anchor, stands for all.
-        parts = [next(self._found) for _ in range(tiles)]
+        parts = [next(self._reductions) for _ in range(tiles)]
         return Reduction.concat([Reduction.keep(reduction.anchor, len(reduction.target)) for reduction in parts])
 
     def _start(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -119,7 +119,7 @@ class TileMerging(EncoderMerging):
 
     def _spread(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         assert self._merger is not None
-        self._found = iter(self._merger.merged)
+        self._reductions = iter(self._merger.merged)
         return self._merger.spread(output)
 
 
@@ -137,7 +137,7 @@ class _Proportional(nn.Module):
         q, k, v = (heads_first(x, self._heads) for x in (query, key, value))
         bias = self._merging.bias(query.dtype)
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self._scale)
-        return joined(out)
+        return join_heads(out)
 
 
 def grid_of(pixels: Tensor, config: Any) -> Grid:
@@ -165,7 +165,7 @@ def _from_cls(attention: Any, query: Tensor, key: Tensor) -> Tensor:
 
 
 def heads_first(x: Tensor, heads: int) -> Tensor:
-    """Rearrange `[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.reduction.hooks.tap.joined` is the inverse."""
+    """Rearrange `[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.reduction.hooks.tap.join_heads` is the inverse."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 

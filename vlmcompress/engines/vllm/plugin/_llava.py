@@ -16,7 +16,7 @@ from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInf
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.models import Layout, ModelSpec, spec_for
 from vlmcompress.reduction.hooks import Reduced
-from vlmcompress.reduction.hooks.units import Unit, whole
+from vlmcompress.reduction.hooks.units import Unit, join_reductions
 from vlmcompress.reduction.methods import Grid, Reduction
 
 
@@ -120,7 +120,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         # All tiles of all images of the step at once: those of one shape share every kernel.
         results = iter(self.reducer.reduce_all(tiles))
         return [
-            whole([Reduced(**vars(unit), reduction=next(results)) for unit in parts], parts[0].columns.device)
+            join_reductions([Reduced(**vars(unit), reduction=next(results)) for unit in parts], parts[0].columns.device)
             for parts in units
         ]
 

@@ -1,4 +1,4 @@
-"""Faults of vLLM 0.32 and 0.33 that are mended, each once the module that has it is imported.
+"""Faults of vLLM 0.32 and 0.33 that are fixed, each once the module that has it is imported.
 
 **n-grams.** numba searches them, and its pool of threads, when it starts, sets OpenMP's number of threads to that of the
 machine's cores, whatever `OMP_NUM_THREADS` says. Where one of these is busy, all small products of a CPU wait for it.
@@ -19,7 +19,7 @@ from vlmcompress.engines.vllm.plugin._contract import left_out
 
 NGRAMS = "vllm.v1.spec_decode.ngram_proposer"
 MODELS = "vllm.model_executor.models"
-_mended: set[str] = set()  # modules, or those that will be when they are imported
+_patched: set[str] = set()  # modules, or those that will be when they are imported
 
 
 def register() -> None:
@@ -33,9 +33,9 @@ def when_imported(name: str, mend: Callable[[Any], None], part: str | None = Non
 
     `part`: what it reaches into (`_contract`); where that is broken it is left out.
     """
-    if name in _mended:
+    if name in _patched:
         return
-    _mended.add(name)
+    _patched.add(name)
     if part:
         whole = mend
         mend = lambda module: None if left_out(part) else whole(module)  # noqa: E731

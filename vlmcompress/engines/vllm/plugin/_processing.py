@@ -132,7 +132,7 @@ class Counting:
         return {**fields, FIELD: self._field(hf_inputs)}
 
     def _field(self, hf_inputs: Any) -> Any:
-        """How the counts are shared out among images: one each."""
+        """How the counts are split among images: one each."""
         # On the CPU: the count is read there (`counts_of`), and `strip_covered_mm_data` leaves it in for positions.
         return MultiModalFieldConfig.batched("image", keep_on_cpu=True)
 

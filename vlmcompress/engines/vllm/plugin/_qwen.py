@@ -63,7 +63,7 @@ class QwenInfo(ReducedInfo):
     def get_supported_mm_limits(self) -> dict[str, int | None]:
         """Return vLLM's limits, without videos where the question decides."""
         limits = super().get_supported_mm_limits()  # type: ignore[misc]
-        return {**limits, "video": 0} if self.reducer.chosen.asks else limits
+        return {**limits, "video": 0} if self.reducer.chosen.query_aware else limits
 
     def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return super()._merge_and_resolve_mm_processor_kwargs(_unasked(mm_kwargs))  # type: ignore[misc]

@@ -40,7 +40,7 @@ class ServedReducer:
     def of(hf_config: Any) -> ServedReducer:
         """Read the reducer that a config carries. UserError if there is none, it is not right, or vLLM cannot serve it."""
         config = {name: value for name in _READ if (value := getattr(hf_config, name, None)) is not None}
-        carried = reducer_block.read(config)
+        carried = reducer_block.read_reducer(config)
         if carried is None:
             raise UserError(
                 f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
@@ -51,7 +51,7 @@ class ServedReducer:
         try:
             spec = spec_for({"model_type": carried.model_type})
             check_config(spec, hf_config, reducer)
-            reducer = scorer_file.known(hf_config, reducer, hub.local(hf_config.name_or_path, "model"))
+            reducer = scorer_file.load_scorer(hf_config, reducer, hub.local(hf_config.name_or_path, "model"))
             if carried.count:
                 check_counter(hf_config, reducer, carried.count)
         except UserError as error:

@@ -47,11 +47,17 @@ class Source:
         for node in _statements(self._tree(module)):
             if isinstance(node, ast.ImportFrom):
                 inside = _absolute(module, node, self._is_package(module))
-                ours = inside.startswith(f"{PACKAGE}.")
+                in_package = inside.startswith(f"{PACKAGE}.")
                 for alias in node.names:
                     if name == (alias.asname or alias.name):  # what is another package's is there
-                        return self._top(inside.removeprefix(f"{PACKAGE}."), alias.name) if ours else (module, node)
-                    if alias.name == "*" and ours and (starred := self._top(inside.removeprefix(f"{PACKAGE}."), name)):
+                        return (
+                            self._top(inside.removeprefix(f"{PACKAGE}."), alias.name) if in_package else (module, node)
+                        )
+                    if (
+                        alias.name == "*"
+                        and in_package
+                        and (starred := self._top(inside.removeprefix(f"{PACKAGE}."), name))
+                    ):
                         return starred
             elif name in _named(node):
                 return module, node

@@ -28,7 +28,7 @@ from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
-from vlmcompress.reduction.hooks.units import Reduced, tile, whole
+from vlmcompress.reduction.hooks.units import Reduced, join_reductions, tile
 from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
@@ -131,5 +131,7 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         every = rows.new_zeros(len(ids), rows.shape[1])
         every[columns] = rows
         every[text] = embedded(self.get_language_model(), words).to(rows)
-        result = whole([Reduced(0, columns, grid, 0, (0, len(ids)), self._reduction(grid, rows))], rows.device)
+        result = join_reductions(
+            [Reduced(0, columns, grid, 0, (0, len(ids)), self._reduction(grid, rows))], rows.device
+        )
         return pack(result.apply(every), result.anchor[:, None].expand(-1, DIMS), len(ids) - 1)

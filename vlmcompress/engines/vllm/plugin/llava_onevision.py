@@ -39,7 +39,7 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """Return vLLM's limits, without videos where the question decides."""
-        return {"image": None, "video": 0 if self.reducer.chosen.asks else None}
+        return {"image": None, "video": 0 if self.reducer.chosen.query_aware else None}
 
     def get_num_video_tokens(self, *, image_width: int, image_height: int, num_frames: int) -> int:
         """Number of placeholders of a video in the prompt."""

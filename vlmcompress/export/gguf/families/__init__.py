@@ -1,1 +1,1 @@
-"""Families of models as llama.cpp has them, one file each, whose `FAMILY` is a `vlmcompress.export.gguf.Family`."""
+"""Families of models as llama.cpp has them, one file each, whose `FAMILY` is a `vlmcompress.export.gguf.GgufFamily`."""

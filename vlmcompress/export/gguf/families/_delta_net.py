@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmcompress.export.gguf.families._parts import HEAD_NORMS, decoder, head_size, text_keys
 from vlmcompress.export.gguf.families._qwen import sections
-from vlmcompress.export.gguf.spec import Facts, Model, Order, Rule, at
+from vlmcompress.export.gguf.spec import GgufFile, ModelFacts, Order, TensorRule, at
 
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"} | HEAD_NORMS
 
@@ -24,7 +24,7 @@ def value_heads(channels: Callable[[dict], int], before: Callable[[dict], int] =
         before: rows in front of these that stay.
     """
 
-    def order(facts: Facts) -> list[int]:
+    def order(facts: ModelFacts) -> list[int]:
         text: Any = facts.config["text_config"]
         size, fixed, keys = channels(text), before(text), text["linear_num_key_heads"]
         each = text["linear_num_value_heads"] // keys
@@ -47,34 +47,34 @@ def width(text: dict) -> int:
 VALUES, MIXED, HEADS = value_heads(width), value_heads(width, queries_and_keys), value_heads(lambda text: 1)
 
 
-def decay(weight: Any, facts: Facts) -> Any:
+def decay(weight: Any, facts: ModelFacts) -> Any:
     """The rate of decay of the state, which ggml takes as it is."""
     return -weight.float().exp()
 
 
-def taps(weight: Any, facts: Facts) -> Any:
+def taps(weight: Any, facts: ModelFacts) -> Any:
     """The weights of a convolution channel by channel, `[channels, taps]`."""
     return weight[:, 0]
 
 
-def recurrent(facts: Facts) -> list[bool]:
+def recurrent(facts: ModelFacts) -> list[bool]:
     """For each block whether it is a Gated DeltaNet."""
     return [kind == "linear_attention" for kind in facts.config["text_config"]["layer_types"]]
 
 
-def rotated(facts: Facts) -> int:
+def rotated(facts: ModelFacts) -> int:
     """Channels of a head that are rotated."""
     rope = facts.config["text_config"]["rope_parameters"]
     return int(head_size(facts) * rope.get("partial_rotary_factor", 0.25))
 
 
-def inner(facts: Facts) -> int:
+def inner(facts: ModelFacts) -> int:
     """Channels of all value heads."""
     text = facts.config["text_config"]
     return text["linear_num_value_heads"] * text["linear_value_head_dim"]
 
 
-def check(facts: Facts) -> list[str]:
+def check(facts: ModelFacts) -> list[str]:
     """What llama.cpp has no form of."""
     text = facts.config["text_config"]
     if text["linear_key_head_dim"] == text["linear_value_head_dim"]:
@@ -82,10 +82,10 @@ def check(facts: Facts) -> list[str]:
     return ["llama.cpp's Gated DeltaNet has heads of one width for keys and values; this model has two"]
 
 
-def language(mlp: tuple[Rule, ...] = (), **keys: Any) -> Model:
+def language(mlp: tuple[TensorRule, ...] = (), **keys: Any) -> GgufFile:
     """The decoder; `mlp`: rules of its blocks' MLPs where they are mixtures, `keys`: further metadata."""
     block, target = "model.language_model.layers.{}.linear_attn", "blk.{}"
-    return Model(
+    return GgufFile(
         text_keys(
             rope__dimension_sections=sections,
             rope__dimension_count=rotated,
@@ -100,14 +100,14 @@ def language(mlp: tuple[Rule, ...] = (), **keys: Any) -> Model:
         (
             *decoder(norms=NORMS, norm_offset=1.0),
             *mlp,
-            Rule(f"{block}.in_proj_qkv.weight", f"{target}.attn_qkv.weight", rows=MIXED),
-            Rule(f"{block}.in_proj_z.weight", f"{target}.attn_gate.weight", rows=VALUES),
-            Rule(f"{block}.in_proj_b.weight", f"{target}.ssm_beta.weight", rows=HEADS),
-            Rule(f"{block}.in_proj_a.weight", f"{target}.ssm_alpha.weight", rows=HEADS),
-            Rule(f"{block}.dt_bias", f"{target}.ssm_dt.bias", rows=HEADS),
-            Rule(f"{block}.A_log", f"{target}.ssm_a", rows=HEADS, change=decay),
-            Rule(f"{block}.conv1d.weight", f"{target}.ssm_conv1d.weight", rows=MIXED, change=taps),
-            Rule(f"{block}.norm.weight", f"{target}.ssm_norm.weight"),
-            Rule(f"{block}.out_proj.weight", f"{target}.ssm_out.weight", columns=VALUES),
+            TensorRule(f"{block}.in_proj_qkv.weight", f"{target}.attn_qkv.weight", rows=MIXED),
+            TensorRule(f"{block}.in_proj_z.weight", f"{target}.attn_gate.weight", rows=VALUES),
+            TensorRule(f"{block}.in_proj_b.weight", f"{target}.ssm_beta.weight", rows=HEADS),
+            TensorRule(f"{block}.in_proj_a.weight", f"{target}.ssm_alpha.weight", rows=HEADS),
+            TensorRule(f"{block}.dt_bias", f"{target}.ssm_dt.bias", rows=HEADS),
+            TensorRule(f"{block}.A_log", f"{target}.ssm_a", rows=HEADS, change=decay),
+            TensorRule(f"{block}.conv1d.weight", f"{target}.ssm_conv1d.weight", rows=MIXED, change=taps),
+            TensorRule(f"{block}.norm.weight", f"{target}.ssm_norm.weight"),
+            TensorRule(f"{block}.out_proj.weight", f"{target}.ssm_out.weight", columns=VALUES),
         ),
     )

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from vlmcompress.export.gguf.families._parts import LANGUAGE
-from vlmcompress.export.gguf.spec import Facts, Rule, Value, at
+from vlmcompress.export.gguf.spec import ModelFacts, TensorRule, Value, at
 
 MLP = f"{LANGUAGE}.layers.{{}}.mlp"
 
 
-def count(facts: Facts) -> int:
+def count(facts: ModelFacts) -> int:
     """Experts of a block."""
     text = facts.config["text_config"]
     return text.get("num_experts") or text["num_local_experts"]
@@ -24,26 +24,26 @@ KEYS: dict[str, Value] = {
 }
 
 
-def half(number: int, transposed: bool) -> Callable[[Any, Facts], Any]:
+def half(number: int, transposed: bool) -> Callable[[Any, ModelFacts], Any]:
     """Takes gates (0) or ups (1) of all experts, `[experts, out, in]`; `transposed`: the checkpoint has inputs first."""
     return lambda weight, facts: (weight.mT if transposed else weight).chunk(2, dim=1)[number]
 
 
-def rules(transposed: bool) -> tuple[Rule, ...]:
+def rules(transposed: bool) -> tuple[TensorRule, ...]:
     """The tensors of routers and experts, which are single layers where they are quantized and fused tensors elsewhere.
 
     Args:
         transposed: the checkpoint's fused tensors have inputs first.
     """
     return (
-        Rule(f"{MLP}.gate.weight", "blk.{}.ffn_gate_inp.weight"),
+        TensorRule(f"{MLP}.gate.weight", "blk.{}.ffn_gate_inp.weight"),
         *(
-            Rule(f"{MLP}.experts.{{}}.{kind}_proj.weight", f"blk.{{}}.ffn_{kind}_exps.weight", stacked=True)
+            TensorRule(f"{MLP}.experts.{{}}.{kind}_proj.weight", f"blk.{{}}.ffn_{kind}_exps.weight", stacked=True)
             for kind in ("gate", "up", "down")
         ),
-        Rule(f"{MLP}.experts.gate_up_proj", "blk.{}.ffn_gate_exps.weight", change=half(0, transposed)),
-        Rule(f"{MLP}.experts.gate_up_proj", "blk.{}.ffn_up_exps.weight", change=half(1, transposed)),
-        Rule(
+        TensorRule(f"{MLP}.experts.gate_up_proj", "blk.{}.ffn_gate_exps.weight", change=half(0, transposed)),
+        TensorRule(f"{MLP}.experts.gate_up_proj", "blk.{}.ffn_up_exps.weight", change=half(1, transposed)),
+        TensorRule(
             f"{MLP}.experts.down_proj",
             "blk.{}.ffn_down_exps.weight",
             change=lambda weight, facts: weight.mT if transposed else weight,

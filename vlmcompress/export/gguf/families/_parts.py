@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlmcompress.export.gguf.spec import Facts, Order, Rule, Value, always, at
+from vlmcompress.export.gguf.spec import ModelFacts, Order, TensorRule, Value, always, at
 
 LANGUAGE = "model.language_model"
 
 
-def head_size(facts: Facts) -> int:
+def head_size(facts: ModelFacts) -> int:
     """Channels of one attention head of the decoder."""
     text = facts.config["text_config"]
     return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
@@ -47,7 +47,7 @@ def rotated_heads(heads: str, width: Value = head_size) -> Order:
         width: gives the channels of a head.
     """
 
-    def order(facts: Facts) -> list[int]:
+    def order(facts: ModelFacts) -> list[int]:
         size = width(facts)
         pairs = [channel for pair in range(size // 2) for channel in (pair, pair + size // 2)]
         return [head * size + channel for head in range(at(heads)(facts)) for channel in pairs]
@@ -62,7 +62,7 @@ def decoder(
     norms: Mapping[str, str] = NORMS,
     norm_offset: float = 0.0,
     root: str = LANGUAGE,
-) -> tuple[Rule, ...]:
+) -> tuple[TensorRule, ...]:
     """The tensors of a decoder of the Llama shape.
 
     Args:
@@ -83,24 +83,26 @@ def decoder(
         ("mlp.up_proj", "ffn_up", None),
         ("mlp.down_proj", "ffn_down", None),
     )
-    rules = [Rule(f"{block}{old}.weight", f"{target}{new}.weight", rows=rows) for old, new, rows in linears]
+    rules = [TensorRule(f"{block}{old}.weight", f"{target}{new}.weight", rows=rows) for old, new, rows in linears]
     if biases:
-        rules += [Rule(f"{block}{old}.bias", f"{target}{new}.bias", rows=rows) for old, new, rows in linears[:3]]
-    rules += [Rule(f"{block}{old}.weight", f"{target}{new}.weight", add=norm_offset) for old, new in norms.items()]
+        rules += [TensorRule(f"{block}{old}.bias", f"{target}{new}.bias", rows=rows) for old, new, rows in linears[:3]]
+    rules += [
+        TensorRule(f"{block}{old}.weight", f"{target}{new}.weight", add=norm_offset) for old, new in norms.items()
+    ]
     return (
-        Rule(f"{root}.embed_tokens.weight", "token_embd.weight"),
+        TensorRule(f"{root}.embed_tokens.weight", "token_embd.weight"),
         *rules,
-        Rule(f"{root}.norm.weight", "output_norm.weight", add=norm_offset),
-        Rule("lm_head.weight", "output.weight"),
+        TensorRule(f"{root}.norm.weight", "output_norm.weight", add=norm_offset),
+        TensorRule("lm_head.weight", "output.weight"),
     )
 
 
-def both(source: str, target: str, **options: Any) -> tuple[Rule, Rule]:
+def both(source: str, target: str, **options: Any) -> tuple[TensorRule, TensorRule]:
     """The rules of a module's weight and bias."""
-    return tuple(Rule(f"{source}.{kind}", f"{target}.{kind}", **options) for kind in ("weight", "bias"))  # type: ignore[return-value]
+    return tuple(TensorRule(f"{source}.{kind}", f"{target}.{kind}", **options) for kind in ("weight", "bias"))  # type: ignore[return-value]
 
 
-def blocks(prefix: str, names: Mapping[str, str]) -> tuple[Rule, ...]:
+def blocks(prefix: str, names: Mapping[str, str]) -> tuple[TensorRule, ...]:
     """Rules of the modules of a tower's blocks, weights and biases; `prefix`: of a block in memory, with `{}`."""
     return tuple(rule for old, new in names.items() for rule in both(f"{prefix}.{old}", f"v.blk.{{}}.{new}"))
 
@@ -132,8 +134,8 @@ def activation(path: str = "vision_config.hidden_act") -> dict[str, Value]:
     }
 
 
-def first_last(positions: Any, facts: Facts) -> Any:
-    """Positions `[1 + patches, width]` with the CLS token's behind those of the patches, where llama.cpp has the token."""
+def first_last(positions: Any, facts: ModelFacts) -> Any:
+    """Positions `[1 + patches, width]` with the CLS token's after those of the patches, where llama.cpp has the token."""
     return positions.roll(-1, 0)
 
 
@@ -157,12 +159,12 @@ CLIP_KEYS = {
 }
 
 
-def square_pixels(which: str) -> Value:
+def square_pixels(key: str) -> Value:
     """The least or most pixels of an image, by the processor's `shortest_edge` or `longest_edge`, which are areas there."""
-    return lambda facts: (facts.image.get("size") or {}).get(which)
+    return lambda facts: (facts.image.get("size") or {}).get(key)
 
 
-def rope_problems(facts: Facts) -> list[str]:
+def rope_problems(facts: ModelFacts) -> list[str]:
     """What of the decoder's rotary positions is not written."""
     kind = (facts.config["text_config"].get("rope_parameters") or {}).get("rope_type", "default")
     return [] if kind in ("default", "mrope") else [f"rotary positions of the kind '{kind}' are not written to GGUF"]

@@ -6,23 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 from vlmcompress.export.gguf.families._parts import both, decoder, square_pixels, text_keys
-from vlmcompress.export.gguf.spec import Facts, Model, Rule, Value, at
+from vlmcompress.export.gguf.spec import GgufFile, ModelFacts, TensorRule, Value, at
 
 TOWER = "model.visual"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-def sections(facts: Facts) -> list[int]:
+def sections(facts: ModelFacts) -> list[int]:
     """Pairs of channels that are rotated by the position in time, row and column; ggml has a fourth kind."""
     return [*facts.config["text_config"]["rope_parameters"]["mrope_section"], 0]
 
 
-def frame(number: int) -> Callable[[Any, Facts], Any]:
+def frame(number: int) -> Callable[[Any, ModelFacts], Any]:
     """Takes one of the two frames of a convolution `[out, colours, frames, height, width]`."""
     return lambda weight, facts: weight[:, :, number]
 
 
-LANGUAGE = Model(text_keys(rope__dimension_sections=sections), decoder(biases=True))
+LANGUAGE = GgufFile(text_keys(rope__dimension_sections=sections), decoder(biases=True))
 PIXELS: dict[str, Value] = {
     "spatial_merge_size": at("vision_config.spatial_merge_size"),
     "image_min_pixels": square_pixels("shortest_edge"),
@@ -30,13 +30,13 @@ PIXELS: dict[str, Value] = {
 }
 
 
-def tower(block: tuple[Rule, ...]) -> tuple[Rule, ...]:
+def tower(block: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
     """The tensors of a tower; `block`: those of a block besides attention."""
     qkv = f"{TOWER}.blocks.{{}}.attn.qkv"
     parts = [rule for i, name in enumerate("qkv") for rule in both(qkv, f"v.blk.{{}}.attn_{name}", part=(i, 3))]
     return (
-        Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", change=frame(0)),
-        Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight.1", change=frame(1)),
+        TensorRule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", change=frame(0)),
+        TensorRule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight.1", change=frame(1)),
         *parts,
         *both(f"{TOWER}.blocks.{{}}.attn.proj", "v.blk.{}.attn_out"),
         *block,

@@ -15,7 +15,7 @@ from vlmcompress.export.gguf.families._parts import (
     text_keys,
     vision_keys,
 )
-from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, always, at
+from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, always, at
 
 TOWER, PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
 NORMS = {
@@ -26,23 +26,23 @@ NORMS = {
 }
 
 
-def sliding(facts: Facts) -> list[bool]:
+def sliding(facts: ModelFacts) -> list[bool]:
     """For each block whether its attention sees a window."""
     return [kind == "sliding_attention" for kind in facts.config["text_config"]["layer_types"]]
 
 
-def pooled(facts: Facts) -> int:
+def pooled(facts: ModelFacts) -> int:
     """Patches of a side of the square that becomes one visual token."""
     vision = facts.config["vision_config"]
     return vision["image_size"] // vision["patch_size"] // math.isqrt(facts.config["mm_tokens_per_image"])
 
 
-def factor(facts: Facts) -> float | None:
+def factor(facts: ModelFacts) -> float | None:
     """By how much positions of full attention are divided."""
     return facts.config["text_config"]["rope_parameters"]["full_attention"].get("factor")
 
 
-def check(facts: Facts) -> list[str]:
+def check(facts: ModelFacts) -> list[str]:
     """What llama.cpp has no form of."""
     text = facts.config["text_config"]
     problems, ropes = [], text["rope_parameters"]
@@ -56,9 +56,9 @@ def check(facts: Facts) -> list[str]:
     return problems
 
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=always("gemma3"),
-    language=Model(
+    language=GgufFile(
         text_keys(
             rope__freq_base=at("text_config.rope_parameters.full_attention.rope_theta", float),
             rope__freq_base_swa=at("text_config.rope_parameters.sliding_attention.rope_theta", float),
@@ -69,15 +69,15 @@ FAMILY = Family(
         ),
         decoder(norms=NORMS | HEAD_NORMS, norm_offset=1.0),
     ),
-    vision=Model(
+    vision=GgufFile(
         vision_keys("gemma3", projector__scale_factor=pooled, **CLIP_KEYS) | activation(),
         (
             *both(f"{TOWER}.embeddings.patch_embedding", "v.patch_embd"),
-            Rule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight"),
+            TensorRule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight"),
             *blocks(f"{TOWER}.encoder.layers.{{}}", CLIP_BLOCK),
             *both(f"{TOWER}.post_layernorm", "v.post_ln"),
-            Rule(f"{PROJECTOR}.mm_input_projection_weight", "mm.input_projection.weight"),
-            Rule(f"{PROJECTOR}.mm_soft_emb_norm.weight", "mm.soft_emb_norm.weight", add=1.0),
+            TensorRule(f"{PROJECTOR}.mm_input_projection_weight", "mm.input_projection.weight"),
+            TensorRule(f"{PROJECTOR}.mm_soft_emb_norm.weight", "mm.soft_emb_norm.weight", add=1.0),
         ),
     ),
     image="<start_of_image>",

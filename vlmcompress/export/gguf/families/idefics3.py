@@ -14,30 +14,30 @@ from vlmcompress.export.gguf.families._parts import (
     text_keys,
     vision_keys,
 )
-from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, always, at
+from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, always, at
 
 TOWER = "model.vision_model"
 
 
-def longest_edge(facts: Facts) -> int:
+def longest_edge(facts: ModelFacts) -> int:
     """Pixels of the longest side of an image before it is cut into tiles."""
     return (facts.image.get("size") or {}).get("longest_edge") or facts.config["vision_config"]["image_size"]
 
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=always("llama"),
-    language=Model(text_keys(rope__dimension_count=head_size), decoder(rotated=True, root="model.text_model")),
-    vision=Model(
+    language=GgufFile(text_keys(rope__dimension_count=head_size), decoder(rotated=True, root="model.text_model")),
+    vision=GgufFile(
         vision_keys(
             "idefics3", projector__scale_factor=at("scale_factor"), preproc_image_size=longest_edge, **CLIP_KEYS
         )
         | activation(),
         (
             *both(f"{TOWER}.embeddings.patch_embedding", "v.patch_embd"),
-            Rule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight"),
+            TensorRule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight"),
             *blocks(f"{TOWER}.encoder.layers.{{}}", CLIP_BLOCK),
             *both(f"{TOWER}.post_layernorm", "v.post_ln"),
-            Rule("model.connector.modality_projection.proj.weight", "mm.model.fc.weight"),
+            TensorRule("model.connector.modality_projection.proj.weight", "mm.model.fc.weight"),
         ),
     ),
     image="<image>",

@@ -16,7 +16,7 @@ from vlmcompress.export.gguf.families._parts import (
     text_keys,
     vision_keys,
 )
-from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, Value, at
+from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, Value, at
 
 TOWER, PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
 BLOCK = {
@@ -43,22 +43,22 @@ def first(path: str) -> Value:
     return lambda facts: read(facts)[0] if isinstance(read(facts), list) else read(facts)
 
 
-def rows(weight: Any, facts: Facts) -> Any:
+def rows(weight: Any, facts: ModelFacts) -> Any:
     """A matrix without the axis of images."""
     return weight[0]
 
 
-def positions(weight: Any, facts: Facts) -> Any:
+def positions(weight: Any, facts: ModelFacts) -> Any:
     """The matrix of positions in llama.cpp's order."""
     return first_last(rows(weight, facts), facts)
 
 
-def decoder_kind(facts: Facts) -> str:
+def decoder_kind(facts: ModelFacts) -> str:
     """llama.cpp's architecture of the decoder."""
     return facts.config["text_config"]["model_type"]
 
 
-def check(facts: Facts) -> list[str]:
+def check(facts: ModelFacts) -> list[str]:
     """What llama.cpp has no form of."""
     problems = rope_problems(facts)
     if decoder_kind(facts) not in ("qwen2", "qwen3"):
@@ -66,10 +66,10 @@ def check(facts: Facts) -> list[str]:
     return problems
 
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=decoder_kind,
-    language=Model(text_keys(), decoder(biases=True, norms=NORMS | HEAD_NORMS)),
-    vision=Model(
+    language=GgufFile(text_keys(), decoder(biases=True, norms=NORMS | HEAD_NORMS)),
+    vision=GgufFile(
         vision_keys(
             "internvl",
             image_size=first("vision_config.image_size"),
@@ -85,11 +85,11 @@ FAMILY = Family(
         )
         | activation(),
         (
-            Rule(f"{TOWER}.embeddings.cls_token", "v.class_embd", change=rows),
-            Rule(f"{TOWER}.embeddings.position_embeddings", "v.position_embd.weight", change=positions),
+            TensorRule(f"{TOWER}.embeddings.cls_token", "v.class_embd", change=rows),
+            TensorRule(f"{TOWER}.embeddings.position_embeddings", "v.position_embd.weight", change=positions),
             *both(f"{TOWER}.embeddings.patch_embeddings.projection", "v.patch_embd"),
             *blocks(f"{TOWER}.encoder.layer.{{}}", BLOCK),
-            *(Rule(f"{TOWER}.encoder.layer.{{}}.{old}", f"v.blk.{{}}.{new}") for old, new in EXTRA.items()),
+            *(TensorRule(f"{TOWER}.encoder.layer.{{}}.{old}", f"v.blk.{{}}.{new}") for old, new in EXTRA.items()),
             *both(f"{PROJECTOR}.layer_norm", "mm.model.mlp.0"),
             *both(f"{PROJECTOR}.linear_1", "mm.model.mlp.1"),
             *both(f"{PROJECTOR}.linear_2", "mm.model.mlp.3"),

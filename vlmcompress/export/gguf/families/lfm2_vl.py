@@ -15,7 +15,7 @@ from vlmcompress.export.gguf.families._parts import (
     text_keys,
     vision_keys,
 )
-from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, always, at
+from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, always, at
 
 TOWER, PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
 BLOCK = {
@@ -35,13 +35,13 @@ BLOCK = {
 }
 
 
-def key_value_heads(facts: Facts) -> list[int]:
+def key_value_heads(facts: ModelFacts) -> list[int]:
     """Heads of keys and values of each block; a convolution has none."""
     text = facts.config["text_config"]
     return [text["num_key_value_heads"] if kind == "full_attention" else 0 for kind in text["layer_types"]]
 
 
-def width(facts: Facts) -> int:
+def width(facts: ModelFacts) -> int:
     """Channels between the layers of an MLP, which the configuration may say before it is made smaller."""
     text = facts.config["text_config"]
     size = text["intermediate_size"]
@@ -52,18 +52,18 @@ def width(facts: Facts) -> int:
     return size
 
 
-def patches(weight: Any, facts: Facts) -> Any:
+def patches(weight: Any, facts: ModelFacts) -> Any:
     """The matrix of patches `[out, height * width * colours]` as a convolution `[out, colours, height, width]`."""
     side = facts.config["vision_config"]["patch_size"]
     return weight.reshape(weight.shape[0], side, side, -1).permute(0, 3, 1, 2)
 
 
-def taps(weight: Any, facts: Facts) -> Any:
+def taps(weight: Any, facts: ModelFacts) -> Any:
     """The weights of a convolution channel by channel, `[channels, taps]`."""
     return weight[:, 0]
 
 
-def check(facts: Facts) -> list[str]:
+def check(facts: ModelFacts) -> list[str]:
     """What llama.cpp has no form of."""
     problems = rope_problems(facts)
     if facts.config["text_config"].get("conv_bias"):
@@ -79,28 +79,31 @@ KEYS = text_keys(
 )
 TOWER_KEYS = CLIP_KEYS | {"image_size": always(256)}  # of no meaning: positions are stretched to the image
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=always("lfm2"),
-    language=Model(
+    language=GgufFile(
         KEYS,
         (
-            Rule(f"{LANGUAGE}.embed_tokens.weight", "token_embd.weight"),
-            *(Rule(f"{LANGUAGE}.layers.{{}}.{old}.weight", f"blk.{{}}.{new}.weight") for old, new in BLOCK.items()),
-            Rule(f"{LANGUAGE}.layers.{{}}.conv.conv.weight", "blk.{}.shortconv.conv.weight", change=taps),
-            Rule(f"{LANGUAGE}.embedding_norm.weight", "token_embd_norm.weight"),
-            Rule("lm_head.weight", "output.weight"),
+            TensorRule(f"{LANGUAGE}.embed_tokens.weight", "token_embd.weight"),
+            *(
+                TensorRule(f"{LANGUAGE}.layers.{{}}.{old}.weight", f"blk.{{}}.{new}.weight")
+                for old, new in BLOCK.items()
+            ),
+            TensorRule(f"{LANGUAGE}.layers.{{}}.conv.conv.weight", "blk.{}.shortconv.conv.weight", change=taps),
+            TensorRule(f"{LANGUAGE}.embedding_norm.weight", "token_embd_norm.weight"),
+            TensorRule("lm_head.weight", "output.weight"),
         ),
     ),
-    vision=Model(
+    vision=GgufFile(
         vision_keys("lfm2", projector__scale_factor=at("downsample_factor"), **TOWER_KEYS) | activation(),
         (
-            Rule(
+            TensorRule(
                 f"{TOWER}.embeddings.patch_embedding.weight",
                 "v.patch_embd.weight",
                 change=patches,
             ),
-            Rule(f"{TOWER}.embeddings.patch_embedding.bias", "v.patch_embd.bias"),
-            Rule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight"),
+            TensorRule(f"{TOWER}.embeddings.patch_embedding.bias", "v.patch_embd.bias"),
+            TensorRule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight"),
             *blocks(f"{TOWER}.encoder.layers.{{}}", CLIP_BLOCK),
             *both(f"{TOWER}.post_layernorm", "v.post_ln"),
             *both(f"{PROJECTOR}.layer_norm", "mm.input_norm"),

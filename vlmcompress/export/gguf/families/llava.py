@@ -15,18 +15,18 @@ from vlmcompress.export.gguf.families._parts import (
     text_keys,
     vision_keys,
 )
-from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, always
+from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, always
 
 TOWER = "model.vision_tower"
 
 
-def feature_layer(facts: Facts) -> list[int]:
+def feature_layer(facts: ModelFacts) -> list[int]:
     """The number of blocks that run before the features are taken."""
     layer = facts.config["vision_feature_layer"]
     return [layer if layer >= 0 else facts.config["vision_config"]["num_hidden_layers"] + 1 + layer]
 
 
-def check(facts: Facts) -> list[str]:
+def check(facts: ModelFacts) -> list[str]:
     """What llama.cpp has no form of."""
     config = facts.config
     problems = rope_problems(facts)
@@ -41,15 +41,15 @@ def check(facts: Facts) -> list[str]:
     return problems
 
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=always("llama"),
-    language=Model(text_keys(rope__dimension_count=head_size), decoder(rotated=True)),
-    vision=Model(
+    language=GgufFile(text_keys(rope__dimension_count=head_size), decoder(rotated=True)),
+    vision=GgufFile(
         vision_keys("mlp", feature_layer=feature_layer, **CLIP_KEYS) | activation(),
         (
-            Rule(f"{TOWER}.embeddings.class_embedding", "v.class_embd"),
-            Rule(f"{TOWER}.embeddings.patch_embedding.weight", "v.patch_embd.weight"),
-            Rule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight", change=first_last),
+            TensorRule(f"{TOWER}.embeddings.class_embedding", "v.class_embd"),
+            TensorRule(f"{TOWER}.embeddings.patch_embedding.weight", "v.patch_embd.weight"),
+            TensorRule(f"{TOWER}.embeddings.position_embedding.weight", "v.position_embd.weight", change=first_last),
             *both(f"{TOWER}.pre_layrnorm", "v.pre_ln"),
             *blocks(f"{TOWER}.encoder.layers.{{}}", CLIP_BLOCK),
             *both("model.multi_modal_projector.linear_1", "mm.0"),

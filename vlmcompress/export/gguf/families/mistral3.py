@@ -1,6 +1,6 @@
 """Mistral Small 3 and Ministral 3: llama.cpp's `mistral3` with its `pixtral` projector, patches merged 2x2.
 
-The embedding of the token that ends a row of patches stands beside the tower; llama.cpp puts it between rows itself.
+The embedding of the token that ends a row of patches stands next to the tower; llama.cpp puts it between rows itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vlmcompress.export.gguf.families._parts import (
     text_keys,
     vision_keys,
 )
-from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, Value, always, at
+from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, Value, always, at
 
 TOWER, PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
 BREAK = "[IMG_BREAK]"
@@ -34,7 +34,7 @@ LINEARS = {
 def yarn(name: str, default: float | None = None) -> Value:
     """A float of YaRN's settings; None where positions are not stretched."""
 
-    def read(facts: Facts) -> float | None:
+    def read(facts: ModelFacts) -> float | None:
         rope = facts.config["text_config"]["rope_parameters"]
         value = rope.get(name, default)
         return float(value) if rope["rope_type"] == "yarn" and value is not None else None
@@ -42,18 +42,18 @@ def yarn(name: str, default: float | None = None) -> Value:
     return read
 
 
-def vision_heads(facts: Facts) -> int:
+def vision_heads(facts: ModelFacts) -> int:
     """Channels of a head of the tower."""
     vision = facts.config["vision_config"]
     return vision.get("head_dim") or vision["hidden_size"] // vision["num_attention_heads"]
 
 
-def row_end(embedding: Any, facts: Facts) -> Any:
+def row_end(embedding: Any, facts: ModelFacts) -> Any:
     """The embedding of the token that ends a row of patches."""
     return embedding[facts.tokens[BREAK]]
 
 
-def check(facts: Facts) -> list[str]:
+def check(facts: ModelFacts) -> list[str]:
     """What llama.cpp has no form of."""
     problems, config = [], facts.config
     rope = config["text_config"]["rope_parameters"]
@@ -72,9 +72,9 @@ def check(facts: Facts) -> list[str]:
     return problems
 
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=always("mistral3"),
-    language=Model(
+    language=GgufFile(
         text_keys(
             rope__dimension_count=head_size,
             rope__scaling__type=lambda facts: "yarn" if yarn("factor")(facts) else None,
@@ -87,7 +87,7 @@ FAMILY = Family(
         ),
         decoder(rotated=True),
     ),
-    vision=Model(
+    vision=GgufFile(
         vision_keys(
             "pixtral",
             image_size=at("vision_config.image_size"),
@@ -100,10 +100,10 @@ FAMILY = Family(
         )
         | activation(),
         (
-            Rule(f"{TOWER}.patch_conv.weight", "v.patch_embd.weight"),
-            Rule(f"{TOWER}.ln_pre.weight", "v.pre_ln.weight"),
+            TensorRule(f"{TOWER}.patch_conv.weight", "v.patch_embd.weight"),
+            TensorRule(f"{TOWER}.ln_pre.weight", "v.pre_ln.weight"),
             *(
-                Rule(
+                TensorRule(
                     f"{TOWER}.transformer.layers.{{}}.attention.{kind}_proj.weight",
                     f"v.blk.{{}}.attn_{kind}.weight",
                     rows=rotated_heads("vision_config.num_attention_heads", vision_heads),
@@ -111,14 +111,14 @@ FAMILY = Family(
                 for kind in "qk"
             ),
             *(
-                Rule(f"{TOWER}.transformer.layers.{{}}.{old}.weight", f"v.blk.{{}}.{new}.weight")
+                TensorRule(f"{TOWER}.transformer.layers.{{}}.{old}.weight", f"v.blk.{{}}.{new}.weight")
                 for old, new in LINEARS.items()
             ),
-            Rule(f"{PROJECTOR}.norm.weight", "mm.input_norm.weight"),
-            Rule(f"{PROJECTOR}.patch_merger.merging_layer.weight", "mm.patch_merger.weight"),
-            Rule(f"{PROJECTOR}.linear_1.weight", "mm.1.weight"),
-            Rule(f"{PROJECTOR}.linear_2.weight", "mm.2.weight"),
-            Rule("model.language_model.embed_tokens.weight", "v.token_embd.img_break", change=row_end),
+            TensorRule(f"{PROJECTOR}.norm.weight", "mm.input_norm.weight"),
+            TensorRule(f"{PROJECTOR}.patch_merger.merging_layer.weight", "mm.patch_merger.weight"),
+            TensorRule(f"{PROJECTOR}.linear_1.weight", "mm.1.weight"),
+            TensorRule(f"{PROJECTOR}.linear_2.weight", "mm.2.weight"),
+            TensorRule("model.language_model.embed_tokens.weight", "v.token_embd.img_break", change=row_end),
         ),
     ),
     image="[IMG]",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from vlmcompress.export.gguf.families._parts import both, rope_problems, vision_keys
 from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, PIXELS, TOWER, tower
-from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, always, at
+from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, always, at
 
 WINDOW = 112  # pixels; llama.cpp has no key for it
 
 
-def pattern(facts: Facts) -> int:
+def pattern(facts: ModelFacts) -> int:
     """Each so many blocks one attends to the whole image."""
     return facts.config["vision_config"]["fullatt_block_indexes"][0] + 1
 
 
-def check(facts: Facts) -> list[str]:
+def check(facts: ModelFacts) -> list[str]:
     """What llama.cpp has no form of."""
     vision, problems = facts.config["vision_config"], rope_problems(facts)
     whole, every = vision["fullatt_block_indexes"], pattern(facts)
@@ -26,12 +26,12 @@ def check(facts: Facts) -> list[str]:
 
 
 BLOCK = (
-    Rule(f"{TOWER}.blocks.{{}}.norm1.weight", "v.blk.{}.ln1.weight"),
-    Rule(f"{TOWER}.blocks.{{}}.norm2.weight", "v.blk.{}.ln2.weight"),
+    TensorRule(f"{TOWER}.blocks.{{}}.norm1.weight", "v.blk.{}.ln1.weight"),
+    TensorRule(f"{TOWER}.blocks.{{}}.norm2.weight", "v.blk.{}.ln2.weight"),
     *both(f"{TOWER}.blocks.{{}}.mlp.gate_proj", "v.blk.{}.ffn_gate"),
     *both(f"{TOWER}.blocks.{{}}.mlp.up_proj", "v.blk.{}.ffn_up"),
     *both(f"{TOWER}.blocks.{{}}.mlp.down_proj", "v.blk.{}.ffn_down"),
-    Rule(f"{TOWER}.merger.ln_q.weight", "v.post_ln.weight"),
+    TensorRule(f"{TOWER}.merger.ln_q.weight", "v.post_ln.weight"),
 )
 KEYS = vision_keys(
     "qwen2.5vl_merger",
@@ -46,10 +46,10 @@ KEYS = vision_keys(
     **PIXELS,
 )
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=always("qwen2vl"),
     language=LANGUAGE,
-    vision=Model(KEYS | {"clip.use_silu": always(True)}, tower(BLOCK)),
+    vision=GgufFile(KEYS | {"clip.use_silu": always(True)}, tower(BLOCK)),
     image=IMAGE,
     check=check,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from vlmcompress.export.gguf.families._parts import activation, both, rope_problems, vision_keys
 from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, PIXELS, TOWER, tower
-from vlmcompress.export.gguf.spec import Facts, Family, Model, always, at
+from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, always, at
 
 
-def hidden(facts: Facts) -> int:
+def hidden(facts: ModelFacts) -> int:
     """Channels between the two layers of a tower block's MLP."""
     return int(facts.config["vision_config"]["embed_dim"] * facts.config["vision_config"]["mlp_ratio"])
 
@@ -30,10 +30,10 @@ KEYS = vision_keys(
     **PIXELS,
 )
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=always("qwen2vl"),
     language=LANGUAGE,
-    vision=Model(KEYS | activation(), tower(BLOCK)),
+    vision=GgufFile(KEYS | activation(), tower(BLOCK)),
     image=IMAGE,
     check=rope_problems,
 )

@@ -6,15 +6,15 @@ from vlmcompress.export.gguf.families import _delta_net
 from vlmcompress.export.gguf.families._parts import rope_problems
 from vlmcompress.export.gguf.families._qwen import IMAGE
 from vlmcompress.export.gguf.families.qwen3_vl import VISION
-from vlmcompress.export.gguf.spec import Facts, Family, always
+from vlmcompress.export.gguf.spec import GgufFamily, ModelFacts, always
 
 
-def check(facts: Facts) -> list[str]:
+def check(facts: ModelFacts) -> list[str]:
     """What llama.cpp has no form of."""
     return rope_problems(facts) + _delta_net.check(facts)
 
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=always("qwen35"),
     language=_delta_net.language(),
     vision=VISION,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlmcompress.export.gguf.families import _delta_net, _experts, qwen3_5
-from vlmcompress.export.gguf.spec import Rule, always, at
+from vlmcompress.export.gguf.spec import TensorRule, always, at
 
 SHARED = (
-    Rule(f"{_experts.MLP}.shared_expert_gate.weight", "blk.{}.ffn_gate_inp_shexp.weight"),
+    TensorRule(f"{_experts.MLP}.shared_expert_gate.weight", "blk.{}.ffn_gate_inp_shexp.weight"),
     *(
-        Rule(f"{_experts.MLP}.shared_expert.{kind}_proj.weight", f"blk.{{}}.ffn_{kind}_shexp.weight")
+        TensorRule(f"{_experts.MLP}.shared_expert.{kind}_proj.weight", f"blk.{{}}.ffn_{kind}_shexp.weight")
         for kind in ("gate", "up", "down")
     ),
 )

@@ -16,7 +16,7 @@ from vlmcompress.export.gguf.families._parts import (
     vision_keys,
 )
 from vlmcompress.export.gguf.families._qwen import IMAGE, PIXELS, TOWER, frame, sections
-from vlmcompress.export.gguf.spec import Facts, Family, Model, Rule, always, at
+from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, always, at
 
 BLOCK = {
     "norm1": "ln1",
@@ -29,18 +29,18 @@ BLOCK = {
 MERGER = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 
 
-def image_size(facts: Facts) -> int:
-    """Pixels of a side of the square that the tower's positions were learnt for."""
+def image_size(facts: ModelFacts) -> int:
+    """Pixels of a side of the square that the tower's positions were learned for."""
     vision = facts.config["vision_config"]
     return math.isqrt(vision["num_position_embeddings"]) * vision["patch_size"]
 
 
-def deep(facts: Facts) -> list[int]:
+def deep(facts: ModelFacts) -> list[int]:
     """The tower's blocks whose outputs go into the decoder's first ones."""
     return list(facts.config["vision_config"].get("deepstack_visual_indexes") or ())
 
 
-def is_deep(facts: Facts) -> list[bool]:
+def is_deep(facts: ModelFacts) -> list[bool]:
     """For each block of the tower whether it is one of those."""
     return [number in deep(facts) for number in range(facts.config["vision_config"]["depth"])]
 
@@ -57,10 +57,10 @@ TOWER_KEYS = vision_keys(
     **PIXELS,
 )
 TOWER_RULES = (
-    Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", change=frame(0)),
-    Rule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight.1", change=frame(1)),
-    Rule(f"{TOWER}.patch_embed.proj.bias", "v.patch_embd.bias"),
-    Rule(f"{TOWER}.pos_embed.weight", "v.position_embd.weight"),
+    TensorRule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", change=frame(0)),
+    TensorRule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight.1", change=frame(1)),
+    TensorRule(f"{TOWER}.patch_embed.proj.bias", "v.patch_embd.bias"),
+    TensorRule(f"{TOWER}.pos_embed.weight", "v.position_embd.weight"),
     *blocks(f"{TOWER}.blocks.{{}}", BLOCK),
     *both(f"{TOWER}.merger.norm", "v.post_ln"),
     *both(f"{TOWER}.merger.linear_fc1", "mm.0"),
@@ -75,11 +75,11 @@ TOWER_RULES = (
         )
     ),
 )
-VISION = Model(TOWER_KEYS | activation(), TOWER_RULES)
+VISION = GgufFile(TOWER_KEYS | activation(), TOWER_RULES)
 
-FAMILY = Family(
+FAMILY = GgufFamily(
     arch=always("qwen3vl"),
-    language=Model(
+    language=GgufFile(
         text_keys(rope__dimension_sections=sections, n_deepstack_layers=lambda facts: len(deep(facts))),
         decoder(norms=NORMS | HEAD_NORMS),
     ),

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from vlmcompress.export.gguf.families import _experts, qwen3_vl
 from vlmcompress.export.gguf.families._parts import rope_problems
-from vlmcompress.export.gguf.spec import Facts, Model, always
+from vlmcompress.export.gguf.spec import GgufFile, ModelFacts, always
 
 DENSE = qwen3_vl.FAMILY.language
 
 
-def check(facts: Facts) -> list[str]:
+def check(facts: ModelFacts) -> list[str]:
     """What llama.cpp has no form of."""
     text = facts.config["text_config"]
     dense = bool(text.get("mlp_only_layers")) or text.get("decoder_sparse_step", 1) != 1
@@ -23,7 +23,7 @@ def check(facts: Facts) -> list[str]:
 FAMILY = replace(
     qwen3_vl.FAMILY,
     arch=always("qwen3vlmoe"),
-    language=Model(
+    language=GgufFile(
         dict(DENSE.keys) | {f"{{arch}}.{name}": value for name, value in _experts.KEYS.items()},
         (*DENSE.rules, *_experts.rules(transposed=True)),
     ),

@@ -1,1 +1,2 @@
-"""Families of models as OpenVINO GenAI has them, one file each, whose `FAMILY` is a `vlmcompress.export.openvino.Family`."""
+"""Families of models as OpenVINO GenAI has them, one file each, whose `FAMILY` is a
+`vlmcompress.export.openvino.OpenvinoFamily`."""

@@ -1,4 +1,4 @@
-"""Towers of the Qwen-VL families: a graph that embeds patches, and one of all that comes behind, up to the language model.
+"""Towers of the Qwen-VL families: a graph that embeds patches, and one of all that comes after, up to the language model.
 
 Between the two the pipeline computes what depends on the sizes of images: rotary angles, which patches may attend to which, the
 order of windows.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Family, Graph, Port, decoder_problems
+from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Graph, OpenvinoFamily, Port, decoder_problems
 
 
 class Features(nn.Module):
@@ -81,4 +81,4 @@ def check(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-FAMILY = Family(tower, "<start_of_image>", decoder=Gemma3Decoder, check=check)
+FAMILY = OpenvinoFamily(tower, "<start_of_image>", decoder=Gemma3Decoder, check=check)

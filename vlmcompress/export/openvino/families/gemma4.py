@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.export.openvino.families.gemma3 import same_image, windowed
-from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Family, Graph, Port, decoder_problems
+from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Graph, OpenvinoFamily, Port, decoder_problems
 
 PATCHES = 9  # of the trace, times what is pooled
 
@@ -106,4 +106,4 @@ def check(config: Mapping[str, Any]) -> list[str]:
 
 
 AUDIO = ("model.audio_tower.", "model.embed_audio.")
-FAMILY = Family(graphs, "<|image|>", decoder=Gemma4Decoder, unused=AUDIO, check=check)
+FAMILY = OpenvinoFamily(graphs, "<|image|>", decoder=Gemma4Decoder, unused=AUDIO, check=check)

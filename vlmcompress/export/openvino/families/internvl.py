@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vlmcompress.export.openvino.spec import BATCH, Family, Graph, Port, decoder_problems
+from vlmcompress.export.openvino.spec import BATCH, Graph, OpenvinoFamily, Port, decoder_problems
 
 TILES = {"min_patches": 1, "max_patches": 12}  # of an image; the pipeline has no others
 
@@ -51,7 +51,7 @@ def settings(read: Callable[[str], Tensor]) -> dict[str, Any]:
     return {"model_type": "internvl_chat"}
 
 
-FAMILY = Family(
+FAMILY = OpenvinoFamily(
     tower,
     "<IMG_CONTEXT>",
     tag="<image>",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.export.openvino.spec import BATCH, Family, Graph, Port, decoder_problems
+from vlmcompress.export.openvino.spec import BATCH, Graph, OpenvinoFamily, Port, decoder_problems
 
 
 class Features(nn.Module):
@@ -44,4 +44,4 @@ def images(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "size": size, "crop_size": crop}
 
 
-FAMILY = Family(tower, "<image>", behind="\n", images=images, check=decoder_problems)
+FAMILY = OpenvinoFamily(tower, "<image>", suffix="\n", images=images, check=decoder_problems)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from vlmcompress.export.openvino.families.llava import images, tower
-from vlmcompress.export.openvino.spec import Family, decoder_problems
+from vlmcompress.export.openvino.spec import OpenvinoFamily, decoder_problems
 
 NEWLINE = "model.image_newline"
 
@@ -28,4 +28,4 @@ def check(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-FAMILY = Family(tower, "<image>", behind="\n", images=images, settings=settings, check=check)
+FAMILY = OpenvinoFamily(tower, "<image>", suffix="\n", images=images, settings=settings, check=check)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.export.openvino.families._qwen import IMAGE, PATCHES, Blocks, check, inputs, patches
-from vlmcompress.export.openvino.spec import Family, Graph, Port
+from vlmcompress.export.openvino.spec import Graph, OpenvinoFamily, Port
 
 
 class Windows(Blocks):
@@ -45,4 +45,4 @@ def tower(model: Any) -> dict[str, Graph]:
     }
 
 
-FAMILY = Family(tower, IMAGE, axes=3, prunes=True, check=check)
+FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, prunes=True, check=check)

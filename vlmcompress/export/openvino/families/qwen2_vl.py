@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlmcompress.export.openvino.families._qwen import IMAGE, Blocks, check, inputs, patches
-from vlmcompress.export.openvino.spec import Family, Graph
+from vlmcompress.export.openvino.spec import Graph, OpenvinoFamily
 
 
 def tower(model: Any) -> dict[str, Graph]:
@@ -16,4 +16,4 @@ def tower(model: Any) -> dict[str, Graph]:
     }
 
 
-FAMILY = Family(tower, IMAGE, axes=3, prunes=True, check=check)
+FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, prunes=True, check=check)

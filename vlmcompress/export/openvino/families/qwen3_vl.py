@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: learnt positions, and features of several blocks of the tower, which the decoder's first blocks add."""
+"""Qwen3-VL, dense: learned positions, and features of several blocks of the tower, which the decoder's first blocks add."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.export.openvino.families._qwen import IMAGE, PATCHES, Blocks, check, inputs, patches
-from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Family, Graph, Port
+from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Graph, OpenvinoFamily, Port
 
 TOKENS = 5  # visual ones of the trace
 
@@ -19,8 +19,8 @@ class Stack(Blocks):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor, rotary_pos_emb: Tensor) -> tuple[Tensor, Tensor]:
         tower = self.tower
         layers = list(self.blocks(hidden_states, [attention_mask] * len(tower.blocks), rotary_pos_emb))
-        taken = zip(tower.deepstack_merger_list, tower.deepstack_visual_indexes, strict=True)
-        return tower.merger(layers[-1]), torch.stack([merge(layers[index]) for merge, index in taken])
+        merged_layers = zip(tower.deepstack_merger_list, tower.deepstack_visual_indexes, strict=True)
+        return tower.merger(layers[-1]), torch.stack([merge(layers[index]) for merge, index in merged_layers])
 
 
 class Qwen3Decoder(Decoder):
@@ -66,4 +66,4 @@ def tower(model: Any) -> dict[str, Graph]:
     }
 
 
-FAMILY = Family(tower, IMAGE, axes=3, decoder=Qwen3Decoder, prunes=True, check=check)
+FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, decoder=Qwen3Decoder, prunes=True, check=check)
