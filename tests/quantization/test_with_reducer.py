@@ -69,7 +69,7 @@ def test_a_named_method_starts_anew_and_an_option_amends(tmp_path):
         ("dart:0", "keep must be a number above 0 and at most 1, got 0"),
         ("dart:1.1", "keep must be a number above 0 and at most 1, got 1.1"),
         ("dart:0.5,pivot=3", "no option 'pivot'; did you mean 'pivots'"),
-        ("dart:0.5,0.3", "'0.3' is no setting"),
+        ("dart:0.5,0.3", "'0.3' is not a setting"),
         ({"keep": 0.5}, "write it like {method: dart, keep: 0.5}"),
         (["dart", "fastv"], "dart and fastv do not go together; a recipe has resize and one other reducer"),
         (5, "write it like {method: dart, keep: 0.5}"),

@@ -122,7 +122,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         ("prefix", "float: the model ran unquantized"),
     ]
     if stages := _stages(data):
-        rows.append(("behind", f"{' + '.join(stages)}, whose dropped tokens are not counted"))
+        rows.append(("after", f"{' + '.join(stages)}, whose dropped tokens are not counted"))
     return written_text(done, [table(rows)], verbose)
 
 

@@ -71,9 +71,10 @@ def render_card(
     ]
     if resize := record["recipe"].get("resize"):
         most = f"to at most {resize['tokens']:,} visual tokens, in every engine"
-        share = f" So the calibration images have at most {resize['keep']:.1%} of the tokens that they had."
+        keep = resize.get("keep")
+        share = f" So the calibration images have at most {keep:.1%} of the tokens that they had." if keep else ""
         sections.append(
-            f"## Image size\n\nThe processor makes large images smaller: {most}.{share if resize.get('keep') else ''} No "
+            f"## Image size\n\nThe processor makes large images smaller: {most}.{share} No "
             "weight depends on it, and the original's processor undoes it."
         )
     if reducer := reducer_block.read_reducer(config):
