@@ -131,7 +131,7 @@ def test_calibrate_names_the_reducer_for_the_next_step(models, tmp_path, capsys)
         "absmean",
     )
     code, text, _ = run(capsys, *arguments, "--reduce", "uniform:0.25", "-o", tmp_path / "stats")
-    assert code == 0 and "after      uniform:0.25, whose dropped tokens are not counted" in text
+    assert code == 0 and "after       uniform:0.25, whose dropped tokens are not counted" in text
     assert f"--stats {tmp_path / 'stats'} --reduce uniform:0.25 -o OUT" in text and "vision 8" in text
     code, _, said = run(capsys, "quantize", models["llava"], "--reduce", "uniform", "-o", tmp_path / "out")
     assert code == 2 and "none leaves the weights as they are" in said
