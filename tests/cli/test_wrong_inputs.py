@@ -105,6 +105,12 @@ def append(file: str, text: str) -> Spoil:
     return lambda: Path(file).write_text(Path(file).read_text() + text)
 
 
+def each(command: str, messages: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """The command with each of some flags, and the message that these get."""
+    for flags, message in messages.items():
+        yield f"{command} {flags}", message
+
+
 def cut(file: str, end: int) -> Spoil:
     return lambda: Path(file).write_bytes(Path(file).read_bytes()[:end])
 
@@ -174,98 +180,110 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "", "vlmcompress: missing VERB"
     yield "quantise", "no 'quantise'; did you mean 'quantize'"
     yield "list scheme", "no 'scheme'; did you mean 'schemes'"
-    for flags, message in {
-        "m --sheme awq": "takes no '--sheme'; did you mean '--scheme'",
-        "m --scheme": "--scheme needs a value",
-        "m --dataset d": r"takes no '--dataset'; did you mean '--calib'\?",
-        "m --scheme rtn --tp 0": "--tp 0 is no number of devices; give 1 or more",
-        "m --frobnicate": "takes no '--frobnicate'; see vlmcompress quantize --help",
-        "m --scheme Fp8 --bits 4": "scheme 'fp8' has no options, got 'options.bits'; remove it",
-        "m --scheme rtn --bits four": "--bits: invalid int value: 'four'",
-        "m --scheme int5": "unknown scheme 'int5'; choose from awq, fp8",
-        "m extra --scheme rtn": "takes no 'extra'",
-        "m --samples many": "argument --samples: invalid int value: 'many'",
-        "m --set seed": "--set seed is not of the form key.sub=value",
-        "m --scheme gptqq": "unknown scheme 'gptqq'; did you mean 'gptq'",
-        "m --scheme rtn --set optons.bits=4": "command line: unknown key 'optons'",
-        "m": "no scheme given",
-        "--scheme rtn": "no model given",
-        "m --target a100 --scheme fp8": "A100 80GB has no FP8 tensor cores",
-        "/no/such/model --scheme rtn -o new": "does not exist",
-        "m --scheme rtn": "no output folder given; add -o OUT",
-        "llava -o new --scheme awk": "did you mean 'awq'",
-        "llava -o new --scheme rtn --target h10": "did you mean 'h100'",
-        "llava -o new --scheme fp8 --target a100": "A100.*int8",
-        f"{DEMO} -o new --scheme fp8 --format awq": "4-bit integer weights",
-        f"{DEMO} -o new --scheme=rtn --format=gptq --set options.symmetric=false": "symmetric weights only",
-        f"{DEMO} -o new --scheme rtn --format awq --kv-cache fp8": "no scales of an FP8 KV cache",
-        "llava -o new --scheme rtn --recipe /dev/zero": "cannot read recipe /dev/zero: it is a device",
-        "llava -o new --scheme none --reduce learned:0.5": "'learned' has no scorer; train one with",
-        "llava -o new --scheme none --reduce learned:0.5,scorer=no.safetensors": "cannot read scorer no.safetensors",
-    }.items():
-        yield f"quantize {flags}", message
-    for flags, message in {
-        "--set options.groupsize=64": "group_size",
-        "--set calibrate.samples=many": "samples",
-        "--set options.group_size=96": r"96 does not divide.*model\.language_model\.layers\.0",
-        "--calib nowhere.jsonl": "nowhere",
-        "-o out": "exists",
-        "-o calib.jsonl/out": "cannot write|not a folder",
-        "--set bits.budget=nan": "bits.budget is .*should be",
-        "--set bits.budget=.inf": "bits.budget is .*should be",
-        "--set bits.budget=-1": "bits.budget is .*should be greater than 0",
-    }.items():
-        yield f"{GPTQ} {flags}", message
+    yield from each(
+        "quantize",
+        {
+            "m --sheme awq": "takes no '--sheme'; did you mean '--scheme'",
+            "m --scheme": "--scheme needs a value",
+            "m --dataset d": r"takes no '--dataset'; did you mean '--calib'\?",
+            "m --scheme rtn --tp 0": "--tp 0 is no number of devices; give 1 or more",
+            "m --frobnicate": "takes no '--frobnicate'; see vlmcompress quantize --help",
+            "m --scheme Fp8 --bits 4": "scheme 'fp8' has no options, got 'options.bits'; remove it",
+            "m --scheme rtn --bits four": "--bits: invalid int value: 'four'",
+            "m --scheme int5": "unknown scheme 'int5'; choose from awq, fp8",
+            "m extra --scheme rtn": "takes no 'extra'",
+            "m --samples many": "argument --samples: invalid int value: 'many'",
+            "m --set seed": "--set seed is not of the form key.sub=value",
+            "m --scheme gptqq": "unknown scheme 'gptqq'; did you mean 'gptq'",
+            "m --scheme rtn --set optons.bits=4": "command line: unknown key 'optons'",
+            "m": "no scheme given",
+            "--scheme rtn": "no model given",
+            "m --target a100 --scheme fp8": "A100 80GB has no FP8 tensor cores",
+            "/no/such/model --scheme rtn -o new": "does not exist",
+            "m --scheme rtn": "no output folder given; add -o OUT",
+            "llava -o new --scheme awk": "did you mean 'awq'",
+            "llava -o new --scheme rtn --target h10": "did you mean 'h100'",
+            "llava -o new --scheme fp8 --target a100": "A100.*int8",
+            f"{DEMO} -o new --scheme fp8 --format awq": "4-bit integer weights",
+            f"{DEMO} -o new --scheme=rtn --format=gptq --set options.symmetric=false": "symmetric weights only",
+            f"{DEMO} -o new --scheme rtn --format awq --kv-cache fp8": "no scales of an FP8 KV cache",
+            "llava -o new --scheme rtn --recipe /dev/zero": "cannot read recipe /dev/zero: it is a device",
+            "llava -o new --scheme none --reduce learned:0.5": "'learned' has no scorer; train one with",
+            "llava -o new --scheme none --reduce learned:0.5,scorer=no.safetensors": "cannot read scorer no.safetensors",
+        },
+    )
+    yield from each(
+        GPTQ,
+        {
+            "--set options.groupsize=64": "group_size",
+            "--set calibrate.samples=many": "samples",
+            "--set options.group_size=96": r"96 does not divide.*model\.language_model\.layers\.0",
+            "--calib nowhere.jsonl": "nowhere",
+            "-o out": "exists",
+            "-o calib.jsonl/out": "cannot write|not a folder",
+            "--set bits.budget=nan": "bits.budget is .*should be",
+            "--set bits.budget=.inf": "bits.budget is .*should be",
+            "--set bits.budget=-1": "bits.budget is .*should be greater than 0",
+        },
+    )
     for key in ("seed", "calibrate.samples", "calibrate.max_length"):
         yield f"{RTN} --set {key}={'9' * 30}", f"{key} is 9{{30}}, it should be less than or equal to"
     yield "search m -o o --dataset d", r"takes no '--dataset'; did you mean '--calib' or '--data'\?"
     yield "check m --scheme rtn --engine vlm", "unknown engine 'vlm'; did you mean 'vllm'"
-    for flags, message in {
-        "o --tensor-parallel-size=2": "flags of vllm serve go after --, as in vlmcompress serve OUT -- --tens",
-        "o --prot 9": r"did you mean '--port'\? Flags of vllm serve go after --",
-        "/no/such/out": "no such checkpoint",
-        f"{DEMO} --max-model-len 0": "--max-model-len is 0",
-        f"{DEMO} --port 99999": "--port 99999 is no port",
-    }.items():
-        yield f"serve {flags}", message
+    yield from each(
+        "serve",
+        {
+            "o --tensor-parallel-size=2": "flags of vllm serve go after --, as in vlmcompress serve OUT -- --tens",
+            "o --prot 9": r"did you mean '--port'\? Flags of vllm serve go after --",
+            "/no/such/out": "no such checkpoint",
+            f"{DEMO} --max-model-len 0": "--max-model-len is 0",
+            f"{DEMO} --port 99999": "--port 99999 is no port",
+        },
+    )
     yield "eval out", "missing --baseline"
     yield "eval out --baseline m --limit 0", "--limit is 0"
     yield "eval /no/such/out --baseline m", "no such checkpoint"
-    for flags, message in {
-        "--suite chartqq": "no suite is called 'chartqq'; did you mean 'chartqa'",
-        "--suite chartqa": r"VLMCOMPRESS_DATA|--data",
-        "--suite nothing.yaml": "suite .*nothing.yaml does not exist",
-        "--engine vlm": "unknown engine 'vlm'; did you mean 'vllm'",
-        "--gate strickt": "no bundled gate is called 'strickt'; did you mean 'strict'",
-        "--gate demo --max-drop 0.01": "--gate and --max-drop exclude each other",
-        "--max-drop 1.5": "--max-drop 1.5 is no share",
-        f"--engine openai:http://127.0.0.1:{free_port()}/v1 --data calib.jsonl": "no server answers at",
-    }.items():
-        yield f"{EVAL} {flags}", message
+    yield from each(
+        EVAL,
+        {
+            "--suite chartqq": "no suite is called 'chartqq'; did you mean 'chartqa'",
+            "--suite chartqa": r"VLMCOMPRESS_DATA|--data",
+            "--suite nothing.yaml": "suite .*nothing.yaml does not exist",
+            "--engine vlm": "unknown engine 'vlm'; did you mean 'vllm'",
+            "--gate strickt": "no bundled gate is called 'strickt'; did you mean 'strict'",
+            "--gate demo --max-drop 0.01": "--gate and --max-drop exclude each other",
+            "--max-drop 1.5": "--max-drop 1.5 is no share",
+            f"--engine openai:http://127.0.0.1:{free_port()}/v1 --data calib.jsonl": "no server answers at",
+        },
+    )
     yield f"{BENCH} --load open:8", "--load"
     yield f"{BENCH} --requests 0", "--requests 0: must be at least 1"
     yield f"{BENCH} --report calib.jsonl", "calib.jsonl.*(Not a directory|File exists)"
     yield f"bench nothing --baseline {DEMO}", "no such checkpoint folder"
-    for flags, message in {
-        "--source nothing": "--source .*nothing is not a folder",
-        "--engine vllm --prompts 2": "--prompts is 2; take at least 4",
-        "--engine vllm --source x": "--source is for examining files; leave out --engine vllm",
-        "--engine sglang": "--engine: no 'sglang'",
-        "--prompts 9": "--prompts is for asking an engine; add --engine vllm",
-    }.items():
-        yield f"doctor {DEMO} {flags}", message
+    yield from each(
+        f"doctor {DEMO}",
+        {
+            "--source nothing": "--source .*nothing is not a folder",
+            "--engine vllm --prompts 2": "--prompts is 2; take at least 4",
+            "--engine vllm --source x": "--source is for examining files; leave out --engine vllm",
+            "--engine sglang": "--engine: no 'sglang'",
+            "--prompts 9": "--prompts is for asking an engine; add --engine vllm",
+        },
+    )
     yield "report nothing -o page", "nothing"
-    for flags, message in {
-        "ct --format awk -o new": "unknown format 'awk'; did you mean 'awq'",
-        "ct --format modelopt -o new": "ModelOpt files hold",
-        "ct --format fp8 -o new": "are read, not written",
-        "ct --format compressed-tensors -o new": "is compressed-tensors already",
-        "ct --format awq -o ct": "is inside the source model",
-        f"{DEMO} --format awq -o new": f"has no {MANIFEST}",
-        "nothing --format awq -o new": f"has no {MANIFEST}",
-        "ct --format awq -o new --shard-size many": "shard_size",
-    }.items():
-        yield f"export {flags}", message
+    yield from each(
+        "export",
+        {
+            "ct --format awk -o new": "unknown format 'awk'; did you mean 'awq'",
+            "ct --format modelopt -o new": "ModelOpt files hold",
+            "ct --format fp8 -o new": "are read, not written",
+            "ct --format compressed-tensors -o new": "is compressed-tensors already",
+            "ct --format awq -o ct": "is inside the source model",
+            f"{DEMO} --format awq -o new": f"has no {MANIFEST}",
+            "nothing --format awq -o new": f"has no {MANIFEST}",
+            "ct --format awq -o new --shard-size many": "shard_size",
+        },
+    )
     yield f"convert {DEMO} -o new", "is not quantized"
     yield "convert nothing -o new", "does not exist"
     yield "report-error out other", "out is a .* model and other a .* model"
@@ -274,93 +292,103 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "report-error out --top -1", "--top is -1"
     yield "report-error out --stats s", "--stats and --model belong together"
     yield "tokens llava", "missing --image-size"
-    for flags, message in {
-        "--image-size 1024x": "--image-size 1024x is not a size; write it WIDTHxHEIGHT",
-        "--image-size 0x5": "is not a size",
-        "--image-size 99999x99999": "9999.8 Mpx",
-        "--reduce dart:0": "keep must be a number above 0",
-        "--reduce dort:0.5": "did you mean 'dart'",
-        "--reduce fastv:0.5,layer=9": "layer 9 is none of the language model's 2",
-        "--reduce pyramiddrop:0.5": "2 blocks do not divide into 4 stages; give stages=2",
-        "--reduce dyrate": "--reduce dyrate",
-        "--reduce dymu:thresholds=no.json": r"no.json is not readable \(No such file",
-        "--kv-cache fp4": "--kv-cache fp4: no such type",
-    }.items():
-        yield f"{TOKENS} {flags}", message
+    yield from each(
+        TOKENS,
+        {
+            "--image-size 1024x": "--image-size 1024x is not a size; write it WIDTHxHEIGHT",
+            "--image-size 0x5": "is not a size",
+            "--image-size 99999x99999": "9999.8 Mpx",
+            "--reduce dart:0": "keep must be a number above 0",
+            "--reduce dort:0.5": "did you mean 'dart'",
+            "--reduce fastv:0.5,layer=9": "layer 9 is none of the language model's 2",
+            "--reduce pyramiddrop:0.5": "2 blocks do not divide into 4 stages; give stages=2",
+            "--reduce dyrate": "--reduce dyrate",
+            "--reduce dymu:thresholds=no.json": r"no.json is not readable \(No such file",
+            "--kv-cache fp4": "--kv-cache fp4: no such type",
+        },
+    )
     yield INSPECT, "missing --reduce"
-    for flags, message in {
-        "--reduce dart:2": "keep must be a number above 0 and at most 1, got 2",
-        "--reduce relevance:0.5": "'relevance' looks at the question; add --question",
-        "--reduce dart:0.5 -o x.jpg": "--out x.jpg: a picture is written; name it FILE.png",
-        "--reduce dart:0.5 --image no.png": "no.png' cannot be read",
-        "--reduce dart:0.5 --image calib.jsonl": "is not an image that Pillow can read",
-        "--reduce fastv:0.5,layer=7": "layer 7 is none of the language model's 2",
-    }.items():
-        yield f"{INSPECT} {flags}", message
+    yield from each(
+        INSPECT,
+        {
+            "--reduce dart:2": "keep must be a number above 0 and at most 1, got 2",
+            "--reduce relevance:0.5": "'relevance' looks at the question; add --question",
+            "--reduce dart:0.5 -o x.jpg": "--out x.jpg: a picture is written; name it FILE.png",
+            "--reduce dart:0.5 --image no.png": "no.png' cannot be read",
+            "--reduce dart:0.5 --image calib.jsonl": "is not an image that Pillow can read",
+            "--reduce fastv:0.5,layer=7": "layer 7 is none of the language model's 2",
+        },
+    )
     attention = "those of gemma3 have attention in windows, and both ways within an image; use "
     yield f"{INSPECT} --reduce fastv:0.5".replace("llava", "gemma3"), attention
     yield f"{INSPECT} --reduce visionzip:0.5".replace("llava", "qwen"), "CLS"
     yield "plan m --target a100-80gb", r"unknown target 'a100-80gb'; did you mean 'a100'\?"
     yield "plan m --target rtx4080", "unknown target 'rtx4080'; choose from a100, a100-40gb"
     yield "plan m --memory -5GB", "--memory needs a value; one that begins with '-' is written --memory=-..."
-    for flags, message in {
-        "--target h10": "did you mean 'h100'",
-        "--text-tokens 4000": "the model takes 2,048",
-        "--tp 3": "use one of 1, 2, 4",
-        "--tp 0": "--tp 0",
-        "--image-size 1024x": "WIDTHxHEIGHT",
-        "--image-size 0x5": "WIDTHxHEIGHT",
-        "--image-size 99999x99999": "more than 50",
-        "--sizes 64x64,oops": "--sizes oops",
-        "--video 8x64": "FRAMESxWIDTHxHEIGHT",
-        "--images-per-request -1": "--images-per-request -1",
-        "--out-tokens 0": "--out-tokens 0",
-        "--kv-cache fp-8": "did you mean 'fp8'",
-        "--memory lots": "not a size",
-        "--plot chart.png": "should end in .svg",
-        "--plot nowhere/chart.svg": "does not exist",
-        "--reduce darts:0.5": "did you mean 'dart'",
-        "--reduce fastv:0.5": "--reduce fastv",
-        "--speculative mpt": "did you mean 'mtp'",
-        "--speculative mtp:x": "a number from 1 to 100",
-        "--speculative mtp": "the model has no head that drafts tokens; use ngram",
-    }.items():
-        yield f"{PLAN} {flags}", message
+    yield from each(
+        PLAN,
+        {
+            "--target h10": "did you mean 'h100'",
+            "--text-tokens 4000": "the model takes 2,048",
+            "--tp 3": "use one of 1, 2, 4",
+            "--tp 0": "--tp 0",
+            "--image-size 1024x": "WIDTHxHEIGHT",
+            "--image-size 0x5": "WIDTHxHEIGHT",
+            "--image-size 99999x99999": "more than 50",
+            "--sizes 64x64,oops": "--sizes oops",
+            "--video 8x64": "FRAMESxWIDTHxHEIGHT",
+            "--images-per-request -1": "--images-per-request -1",
+            "--out-tokens 0": "--out-tokens 0",
+            "--kv-cache fp-8": "did you mean 'fp8'",
+            "--memory lots": "not a size",
+            "--plot chart.png": "should end in .svg",
+            "--plot nowhere/chart.svg": "does not exist",
+            "--reduce darts:0.5": "did you mean 'dart'",
+            "--reduce fastv:0.5": "--reduce fastv",
+            "--speculative mpt": "did you mean 'mtp'",
+            "--speculative mtp:x": "a number from 1 to 100",
+            "--speculative mtp": "the model has no head that drafts tokens; use ngram",
+        },
+    )
     yield RECOVER, "recover: nothing to recover from; say with --reduce"
     yield f"{RECOVER} --reduce fastv:0.5,layer=1", "'fastv'"
     yield f"{RECOVER} --reduce tome:0.5 --train tower", "--train tower: tome:0.5 merges tokens within the tower"
-    for flags, message in {
-        "--train projektor": r"--train: no part 'projektor'; did you mean 'projector'\?",
-        "--steps 0": "--steps is 0; it should be at least 1",
-        "--lr -1": "--lr is -1; it should be above 0",
-        "--text x.jsonl": "--text is for calibration",
-        "--samples 10": "gives 10 samples with images; training needs at least 16",
-        "--set scheme=fp8": "--set scheme: no such key of recover",
-        "-o out": "exists; choose another folder or pass --overwrite",
-    }.items():
-        yield f"{RECOVER} --reduce divprune:0.25 {flags}", message
+    yield from each(
+        f"{RECOVER} --reduce divprune:0.25",
+        {
+            "--train projektor": r"--train: no part 'projektor'; did you mean 'projector'\?",
+            "--steps 0": "--steps is 0; it should be at least 1",
+            "--lr -1": "--lr is -1; it should be above 0",
+            "--text x.jsonl": "--text is for calibration",
+            "--samples 10": "gives 10 samples with images; training needs at least 16",
+            "--set scheme=fp8": "--set scheme: no such key of recover",
+            "-o out": "exists; choose another folder or pass --overwrite",
+        },
+    )
     quantized = f"{RECOVER} --reduce divprune:0.25".replace("llava", "out")
     yield quantized, "is quantized already; recover the 16-bit original, then quantize"
-    for flags, message in {
-        "--keep 0": "keep must be a number above 0",
-        "--keep 1": "--keep is 1; it should be above 0 and below 1",
-        "--steps 0": "--steps is 0; it should be at least 1",
-        "--hidden 4096": "--hidden is 4096; it should be at most 1024",
-        "--lr 2": "--lr is 2; it should be above 0 and below 1",
-        "--lr nan": "--lr is nan; it should be above 0 and below 1",
-        "--keep 0.001": "of these images, of at most 16 tokens, is no token, so they would be kept whole; give",
-        "--keep 0.25,cover=1": "keep is '0.25,cover=1', should be a number",
-        "--keep half": "--keep half: 'learned': keep is 'half', should be a number",
-        "--keep auto": "--keep auto: training needs a share",
-        "--keep 0.5 --to 0.5": "--to is 0.5; it should be above --keep, 0.5, and below 1",
-        "--samples 10": "training needs at least 16",
-        "--set kv_cache=fp8": "--set kv_cache: no such key of learn-reducer",
-        "--text x.jsonl": "--text is for calibration",
-        "-o new.bin": "ends in .safetensors",
-        f"-o {WEIGHTS} --overwrite": "is inside the source model",
-        "-o llava/scorer.safetensors": "is inside the source model",
-    }.items():
-        yield f"{LEARN} {flags}", message
+    yield from each(
+        LEARN,
+        {
+            "--keep 0": "keep must be a number above 0",
+            "--keep 1": "--keep is 1; it should be above 0 and below 1",
+            "--steps 0": "--steps is 0; it should be at least 1",
+            "--hidden 4096": "--hidden is 4096; it should be at most 1024",
+            "--lr 2": "--lr is 2; it should be above 0 and below 1",
+            "--lr nan": "--lr is nan; it should be above 0 and below 1",
+            "--keep 0.001": "of these images, of at most 16 tokens, is no token, so they would be kept whole; give",
+            "--keep 0.25,cover=1": "keep is '0.25,cover=1', should be a number",
+            "--keep half": "--keep half: 'learned': keep is 'half', should be a number",
+            "--keep auto": "--keep auto: training needs a share",
+            "--keep 0.5 --to 0.5": "--to is 0.5; it should be above --keep, 0.5, and below 1",
+            "--samples 10": "training needs at least 16",
+            "--set kv_cache=fp8": "--set kv_cache: no such key of learn-reducer",
+            "--text x.jsonl": "--text is for calibration",
+            "-o new.bin": "ends in .safetensors",
+            f"-o {WEIGHTS} --overwrite": "is inside the source model",
+            "-o llava/scorer.safetensors": "is inside the source model",
+        },
+    )
 
 
 def formats() -> Iterator[tuple[str, str, str]]:

@@ -25,7 +25,7 @@ from vlmcompress.quantization.run import quantize, space_needed
 from vlmcompress.recipe import resolve
 from vlmcompress.utils import folders
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.work_folder import claimed
+from vlmcompress.utils.work_folder import locked_output
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_every_verb_that_keeps_work_beside_out(world: Path, tmp_path: Path, caps
         "search": ["--data", data],
         "auto": ["--images", str(images)],
     }
-    with claimed(out):
+    with locked_output(out):
         assert cli.main([verb, str(world / "model"), "-o", str(out), *extra[verb]]) == 2
     output = capsys.readouterr().err
     assert f"another run, process {os.getpid()}, is writing {out} now" in output and output.count("\n") == 1
@@ -117,7 +117,7 @@ def test_workers_are_told_together(world: Path, tmp_path: Path) -> None:
     """Of two workers one looks at the lock. Both end, and one line is said."""
     out = tmp_path / "out"
     call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]
-    with claimed(out):
+    with locked_output(out):
         (code, _, err), (other, _, silent) = ended_soon(start(*call))
     assert (code, other) == (2, 2), err + silent
     assert err.startswith(f"error: another run, process {os.getpid()}, ") and err.count("\n") == 1 and not silent
@@ -163,12 +163,12 @@ def test_without_locks_no_file_of_another_run_is_read(world: Path, tmp_path: Pat
 def test_notes_of_another_run_are_refused(tmp_path: Path) -> None:
     """Gradients, entropies and a teacher's answers are notes: they say whose they are as blocks do."""
     work = begun(tmp_path / "mine", seed=0)
-    work.note("gradients", [1, 2])
-    assert begun(tmp_path / "mine", seed=0).noted("gradients") == [1, 2]
-    begun(tmp_path / "other", seed=1).note("gradients", [3])
+    work.write_note("gradients", [1, 2])
+    assert begun(tmp_path / "mine", seed=0).read_note("gradients") == [1, 2]
+    begun(tmp_path / "other", seed=1).write_note("gradients", [3])
     shutil.copy(tmp_path / ".other.work" / "gradients.json", work.folder)
     with pytest.raises(UserError, match="gradients.json is of another run"):
-        work.noted("gradients")
+        work.read_note("gradients")
 
 
 def test_statistics_that_are_replaced_while_they_are_read(world: Path, tmp_path: Path) -> None:

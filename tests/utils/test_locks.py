@@ -14,7 +14,7 @@ import pytest
 from tests.kit.places import ROOT
 from vlmcompress.utils import locks
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.work_folder import claimed
+from vlmcompress.utils.work_folder import locked_output
 
 HOLD = """
 import sys, time
@@ -80,7 +80,7 @@ def test_those_who_wait_come_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_a_claim_leaves_no_folders(tmp_path: Path) -> None:
-    with claimed(tmp_path / "new" / "folders" / "out"):
+    with locked_output(tmp_path / "new" / "folders" / "out"):
         assert (tmp_path / "new" / "folders" / ".out.lock").exists()
     assert list(tmp_path.iterdir()) == []
 
@@ -94,6 +94,6 @@ def test_out_is_looked_at_under_the_lock(tmp_path: Path) -> None:
         if looks[-1]:
             raise UserError("out exists")
 
-    with pytest.raises(UserError, match="out exists"), claimed(tmp_path / "out", check):
+    with pytest.raises(UserError, match="out exists"), locked_output(tmp_path / "out", check):
         pass
     assert looks == [False, True] and list(tmp_path.iterdir()) == []

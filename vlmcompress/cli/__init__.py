@@ -57,9 +57,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         UserError: an unknown verb or flag, or a bad value, or one that is no text.
     """
     for word in arguments:
-        if (
-            word.encode(errors="ignore").decode() != word
-        ):  # manifests and engines' settings, which are UTF-8, name files
+        # Manifests and engines' settings, which are UTF-8, name files.
+        if word.encode(errors="ignore").decode() != word:
             raise UserError(f"'{os.fsencode(word).decode(errors='backslashreplace')}' is not UTF-8; rename the file")
     verb = next((word for word in arguments if not word.startswith("-")), None)
     extra: list[str] = []

@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> Outcome:
     request = search.request(args)
     from vlmcompress.evaluation.search import own_answers, trial_log
     from vlmcompress.evaluation.search.search import QUESTIONS, setup_of
-    from vlmcompress.utils.work_folder import claimed
+    from vlmcompress.utils.work_folder import locked_output
 
     parts = own_answers.split_images(args.images, args.most, args.max_drop)
     setup = setup_of(request)
-    with claimed(request.out):
+    with locked_output(request.out):
         if args.restart:
             trial_log.clear(request.out)
         with closing(ProgressBar()) as progress:

@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
     search_request = request(args)
     from vlmcompress.evaluation.search import trial_log
-    from vlmcompress.utils.work_folder import claimed
+    from vlmcompress.utils.work_folder import locked_output
 
-    with claimed(search_request.out):
+    with locked_output(search_request.out):
         if args.restart:
             trial_log.clear(search_request.out)
         return search_outcome(search_request, args)

@@ -23,7 +23,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.utils import folders
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.registry import FORMATS
-from vlmcompress.utils.work_folder import claimed_folder
+from vlmcompress.utils.work_folder import locked_folder
 
 
 def convert(
@@ -98,7 +98,7 @@ def convert(
         memory={name: parameter for parameter, name in written.items()},
         family=stored.spec.family,
     )
-    with claimed_folder(source, out, overwrite=overwrite, mark=MANIFEST):
+    with locked_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 
 

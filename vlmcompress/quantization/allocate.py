@@ -53,10 +53,10 @@ def allocate_bits(plan: Plan, work: WorkFolder | None = None, *, progress: Progr
 def take_gradients(work: WorkFolder) -> None:
     """Note the gradients of the statistics that were collected for an allocation, so that no second pass collects them."""
     folder = work.folder / STATISTICS
-    if not (folder / statistics_folder.NAME).is_file() or work.noted("gradients"):
+    if not (folder / statistics_folder.NAME).is_file() or work.read_note("gradients"):
         return
     if gradients := statistics_folder.read_statistics(folder).facts.get("gradients"):
-        work.note("gradients", gradients)
+        work.write_note("gradients", gradients)
 
 
 @full_float32()

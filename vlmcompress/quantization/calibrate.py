@@ -39,7 +39,7 @@ from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
 from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.schema import Number
-from vlmcompress.utils.work_folder import RUN, WorkFolder, claimed_folder
+from vlmcompress.utils.work_folder import RUN, WorkFolder, locked_folder
 
 KINDS = NEEDS | {"entropy", "gradient"}
 """What can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients of the
@@ -100,7 +100,7 @@ def calibrate(
     Raises:
         UserError: bad input; nothing was written.
     """
-    claim = claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=NAME, restart=restart)
+    claim = locked_folder(recipe.model, recipe.output, overwrite=overwrite, mark=NAME, restart=restart)
     with timed_phases(), claim as work, distributed.process_group():
         return _calibrated(recipe, needs, likes, read, work, progress)
 
@@ -161,7 +161,7 @@ def _calibrated(
     if "entropy" in needs:
         described["entropy"] = _by_measure(_entropies(work), len(blocks))
     if "gradient" in needs:
-        described["gradients"] = work.noted("gradients", Gradients)
+        described["gradients"] = work.read_note("gradients", Gradients)
     if distributed.is_main():
         described = _write(work, [layer for layer, groups in enumerate(steps) if groups], described)
         work.remove()
@@ -218,13 +218,13 @@ def _measure(work: WorkFolder, layer: int, before: torch.Tensor | None, tokens: 
     paired = tokens[: entropy.PAIRED]
     if layer not in (entropies := _entropies(work)):
         bits = {"luq": entropy.cluster_entropy(tokens), "qvlm": entropy.conditional_entropy(before, paired)}
-        work.note("entropy", entropies | {layer: bits})
+        work.write_note("entropy", entropies | {layer: bits})
     return paired
 
 
 def _entropies(work: WorkFolder) -> dict[int, dict[str, float]]:
     """Entropies that were measured: block -> measure -> bits."""
-    return {int(layer): bits for layer, bits in (work.noted("entropy", dict[str, dict[str, Number]]) or {}).items()}
+    return {int(layer): bits for layer, bits in (work.read_note("entropy", dict[str, dict[str, Number]]) or {}).items()}
 
 
 def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:

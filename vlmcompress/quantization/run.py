@@ -29,7 +29,7 @@ from vlmcompress.quantization.write import space_needed, write_checkpoint
 from vlmcompress.recipe import Recipe
 from vlmcompress.utils import distributed, folders
 from vlmcompress.utils.progress import Progress, silent, timed_phases
-from vlmcompress.utils.work_folder import WorkFolder, claimed_folder
+from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
 
 def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
@@ -47,7 +47,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
         UserError: bad input; nothing was written.
     """
     out = recipe.output
-    claim = claimed_folder(recipe.model, out, overwrite=overwrite, mark=MANIFEST, restart=restart)
+    claim = locked_folder(recipe.model, out, overwrite=overwrite, mark=MANIFEST, restart=restart)
     with timed_phases(), claim as work:
         plan = _check(make_plan(recipe), out)
         with distributed.process_group():

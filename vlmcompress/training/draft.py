@@ -39,7 +39,7 @@ from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags,
 from vlmcompress.utils import distributed, folders, hub, identity, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
-from vlmcompress.utils.work_folder import WorkFolder, claimed_folder
+from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
 ALIGNING = 1e-4
 """The learning rate with which a trained draft goes on for another target; at that of a new one it first gets worse."""
@@ -116,7 +116,7 @@ def draft(
     draft_folder.check_target(config := models.read_config(recipe.model), images)
     if base and (problem := base.mismatch(config)):
         raise UserError(f"--from {base.folder}: {problem}; leave out --from to train one anew")
-    claim = claimed_folder(recipe.model, out, overwrite=overwrite, mark=draft_folder.FACTS, restart=restart)
+    claim = locked_folder(recipe.model, out, overwrite=overwrite, mark=draft_folder.FACTS, restart=restart)
     with timed_phases(), claim as work:
         source = data_source(recipe, recipe.model, "draft")
         assert source is not None

@@ -34,7 +34,7 @@ from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags,
 from vlmcompress.utils import distributed, folders, hub, identity
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
-from vlmcompress.utils.work_folder import WorkFolder, claimed
+from vlmcompress.utils.work_folder import WorkFolder, locked_output
 
 MEASURED = 64
 """Samples that mean and spread of the channels are measured on."""
@@ -108,7 +108,7 @@ def learn_reducer(
         UserError: bad input, or nothing was learned; nothing was written.
     """
     out = recipe.output
-    claim = claimed(out, functools.partial(_refuse, recipe, out, overwrite), restart=restart)
+    claim = locked_output(out, functools.partial(_refuse, recipe, out, overwrite), restart=restart)
     with timed_phases(), claim as work:
         source = data_source(recipe, recipe.model, "learn-reducer")
         assert source is not None

@@ -27,7 +27,7 @@ from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
 from vlmcompress.utils.tensor_files import DTYPES
-from vlmcompress.utils.work_folder import WorkFolder, claimed_folder
+from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
 LEARNED_FROM = 128
 """Most samples that a reducer learns its numbers from."""
@@ -55,7 +55,7 @@ def recover(
     Raises:
         UserError: bad input; nothing was written.
     """
-    claim = claimed_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST, restart=restart)
+    claim = locked_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST, restart=restart)
     with timed_phases(), claim as work:
         return _recovered(recipe, training, work, overwrite, progress)
 

@@ -168,13 +168,13 @@ def training_settings(
 
 def answers_in(work: WorkFolder) -> dict[str, str]:
     """Answers that the teacher wrote so far, by the id of a sample: those of all workers."""
-    notes = [work.noted(path.stem, dict[str, str]) for path in sorted(work.folder.glob("answers-*.json"))]
+    notes = [work.read_note(path.stem, dict[str, str]) for path in sorted(work.folder.glob("answers-*.json"))]
     return {id: answer for answers in notes for id, answer in answers.items()}
 
 
 def keep_answers(work: WorkFolder, answers: Mapping[str, str]) -> None:
     """Write all answers that this worker has to its own file."""
-    work.note(f"answers-{distributed.rank()}", dict(answers))
+    work.write_note(f"answers-{distributed.rank()}", dict(answers))
 
 
 def targets(work: WorkFolder, index: int) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class OtherWork(UserError):
 
 
 class WorkFolder:
-    """What a run has finished: safetensors files and notes in JSON, by name. `claimed` makes one.
+    """What a run has finished: safetensors files and notes in JSON, by name. `locked_output` makes one.
 
     One run at a time uses it. As not every file system has locks, each file also holds the fingerprint of its run, and one that
     another run put here is refused when it is read. Of several workers the first one makes the folder.
@@ -124,14 +124,14 @@ class WorkFolder:
             self._refuse_others((file.metadata() or {}).get(RUN), path)
             yield file
 
-    def note(self, name: str, data: Any) -> None:
+    def write_note(self, name: str, data: Any) -> None:
         """Write small JSON data under a name; they are on disk when this returns."""
         self._refuse_others(self._fingerprint(), self._settings_file)
         with self._replaced(self.folder / f"{name}.json") as part:
             part.write_text(json.dumps({RUN: self.run, "data": data}))
 
-    def noted(self, name: str, kind: Any = Any) -> Any:
-        """The JSON data that `note` wrote under a name; None: there are none.
+    def read_note(self, name: str, kind: Any = Any) -> Any:
+        """The JSON data that `write_note` wrote under a name; None: there are none.
 
         Raises:
             UserError: they are another run's, or not of `kind` (see `schema`).
@@ -187,7 +187,9 @@ def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 
 
 @contextlib.contextmanager
-def claimed(out: Path, check: Callable[[], object] = lambda: None, *, restart: bool = False) -> Iterator[WorkFolder]:
+def locked_output(
+    out: Path, check: Callable[[], object] = lambda: None, *, restart: bool = False
+) -> Iterator[WorkFolder]:
     """Keep OUT and the folder of its unfinished work to this run within the context.
 
     Of several workers the first one takes the lock for all; where another run has it, all raise so in
@@ -225,11 +227,11 @@ def claimed(out: Path, check: Callable[[], object] = lambda: None, *, restart: b
                 work.remove(empty=True)
 
 
-def claimed_folder(
+def locked_folder(
     source: Path, out: Path, *, overwrite: bool, mark: str, restart: bool = False
 ) -> contextlib.AbstractContextManager[WorkFolder]:
-    """`claimed`, for a run that writes the folder OUT as `folders.check` allows it."""
-    return claimed(
+    """`locked_output`, for a run that writes the folder OUT as `folders.check` allows it."""
+    return locked_output(
         out, functools.partial(folders.check_out, source, out, overwrite=overwrite, mark=mark), restart=restart
     )
 

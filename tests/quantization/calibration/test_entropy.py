@@ -137,10 +137,10 @@ def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch)
     expected = statistics_folder.read_statistics(tmp_path / "whole").facts["entropy"]
     vlm = models.load(world / "llava")
     work = begun(tmp_path / "store")
-    work.note("entropy", {0: {"luq": -1.0, "qvlm": -1.0}})
+    work.write_note("entropy", {0: {"luq": -1.0, "qvlm": -1.0}})
     batches = encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm)
     collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, work, frozenset({"absmax", "entropy"}))
-    entropies = {int(layer): bits for layer, bits in work.noted("entropy").items()}
+    entropies = {int(layer): bits for layer, bits in work.read_note("entropy").items()}
     assert entropies[0] == {"luq": -1.0, "qvlm": -1.0}
     assert [entropies[i]["qvlm"] for i in range(1, len(entropies))] == expected["qvlm"][1:]
     assert [entropies[i]["luq"] for i in range(1, len(entropies))] == expected["luq"][1:]

@@ -54,8 +54,9 @@ def load_block(work: WorkFolder, layer: int, weights: bool = True) -> BlockResul
             if kind in _SMALL:
                 getattr(result, kind)[name] = tensor
         for name, format_ in json.loads(metadata["formats"]).items() if weights else ():
-            parts = (tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point", "global_scale"))
-            q, scale, zero, shared = parts
+            q, scale, zero, shared = (
+                tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point", "global_scale")
+            )
             assert q is not None and scale is not None
             result.weights[name] = QTensor(q, scale, zero, Format(**format_), shared)
     return result

@@ -105,12 +105,12 @@ def kept_gradients(
     progress: Progress = silent,
 ) -> Gradients:
     """The gradients that `work` keeps; where it has none yet, those of a pass, which it keeps then."""
-    stored = work.noted("gradients", Gradients)
+    stored = work.read_note("gradients", Gradients)
     if stored is not None:
         return Gradients.from_dict(stored)
     computed = gradients(vlm, batches, progress)
     if distributed.is_main():
-        work.note("gradients", computed.to_dict())
+        work.write_note("gradients", computed.to_dict())
     return computed
 
 

@@ -30,9 +30,8 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod | None:
     if _CODE_BITS.get(recipe.head) == 4:
         options = {"group_size": _group_size(source), "symmetric": True}
         calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)
-        if (
-            needs.statistics or calibrate.data or calibrate.stats or recipe.kv_cache or recipe.bits
-        ):  # the run sees inputs
+        # The run sees inputs.
+        if needs.statistics or calibrate.data or calibrate.stats or recipe.kv_cache or recipe.bits:
             options["balance"] = BALANCE
         else:
             name = "rtn"

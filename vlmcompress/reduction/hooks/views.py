@@ -110,9 +110,8 @@ class Views(Early):
         if units := self._units():
             self.reduced_units = []
             self._merged = self._choose(units, self._call)
-        if (
-            all(self._stays) or self.vlm.spec.visual_grid == "thw"
-        ):  # such a tower takes the patches of all images in one row
+        # A tower of grid thw takes the patches of all images in one row.
+        if all(self._stays) or self.vlm.spec.visual_grid == "thw":
             return None
         ids = self._call.get("input_ids").clone()
         for unit, stay in zip(self.reduced_units, self._stays, strict=True):

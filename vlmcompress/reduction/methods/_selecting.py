@@ -88,7 +88,8 @@ def for_all_images(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 @functools.cache
 def kernels(device: torch.device, n: int) -> ModuleType | None:
     """The Triton kernels of greedy choices (`_greedy_kernels`) among `n` tokens; None where torch takes each step."""
-    switch = os.environ.get("VLMCOMPRESS_TRITON")  # 1: they have run in Triton's interpreter alone, on no GPU
+    # 0: no kernels. 1: these, too, which ran in Triton's interpreter alone; those of `schemes._fused` ran on a GPU.
+    switch = os.environ.get("VLMCOMPRESS_TRITON")
     if device.type != "cuda" or switch != "1" or find_spec("triton") is None:
         return None
     from vlmcompress.reduction.methods import _greedy_kernels
@@ -99,12 +100,12 @@ def kernels(device: torch.device, n: int) -> ModuleType | None:
 def cover(
     scores: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0, covered: Tensor | None = None
 ) -> Tensor:
-    """Greedily choose `count` columns of `worth [m, n]` whose rowwise maxima have a large sum; indices in order of
+    """Greedily choose `count` columns of `scores [m, n]` whose rowwise maxima have a large sum; indices in order of
     choice.
 
     Each step takes the column of largest gain in that sum, times `weight [n]` if given; of gains within a share
     `slack` of the largest, the lowest index. Maxima start at 0, or at those of the columns `covered`, which are not
-    chosen again. On a CPU the choice is `lazily` made, on a GPU by kernels, elsewhere `stepwise`; it is the same.
+    chosen again. On a CPU the choice is `lazily` made, elsewhere `stepwise` or by `kernels`; it is the same.
     """
     columns = scores.T.contiguous()  # a column's gain is then a sum along memory, in the same order for equal columns
     best = columns.new_zeros(columns.shape[1])
@@ -129,7 +130,7 @@ def stepwise(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count:
     Args:
         columns: `[b, n, m]`, the tables' columns.
         best: `[b, m]`, what is covered of each row to begin with.
-        taken: `[b, n]`, columns that are not to be chosen.
+        used: `[b, n]`, columns that are not to be chosen.
         weight: `[b, n]`, what a column's gain counts.
     """
     best, rise = best.clone(), torch.empty_like(columns)
@@ -162,8 +163,7 @@ def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: i
     free = len(used) - int(used.sum())
     chosen = []
     for step in range(count):
-        # At first all gains are new.
-        if step:  # at first all are new
+        if step:  # at first all gains are new
             front = bound.topk(min(_FRONT, free - step)).indices
             bound[front] = gains(front)
             # Whoever could still win: bounds that reach the largest new gain, less the slack.
