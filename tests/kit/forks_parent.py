@@ -30,7 +30,7 @@ def main() -> None:
         importlib.import_module(name)
     if pretended_cuda.SWITCH in os.environ:
         pretended_cuda.install()
-    quicker.freeze()
+    quicker.freeze(engines=True)
     # vLLM 0.32 sets `spawn` on a CPU, whose engine would import vLLM anew; torch has one thread here, so that a fork is safe.
     multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for

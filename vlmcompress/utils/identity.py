@@ -27,6 +27,11 @@ _PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compresse
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that can change a result; absent ones are left out."""
+    return dict(_installed())
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
     installed = {}
     for package in _PACKAGES:
         try:
