@@ -6,7 +6,6 @@ import ast
 import base64
 import io
 import json
-import os
 import shlex
 import signal
 import socket

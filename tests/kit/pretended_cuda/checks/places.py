@@ -78,8 +78,8 @@ COMPUTED: dict[str, Callable[[SimpleNamespace], Any]] = {
 
 @pytest.mark.parametrize("phase", [*PHASES, *COMPUTED])
 def test_phases_are_on_the_device(tiny_run, phase):
-    """None stays on the CPU of a machine with an accelerator, or sums up in whatever order threads run what is kept. Products are
-    not in TF32, also where the caller allows it."""
+    """None stays on the CPU of a machine with an accelerator, or sums up in whatever order threads run what is kept. No product
+    is in TF32, also where the caller allows it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
