@@ -8,7 +8,7 @@ from typing import Any
 from gpu.steps import SHAPES, STEPS, Step
 
 Parts = Mapping[str, Mapping[str, Any]]
-EMPTY = "Not run yet: no GPU was at hand."
+EMPTY = "Not run yet."
 SIGNS = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
 
 
@@ -86,13 +86,12 @@ def _layers(ran: Parts) -> str:
         for _, result in shapes:
             figures = result["schemes"].get(scheme, {})
             if "seconds" in figures:
-                phases = " + ".join(f"{figures['seconds'][phase]:.2f}" for phase in ("smooth", "solve", "pack"))
-                cells += [phases, f"{figures['model_seconds']:.0f}", _gb(figures["gpu_gb"])]
+                cells += [f"{figures['model_seconds']:.0f}", _gb(figures["gpu_gb"])]
             else:
-                cells += ["–"] * 3
+                cells += ["–"] * 2
         rows.append(f"| {scheme} | {' | '.join(cells)} |")
-    heads = "".join(f" | {shape}: smooth + solve + pack, s | all blocks, s | GPU peak" for shape, _ in shapes)
-    return _table(f"layers of a block{heads}", "rrr" * len(shapes), rows)
+    heads = "".join(f" | {shape}: solving all blocks, s | GPU peak" for shape, _ in shapes)
+    return _table(f"scheme{heads}", "rr" * len(shapes), rows)
 
 
 def _triton(ran: Parts) -> str:
@@ -111,12 +110,12 @@ def _reducers(ran: Parts) -> str:
     for shape, result in _results(ran, "reducers"):
         heads = "".join(f" | {count} images, ms" for count in result["encoder_ms"])
         encoder = " | ".join(f"{value:.1f}" for value in result["encoder_ms"].values())
-        rows.append(f"| encoder of {shape} | | | {encoder} |")
+        rows.append(f"| encoder of {shape} | | {encoder} |")
         for name, figures in result["reducers"].items():
             if "ms" in figures:
                 taken = " | ".join(f"{value:.1f}" for value in figures["ms"].values())
-                rows.append(f"| {name} | {figures['kernels']} | {_count(figures['waits'])} | {taken} |")
-    return _table(f"reducer | kernels | waits{heads}", "r" * (2 + heads.count("|")), rows)
+                rows.append(f"| {name} | {figures['kernels']} | {taken} |")
+    return _table(f"reducer | kernels{heads}", "r" * (1 + heads.count("|")), rows)
 
 
 def _prefill(ran: Parts) -> str:
@@ -143,9 +142,8 @@ def _products(ran: Parts) -> str:
 def _trained(ran: Parts) -> str:
     rows = []
     for name, figures in _results(ran, "training"):
-        phases = ", ".join(f"{label} {value:.1f}" for label, value in figures["phases"].items() if value >= 0.05)
-        rows.append(f"| {name} | {figures['seconds']:.1f} | {phases} | {_gb(figures['gpu_gb'])} |")
-    return _table("three blocks of full width | seconds | by phase | GPU peak", "rlr", rows)
+        rows.append(f"| {name} | {figures['seconds']:.1f} | {_gb(figures['gpu_gb'])} |")
+    return _table("three blocks of full width | seconds | GPU peak", "rr", rows)
 
 
 def _kernels(ran: Parts) -> str:
@@ -203,10 +201,6 @@ def _results(ran: Parts, step: str) -> list[tuple[str, Any]]:
 
 def _result(parts: Parts, name: str) -> Any:
     return parts.get(name, {}).get("result")
-
-
-def _count(value: int | None) -> str:
-    return "–" if value is None else str(value)
 
 
 def _gb(value: float | None) -> str:
