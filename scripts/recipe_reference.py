@@ -133,7 +133,9 @@ def _limit(metadata: Any) -> str:
     """Write a bound of a number in words."""
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     limits = [
-        f"{word} {getattr(metadata, key)}" for key, word in words.items() if getattr(metadata, key, None) is not None
+        f"{word} {bound}"
+        for key, word in words.items()
+        if (bound := getattr(metadata, key, None)) is not None and bound < 10**9
     ]
     return " ".join(limits)
 
@@ -153,7 +155,7 @@ def _value(value: Any) -> str:
 
 def _type(hint: Any, limits: str = "") -> str:
     """Write a type in words."""
-    simple = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path", Any: "see text"}
+    simple = {int: "integer", float: "number", str: "string", bool: "boolean", Path: "path", Any: "see below"}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in simple:
         words = simple[hint]

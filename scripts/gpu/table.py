@@ -18,7 +18,7 @@ def render(parts: Parts) -> str:
     if not ran:
         return EMPTY
     sections = [_machine(ran), _steps(parts), _quantized(ran), _layers(ran), _triton(ran), _reducers(ran), _prefill(ran),
-                _products(ran), _trained(ran), _kernels(ran), _served(ran), _faults(ran)]  # fmt: skip
+                _trained(ran), _kernels(ran), _served(ran), _faults(ran)]  # fmt: skip
     return "\n\n".join(text for text in sections if text)
 
 
@@ -110,12 +110,12 @@ def _reducers(ran: Parts) -> str:
     for shape, result in _results(ran, "reducers"):
         heads = "".join(f" | {count} images, ms" for count in result["encoder_ms"])
         encoder = " | ".join(f"{value:.1f}" for value in result["encoder_ms"].values())
-        rows.append(f"| encoder of {shape} | | {encoder} |")
+        rows.append(f"| encoder of {shape} | {encoder} |")
         for name, figures in result["reducers"].items():
             if "ms" in figures:
                 taken = " | ".join(f"{value:.1f}" for value in figures["ms"].values())
-                rows.append(f"| {name} | {figures['kernels']} | {taken} |")
-    return _table(f"reducer | kernels{heads}", "r" * (1 + heads.count("|")), rows)
+                rows.append(f"| {name} | {taken} |")
+    return _table(f"reducer{heads}", "r" * heads.count("|"), rows)
 
 
 def _prefill(ran: Parts) -> str:
@@ -127,16 +127,6 @@ def _prefill(ran: Parts) -> str:
                 whole = ", ".join(f"{label}: {value:.1f}" for label, value in figures["model_ms"].items())
                 rows.append(f"| {shape}, {name} | {decoder} | {whole} |")
     return _table("prefill | decoder alone by share of tokens, ms | model after a reducer, ms", "ll", rows)
-
-
-def _products(ran: Parts) -> str:
-    rows = []
-    for _, result in _results(ran, "products"):
-        for name, figures in result.items():
-            gains = (figures[kind] for kind in ("fp8", "fp8_rows", "int8"))
-            cells = " | ".join(gain if isinstance(gain, str) else f"{gain:.2f}x" for gain in gains)
-            rows.append(f"| {name} | {figures['us']:.0f} | {figures['tflops']:.0f} | {cells} |")
-    return _table("layer, tokens | BF16, us | TFLOP/s | FP8 | FP8 by rows | INT8", "rrrrr", rows)
 
 
 def _trained(ran: Parts) -> str:

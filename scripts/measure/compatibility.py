@@ -158,21 +158,14 @@ def said(result: dict[str, Any]) -> Cell:
 
 
 def render(results: dict[str, dict]) -> str:
-    """Render the results as two Markdown tables."""
-    heads = [*SCHEMES, "experts", "MTP"]
-    lines = [f"| family | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for family, row in results.items():
-        cells = [letters(row["schemes"][scheme]) for scheme in SCHEMES]
-        cells += ["yes" if row["experts"] else "–", row["mtp"] or "–"]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+    """Render a Markdown table of families by reducer in vLLM: those that answered with the same ones share a row."""
     names = [reducer.partition(":")[0] for reducer in REDUCERS]
-    lines += ["", f"| family | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    served = {family: [letters(row["reducers"][name]) for name in names] for family, row in results.items()}
-    lines += [f"| {family} | {' | '.join(cells)} |" for family, cells in served.items() if set(cells) != {"–"}]
-    lines += [
-        "",
-        f"With no reducer in vLLM: {', '.join(f for f, cells in served.items() if set(cells) == {'–'}) or 'none'}.",
-    ]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for family, row in results.items():
+        rows.setdefault(tuple(letters(row["reducers"][name]) for name in names), []).append(f"`{family}`")
+    lines = [f"| families | {' | '.join(f'`{name}`' for name in names)} |", f"|---|{'---|' * len(names)}"]
+    served = {cells: families for cells, families in rows.items() if set(cells) != {"–"}}
+    lines += [f"| {', '.join(families)} | {' | '.join(cells)} |" for cells, families in served.items()]
     return "\n".join(lines)
 
 
