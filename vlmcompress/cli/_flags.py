@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vlmcompress.utils.errors import UserError, closest, did_you_mean
@@ -352,6 +353,18 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     for setting in args.set:
         assign(values, setting)
     return values
+
+
+def check_model(name: str | None) -> None:
+    """Raise `UserError` for a MODEL that is a path with no folder, before libraries are imported, which takes seconds.
+
+    Args:
+        name: a path or an id; None: a recipe file names the model.
+    """
+    from vlmcompress.utils import hub, model_folder
+
+    if name is not None and hub.parse_repository(name) is None:
+        model_folder.check_exists(Path(name))
 
 
 def refuse_unused(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
     values = _flags.recipe_values(args)
     _flags.refuse_unused(values, "calibrate", KEYS)
+    _flags.check_model(values.get("model"))
     recipe = resolve(values | {"scheme": "none"}).recipe
     needs: dict[str, Any] = {"needs": frozenset(args.needs.split(","))} if args.needs else {}
     for name in args.needs.split(",") if args.needs else ():

@@ -62,12 +62,7 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
         weights: False: weight files may be missing.
     """
     path = Path(path)
-    if not path.exists():
-        raise UserError(f"model folder {path} does not exist; give the path of a downloaded checkpoint")
-    if not path.is_dir():
-        raise UserError(f"{path} is a file; give the folder that holds config.json and the safetensors files")
-    if not any(path.iterdir()):
-        raise UserError(f"model folder {path} is empty; download the checkpoint into it")
+    model_folder.check_exists(path)
     if not (path / "config.json").is_file() and (path / "params.json").is_file():
         raise UserError(
             f"{path} is in Mistral's own format (params.json), as Pixtral is published; give a folder in that of transformers "

@@ -127,6 +127,22 @@ def weight_map(index: Path) -> dict[str, str]:
     return places
 
 
+def check_exists(path: Path) -> None:
+    """Raise `UserError` for the path of a model that is no folder, or an empty one."""
+    if not path.exists():
+        raise UserError(f"model folder {path} does not exist; give the path of a downloaded checkpoint")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give the folder that holds config.json and the safetensors files")
+    if not any(path.iterdir()):
+        raise UserError(f"model folder {path} is empty; download the checkpoint into it")
+
+
+def check_written(path: Path) -> None:
+    """Raise `UserError` for the path of a checkpoint of ours that is no folder."""
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
+
+
 def has_weights(folder: Path) -> bool:
     """Whether a folder has files of a model's weights, whole or not; those of an adapter do not count."""
     if not folder.is_dir():
