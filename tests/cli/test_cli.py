@@ -196,7 +196,7 @@ IMPORTS = {
     "check MODEL --scheme fp8 --target nope": (2, LIBRARIES),
     "quantize nowhere -o OUT --scheme fp8": (2, LIBRARIES),
     "quantize MODEL -o OUT --scheme fp8 --set nope=1": (2, LIBRARIES),
-    "calibrate nowhere -o OUT": (2, LIBRARIES),
+    "calibrate OUT -o OUT/new": (2, LIBRARIES),
     "plan nowhere": (2, LIBRARIES),
     "plan MODEL --target nope": (2, LIBRARIES),
     "tokens nowhere --image-size 56x56": (2, LIBRARIES),

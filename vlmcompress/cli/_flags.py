@@ -356,7 +356,7 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_model(name: str | None) -> None:
-    """Raise `UserError` for a MODEL that is a path with no folder, before libraries are imported, which takes seconds.
+    """Raise `UserError` for a MODEL that is a path with no model, before libraries are imported, which takes seconds.
 
     Args:
         name: a path or an id; None: a recipe file names the model.
@@ -364,7 +364,7 @@ def check_model(name: str | None) -> None:
     from vlmcompress.utils import hub, model_folder
 
     if name is not None and hub.parse_repository(name) is None:
-        model_folder.check_exists(Path(name))
+        model_folder.check_model(Path(name))
 
 
 def refuse_unused(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:

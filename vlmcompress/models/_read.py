@@ -62,15 +62,8 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
         weights: False: weight files may be missing.
     """
     path = Path(path)
-    model_folder.check_exists(path)
-    if not (path / "config.json").is_file() and (path / "params.json").is_file():
-        raise UserError(
-            f"{path} is in Mistral's own format (params.json), as Pixtral is published; give a folder in that of transformers "
-            "(config.json), of the type 'llava' or 'mistral3'"
-        )
+    model_folder.check_model(path)
     refuse_adapter(path)
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
     config = _normal(read_json(path / "config.json", "config"))
     check_sizes(config, path / "config.json")
     if weights:
