@@ -239,8 +239,8 @@ def test_what_calls_import(model, tmp_path):
     }
 
 
-def test_errors_as_json(capfd):
-    assert cli.main(["quantize", "m", "--scheme", "rtnn", "--json"]) == 2
+def test_errors_as_json(capfd, model):
+    assert cli.main(["quantize", str(model), "--scheme", "rtnn", "--json"]) == 2
     data = json.loads(capfd.readouterr().out)
     assert data["ok"] is False and data["exit_code"] == 2 and "did you mean 'rtn'" in data["error"]
 
