@@ -148,7 +148,8 @@ def import_transformers() -> None:
     # transformers 5.17 imports `sklearn.metrics.roc_curve` in `generation/candidate_generator.py`, for assisted decoding, and
     # `scipy.optimize` in `loss/loss_for_object_detection.py`.
     unused = [name for name in ("sklearn", "scipy") if name not in sys.modules]
-    sys.modules |= dict.fromkeys(unused)  # type: ignore[arg-type]  # as Python marks modules that cannot be imported
+    for name in unused:
+        sys.modules[name] = None  # type: ignore[assignment]  # as Python marks a module that cannot be imported
     try:
         from transformers import AutoModelForImageTextToText  # noqa: F401
     finally:

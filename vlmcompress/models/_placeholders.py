@@ -86,7 +86,7 @@ def _shapes_alone(model: nn.Module, spec: ModelSpec) -> Iterator[None]:
     """Within the context tower and projector have outputs of the right shapes alone: the tower's blocks hand on what they get,
     and matrices give zeros."""
     blocks: Any = model.get_submodule(spec.vision_layers)
-    forwards = dict.fromkeys(blocks, _unchanged)
+    forwards: dict[Any, Callable[..., Tensor]] = dict.fromkeys(blocks, _unchanged)
     for path in (*spec.vision, *spec.projector):
         for module in model.get_submodule(path).modules():
             if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
