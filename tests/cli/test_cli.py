@@ -194,9 +194,7 @@ IMPORTS = {
     "check MODEL --nope": (2, LIBRARIES),
     "check MODEL --scheme nope": (2, LIBRARIES),
     "check MODEL --scheme fp8 --target nope": (2, LIBRARIES),
-    "quantize nowhere -o OUT --scheme fp8": (2, LIBRARIES),
     "quantize MODEL -o OUT --scheme fp8 --set nope=1": (2, LIBRARIES),
-    "calibrate OUT -o OUT/new": (2, LIBRARIES),
     "plan nowhere": (2, LIBRARIES),
     "plan MODEL --target nope": (2, LIBRARIES),
     "tokens nowhere --image-size 56x56": (2, LIBRARIES),
@@ -207,10 +205,13 @@ IMPORTS = {
     "export nowhere -o OUT --format awq": (2, LIBRARIES),
     "push nowhere org/name": (2, LIBRARIES),
     "serve nowhere": (2, LIBRARIES),
-    # What follows needs the model's classes.
+    # What follows knows schemes, or reducers, which compute with torch.
+    "quantize nowhere -o OUT/new --scheme fp8": (2, {"transformers", *UNUSED}),
+    "calibrate OUT -o OUT/new": (2, {"transformers", *UNUSED}),
     "quantize MODEL -o MODEL/out --scheme fp8": (2, {"transformers", *UNUSED}),
     "plan MODEL --reduce nope": (2, {"transformers", *UNUSED}),
     "tokens MODEL --image-size 56x56 --reduce nope": (2, {"transformers", *UNUSED}),
+    # And this needs the model's classes.
     "check MODEL --scheme fp8": (0, UNUSED),
     "plan MODEL --target h100": (0, UNUSED),
     "tokens MODEL --image-size 56x56": (0, UNUSED),
@@ -239,8 +240,15 @@ def test_what_calls_import(model, tmp_path):
     }
 
 
-def test_errors_as_json(capfd, model):
-    assert cli.main(["quantize", str(model), "--scheme", "rtnn", "--json"]) == 2
+def test_flags_of_every_verb_may_stand_before_it(capfd):
+    for call in ("--json list targets", "list --json targets"):
+        assert cli.main(call.split()) == 0
+        assert json.loads(capfd.readouterr().out)["targets"]
+    assert cli.parse(["--debug", "list"]).debug and not cli.parse(["list"]).debug
+
+
+def test_errors_as_json(capfd):
+    assert cli.main(["quantize", "m", "--scheme", "rtnn", "--json"]) == 2
     data = json.loads(capfd.readouterr().out)
     assert data["ok"] is False and data["exit_code"] == 2 and "did you mean 'rtn'" in data["error"]
 

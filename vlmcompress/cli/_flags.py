@@ -139,11 +139,15 @@ def training(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], lr: s
     )
 
 
-def common(parser: argparse.ArgumentParser) -> None:
-    """The flags of every verb."""
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--verbose", action="store_true", help="show what the libraries log, and where the time went")
-    parser.add_argument("--debug", action="store_true", help="print tracebacks")
+def common(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
+    """Add the flags of every verb. They may also stand before the verb, whose parser leaves unset flags as they are."""
+    about = {
+        "json": "one JSON object on stdout",
+        "verbose": "show what the libraries log, and where the time went",
+        "debug": "print tracebacks",
+    }
+    for name, text in about.items():
+        parser.add_argument(f"--{name}", action="store_true", default=default, help=text)
 
 
 def recipe(parser: Parser) -> None:
@@ -355,15 +359,11 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def check_model(name: str | None) -> None:
-    """Raise `UserError` for a MODEL that is a path with no model, before libraries are imported, which takes seconds.
-
-    Args:
-        name: a path or an id; None: a recipe file names the model.
-    """
+def check_model(name: str) -> None:
+    """Raise `UserError` for a MODEL, a path or an id, that is a path with no model, before libraries are imported."""
     from vlmcompress.utils import hub, model_folder
 
-    if name is not None and hub.parse_repository(name) is None:
+    if hub.parse_repository(name) is None:
         model_folder.check_model(Path(name))
 
 

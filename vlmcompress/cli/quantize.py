@@ -16,7 +16,7 @@ from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import OK, Outcome, evaluation_command, written_text
 from vlmcompress.export import readers
-from vlmcompress.utils import distributed, folders, hub, json_files
+from vlmcompress.utils import distributed, folders, hub, json_files, model_folder
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
 from vlmcompress.utils.registry import FORMATS
@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
-    _flags.check_model(values.get("model"))
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
-    recipe = resolved.recipe
-    if recipe.out is not None:
-        folders.check_out(recipe.model, recipe.out, overwrite=args.overwrite, mark=MANIFEST, look=True)
-    count = _flags.devices(args)
+    recipe, count = resolved.recipe, _flags.devices(args)
+    out = recipe.out if args.dry_run else recipe.output
+    model_folder.check_model(recipe.model)
+    if out is not None:
+        folders.check_out(recipe.model, out, overwrite=args.overwrite, mark=MANIFEST, look=True)
     _process.import_transformers()
     if count != 1:
         from vlmcompress.quantization.plan import devices
