@@ -40,10 +40,8 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
         source: the original, to compare sizes and identity with.
 
     Raises:
-        UserError: `path` or `source` is not a folder.
+        UserError: `source` is not a folder.
     """
-    if not Path(path).is_dir():
-        raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
     if source is not None and not source.is_dir():
         raise UserError(f"--source {source} is not a folder; give that of the original")
     subject = _Subject(Path(path), source)
