@@ -6,6 +6,7 @@ Errors are predicted by `calibration.predict`; a rule of `recipe.allocation` cho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from vlmcompress.quantization.calibration.predict import Predictor
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.quantization.plan import statistics_match
-from vlmcompress.quantization.plan.plan import Plan, make_plan
-from vlmcompress.quantization.plan.survey import Allocation
+from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.recipe.allocation import RULES, GroupOption, Key
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
@@ -46,8 +46,8 @@ def allocate_bits(plan: Plan, work: WorkFolder | None = None, *, progress: Progr
     if (statistics := plan.statistics) is None:
         assert work is not None
         statistics = _collected(plan, work, progress)
-    others, facts = decide(plan, statistics, reader(plan.source), progress)
-    return make_plan(plan.recipe, source=plan.source, allocation=Allocation(plan.budget, others, facts))
+    widths, facts = decide(plan, statistics, reader(plan.source), progress)
+    return replace(plan, widths=widths, allocation=facts).checked()
 
 
 def take_gradients(work: WorkFolder) -> None:

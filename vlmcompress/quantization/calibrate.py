@@ -30,7 +30,7 @@ from vlmcompress.quantization.calibration.statistics_folder import (
     processor_identity,
     save_statistics,
 )
-from vlmcompress.quantization.inputs import Result, derive_source, fit_reducer, read_inputs, run_settings
+from vlmcompress.quantization.inputs import Result, derive_source, fit_reducer, naming, read_inputs, run_settings
 from vlmcompress.recipe import Recipe, presets
 from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.allocation import RULES
@@ -140,7 +140,7 @@ def _calibrated(
         folders.check_space(work.out, grams - kept, remedy)
     weights = identity.weights_hash(recipe.model)
     work.begin({"samples": origin, "reducer": reducer and reducer.plain(), "needs": sorted(needs), "weights": weights})
-    with torch.inference_mode(False), torch.no_grad(), whole.naming():
+    with torch.inference_mode(False), torch.no_grad(), naming(whole.names):
         if "gradient" in needs:
             with phase("gradients"):
                 kept_gradients(work, vlm, inputs.batches, progress)
