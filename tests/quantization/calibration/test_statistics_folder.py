@@ -146,7 +146,8 @@ def test_the_weights_are_those_from_memory(world, tmp_path, monkeypatch):
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), vlm)
     with monkeypatch.context() as patch:
         patch.setattr("vlmcompress.quantization.calibrate.save_statistics", kept.save)
-        collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, begun(tmp_path / "unused"))
+        blocks = decoder_blocks(vlm.model, vlm.spec)
+        collect(plan.recipe, Inputs(vlm, batches, None), blocks, begun(tmp_path / "unused"))
     fresh = models.load(world / "llava")
     quantize_blocks(Run(plan=plan, recipe=plan.recipe, work=work, vlm=fresh), Inputs(fresh, [], None))
     for layer, groups in enumerate(decoder_blocks(vlm.model, vlm.spec)):
