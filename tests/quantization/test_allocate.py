@@ -119,7 +119,7 @@ def test_a_budget_shared_out_without_answers_says_so(world, capsys):
         (uninformed, "luq", None),
     ):
         work = make_plan(recipe(world, None, {"budget": 3.9, "by": by}))
-        _, facts = allocate.decide(work, statistics, allocate.reader(work.source), silent)
+        _, facts = allocate.decide(work, statistics, silent)
         said = capsys.readouterr().err
         assert re.search(says, said) if says else not said
         assert facts["unit"] == ("nats" if statistics is collected else "relative squared output error")
