@@ -1,4 +1,4 @@
-"""Quantize a model: check, derive, allocate, read inputs, learn, capture and solve, write. `quantize` is the whole story.
+"""Quantize a model: check, derive, allocate bits, read, learn, capture and solve, write. `quantize` calls these in turn.
 
 Everything that can be refused is refused before a weight is read, and OUT is written when all of it is known. Finished blocks
 are kept next to OUT (`utils.work_folder`), so that the same command goes on after an interruption and writes the same bytes.
@@ -110,7 +110,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
     """
     claim = locked_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST, restart=restart)
     with timed_phases(), claim as work:
-        # Check: the model's headers and the data's names are read, and nothing is written.
+        # Check, from headers and names of files; nothing is written yet.
         plan = make_plan(recipe)
         refuse_without_data(plan)
         folders.check_space(work.out, space_needed(plan, work.out))
@@ -119,42 +119,43 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
             statistics_match.verify_statistics(plan.statistics, plan.recipe)
         with distributed.process_group():
             work.expect(run_settings("quantize", recipe))
-            # Derive: in 16 bits, with the adapter merged, rotated.
+            # Derive the model to quantize: dequantized to 16 bits, with the adapter merged, rotated.
             if derived := derive_source(recipe, work, progress):
                 plan = plan.with_source(derived).checked()
-            # Allocate: a width for each group.
+            # Allocate bits: each group of layers gets a width.
             if plan.budget:
                 plan = allocate.allocate_bits(plan, work, progress=progress)
-            # Read the model, and the samples if anything needs them.
+            # Read the model, and the calibration samples if anything needs them.
             recipe, inputs = plan.recipe, read_for_plan(plan, progress)
+            vlm = inputs.vlm
             with naming(inputs.names):
-                # Learn scales of the tower's attention, and the reducer's numbers, which statistics of it have already.
+                # Learn scales of the vision tower's attention, and the reducer's thresholds and token counts.
                 attention = None
                 with phase("vision attention"):
                     if recipe.vision_attention:
-                        attention = tower_attention.attention_scales(inputs.vlm, inputs.batches, progress)
+                        attention = tower_attention.attention_scales(vlm, inputs.batches, progress)
                 with phase("reducer"):
-                    known = plan.statistics.reducer if plan.statistics else None
-                    reducer = fit_reducer(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
-                    counter = fit_counter(plan.visual_tokens, reducer, inputs.vlm, inputs.batches)
+                    fitted = plan.statistics.reducer if plan.statistics else None
+                    reducer = fit_reducer(recipe.reduce, vlm, inputs.batches, progress, fitted)
+                    counter = fit_counter(plan.visual_tokens, reducer, vlm, inputs.batches)
+                # Capture and solve the decoder's blocks one by one, on the tokens that the reducer leaves. Images are let go.
+                inputs = replace(inputs, batches=inputs.batches if plan.prefix == "quantized" else [])
+                inputs = inputs.reduced(reducer, progress)
                 run = Run(
                     plan=plan,
                     recipe=recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}),
                     work=work,
-                    vlm=inputs.vlm,
+                    vlm=vlm,
+                    origin=inputs.origin,
                     counter=counter,
                     attention=attention,
                     overwrite=overwrite,
                     progress=progress,
                 )
-                # Capture and solve: the decoder's blocks one after the other, after the reducer. The pictures are let go.
-                inputs = replace(inputs, batches=inputs.batches if plan.prefix == "quantized" else [])
-                inputs = inputs.reduced(reducer, progress)
-                run = replace(run, origin=inputs.origin)
                 quantize_blocks(run, inputs)
         if not distributed.is_main():
             return Result(work.out, {})
-        # Write: from the finished blocks; the vision tower and the token embedding are rounded on the way.
+        # Write the checkpoint from the finished blocks.
         manifest = write_checkpoint(run)
         work.remove()
         return Result(work.out, manifest)
@@ -240,10 +241,10 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
             apply(load_block(work, layer), _modules(vlm.model, blocks[layer]), norm_offset)
             continue
         groups = [group for group in blocks[layer] if group.name in captured.stats]
-        for name, stats in captured.stats.items():
-            stats.sensitivity = sensitivities.get((layer, name))
+        for name in captured.stats:  # no name for the statistics themselves, which would keep a Gram matrix in memory
+            captured.stats[name].sensitivity = sensitivities.get((layer, name))
         smoothing = {name: scale for (block, name), scale in scales.items() if block == layer}
-        # where the block is, which is not where the whole model is
+        # The block is on the accelerator, the rest of the model need not be.
         device = vlm.model.get_parameter(f"{groups[0].linears[0]}.weight").device
         result = _solve(vlm, groups, captured.stats, method, smoothing, device)
         result.kv_ranges |= captured.kv_ranges
