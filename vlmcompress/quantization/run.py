@@ -225,8 +225,9 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
     )
 
     def free(layer: int) -> None:
-        for module in (vlm.model.get_submodule(name) for group in blocks[layer] for name in group.linears):
-            module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
+        for name in (name for group in blocks[layer] for name in group.linears):
+            weight = torch.empty_like(vlm.model.get_parameter(f"{name}.weight"), device="meta")
+            vlm.model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
         trim()
 
     whole = BlockResult()

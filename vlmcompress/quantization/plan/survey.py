@@ -96,7 +96,9 @@ class Survey:
         other = getattr(self.recipe.method, "other", None)
         assigned: dict[Key, QuantMethod] = {}
         methods: dict[str, QuantMethod] = {}
-        for group in (group for block in self.source.blocks for group in block if other):
+        if other is None:
+            return {}
+        for group in (group for block in self.source.blocks for group in block):
             choice = other(group.name.rpartition(".")[2], group.layer, len(self.source.blocks), self.recipe.options)
             if choice is not None:
                 scheme, options = choice
