@@ -128,7 +128,7 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
         ratio = smaller(plan.bytes_before, max(plan.bytes_after, 1))
     prefix = {"float": "float: blocks are solved after unquantized ones", None: "none: nothing is observed"}
     shared = allocation_text(plan.allocation) if plan.allocation else ""
-    if plan.undecided:
+    if plan.budget:
         shared = "\nThe widths of groups are decided after the calibration; with --stats they are shown here."
     read = "Weights and statistics were read" if plan.allocation else "Of the model nothing was read but headers"
     totals = [
