@@ -257,12 +257,12 @@ def _errors(
 
 def _weight_error(weight: Tensor, quantized: QTensor) -> float:
     """Relative squared error of a weight."""
-    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    error = size = 0.0
     for rows in row_chunks(weight):
         part = weight[rows].float()
         difference = quantized.dequantize(torch.float32, rows).sub_(part)
-        sums += torch.stack([difference.square_().sum(), torch.square(part, out=difference).sum()])
-    error, size = sums.tolist()
+        error += difference.square_().sum().item()
+        size += torch.square(part, out=difference).sum().item()
     return error / max(size, 1e-30)
 
 
