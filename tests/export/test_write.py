@@ -141,12 +141,13 @@ def test_config_and_other_files(source, out):
 
 
 def test_copied_bytes_survive(source, tmp_path):
-    """Byte copies do not care what a number is: the payloads of NaNs stay."""
+    """Byte copies keep every bit of a number: signs of zeros, and numbers below the smallest normal one."""
     odd = tmp_path / "odd"
     shutil.copytree(source, odd)
     tensors = load_file(odd / "model.safetensors")
     name = "language_model.model.norm.weight"
-    tensors[name] = torch.full_like(tensors[name], 0x7FA5, dtype=torch.int16).view(torch.bfloat16)
+    tensors[name] = torch.full_like(tensors[name], 0x0025, dtype=torch.int16).view(torch.bfloat16)
+    tensors[name][::2] = -0.0
     save_file(tensors, odd / "model.safetensors", metadata={"format": "pt"})
     rtn.write(odd, tmp_path / "out", W4)
     assert bytes(tensor_files.to_bytes(load(tmp_path / "out")[name])) == bytes(tensor_files.to_bytes(tensors[name]))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmcompress.numerics import (
+    FLOAT8,
     NVFP4,
     ActFormat,
     Format,
@@ -20,6 +21,7 @@ from vlmcompress.numerics import (
     weight_codes,
     weight_only,
 )
+from vlmcompress.numerics._float8 import widened
 
 INT4 = Format("int", 4, 32)
 FORMATS = [
@@ -49,6 +51,14 @@ def compressed_tensors_args(fmt: Format):
         group_size=fmt.group if fmt.group > 0 else None,
         symmetric=fmt.symmetric,
     )
+
+
+def test_float8_are_widened():
+    """Oracle: torch, for each pair of bytes, NaN among them; and for an odd number, and rows that are not neighbours."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(FLOAT8).view(256, 512)
+    for codes in (every, every[:3, :5], every[::2], every[0, :1]):
+        out = torch.empty(codes.shape)
+        assert torch.equal(widened(codes, out=out).view(torch.int32), codes.float().view(torch.int32))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -321,3 +321,22 @@ def test_skipped_layers_stay(world, tmp_path):
     assert "language_model.model.layers.1.mlp.up_proj.weight_packed" in stored
     assert not [check for check in doctor.diagnose(out) if not check.ok]
     assert models.read_config(out)["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("model.language_model.layers.1.mlp.up_proj", "up_proj: the weight holds NaN"),
+        ("model.vision_tower.vision_model.encoder.layers.1.mlp.fc1", "fc1.weight' holds NaN"),
+    ],
+)
+def test_weights_that_are_no_numbers(world, tmp_path, broken, said):
+    """Without data a weight is read once, when it is rounded or copied, and nothing is written where it holds NaN."""
+    model = tiny.build("llava", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(".".join(broken.split(".")[-3:]) + ".weight"))
+    tensors[name][-1, -1] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=said):
+        quantize(resolve({"model": str(model), "out": str(tmp_path / "out"), "scheme": "fp8"}).recipe)
+    assert not (tmp_path / "out").exists()

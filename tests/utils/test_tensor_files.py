@@ -55,6 +55,20 @@ def test_copy_moves_the_bytes(tmp_path, tensors):
     assert (tmp_path / "copy").read_bytes()[3:] == bytes(tensor_files.to_bytes(tensors["b.bf16"]))
 
 
+@pytest.mark.parametrize("code", tensor_files.FLOATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_is_not_copied(tmp_path, code, bad):
+    """The largest finite numbers are."""
+    tensor = torch.full((1 << 20, 2), torch.finfo(tensor_files.DTYPES[code]).min, dtype=tensor_files.DTYPES[code])
+    for name in ("finite", "other"):
+        save_file({"x": tensor}, tmp_path / name)
+        tensor[-1, 0] = bad
+    with (tmp_path / "copy").open("wb") as file:
+        tensor_files.copy_at(*tensor_files.read_entries(tmp_path / "finite"), file.fileno(), 0)
+        with pytest.raises(UserError, match="tensor 'x' holds NaN or infinity"):
+            tensor_files.copy_at(*tensor_files.read_entries(tmp_path / "other"), file.fileno(), 0)
+
+
 def damage_header(raw: bytes, change) -> bytes:
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])

@@ -161,7 +161,9 @@ def _parts(tree: Path, checkpoint: Checkpoint) -> Parts:
     def read(name: str) -> Tensor:
         origin = plain[name].origin
         if isinstance(origin, Entry):
-            return tensor_files.read_tensor(origin)
+            value = tensor_files.read_tensor(origin)
+            tensor_files.refuse_not_finite(origin, value)
+            return value
         return origin() if callable(origin) else cast(Tensor, origin)
 
     specs = {name: tensor.spec for name, tensor in plain.items()}

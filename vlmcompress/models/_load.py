@@ -110,6 +110,7 @@ def load(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
+    check: bool = True,
 ) -> VLM:
     """Load model and processor.
 
@@ -118,6 +119,8 @@ def load(
         device: where the weights go.
         dtype: floating-point type of the weights; None: that of the checkpoint (`FloatType`).
         trust_remote_code: run Python code that the folder brings along. Only then may its config have an `auto_map`.
+        check: read all weights to refuse NaN and infinity; False: only those that are stored in another type, as the caller
+            checks the others when it reads them.
     """
     path = Path(path)
     config = read_config(path)
@@ -141,7 +144,7 @@ def load(
         if info.get(what):
             first = sorted(map(str, info[what]))[0]
             raise UserError(f"{path}: {what.replace('_', ' ')} at load, first {first}; download it again")
-    _check_finite(model, path, names)
+    _check_finite(model, path, names, check)
     return VLM(model.eval().requires_grad_(False).to(device), processor, spec, path)
 
 
@@ -325,15 +328,16 @@ def _check_head(path: Path, meta_model: PreTrainedModel, names: Mapping[str, str
             )
 
 
-def _check_finite(model: PreTrainedModel, path: Path, names: Mapping[str, str]) -> None:
-    """Raise `UserError` for NaN and infinity. The sum of a tensor is not finite if an entry is not (or if it overflows)."""
+def _check_finite(model: PreTrainedModel, path: Path, names: Mapping[str, str], every: bool) -> None:
+    """Raise `UserError` for NaN and infinity, unless `every` in converted tensors alone."""
+    entries = stored_tensors(path)
     for name, tensor in model.state_dict().items():
-        if not tensor.is_floating_point() or torch.isfinite(tensor.sum(dtype=torch.float32)):
+        stored = entries.get(names.get(name, ""))
+        if not every and stored and tensor_files.DTYPES[stored.spec.dtype] == tensor.dtype:
             continue
-        if torch.isfinite(tensor).all():
+        if tensor_files.all_finite(tensor):
             continue
-        stored = stored_tensors(path).get(names.get(name, ""))
-        if stored and torch.isfinite(tensor_files.read_tensor(stored)).all():
+        if stored and tensor_files.all_finite(tensor_files.read_tensor(stored)):
             kind = str(tensor.dtype).removeprefix("torch.")
             raise UserError(
                 f"{path}: tensor '{name}' has numbers too large for {kind}; use --dtype bfloat16 or float32"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import _fp4, _mx
+from vlmcompress.numerics._float8 import widened
 from vlmcompress.numerics._formats import FLOAT8, Format
 
 _CACHED = 1 << 16  # elements of a tensor of which a few fit into a core's cache
@@ -148,7 +149,7 @@ def to_codes(x: Tensor, fmt: Format) -> Tensor:
     if fmt.fp4:
         return _fp4.round_fp4(x)
     if fmt.kind == "float":
-        return x.copy_(x.clamp_(fmt.qmin, fmt.qmax).to(FLOAT8))  # beyond 448 the conversion gives NaN
+        return widened(x.clamp_(fmt.qmin, fmt.qmax).to(FLOAT8), out=x)  # beyond 448 the conversion gives NaN
     return x.round_().clamp_(fmt.qmin, fmt.qmax)  # halves to even
 
 
@@ -168,25 +169,30 @@ def weight_codes(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Forma
     """Codes `[out, in]` of `w [out, in]` in `fmt.dtype`, given parameters from `find_params`."""
     q = torch.empty_like(w, dtype=fmt.dtype, memory_format=torch.contiguous_format)
     for rows in row_chunks(w):
-        q[rows] = round_to_codes(_pieces(w[rows].float(), fmt), *_spread(scale, zero_point, rows), fmt).view_as(q[rows])
+        pieces, (spread, zeros) = _pieces(w[rows].float(), fmt), _spread(scale, zero_point, rows)
+        if fmt.dtype == FLOAT8 and not fmt.fp4:  # storing rounds
+            codes = torch.div(pieces, spread).clamp_(fmt.qmin, fmt.qmax)
+        else:
+            codes = round_to_codes(pieces, spread, zeros, fmt)
+        q[rows].copy_(codes.view_as(q[rows]))
     return q
 
 
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, rows: slice = slice(None)) -> Tensor:
     """Float32 values `[out, in]` of the codes `q [out, in]`, of all its `rows` or some."""
     if fmt.rows > 1:  # [out / rows, in / group] -> [out, in / group]: the scales of each row's blocks
-        scale = scale[torch.arange(len(q), device=scale.device) // fmt.rows]
-    if scale.dim() > 1:  # not per matrix
+        scale = scale[torch.arange(len(q), device=scale.device)[rows] // fmt.rows]
+    elif scale.dim() > 1:  # not per matrix
         scale, zero_point = scale[rows], None if zero_point is None else zero_point[rows]
     q = q[rows]
     w = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     for part in row_chunks(q):
         if fmt.rows > 1:
             blocks = scale[part].float().repeat_interleave(fmt.group, 1)[:, : q.shape[1]]
-            w[part].copy_(q[part]).mul_(blocks)
+            widened(q[part], out=w[part]).mul_(blocks)
             continue
         spread, zeros = _spread(scale, zero_point, part)
-        pieces = _pieces(w[part].copy_(q[part]), fmt)
+        pieces = _pieces(widened(q[part], out=w[part]), fmt)
         (pieces if zeros is None else pieces.sub_(zeros)).mul_(spread)
     return w
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,7 +59,11 @@ class QTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, rows: slice = slice(None)) -> Tensor:
         """The weights `[out, in]` that an engine computes with, of all rows or some."""
-        return dequantize(self.q, self.step, self.zero_point, self.format, rows).to(dtype)
+        part = self
+        if self.scale.dim() > 1 and self.format.rows == 1:  # so that `step` is computed of these rows alone
+            zero_point = None if self.zero_point is None else self.zero_point[rows]
+            part, rows = replace(self, q=self.q[rows], scale=self.scale[rows], zero_point=zero_point), slice(None)
+        return dequantize(part.q, part.step, part.zero_point, self.format, rows).to(dtype)
 
 
 def round_to_nearest(

@@ -139,7 +139,10 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
     recipe, tokens = plan.recipe, plan.visual_tokens
     with phase("loading"):
         dtype = plan.source.float_type.dtype
-        vlm = models.load(plan.source.path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
+        # Weights that no sample runs through are checked when they are rounded or copied, so that each is read once.
+        check = plan.reads_data and bool(recipe.calibrate.data or data_reason(plan))
+        options: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code, "check": check}
+        vlm = models.load(plan.source.path, dtype=dtype, **options)
         vlm = replace(vlm, path=recipe.model)  # a rotated one is of this folder, too
     if plan.head:
         models.untie(vlm.model, vlm.spec)

@@ -49,7 +49,14 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RANK = {code: rank for rank, code in enumerate(DTYPES)}
 _MAX_HEADER = 100_000_000  # the official reader's limit
 _WRITTEN = 1 << 26  # bytes that are written by one call
-_COPIED = 1 << 24  # bytes that are read by one call
+_COPIED = 1 << 20  # bytes that are read by one call, which stay in a core's cache
+_CHECKED = 1 << 19  # numbers that are looked at by one call
+_EXPONENTS = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+}
+"""Bits that are all set in NaN and infinity alone, and the integer to see them in."""
 
 
 @dataclass(frozen=True)
@@ -214,19 +221,48 @@ def write_at(file: int, data: memoryview | bytes, position: int) -> None:
 
 
 def copy_at(entry: Entry, file: int, position: int) -> None:
-    """Copy a stored tensor to a byte position of another open file, in chunks of `_COPIED` bytes unless it is `columns`."""
+    """Copy a stored tensor to a byte position of another open file, in chunks of `_COPIED` bytes unless it is `columns`.
+
+    Raises:
+        UserError: the tensor cannot be read, or is one of `FLOATS` that holds NaN or infinity.
+    """
     if entry.columns is not None:
-        return write_at(file, to_bytes(read_tensor(entry)), position)
+        value = read_tensor(entry)
+        refuse_not_finite(entry, value)
+        return write_at(file, to_bytes(value), position)
     try:
-        source = entry.file.open("rb")
+        source = entry.file.open("rb", buffering=0)
     except OSError as error:
         raise UserError(f"cannot read {entry.file}: {error.strerror}; restore it and run again") from error
     with source:
         source.seek(entry.start)
-        left = entry.end - entry.start
+        left, block = entry.end - entry.start, bytearray(_COPIED)
+        values = torch.frombuffer(block, dtype=DTYPES[entry.spec.dtype])
         while left:
-            block = source.read(min(left, _COPIED))
-            if not block:
-                raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
-            write_at(file, block, position)
-            left, position = left - len(block), position + len(block)
+            part = memoryview(block)[: min(left, _COPIED)]
+            filled = 0
+            while filled < len(part):
+                if not (count := source.readinto(part[filled:])):
+                    raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
+                filled += count
+            refuse_not_finite(entry, values[: len(part) // values.itemsize])
+            write_at(file, part, position)
+            left, position = left - len(part), position + len(part)
+
+
+def refuse_not_finite(entry: Entry, values: Tensor) -> None:
+    """Raise `UserError` for NaN or infinity in some values of a stored tensor, if it is one of `FLOATS`."""
+    if entry.spec.dtype in FLOATS and not all_finite(values):
+        raise UserError(
+            f"{entry.file}: tensor '{entry.name}' holds NaN or infinity; take a checkpoint from before, or download this one "
+            "again"
+        )
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no element is NaN or infinity; of the types of `FLOATS` without a copy of them all."""
+    if values.dtype not in _EXPONENTS:
+        return bool(values.isfinite().all())
+    integer, exponent = _EXPONENTS[values.dtype]
+    parts = values.detach().reshape(-1).view(integer).split(_CHECKED) if values.numel() else ()
+    return all(int((part & exponent).amax()) != exponent for part in parts)

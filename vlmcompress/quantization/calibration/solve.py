@@ -127,10 +127,12 @@ def solve_block(
     Raises:
         UserError: a weight or its statistics hold NaN or Inf, or lack what the method needs.
     """
-    result, factors = BlockResult(), dict[str, list[Tensor]]()
+    result, factors, data_free = BlockResult(), dict[str, list[Tensor]](), not stats
 
     def current(group: Group) -> list[Tensor]:
         """A group's weights as smoothed so far, in float32; made on each use, as copies of all would double the memory."""
+        if data_free:  # rounding to nearest converts a few rows at a time
+            return [weights[name] for name in group.linears]
         return [math.prod(factors.get(name, ()), start=weights[name].float()) for name in group.linears]
 
     # A scale is folded into the op before: a norm, or a linear layer, whose rows can take it only if they are quantized after.
@@ -151,9 +153,10 @@ def solve_block(
         if "block_scales" in chosen.needs.searches:
             searched[group.name] = Smoothing((scales or {}).get(group.name))
             continue
-        with _naming(group):
+        group_weights = current(group)
+        with _naming(group, group_weights):
             searched[group.name] = schemes.smooth(
-                chosen.module, current(group), stats[group.name], chosen.options, scale_dtype
+                chosen.module, group_weights, stats[group.name], chosen.options, scale_dtype
             )
     smoothing_scales = distributed.merge_dicts({name: smoothing.scale for name, smoothing in searched.items()})
     for group in foldable:
@@ -199,7 +202,7 @@ def _solve_group(
     result, first = BlockResult(), group.linears[0]
     if stats is not None and "absmax" in stats.needs:
         result.maxima[first] = stats.owners()
-    with _naming(group):
+    with _naming(group, weights):
         solution = schemes.solve(method.module, weights, stats, method.options, scale_dtype, factor)
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     if stats is not None and stats.borrowed:
@@ -218,12 +221,15 @@ def _solve_group(
 
 
 @contextmanager
-def _naming(group: Group) -> Iterator[None]:
-    """Turn a ValueError about weights or statistics into a UserError that names the layer."""
+def _naming(group: Group, weights: Sequence[Tensor]) -> Iterator[None]:
+    """Turn a ValueError about weights or statistics into a UserError that names the layer, of a group's the first where the
+    weights are finite."""
     try:
         yield
     except ValueError as error:
-        raise UserError(f"{group.linears[0]}: {error}") from error
+        named = zip(group.linears, weights, strict=True)
+        name = next((name for name, weight in named if not weight.isfinite().all()), group.linears[0])
+        raise UserError(f"{name}: {error}") from error
 
 
 def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
@@ -251,12 +257,12 @@ def _errors(
 
 def _weight_error(weight: Tensor, quantized: QTensor) -> float:
     """Relative squared error of a weight."""
-    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    error = size = 0.0
     for rows in row_chunks(weight):
-        part = weight[rows]
+        part = weight[rows].float()
         difference = quantized.dequantize(torch.float32, rows).sub_(part)
-        sums += torch.stack([difference.square_().sum(), part.square().sum()])
-    error, size = sums.tolist()
+        error += difference.square_().sum().item()
+        size += torch.square(part, out=difference).sum().item()
     return error / max(size, 1e-30)
 
 
