@@ -54,6 +54,7 @@ from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.utils import distributed, folders
+from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
@@ -338,7 +339,11 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     embedding = models.embedding_name(model)
     if scheme := plan.schemes.get(embedding):
         weight = model.get_parameter(f"{embedding}.weight")
-        quantized[embedding] = (round_to_nearest(weight, scheme.weights, scale_dtype=weight.dtype), scheme, None)
+        try:
+            rounded = round_to_nearest(weight, scheme.weights, scale_dtype=weight.dtype)
+        except ValueError as error:  # it holds NaN or Inf
+            raise UserError(f"{embedding}: {error}") from error
+        quantized[embedding] = (rounded, scheme, None)
     language = StoredWeights(run.work, plan.steps, plan.method)
     every = ChainMap(quantized, language)  # type: ignore[arg-type]  # neither is written to
 
