@@ -89,6 +89,7 @@ def convert(
     content = Content(
         tensors=tensors,
         quantized=stored,
+        shapes={name: layer.shape for name, layer in stored.layers.items()},
         exporter=writer,
         layers=layers,
         config=config,

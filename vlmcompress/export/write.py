@@ -67,6 +67,7 @@ class Content:
     Attributes:
         tensors: in the order in which they are written.
         quantized: linear layer -> weight, scheme, input scale. Each is read once, when its turn comes.
+        shapes: linear layer that is quantized -> its weight's.
         exporter: the format that is written; layers: what its config files say.
         config: what config.json holds besides the format's block.
         manifest: the manifest without sizes and hashes.
@@ -78,6 +79,7 @@ class Content:
 
     tensors: list[OutputTensor]
     quantized: Mapping[str, Quantized]
+    shapes: Mapping[str, tuple[int, ...]]
     exporter: Writer
     layers: Layers
     config: dict
@@ -154,6 +156,7 @@ def write(
     content = Content(
         tensors=tensors,
         quantized=quantized,
+        shapes={layer: source.specs[source.names[f"{layer}.weight"]].shape for layer in quantized},
         exporter=checkpoint.exporter,
         layers=checkpoint.layers,
         config=config,
@@ -230,8 +233,16 @@ def _parts(tree: Path, content: Content, title: str) -> Parts:
             return tensor_files.read_tensor(origin)
         return origin() if callable(origin) else cast(Tensor, origin)
 
-    specs = {name: tensor.spec for name, tensor in plain.items()}
-    return Parts(specs, read, content.quantized, config, processor.image_processor.to_dict(), title)
+    return Parts(
+        specs={name: tensor.spec for name, tensor in plain.items()},
+        read=read,
+        entries={name: tensor.origin for name, tensor in plain.items() if isinstance(tensor.origin, Entry)},
+        layers={names[0]: (scheme, content.shapes[names[0]]) for names, scheme in content.layers.quantized.items()},
+        quantized=content.quantized,
+        config=config,
+        image=processor.image_processor.to_dict(),
+        title=title,
+    )
 
 
 def plan_tensors(checkpoint: Checkpoint) -> list[OutputTensor]:
