@@ -6,7 +6,7 @@ No dates, no paths of the machine: the same inputs give the same file, but for `
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
@@ -150,15 +150,15 @@ def build(
     }
 
 
-def hash_files(folder: Path) -> dict[str, dict]:
-    """Hash the files below `folder`, the manifest aside: name -> sha256 and size, sorted by name."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files if path != folder / MANIFEST}
-
-
 def hash_file(path: Path) -> dict[str, str | int]:
     """What the manifest records of a file: its sha256 and size."""
     return {"sha256": sha256(path), "size": path.stat().st_size}
+
+
+def hash_files(folder: Path, describe: Callable[[Path], dict] = hash_file) -> dict[str, dict]:
+    """What the manifest records of each file below `folder`, itself aside, by name and sorted."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): describe(path) for path in files if path != folder / MANIFEST}
 
 
 def read_manifest(folder: Path) -> dict:

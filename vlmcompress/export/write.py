@@ -203,11 +203,11 @@ def write_folder(
         with phase("writing"):
             if hasattr(content.exporter, "write_files"):
                 parts = _parts(tree, content, source.name)
-                after = content.exporter.write_files(tree, content.family, parts, progress)
                 tokens = tokenizers.compare_tokenizers(content.exporter, tree, parts.config)
                 if tokens.problem:
                     raise UserError(tokens.problem)
                 warnings += [tokens.warning] if tokens.warning else []
+                after = content.exporter.write_files(tree, content.family, parts, progress)
             else:
                 after = write_weights(tree, content.tensors, limit, content.quantized, content.exporter, progress)
         size = {"weights_before": content.before, "weights_after": after}

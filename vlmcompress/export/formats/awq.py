@@ -153,12 +153,8 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -
     zero = _unpacked(stored["qzeros"])
     if scheme.weights.symmetric and zero.any():
         raise UserError("the config calls the weights symmetric, and their zero points are not all 8; mend the config")
-    return QTensor(
-        _unpacked(stored["qweight"]),
-        stored["scales"].T.contiguous(),
-        None if scheme.weights.symmetric else zero,
-        scheme.weights,
-    ), None
+    codes, zero_point = _unpacked(stored["qweight"]), None if scheme.weights.symmetric else zero
+    return QTensor(codes, stored["scales"].T.contiguous(), zero_point, scheme.weights), None
 
 
 def _packed(codes: Tensor) -> Tensor:
@@ -167,8 +163,7 @@ def _packed(codes: Tensor) -> Tensor:
     packed = torch.empty(len(rows), 4, codes.shape[1], dtype=torch.uint8, device=codes.device)
     for part in parts(codes, len(rows), 8 * codes.shape[1]):
         for byte, (low, high) in enumerate(_PAIRS):
-            # which adds 8 to both, modulo 16
-            packed[part, byte] = ((rows[part, low] & 15) | (rows[part, high] << 4)) ^ 0x88
+            packed[part, byte] = ((rows[part, low] & 15) | (rows[part, high] << 4)) ^ 0x88  # adds 8 to both, modulo 16
     return packed.view(-1, codes.shape[1]).T.reshape(-1).view(torch.int32).view(codes.shape[1], -1)
 
 

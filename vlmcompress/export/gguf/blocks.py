@@ -99,7 +99,7 @@ def pack(qt: QTensor) -> Tensor:
         if kind == "Q8_0":
             packed[part, :, start:] = codes[part].view(torch.uint8).view(-1, blocks, BLOCK)
             continue
-        # Weight i of a block in the lower half of byte i, weight i + 16 in the upper one; sixteen codes are moved as one number.
+        # Weight i of a block in the lower half of byte i, weight i + 16 in the upper one. Sixteen codes move as one number.
         halves = codes[part].view(torch.complex128).view(-1, 2)
         low, high = (halves[:, half].contiguous().view(torch.uint8) for half in (0, 1))
         low &= 15

@@ -141,14 +141,14 @@ def _plan(
         kind = "F32"
 
     def make() -> Iterator[Tensor | Entry]:
-        if (kind, of) == (spec.dtype, 1) and not (rows or columns or rule.change or rule.add or kind == "F16"):
-            if source in parts.entries:
-                yield parts.entries[source]
-                return
+        changes = kind != spec.dtype or kind == "F16" or of > 1 or rows or columns or rule.change or rule.add
+        if not changes and source in parts.entries:
+            yield parts.entries[source]
+            return
         value = changed(chosen(parts.read(source)))
         value = value.float() + rule.add if rule.add else value
         rounded = value.to(DTYPES[kind]).contiguous()
-        if kind == "F16" and not rounded.isfinite().all():
+        if kind == "F16" and int((rounded.view(torch.int16) & 0x7FFF).amax()) >= 0x7C00:  # infinity and NaN
             raise UserError(
                 f"{source} has values that no 16-bit float of GGUF's F16 holds; convert the source to float32 first"
             )
