@@ -50,7 +50,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RANK = {code: rank for rank, code in enumerate(DTYPES)}
 _MAX_HEADER = 100_000_000  # the official reader's limit
 _WRITTEN = 1 << 26  # bytes that are written by one call
-_COPIED = 1 << 20  # bytes that are copied at a time: they stay in a core's cache, and in one buffer
+_COPIED = 1 << 24  # bytes that are read by one call
 
 
 @dataclass(frozen=True)
@@ -226,10 +226,10 @@ def copy_at(entry: Entry, file: int, position: int) -> None:
         raise UserError(f"cannot read {entry.file}: {error.strerror}; restore it and run again") from error
     with source:
         source.seek(entry.start)
-        left, buffer = entry.end - entry.start, memoryview(bytearray(_COPIED))
+        left = entry.end - entry.start
         while left:
-            count = source.readinto(buffer[:left])
-            if not count:
+            block = source.read(min(left, _COPIED))
+            if not block:
                 raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
-            write_at(file, buffer[:count], position)
-            left, position = left - count, position + count
+            write_at(file, block, position)
+            left, position = left - len(block), position + len(block)
