@@ -28,8 +28,7 @@ def row(engine: EngineFormats, names: str, cell: Cell) -> str:
             *(f"with {trait.replace('_', ' ')} `{needs[0]}`" for trait, needs in cell.instead.items()),
         ]
     )
-    kind, _, where = cell.evidence.partition(": ")
-    return f"| {engine.title} {engine.version} | {names} | {text} | {takes} | {kind}: `{where}` |"
+    return f"| {engine.title} {engine.version} | {names} | {text} | {takes} | {cell.evidence.partition(':')[0]} |"
 
 
 def experts(cell: Cell) -> list[str]:
@@ -58,7 +57,7 @@ def short(architecture: str) -> str:
 
 
 def main() -> None:
-    print("| engine | format | reads | takes | how it is known |\n|---|---|---|---|---|")
+    print("| engine | format | reads | takes | evidence |\n|---|---|---|---|---|")
     print("\n".join(line for engine in ENGINES.values() for line in rows(engine)))
     print("\n" + "\n".join(line for engine in ENGINES.values() for line in families(engine)))
 

@@ -23,16 +23,17 @@ from pydantic import BaseModel
 from vlmcompress.quantization import schemes
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import methods
+from vlmcompress.reduction.methods._selecting import SelectingOptions
 
 INTRO = """\
 # Recipe keys
 
 A recipe decides what `vlmcompress quantize` writes. It is a YAML file; on the command line `--set options.damp=0.1` sets
 the key `damp` below `options`, and the most used keys have flags (`--scheme`, `--target`, `--reduce`, ...). The first of
-these wins: command line, recipe file, target, default. `--dry-run` shows every key, its value and where that came from.
+these wins: command line, recipe file, target, default. `--dry-run` shows every key, its value and its origin.
 
 ```yaml
-# 4 bits for an A100, half of each image's tokens, calibrated on one's own questions
+# 4 bits for an A100, half of each image's tokens, calibrated on your questions
 target: a100
 scheme: awq
 options:
@@ -45,9 +46,15 @@ calibrate:
   samples: 256
 ```
 
-`--recipe` takes a file or a name of `vlmcompress list recipes`. The option `balance` is explained in
-[quantization](quantization.md#balance), reducers in [visual tokens](visual-tokens.md). `scripts/recipe_reference.py`
-prints this page from the classes that check a recipe.
+`--recipe` takes a file or a name of `vlmcompress list recipes`. Schemes are explained in
+[quantization](quantization.md), reducers in [visual tokens](visual-tokens.md). `scripts/recipe_reference.py` prints this
+page from the classes that check a recipe.
+"""
+
+SELECTING = """\
+`keep` is the share of the tokens that stay. Methods that select tokens ({names}) also take `merge`, `none` (the default:
+the others are dropped) or `nearest` (each is averaged into the selected token of highest cosine to it, where that is at
+least `similar`, by default 0.6).
 """
 
 
@@ -59,7 +66,11 @@ def page() -> str:
     for name, part in nested.items():
         sections += [f"## `{name}`\n", f"{_plain(_summary(part))}\n", _table(part)]
     sections += ["## `options`: of each scheme\n", _options(schemes.REGISTRY)]
-    sections += ["## `reduce`: options of each reducer, next to `method`\n", _options(methods.REGISTRY)]
+    names = (
+        name for name in methods.REGISTRY.names() if issubclass(methods.REGISTRY.get(name).Options, SelectingOptions)
+    )
+    sections += ["## `reduce`: options of each reducer, next to `method`\n"]
+    sections += [SELECTING.format(names=", ".join(f"`{name}`" for name in names)), _options(methods.REGISTRY)]
     return "\n".join(sections).rstrip() + "\n"
 
 
@@ -79,7 +90,8 @@ def _options(registry: Any) -> str:
         named = f" Also {', '.join(also)}." if also else ""
         rows += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.{named}\n"]
         if dataclasses.fields(options):
-            rows += [f"{_plain(inspect.getdoc(options) or '')}\n", f"Defaults: {_defaults(options)}.\n"]
+            meaning = re.sub(r"^`keep`: share of the tokens(; |\.$)", "", _plain(inspect.getdoc(options) or ""))
+            rows += [f"{meaning} Defaults: {_defaults(options)}.\n".lstrip()]
     return "\n".join(rows)
 
 
@@ -112,7 +124,8 @@ def _fields(cls: type) -> Iterable[tuple[str, str, str]]:
             yield name, "required" if field.is_required() else _value(field.default), ", ".join(filter(None, limits))
     else:
         for bound in dataclasses.fields(cls):
-            if bound.name != "network":  # of a file that an option names
+            shared = issubclass(cls, SelectingOptions) and bound.name in ("merge", "similar")  # `SELECTING` has them
+            if bound.name != "network" and not shared:  # `network`: the content of a file that an option names
                 yield bound.name, _value(bound.default), ""
 
 
@@ -120,7 +133,9 @@ def _limit(metadata: Any) -> str:
     """Write a bound of a number in words."""
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     limits = [
-        f"{word} {getattr(metadata, key)}" for key, word in words.items() if getattr(metadata, key, None) is not None
+        f"{word} {bound}"
+        for key, word in words.items()
+        if (bound := getattr(metadata, key, None)) is not None and bound < 10**9
     ]
     return " ".join(limits)
 
@@ -140,7 +155,7 @@ def _value(value: Any) -> str:
 
 def _type(hint: Any, limits: str = "") -> str:
     """Write a type in words."""
-    simple = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path", Any: "see text"}
+    simple = {int: "integer", float: "number", str: "string", bool: "boolean", Path: "path", Any: "see below"}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in simple:
         words = simple[hint]
@@ -178,7 +193,8 @@ def _summary(cls: type) -> str:
 
 def _plain(text: str) -> str:
     """Write docstring text as one line, in the words of YAML."""
-    return re.sub(r"\bNone\b", "null", " ".join(text.split()))
+    text = re.sub(r"see `[\w.]*statistics\.balance`", "see [balance](quantization.md#balance)", " ".join(text.split()))
+    return re.sub(r"\bNone\b", "null", text)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 from gpu.steps import SHAPES, STEPS, Step
 
 Parts = Mapping[str, Mapping[str, Any]]
-EMPTY = "Not run yet: no GPU was at hand."
+EMPTY = "Not run yet."
 SIGNS = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
 
 
@@ -18,7 +18,7 @@ def render(parts: Parts) -> str:
     if not ran:
         return EMPTY
     sections = [_machine(ran), _steps(parts), _quantized(ran), _layers(ran), _triton(ran), _reducers(ran), _prefill(ran),
-                _products(ran), _trained(ran), _kernels(ran), _served(ran), _faults(ran)]  # fmt: skip
+                _trained(ran), _kernels(ran), _served(ran), _faults(ran)]  # fmt: skip
     return "\n\n".join(text for text in sections if text)
 
 
@@ -86,13 +86,12 @@ def _layers(ran: Parts) -> str:
         for _, result in shapes:
             figures = result["schemes"].get(scheme, {})
             if "seconds" in figures:
-                phases = " + ".join(f"{figures['seconds'][phase]:.2f}" for phase in ("smooth", "solve", "pack"))
-                cells += [phases, f"{figures['model_seconds']:.0f}", _gb(figures["gpu_gb"])]
+                cells += [f"{figures['model_seconds']:.0f}", _gb(figures["gpu_gb"])]
             else:
-                cells += ["–"] * 3
+                cells += ["–"] * 2
         rows.append(f"| {scheme} | {' | '.join(cells)} |")
-    heads = "".join(f" | {shape}: smooth + solve + pack, s | all blocks, s | GPU peak" for shape, _ in shapes)
-    return _table(f"layers of a block{heads}", "rrr" * len(shapes), rows)
+    heads = "".join(f" | {shape}: solving all blocks, s | GPU peak" for shape, _ in shapes)
+    return _table(f"scheme{heads}", "rr" * len(shapes), rows)
 
 
 def _triton(ran: Parts) -> str:
@@ -111,12 +110,12 @@ def _reducers(ran: Parts) -> str:
     for shape, result in _results(ran, "reducers"):
         heads = "".join(f" | {count} images, ms" for count in result["encoder_ms"])
         encoder = " | ".join(f"{value:.1f}" for value in result["encoder_ms"].values())
-        rows.append(f"| encoder of {shape} | | | {encoder} |")
+        rows.append(f"| encoder of {shape} | {encoder} |")
         for name, figures in result["reducers"].items():
             if "ms" in figures:
                 taken = " | ".join(f"{value:.1f}" for value in figures["ms"].values())
-                rows.append(f"| {name} | {figures['kernels']} | {_count(figures['waits'])} | {taken} |")
-    return _table(f"reducer | kernels | waits{heads}", "r" * (2 + heads.count("|")), rows)
+                rows.append(f"| {name} | {taken} |")
+    return _table(f"reducer{heads}", "r" * heads.count("|"), rows)
 
 
 def _prefill(ran: Parts) -> str:
@@ -130,22 +129,11 @@ def _prefill(ran: Parts) -> str:
     return _table("prefill | decoder alone by share of tokens, ms | model after a reducer, ms", "ll", rows)
 
 
-def _products(ran: Parts) -> str:
-    rows = []
-    for _, result in _results(ran, "products"):
-        for name, figures in result.items():
-            gains = (figures[kind] for kind in ("fp8", "fp8_rows", "int8"))
-            cells = " | ".join(gain if isinstance(gain, str) else f"{gain:.2f}x" for gain in gains)
-            rows.append(f"| {name} | {figures['us']:.0f} | {figures['tflops']:.0f} | {cells} |")
-    return _table("layer, tokens | BF16, us | TFLOP/s | FP8 | FP8 by rows | INT8", "rrrrr", rows)
-
-
 def _trained(ran: Parts) -> str:
     rows = []
     for name, figures in _results(ran, "training"):
-        phases = ", ".join(f"{label} {value:.1f}" for label, value in figures["phases"].items() if value >= 0.05)
-        rows.append(f"| {name} | {figures['seconds']:.1f} | {phases} | {_gb(figures['gpu_gb'])} |")
-    return _table("three blocks of full width | seconds | by phase | GPU peak", "rlr", rows)
+        rows.append(f"| {name} | {figures['seconds']:.1f} | {_gb(figures['gpu_gb'])} |")
+    return _table("three blocks of full width | seconds | GPU peak", "rr", rows)
 
 
 def _kernels(ran: Parts) -> str:
@@ -203,10 +191,6 @@ def _results(ran: Parts, step: str) -> list[tuple[str, Any]]:
 
 def _result(parts: Parts, name: str) -> Any:
     return parts.get(name, {}).get("result")
-
-
-def _count(value: int | None) -> str:
-    return "–" if value is None else str(value)
 
 
 def _gb(value: float | None) -> str:

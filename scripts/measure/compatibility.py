@@ -3,7 +3,6 @@
 
     scripts/measure/compatibility.py                    tries all families, but for what is in eval/compatibility.json
     scripts/measure/compatibility.py --family qwen3-5   this family; with --again also what is in the file
-    scripts/measure/compatibility.py --tests            how many tests each family has; no family is tried
     scripts/measure/compatibility.py --render           print the tables from that file; --overview: the README's
 
 A family has two parts, schemes and reducers, of about a minute each. A part is added to the file when it is whole, so that a
@@ -17,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -160,37 +157,15 @@ def said(result: dict[str, Any]) -> Cell:
     return {"vllm": False, "problem": result["error"].splitlines()[0][:200]} if "error" in result else {"vllm": True}
 
 
-def counted(families: list[str]) -> dict[str, int]:
-    """How many of the project's tests have a family in their parameters, `--slow` ones included."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q"]
-    listed = subprocess.run(
-        [*command, "-o", "addopts=--import-mode=importlib"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    longest = sorted(families, key=len, reverse=True)
-    pattern = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, longest))})(?![\w.])")
-    counts = dict.fromkeys(families, 0)
-    for line in listed.stdout.splitlines():
-        for name in set(pattern.findall(line.partition("[")[2])):
-            counts[name] += 1
-    return counts
-
-
 def render(results: dict[str, dict]) -> str:
-    """Render the results as two Markdown tables."""
-    heads = [*SCHEMES, "experts", "MTP", "tests"]
-    lines = [f"| family | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for family, row in results.items():
-        cells = [letters(row["schemes"][scheme]) for scheme in SCHEMES]
-        cells += ["yes" if row["experts"] else "–", row["mtp"] or "–", str(row.get("tests", "?"))]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+    """Render a Markdown table of families by reducer in vLLM: those that answered with the same ones share a row."""
     names = [reducer.partition(":")[0] for reducer in REDUCERS]
-    lines += ["", f"| family | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    served = {family: [letters(row["reducers"][name]) for name in names] for family, row in results.items()}
-    lines += [f"| {family} | {' | '.join(cells)} |" for family, cells in served.items() if set(cells) != {"–"}]
-    lines += [
-        "",
-        f"With no reducer in vLLM: {', '.join(f for f, cells in served.items() if set(cells) == {'–'}) or 'none'}.",
-    ]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for family, row in results.items():
+        rows.setdefault(tuple(letters(row["reducers"][name]) for name in names), []).append(f"`{family}`")
+    lines = [f"| families | {' | '.join(f'`{name}`' for name in names)} |", f"|---|{'---|' * len(names)}"]
+    served = {cells: families for cells, families in rows.items() if set(cells) != {"–"}}
+    lines += [f"| {', '.join(families)} | {' | '.join(cells)} |" for cells, families in served.items()]
     return "\n".join(lines)
 
 
@@ -223,11 +198,10 @@ def keep(family: str, **cells: Any) -> None:
 
 
 def main() -> None:
-    """Measure, count or render."""
+    """Measure or render."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--family", nargs="+", help="try these; default: all")
     parser.add_argument("--again", action="store_true", help="also what is in the file already")
-    parser.add_argument("--tests", action="store_true", help="count tests instead")
     parser.add_argument("--render", action="store_true", help="print the tables of the last measurements")
     parser.add_argument("--overview", action="store_true", help="with --render: the README's table")
     args = parser.parse_args()
@@ -235,10 +209,7 @@ def main() -> None:
         sys.path.insert(0, str(ROOT))
         from vlmcompress import models
 
-        every = models.REGISTRY.names()
-        for family, tests in (counted(every) if args.tests else {}).items():
-            keep(family, tests=tests)
-        for family in [] if args.tests else args.family or every:
+        for family in args.family or models.REGISTRY.names():
             measured = json.loads(RESULTS.read_text()).get(family, {})
             for name, attempt in PARTS.items():
                 if args.again or name not in measured:

@@ -134,7 +134,7 @@ def render(results: Mapping[str, Any]) -> str:
 def _cell(row: Row) -> str:
     mark = next((mark for name, mark in MARKS.items() if row.get(name) and row[name][1] <= 0), "")
     difference, low, high = (100 * value for value in row["full"])
-    return f"{difference:+.1f} ± {(high - low) / 2:.1f}{mark}"
+    return f"{difference:+.1f} ±{(high - low) / 2:.1f}{mark}"
 
 
 def plot(results: Mapping[str, Any], model: str) -> str:

@@ -197,6 +197,13 @@ def test_no_heavy_import(arguments):
     assert done.stdout
 
 
+def test_flags_of_every_verb_may_stand_before_it(capfd):
+    for call in ("--json list targets", "list --json targets"):
+        assert cli.main(call.split()) == 0
+        assert json.loads(capfd.readouterr().out)["targets"]
+    assert cli.parse(["--debug", "list"]).debug and not cli.parse(["list"]).debug
+
+
 def test_errors_as_json(capfd):
     assert cli.main(["quantize", "m", "--scheme", "rtnn", "--json"]) == 2
     data = json.loads(capfd.readouterr().out)

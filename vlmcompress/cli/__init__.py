@@ -80,12 +80,13 @@ def _parser(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
     about = "Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost."
     parser = Parser(
         prog="vlmcompress",
-        usage="vlmcompress [-h] [--version] VERB ...",
+        usage="vlmcompress [OPTIONS] VERB ...",
         description=about if chosen else f"{about}\n{_verbs_text()}",
         epilog="Exit codes: 0 done, 1 a quality gate failed, 2 bad input, 3 internal error, 4 a gate can't tell, "
         "130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP.",
     )
     parser.add_argument("--version", action="version", version=f"vlmcompress {__version__}")
+    _flags.common(parser, default=False)
     verbs = parser.add_subparsers(
         dest="verb", required=True, metavar="VERB", prog="vlmcompress", parser_class=Parser, help=argparse.SUPPRESS
     )

@@ -138,11 +138,15 @@ def training(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], lr: s
     )
 
 
-def common(parser: argparse.ArgumentParser) -> None:
-    """The flags of every verb."""
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--verbose", action="store_true", help="show what the libraries log, and where the time went")
-    parser.add_argument("--debug", action="store_true", help="print tracebacks")
+def common(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
+    """Add the flags of every verb. They may also stand before the verb, whose parser leaves unset flags as they are."""
+    about = {
+        "json": "one JSON object on stdout",
+        "verbose": "show what the libraries log, and where the time went",
+        "debug": "print tracebacks",
+    }
+    for name, text in about.items():
+        parser.add_argument(f"--{name}", action="store_true", default=default, help=text)
 
 
 def recipe(parser: Parser) -> None:

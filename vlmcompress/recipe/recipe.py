@@ -52,14 +52,15 @@ class Calibrate(_Frozen):
     Attributes:
         data: folder of images, .jsonl, .parquet, data set folder or id on the Hub (see `hub.local`); None: the images
             bundled with a demo model.
-        columns: field (`image`, `video`, `question`, `answer`, `messages`, `id` or `family`) -> the column of `data`
-        that it is read from, where the names differ. skip_bad: how many unusable rows are skipped, each with a note:
-        below 1 a share, else a number. text: file of samples without images, of which one is mixed in for each sample
-        of `data`. samples: how many samples to take, those of `text` included. max_length: longest sample in tokens;
-        None: the model's context. all_experts: feed every expert of a mixture all tokens, not only those routed to it.
-        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; if `data` is
-        given,
-            too, the statistics must come from it.
+        columns: field (`image`, `video`, `question`, `answer`, `messages`, `id` or `family`) -> the column of `data` with it,
+            where the names differ.
+        skip_bad: how many unusable rows are skipped, each with a note: below 1 a share, else a number.
+        text: file of samples without images, of which one is mixed in for each sample of `data`.
+        samples: how many samples to take, those of `text` included.
+        max_length: longest sample in tokens; None: the model's context.
+        all_experts: feed every expert of a mixture all tokens, not only those routed to it.
+        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; with `data` as
+            well, the statistics must come from it.
     """
 
     data: str | None = None
@@ -80,7 +81,8 @@ class Recipe(_Frozen):
         out: folder to write; None only for plans and checks.
         target: machine to serve on; None: do not check.
         goal: purpose that the target's default scheme is chosen for.
-        scheme: name of a module in `vlmcompress.quantization.schemes`; `options` holds its `Options`.
+        scheme: name of a module in `vlmcompress.quantization.schemes`.
+        options: the scheme's `Options`.
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
         head: format of the output head's weights: `fp8` and `int8` with 8-bit activations, `w8a16` with a scale per row,
             `w4a16` in groups; one that shares the embedding's weights becomes a matrix of its own. `bf16` leaves it in 16 bits.
@@ -92,17 +94,19 @@ class Recipe(_Frozen):
             before anything else is done: weights that are easier to round, and the same answers. Drawn by `seed`; null: none.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the calibration data, or statistics collected before.
-        adapter: folder of a PEFT LoRA adapter, merged into the model first; a MODEL that is an adapter means its base
-        with the adapter merged. dtype: type of everything that is not quantized, and of scales; `auto` is that of
-        config.json, or else that of most
+        adapter: folder of a PEFT LoRA adapter, merged into the model first; a MODEL that is an adapter means its base with
+            the adapter merged.
+        dtype: type of everything that is not quantized, and of scales; `auto` is that of config.json, or else that of most
             weights.
         from_quantized: dequantize an FP8 source to 16 bits and quantize that; false: a quantized source is refused.
-        trust_remote_code: run Python code that the model's folder brings along. bits: widths that differ between
-        groups of layers, within a budget; None: the scheme's own everywhere. resize: images made smaller before the
-        encoder, by the processor's own settings; None: they are as they were. reduce: the visual-token reducer
-        (`reduction.choice`) that the checkpoint carries; None: all tokens are kept. engine: engine that is to run the
-        checkpoint; `vllm` refuses reducers that only transformers can run. seed: seed of every random choice.
-        shard_size: size of the largest file of weights. format: name of a module in `vlmcompress.export.formats`.
+        trust_remote_code: run Python code from the model's folder.
+        bits: widths that differ between groups of layers, within a budget; None: the scheme's width everywhere.
+        resize: smaller images before the encoder, by the processor's settings; None: their size stays.
+        reduce: the visual-token reducer (`reduction.choice`) that the checkpoint carries; None: all tokens are kept.
+        engine: engine that will run the checkpoint; `vllm` refuses reducers that only transformers can run.
+        seed: seed of every random choice.
+        shard_size: size of the largest file of weights.
+        format: name of a module in `vlmcompress.export.formats`.
     """
 
     model: Path

@@ -63,14 +63,19 @@ class Target:
         architecture: AMD's name of the architecture; None: not an AMD GPU.
         bandwidth: GB/s of device memory; None: depends on the machine.
         rates: type of the operands (bf16, fp8, int8, fp4) -> dense matrix arithmetic, TOPS; missing for types that the
-        machine does not support or no source states. schemes: goal -> scheme that suits it best; `None` -> scheme to
-        take without a goal. kernels: format -> the kernel that vLLM picks. weight_only: format -> why it is computed
-        in 16 bits there all the same, naming the alternative; it has a kernel. refused: format -> why it does not run,
-        naming the alternative. limits: format -> shapes that its kernel takes. experts_refused: why it runs no
-        quantized experts of a mixture; None: it does. head_sizes: sizes of an attention head that run; None: no limit
-        known. kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: the reason why there is none; `kv_instead`: what
-        is better there. source: where memory, bandwidth and rates are from. vision_attention_fp8: what FP8 attention
-        in the vision tower needs there; empty: vLLM has none.
+            machine does not support or no source states.
+        schemes: goal -> scheme that suits it best; `None` -> scheme to take without a goal.
+        kernels: format -> the kernel that vLLM picks.
+        weight_only: format -> why it is computed in 16 bits there all the same, naming the alternative; it has a kernel.
+        refused: format -> why it does not run, naming the alternative.
+        limits: format -> shapes that its kernel takes.
+        experts_refused: why it runs no quantized experts of a mixture; None: it does.
+        head_sizes: sizes of an attention head that run; None: no limit known.
+        kv_fp8: what an FP8 KV cache needs.
+        kv_fp8_refused: the reason why there is none.
+        kv_instead: what is better there.
+        source: where memory, bandwidth and rates are from.
+        vision_attention_fp8: what FP8 attention in the vision tower needs there; empty: vLLM has none.
     """
 
     title: str

@@ -72,7 +72,7 @@ def learn_reducer(place: Place, source: Path, out: Path) -> dict[str, Any]:
     except UserError as error:
         if not str(error).startswith("nothing was learned"):
             raise
-    return {"phases": facts["timing"], "steps": STEPS, "batch": BATCH, "learnt": bool(facts["timing"])}
+    return {"phases": facts["timing"], "steps": STEPS, "batch": BATCH, "learned": bool(facts["timing"])}
 
 
 def rotate(place: Place, source: Path, out: Path) -> dict[str, Any]:

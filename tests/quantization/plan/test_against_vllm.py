@@ -56,6 +56,7 @@ WIDE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4,
 LONG = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 13}
 PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
 DELTA = {
+    "mamba_ssm_dtype": "float32",  # as released models have it; without it vLLM's choice depends on the processor
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},

@@ -209,7 +209,8 @@ def _delta_net(config: Any, itemsize: int) -> State:
     """State of a Gated DeltaNet block: the last inputs of its convolution, and a matrix for each head of values.
 
     Source: vLLM 0.32 `model_executor/layers/mamba/mamba_utils.py`, `gated_delta_net_state_shape`. The matrices have the type
-    `mamba_ssm_dtype`, or the model's own.
+    `mamba_ssm_dtype`, which released models name (float32), or the model's own; without it vLLM stores float32 on a processor
+    with AVX-512 BF16 (`platforms/cpu.py`).
     """
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim

@@ -4,15 +4,15 @@ Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
 
 | scheme | format | tensors |
 |---|---|---|
-| int weights, 16-bit activations; int 4 in groups, FP8 activations | pack-quantized | `weight_packed` i32 [out,
-in*b/32], `weight_scale` [out, g], `weight_shape` i64 [2], asymmetric: `weight_zero_point` i32 [out*b/32, g] | | int 8
-or 4 weights, int 8 activations | int-quantized | `weight` i8 [out, in] (4 bits, too: engines pack them),
-`weight_scale` [out, 1] | | FP8 weights | float-quantized | `weight` e4m3 [out, in], `weight_scale` [out, 1], [1] or,
-of blocks, [out/128, in/128], static activations: `input_scale` [1] | | MXFP8 weights | mxfp8-quantized | `weight` e4m3
-[out, in], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 | | MXFP4 weights | mxfp4-pack-quantized |
-`weight_packed` u8 [out, in/2], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 | | NVFP4 weights |
-nvfp4-pack-quantized | `weight_packed` u8 [out, in/2], `weight_scale` e4m3 [out, in/16], `weight_global_scale` f32 [1],
-NVFP4 activations: `input_global_scale` f32 [1] |
+| int, 16-bit activations; int 4 in groups, FP8 activations | pack-quantized | `weight_packed` i32 [out, in*b/32], \
+`weight_scale` [out, g], `weight_shape` i64 [2], asymmetric: `weight_zero_point` i32 [out*b/32, g] |
+| int 8 or 4, int 8 activations | int-quantized | `weight` i8 [out, in] (4 bits, too), `weight_scale` [out, 1] |
+| FP8 | float-quantized | `weight` e4m3 [out, in], `weight_scale` [out, 1], [1] or, of blocks, [out/128, in/128], \
+static activations: `input_scale` [1] |
+| MXFP8 | mxfp8-quantized | `weight` e4m3 [out, in], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 |
+| MXFP4 | mxfp4-pack-quantized | `weight_packed` u8 [out, in/2], `weight_scale` u8 [out, in/32], exponents of 2 plus 127 |
+| NVFP4 | nvfp4-pack-quantized | `weight_packed` u8 [out, in/2], `weight_scale` e4m3 [out, in/16], \
+`weight_global_scale` f32 [1], NVFP4 activations: `input_global_scale` f32 [1] |
 
 Packing is along `in`, least significant bits first, of the code plus 2^(b-1); zero points are packed the same way along `out`.
 Of 4-bit floats two codes make a byte (`numerics.pack_fp4`). NVFP4's global scales are divisors: `weight = code * scale

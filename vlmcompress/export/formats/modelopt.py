@@ -6,7 +6,7 @@ Stored per linear layer (`out` x `in`):
 |---|---|---|
 | FP8 | one scale per matrix, fixed activation scales | `weight` e4m3 [out, in], `weight_scale` f32 [], `input_scale` f32 [] |
 | FP8_PER_CHANNEL_PER_TOKEN | a scale per row, activations scaled by token | `weight` e4m3 [out, in], `weight_scale` f32 [out] |
-| NVFP4, W4A16_NVFP4 | NVFP4 weights; activations in NVFP4, in 16 bits | `weight` u8 [out, in/2], `weight_scale` e4m3
+| NVFP4, W4A16_NVFP4 | NVFP4 weights; activations in NVFP4, in 16 bits | `weight` u8 [out, in/2], `weight_scale` e4m3 \
 [out, in/16], `weight_scale_2` f32 [], for NVFP4 activations `input_scale` f32 [] |
 
 The last two of NVFP4 are the reciprocals of compressed-tensors' global scales, which engines take before they compute: what

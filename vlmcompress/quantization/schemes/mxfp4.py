@@ -23,7 +23,7 @@ PRESETS: dict[str, dict] = {"MXFP4": {"activations": 4}, "MXFP4A16": {"activatio
 
 @dataclass(frozen=True)
 class Options(_rounded.WithSteps):
-    """Those of rounding, which `nvfp4` has as well, with the steps of gptq-plus, and `activations`: 4 (MXFP4) or 16 bits."""
+    """`rounding`: "gptq", "awq" or "rtn"; `activations`: 4 (MXFP4) or 16 bits; the rest as in gptq-plus."""
 
     activations: int = 4
 

@@ -18,7 +18,7 @@ PRESETS: dict[str, dict] = {"MXFP8": {}}
 
 @dataclass(frozen=True)
 class Options(_rounded.Options):
-    """Those of rounding, which `nvfp4` has as well; "rtn" is the default."""
+    """`rounding`: "gptq", "awq" or "rtn"; the rest as in gptq."""
 
     rounding: str = "rtn"
 

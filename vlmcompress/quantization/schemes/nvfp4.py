@@ -41,7 +41,7 @@ PRESETS: dict[str, dict] = {
 
 @dataclass(frozen=True)
 class Options(_rounded.Options):
-    """Those of rounding, which `mxfp4` has as well, and `activations`: 4 (NVFP4) or 16 bits; `mixed`: FP8 for all but MLPs, and
+    """`rounding`: "gptq", "awq" or "rtn"; `activations`: 4 (NVFP4) or 16 bits; `mixed`: FP8 for all but MLPs, and
     for the MLPs of the `last` blocks (null: an eighth of them); `four_over_six`: two scales to choose from for each block."""
 
     activations: int = 4

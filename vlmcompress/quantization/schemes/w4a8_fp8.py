@@ -26,7 +26,7 @@ _LEAST = 2.0**-9  # of float8, above zero
 
 @dataclass(frozen=True)
 class Options(_rounded.WithSteps):
-    """Those of rounding, which `nvfp4` has as well, with the steps of gptq-plus."""
+    """`rounding`: "gptq", "awq" or "rtn"; the rest as in gptq-plus."""
 
 
 def as_float8(scale: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""How often the host waits for the device: never for a sample or a token, and for a block no more than the docs say."""
+"""How often the host waits for the device: never for a sample or a token, and for a block at most so often."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from tests.kit import reducer_data
 from tests.kit.batched_samples import samples
-from tests.kit.places import ROOT
 from tests.kit.pretended_cuda import OTHERS, WAITS, counting
 from tests.kit.pretended_cuda.checks import CUDA
 from vlmcompress.models import decoder_blocks, load
@@ -26,6 +24,13 @@ from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_bl
 from vlmcompress.quantization.calibration.solve import QuantMethod, solve_block
 from vlmcompress.reduction.methods import Signals
 from vlmcompress.utils.registry import SCHEMES
+
+BOUNDS = {
+    **dict.fromkeys(("rtn", "w8a16", "fp8", "fp8-block", "mxfp8", "qvlm"), 14),
+    **{"gptq": 49, "qronos": 53, "fp8-static": 64, "int8": 72, "mbq": 82, "awq": 103, "nvfp4": 127},
+    **dict.fromkeys(("gptq-plus", "mxfp4", "w4a8-fp8"), 138),
+}
+"""Scheme -> most waits for solving one block of seven layers in four groups."""
 
 
 def moved(image: Signals) -> Signals:
@@ -44,14 +49,6 @@ def test_served_reducers_do_not_wait(method, options):
         rows = reducer_data.served(method, there, **options)
     torch.testing.assert_close(rows.cpu(), expected, rtol=1e-6, atol=1e-6)
     assert counts.waits == 0, counts.places
-
-
-def documented() -> dict[str, int]:
-    """Waits of a block's solving by scheme, as the docs have them."""
-    text = (ROOT / "docs" / "quantization.md").read_text()
-    (table,) = re.findall(r"<!-- waits -->\n(.*?)<!-- /waits -->", text, re.DOTALL)
-    rows = (row.strip("| ").split(" | ") for row in table.splitlines()[2:])
-    return {name.strip("`"): int(waits) for names, waits in rows for name in names.split(", ")}
 
 
 def captured(vlm, rows, needs=frozenset({"gram", "absmax"})) -> list[Any]:
@@ -97,12 +94,11 @@ def observed(world) -> Callable[[int, frozenset[str]], tuple[Any, ...]]:
 
 @pytest.mark.parametrize(("scheme", "count"), [*((name, 2) for name in SCHEMES.names() if name != "none"), ("gptq", 7)])
 def test_waits_of_solving(observed, scheme, count):
-    """Those of one block, of seven layers in four groups, are no more than the docs say, of more samples as well."""
+    """More samples cost no wait more."""
     module = SCHEMES.get(scheme)
     method = QuantMethod(module, module.Options())
     needs = (method.needs.statistics | {"gram"}) & {*NEEDS, CROSS}
     groups, weights, norms, stats = observed(count, frozenset(needs))
     with counting() as counts:
         solve_block(groups, dict(weights), stats, method, torch.bfloat16, {}, norms, 0.0)
-    print(f"| `{scheme}` | {counts.waits} |")
-    assert counts.waits <= documented()[scheme], counts.places.most_common(9)
+    assert counts.waits <= BOUNDS[scheme], counts.places.most_common(9)
