@@ -131,7 +131,7 @@ def _entry(path: Path, name: str, info: dict, base: int) -> Entry:
 
 def read_tensor(entry: Entry) -> Tensor:
     """The values of one stored tensor."""
-    data = torch.empty(entry.end - entry.start, dtype=torch.uint8).numpy()
+    data = torch.empty(entry.end - entry.start, dtype=torch.uint8).numpy().data
     with entry.file.open("rb") as file:
         file.seek(entry.start)
         if file.readinto(data) < len(data):

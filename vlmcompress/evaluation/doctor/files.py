@@ -176,7 +176,7 @@ def _read_through(file: Path) -> _Pass:
         entries = []
     digest, faults, size = hashlib.sha256(), list[str](), file.stat().st_size
     buffer = torch.empty(_PART, dtype=torch.uint8)
-    memory = memoryview(buffer.numpy())
+    memory = buffer.numpy().data
     with file.open("rb") as stream:
 
         def parts(end: int) -> Iterator[Tensor]:

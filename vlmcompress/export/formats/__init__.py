@@ -135,7 +135,7 @@ class Parts:
     specs: Mapping[str, Spec]
     read: Callable[[str], Tensor]
     entries: Mapping[str, Entry]
-    layers: Mapping[str, tuple[Scheme, tuple[int, int]]]
+    layers: Mapping[str, tuple[Scheme, tuple[int, ...]]]
     quantized: Mapping[str, tuple[QTensor, Scheme, Tensor | None]]
     config: Mapping[str, Any]
     image: Mapping[str, Any]

@@ -172,8 +172,8 @@ class _Parameters:
         self.parts, self.progress = parts, progress
         self.used: set[str] = set()
         self.sizes = {name: spec.nbytes for name, spec in parts.specs.items()}
-        for layer, (scheme, shape) in parts.layers.items():
-            stored = specs(scheme, *shape, "F16").values()
+        for layer, (scheme, (rows, columns)) in parts.layers.items():
+            stored = specs(scheme, rows, columns, "F16").values()
             self.sizes[f"{layer}.weight"] = sum(spec.nbytes for spec in stored)
 
     def read(self, name: str) -> Tensor:
